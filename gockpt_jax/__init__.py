@@ -1,0 +1,19 @@
+"""Checkpoints JAX training over several steps, with almost no stall, on top of Orbax.
+
+The public names. Start at `GoCkptManager`.
+"""
+
+from gockpt_jax.errors import HostBudgetError as HostBudgetError
+from gockpt_jax.errors import ReplayError as ReplayError
+from gockpt_jax.errors import SnapshotOnlyWarning as SnapshotOnlyWarning
+from gockpt_jax.errors import StepMismatchError as StepMismatchError
+from gockpt_jax.errors import WrapError as WrapError
+from gockpt_jax.manager import GoCkptManager as GoCkptManager
+from gockpt_jax.options import WindowOptions as WindowOptions
+from gockpt_jax.storage.handler import GoCkptRestore as GoCkptRestore
+from gockpt_jax.storage.handler import GoCkptSave as GoCkptSave
+from gockpt_jax.telemetry.report import SaveReport as SaveReport
+from gockpt_jax.training.markers import GoCkptState as GoCkptState
+from gockpt_jax.training.markers import retain as retain
+
+__version__ = "0.1.0"

@@ -1,0 +1,81 @@
+"""The one place where JAX is asked for what its public interface does not tell.
+
+Each entry says why it is needed and on which versions it was read. All of them degrade: where an
+attribute is missing, the caller takes the path that needs less.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+ClosedJaxpr = Any
+"""`jax.extend.core.ClosedJaxpr`; from jax 0.11 on it is the same class as `Jaxpr`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JitSettings:
+    """What the user passed to `jax.jit`, as far as it can be known.
+
+    Attributes:
+      static_argnums: Positions that are static.
+      static_argnames: Names that are static.
+      compiler_options: Options the user compiles with, so that the armed step does too.
+      keep_unused: Whether unused arguments are kept.
+    """
+
+    static_argnums: frozenset[int] = frozenset()
+    static_argnames: frozenset[str] = frozenset()
+    compiler_options: dict[str, Any] | None = None
+    keep_unused: bool = False
+
+
+def jit_settings(step: Any) -> JitSettings | None:
+    """Reads the settings of a jitted function, or `None` where this JAX does not hold them.
+
+    `_jit_info` has no public counterpart (jax 0.7 to 0.12): without the static positions an
+    argument that is baked into the program cannot be told from one that is passed to it.
+    """
+    info = getattr(step, "_jit_info", None)
+    if info is None or not hasattr(info, "static_argnums"):
+        return None
+    return JitSettings(
+        static_argnums=frozenset(info.static_argnums),
+        static_argnames=frozenset(info.static_argnames),
+        compiler_options=dict(getattr(info, "compiler_options_kvs", ())) or None,
+        keep_unused=bool(getattr(info, "keep_unused", False)),
+    )
+
+
+def specified_shardings(traced: Any, which: str) -> tuple[Any, ...] | None:
+    """The flat `in_shardings` or `out_shardings` that the user gave, `None` where unspecified.
+
+    `Traced` publishes neither (jax 0.7 to 0.12); `_params` is what it lowers with.
+    """
+    flat = getattr(traced, "_params", {}).get(which)
+    if flat is None:
+        return None
+    return tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in flat)
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
+    """Splits a closed (or open) jaxpr into its equations' owner and its constants.
+
+    jax 0.10 wraps a `Jaxpr` in a `ClosedJaxpr`; from 0.11 on they are one class.
+    """
+    return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
+
+
+def close_jaxpr(jaxpr: Any, consts: list[Any], *, eqns: list[Any], outvars: list[Any]) -> Any:
+    """A closed jaxpr with the same inputs as `jaxpr`, other equations and other outputs."""
+    # The names of results no longer match once outputs are added.
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return jex.ClosedJaxpr(
+        jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug_info), list(consts)
+    )
+
+
+def committed(array: Any) -> bool:
+    """Whether an array is pinned to its devices (`jax.Array.committed` came with jax 0.5)."""
+    return bool(getattr(array, "committed", getattr(array, "_committed", True)))

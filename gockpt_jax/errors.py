@@ -1,0 +1,21 @@
+"""Named exceptions. Each derives from the builtin a caller would already catch."""
+
+
+class StepMismatchError(ValueError):
+    """The state cannot be found among a wrapped step's arguments or results."""
+
+
+class WrapError(TypeError):
+    """`wrap` was given something that is not a train step."""
+
+
+class ReplayError(RuntimeError):
+    """Replay could not bring a chunk to the sealed version; the save fails, nothing is written."""
+
+
+class HostBudgetError(ValueError):
+    """The host budget cannot hold the state; nothing was saved, earlier checkpoints are intact."""
+
+
+class SnapshotOnlyWarning(UserWarning):
+    """A wrapped step cannot be armed, so its saves are snapshots; the message names the remedy."""

@@ -1,0 +1,67 @@
+"""What a user may set, checked where it is made."""
+
+import dataclasses
+from typing import Literal, get_args
+
+Arm = Literal["window", "always"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WindowOptions:
+    """How a checkpoint's state leaves the device.
+
+    Attributes:
+      max_steps: The largest K the planner may choose, in training steps. The paper caps K at 7
+        (arXiv 2511.07035, section 4); gradient traffic grows with K(K-1)/2, so more never pays.
+      steps: Fixes K, for tests and benchmarks: every predictable save is then a window of this many
+        steps (fewer where the saves lie closer together), opening waits for the armed step to
+        compile, and groups leave early even where that saves no bytes. `None`: the planner chooses.
+      device_budget_bytes: Bytes per device that staged copies and retained gradients may take.
+        `None`: what the device reports as free, or the whole state where it reports nothing.
+      host_budget_bytes: Bytes of host memory that pulled and replayed chunks may take in this
+        process. `None`: no limit of ours (the state of this process is what a save needs).
+      write_limit_bytes: Bytes handed to TensorStore and not yet written. 256 MiB kept the extra
+        resident memory of a save below 270 MiB at full speed where no limit took six times as much.
+      arm: `"window"` runs the user's own executable outside windows. `"always"` runs the armed one
+        for every step, so that one executable defines the run.
+      exact: Forbid replay of arithmetic that the host cannot repeat bit for bit. No plan lets such
+        a leaf leave early at present, so both values give the same checkpoint.
+
+    Raises:
+      ValueError: if a value is out of its range; the message names it.
+
+    Example:
+      >>> WindowOptions(max_steps=4).max_steps
+      4
+      >>> WindowOptions(steps=0)
+      Traceback (most recent call last):
+        ...
+      ValueError: `steps` must be at least 1, got 0. Use None to let the planner choose.
+    """
+
+    max_steps: int = 8
+    steps: int | None = None
+    device_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    write_limit_bytes: int = 256 * 2**20
+    arm: Arm = "window"
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        _at_least("max_steps", self.max_steps, 1, "Use 1 for a device copy without a window.")
+        _at_least("steps", self.steps, 1, "Use None to let the planner choose.")
+        _at_least("device_budget_bytes", self.device_budget_bytes, 1, "Use None for the default.")
+        _at_least("host_budget_bytes", self.host_budget_bytes, 1, "Use None for no limit.")
+        _at_least("write_limit_bytes", self.write_limit_bytes, 1, "The default is 256 MiB.")
+        if self.arm not in get_args(Arm):
+            raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
+
+
+def _at_least(name: str, value: int | None, least: int, remedy: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"`{name}` must be an integer, got {value!r}. {remedy}")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}. {remedy}")

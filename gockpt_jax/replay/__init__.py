@@ -1,0 +1,1 @@
+"""Updates repeated on the host."""

@@ -1,0 +1,1 @@
+"""Storage: host arrays and their way into an ordinary Orbax checkpoint."""

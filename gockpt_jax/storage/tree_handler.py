@@ -1,0 +1,120 @@
+"""The stock PyTree handler, with host arrays among its leaf types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import orbax.checkpoint as ocp
+
+from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.spec import ReplicaLayout
+from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES
+from gockpt_jax.storage.writer import HostArrayHandler
+
+
+class HostTypeRegistry:
+    """A type handler registry: `HostArray` to our handler, all else to another registry.
+
+    It asks the other registry at every look-up, so types that the user registers with
+    `ocp.type_handlers.register_type_handler`, before or after, are found. Look-ups by type name are
+    never ours: "jax.Array" is read by the stock handler.
+
+    Args:
+        writer: The handler of `HostArray`.
+        others: The registry for all other types; Orbax's global one by default.
+    """
+
+    def __init__(
+        self,
+        writer: HostArrayHandler,
+        others: ocp.type_handlers.TypeHandlerRegistry | None = None,
+    ) -> None:
+        self._writer = writer
+        self._others = others
+
+    def get(self, ty: Any) -> ocp.type_handlers.TypeHandler:
+        """Returns the handler of a type or type name; ValueError if there is none."""
+        if isinstance(ty, type) and issubclass(ty, HostArray):
+            return self._writer
+        if self._others is not None:
+            return self._others.get(ty)
+        return ocp.type_handlers.get_type_handler(ty)
+
+    def has(self, ty: Any) -> bool:
+        """Returns whether `get` would find a handler."""
+        try:
+            self.get(ty)
+        except ValueError:
+            return False
+        return True
+
+    def add(
+        self,
+        ty: Any,
+        handler: ocp.type_handlers.TypeHandler,
+        func: Callable[[Any], bool] | None = None,
+        override: bool = False,
+        ignore_warnings: bool = False,
+    ) -> None:
+        """Always raises TypeError: this is a view, and its registry belongs to somebody else."""
+        raise TypeError(
+            f"Cannot add {ty} here. Use `ocp.type_handlers.register_type_handler`, or add it to the"
+            " registry that was given as `type_handler_registry`."
+        )
+
+
+class TreeHandler(NamedTuple):
+    """The handler of whole trees, and the writer inside it.
+
+    Attributes:
+        handler: A stock `ocp.PyTreeCheckpointHandler`. It saves trees in which every `jax.Array`
+            has been replaced by a `HostArray`; other leaves are as in stock. It restores like
+            stock.
+        writer: Gives the statistics of a save: `take_stats`.
+    """
+
+    handler: ocp.PyTreeCheckpointHandler
+    writer: HostArrayHandler
+
+
+def make_tree_handler(
+    *,
+    write_limit_bytes: int = DEFAULT_WRITE_LIMIT_BYTES,
+    replica_layout: ReplicaLayout | None = None,
+    type_handler_registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
+    multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
+    **options: Any,
+) -> TreeHandler:
+    """Makes a stock PyTree handler that also takes `HostArray` leaves.
+
+    A tree must not mix `jax.Array`s with them: both handlers would write `array_metadatas`.
+
+    Args:
+        write_limit_bytes: See `HostArrayHandler`.
+        replica_layout: See `HostArrayHandler`.
+        type_handler_registry: The handlers of all other types; Orbax's global ones by default.
+        multiprocessing_options: As in `ocp.PyTreeCheckpointHandler`.
+        **options: Any other keyword of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
+            `use_compression`, ...). `save_concurrent_gb` is stock's word for `write_limit_bytes`
+            (in units of 10**9 bytes) and takes its place.
+
+    Raises:
+        TypeError: Orbax does not know one of `options`.
+        ValueError: A limit is not positive.
+    """
+    multiprocessing_options = multiprocessing_options or ocp.options.MultiprocessingOptions()
+    save_concurrent_gb = options.pop("save_concurrent_gb", None)
+    if save_concurrent_gb is not None:
+        write_limit_bytes = int(save_concurrent_gb * 10**9)
+    writer = HostArrayHandler(
+        write_limit_bytes=write_limit_bytes,
+        primary_host=multiprocessing_options.primary_host,
+        replica_layout=replica_layout,
+    )
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=HostTypeRegistry(writer, type_handler_registry),
+        multiprocessing_options=multiprocessing_options,
+        **options,
+    )
+    return TreeHandler(handler, writer)

@@ -1,0 +1,1 @@
+"""What became of a save: reports, events, spans."""

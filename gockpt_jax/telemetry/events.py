@@ -1,0 +1,36 @@
+"""Every name under which gockpt_jax reports: `jax.monitoring` events and profiler spans."""
+
+from collections.abc import Mapping
+
+import jax
+
+PREFIX = "/gockpt/"
+SAVE_STALL_SECS = PREFIX + "save/stall_secs"
+SAVE_BARRIER_SECS = PREFIX + "save/barrier_secs"
+SAVE_DRAIN_SECS = PREFIX + "save/drain_secs"
+SAVE_WRITE_SECS = PREFIX + "save/write_secs"
+SAVE_COMMIT_SECS = PREFIX + "save/commit_secs"
+SAVE_WINDOW = PREFIX + "save/window"
+SAVE_SNAPSHOT = PREFIX + "save/snapshot"
+WINDOW_ABANDONED = PREFIX + "window/abandoned"
+
+SPAN_STAGE = "gockpt/stage"
+SPAN_PULL = "gockpt/pull"
+SPAN_REPLAY = "gockpt/replay"
+SPAN_SEAL = "gockpt/seal"
+
+
+def span(name: str) -> jax.profiler.TraceAnnotation:
+    """A span in the profiler's timeline, on whichever thread it is entered."""
+    return jax.profiler.TraceAnnotation(name)
+
+
+def record_durations(secs: Mapping[str, float]) -> None:
+    """Hands durations in seconds, by event name, to `jax.monitoring`."""
+    for name, value in secs.items():
+        jax.monitoring.record_event_duration_secs(name, value)
+
+
+def record_event(name: str) -> None:
+    """Counts an event with `jax.monitoring`."""
+    jax.monitoring.record_event(name)

@@ -1,0 +1,203 @@
+"""What became of a save."""
+
+import dataclasses
+import logging
+import threading
+import time
+from typing import Literal
+
+import jax
+
+from gockpt_jax.telemetry import events
+
+_log = logging.getLogger("gockpt_jax")
+
+SaveKind = Literal["window", "snapshot"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """One save, after its commit.
+
+    Attributes:
+      step: The label passed to `save`.
+      kind: `"window"`: parts left over several steps. `"snapshot"`: all left at the save step.
+      reason: Why it was that kind, in words.
+      window_steps: K; 1 for a snapshot.
+      state_bytes: Bytes that this process wrote or replayed of the state.
+      early_bytes: Those of them that left before the save step and were replayed.
+      gradient_bytes: Bytes of retained values that followed them.
+      late_leaves: Paths of leaves that were planned early and became late, with the reason.
+      stall_secs: Time the trainer's thread spent in our hooks during the window and in `save`,
+        waits for budgets, barriers and the previous save included. Device contention is not in it:
+        step-time inflation, which a benchmark measures, is the whole cost.
+      barrier_secs: The part of it before the state was looked at: the previous save, barriers.
+      drain_secs: From the seal until the last chunk was final on the host.
+      write_secs: From the first chunk's hand-over to the last one's end of writing.
+      commit_secs: From there until the checkpoint was visible.
+      written_bytes: Bytes handed to TensorStore.
+      peak_host_bytes: Most bytes of chunks and retained values on the host at once.
+      peak_device_bytes: Most bytes staged and retained on one device at once, by our accounting.
+      error: What failed, in words; `None` for a committed checkpoint.
+    """
+
+    step: int
+    kind: SaveKind
+    reason: str
+    window_steps: int
+    state_bytes: int = 0
+    early_bytes: int = 0
+    gradient_bytes: int = 0
+    late_leaves: tuple[str, ...] = ()
+    stall_secs: float = 0.0
+    barrier_secs: float = 0.0
+    drain_secs: float = 0.0
+    write_secs: float = 0.0
+    commit_secs: float = 0.0
+    written_bytes: int = 0
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(kw_only=True)
+class SaveRecord:
+    """A report in the making; times are `time.perf_counter()` of this process."""
+
+    kind: SaveKind
+    reason: str
+    window_steps: int = 1
+    step: int = -1
+    state_bytes: int = 0
+    early_bytes: int = 0
+    gradient_bytes: int = 0
+    late_leaves: tuple[str, ...] = ()
+    stall_secs: float = 0.0
+    barrier_secs: float = 0.0
+    sealed_at: float = 0.0
+    drained_at: float = 0.0
+    write_secs: float = 0.0
+    written_at: float = 0.0
+    committed_at: float = 0.0
+    written_bytes: int = 0
+    peak_host_bytes: int = 0
+    peak_device_bytes: int = 0
+    error: str | None = None
+
+    def report(self) -> SaveReport:
+        """The finished report."""
+        return SaveReport(
+            step=self.step,
+            kind=self.kind,
+            reason=self.reason,
+            window_steps=self.window_steps,
+            state_bytes=self.state_bytes,
+            early_bytes=self.early_bytes,
+            gradient_bytes=self.gradient_bytes,
+            late_leaves=self.late_leaves,
+            stall_secs=self.stall_secs,
+            barrier_secs=self.barrier_secs,
+            drain_secs=max(0.0, self.drained_at - self.sealed_at),
+            write_secs=self.write_secs,
+            commit_secs=max(0.0, self.committed_at - self.written_at) if self.written_at else 0.0,
+            written_bytes=self.written_bytes,
+            peak_host_bytes=self.peak_host_bytes,
+            peak_device_bytes=self.peak_device_bytes,
+            error=self.error,
+        )
+
+
+class PendingReport:
+    """A save whose report is not complete: `save` must have returned and the commit be done.
+
+    Either may come first: the trainer's thread returns, a thread of Orbax's commits.
+
+    Args:
+      record: What is known of the save so far.
+      step: Its label.
+      entered_at: When the state was looked at, after barriers and the previous save.
+      log: Where the report goes.
+    """
+
+    def __init__(self, record: SaveRecord, step: int, entered_at: float, log: "ReportLog"):
+        self._record = record
+        self._entered_at = entered_at
+        self._log = log
+        self._waiting_for = {"return", "commit"}
+        self._lock = threading.Lock()
+        record.step = step
+
+    @property
+    def step(self) -> int:
+        """The save's label."""
+        return self._record.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the report has been made."""
+        return not self._waiting_for
+
+    def returned(self, started_at: float) -> None:
+        """`save`, called at `started_at`, returns to the trainer."""
+        self._record.barrier_secs = self._entered_at - started_at
+        self._record.stall_secs += time.perf_counter() - started_at
+        self._done("return")
+
+    def committed(self) -> None:
+        """The checkpoint is visible."""
+        self._record.committed_at = time.perf_counter()
+        self._done("commit")
+
+    def failed(self, error: BaseException) -> None:
+        """There will be no checkpoint."""
+        with self._lock:
+            if not self._waiting_for:
+                return
+            self._record.error = f"{type(error).__name__}: {error}"
+            self._waiting_for.clear()
+        self._log.add(self._record.report())
+
+    def _done(self, part: str) -> None:
+        with self._lock:
+            if part not in self._waiting_for:
+                return
+            self._waiting_for.remove(part)
+            if self._waiting_for:
+                return
+        self._log.add(self._record.report())
+
+
+class ReportLog:
+    """The reports of a manager, oldest first; written by the commit thread, read by the trainer."""
+
+    def __init__(self) -> None:
+        self._reports: list[SaveReport] = []
+        self._lock = threading.Lock()
+
+    def add(self, report: SaveReport) -> None:
+        """Keeps a report and tells `jax.monitoring`; one INFO line on process 0."""
+        with self._lock:
+            self._reports.append(report)
+        window = report.kind == "window"
+        events.record_event(events.SAVE_WINDOW if window else events.SAVE_SNAPSHOT)
+        events.record_durations(
+            {
+                events.SAVE_STALL_SECS: report.stall_secs,
+                events.SAVE_BARRIER_SECS: report.barrier_secs,
+                events.SAVE_DRAIN_SECS: report.drain_secs,
+                events.SAVE_WRITE_SECS: report.write_secs,
+                events.SAVE_COMMIT_SECS: report.commit_secs,
+            }
+        )
+        if jax.process_index() == 0:
+            _log.info(
+                "step %d %s: %s, K=%d (%s), %.1f MB, stall %.1f ms, drain %.2f s, write %.2f s",
+                report.step, "failed" if report.error else "saved", report.kind,
+                report.window_steps, report.reason, report.state_bytes / 1e6,
+                report.stall_secs * 1e3, report.drain_secs, report.write_secs,
+            )  # fmt: skip
+
+    def all(self) -> tuple[SaveReport, ...]:
+        """Every report so far."""
+        with self._lock:
+            return tuple(self._reports)

@@ -1,0 +1,209 @@
+"""Where the state is among a step's arguments and results."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax import _compat
+from gockpt_jax.errors import StepMismatchError, WrapError
+
+Place = int | str
+Places = Place | Sequence[Place]
+
+
+def as_places(name: str, places: Any) -> tuple[Place, ...]:
+    """Checks what the user gave as `state` or `state_out`.
+
+    Raises:
+      WrapError: if it is neither an integer, nor a name, nor a sequence of these.
+    """
+    listed = (places,) if isinstance(places, int | str) else places
+    ok = isinstance(listed, Sequence) and not isinstance(places, bool) and len(listed) > 0
+    if not ok or not all(isinstance(p, int | str) for p in listed):
+        raise WrapError(
+            f"`{name}` must be a position, an argument's name, or a sequence of these, "
+            f"got {places!r}. For `step(params, opt_state, batch)` pass `{name}=(0, 1)`."
+        )
+    return tuple(listed)
+
+
+class CallForm:
+    """How a jitted step is called: which arguments are state, which are static.
+
+    Args:
+      step: The jitted function.
+      state: Positions or names of the state among the arguments.
+      settings: What is known of its `jax.jit` call.
+    """
+
+    def __init__(self, step: Callable[..., Any], state: Places, settings: _compat.JitSettings):
+        self._places = as_places("state", state)
+        self._settings = settings
+        self._parameters = _parameters(step)
+
+    def state_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The state arguments of one call, in the order of `state`.
+
+        Raises:
+          StepMismatchError: if the call has no such argument.
+        """
+        return tuple(self._find(place, args, kwargs) for place in self._places)
+
+    def _find(self, place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        index = place if isinstance(place, int) else self._parameters.get(place, len(args))
+        name = place if isinstance(place, str) else self._name(place)
+        if name is not None and name in kwargs:
+            return kwargs[name]
+        if -len(args) <= index < len(args):
+            return args[index]
+        raise StepMismatchError(
+            f"`state={place!r}` names no argument of this call of the wrapped step: it got "
+            f"{len(args)} positional arguments and the keywords {sorted(kwargs)}. Pass the "
+            "position or the name of the state to `wrap(step, state=...)`."
+        )
+
+    def _name(self, index: int) -> str | None:
+        return next((n for n, i in self._parameters.items() if i == index), None)
+
+    def dynamic(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments without the static ones, as `jax.jit` flattens them."""
+        static, names = self._static_positions(len(args)), self._settings.static_argnames
+        positional = tuple(a for i, a in enumerate(args) if i not in static)
+        return positional, {k: v for k, v in kwargs.items() if k not in names}
+
+    def static(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The static arguments of a call: what its program was specialised to."""
+        static, names = self._static_positions(len(args)), self._settings.static_argnames
+        by_name = tuple((k, kwargs[k]) for k in sorted(kwargs) if k in names)
+        return (*(a for i, a in enumerate(args) if i in static), *by_name)
+
+    def numbered(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with each leaf replaced by its flat position, static arguments by `None`."""
+        positional, by_name = self.dynamic(args, kwargs)
+        tree: Any = jax.tree.structure((positional, by_name))
+        positional, by_name = jax.tree.unflatten(tree, range(tree.num_leaves))
+        static, remaining = self._static_positions(len(args)), iter(positional)
+        return tuple(None if i in static else next(remaining) for i in range(len(args))), by_name
+
+    def _static_positions(self, num_args: int) -> set[int]:
+        return {n + num_args if n < 0 else n for n in self._settings.static_argnums}
+
+
+def _parameters(step: Callable[..., Any]) -> dict[str, int]:
+    """Positions of the positional parameters by name; empty where there is no signature."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {p.name: i for i, p in enumerate(parameters) if p.kind in kinds}
+
+
+def state_in_result(
+    result: Any, states: Sequence[Any], state_out: Places | None
+) -> tuple[Any, ...]:
+    """Finds the new state in a step's result.
+
+    Args:
+      result: What the step returned (or a tree of the same structure).
+      states: The state arguments, in the order of `state`.
+      state_out: Positions or names in the result; `None`: the parts of the result whose tree
+        structure is that of each state argument, the whole result included.
+
+    Returns:
+      One part for each state argument.
+
+    Raises:
+      StepMismatchError: if a part is missing or its structure differs; the message says what to do.
+    """
+    wanted: list[Any] = [jax.tree.structure(s) for s in states]
+    if state_out is not None:
+        parts = tuple(_part(result, place) for place in as_places("state_out", state_out))
+        if [jax.tree.structure(p) for p in parts] != wanted:
+            raise StepMismatchError(
+                f"`state_out={state_out!r}` does not lead to a tree like the state given to the "
+                f"step.\n  expected: {wanted}\n  got: {[jax.tree.structure(p) for p in parts]}"
+            )
+        return parts
+    if len(wanted) == 1 and jax.tree.structure(result) == wanted[0]:
+        return (result,)
+    unused = list(result) if isinstance(result, tuple | list) else []
+    found = []
+    for structure in wanted:
+        at = next((i for i, r in enumerate(unused) if jax.tree.structure(r) == structure), None)
+        if at is None:
+            raise StepMismatchError(
+                "the wrapped step's result holds no tree like the state it was given, "
+                f"{structure}. Return the new state with the structure of the old one, or say "
+                "where it is with `wrap(step, state=..., state_out=...)`."
+            )
+        found.append(unused.pop(at))
+    return tuple(found)
+
+
+def _part(result: Any, place: Place) -> Any:
+    try:
+        if isinstance(place, str) and not isinstance(result, Mapping):
+            return getattr(result, place)
+        return result[place]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise StepMismatchError(
+            f"`state_out={place!r}` names nothing in the step's result, a "
+            f"`{type(result).__name__}`. Pass the position or the name of the new state."
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Positions:
+    """Flat positions of the state's leaves.
+
+    Attributes:
+      inputs: Position of each leaf among the flat dynamic arguments.
+      outputs: Position of each leaf among the flat results.
+      paths: Each leaf's path, as `jax.tree_util.keystr` prints it.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    paths: tuple[str, ...]
+
+
+def locate(
+    form: CallForm, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any,
+    state_out: Places | None,
+) -> Positions:  # fmt: skip
+    """Follows numbered leaves through the call's structure, so that no array is compared.
+
+    Args:
+      form: How the step is called.
+      args: Positional arguments of a call.
+      kwargs: Keyword arguments of it.
+      out_tree: Structure of the result.
+      state_out: As given to `wrap`.
+
+    Raises:
+      StepMismatchError: if the state is not found.
+    """
+    states = form.state_of(*form.numbered(args, kwargs))
+    result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    parts = state_in_result(result, states, state_out)
+    names = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(states)[0]
+    ]
+    return Positions(
+        tuple(jax.tree.leaves(states)),
+        tuple(jax.tree.leaves(parts)),
+        tuple(_short(n, len(states)) for n in names),
+    )
+
+
+def _short(path: str, num_states: int) -> str:
+    """Drops the index into the tuple of states where there is only one."""
+    return path.removeprefix("[0]") if num_states == 1 else path

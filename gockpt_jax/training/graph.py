@@ -1,0 +1,186 @@
+"""The traced step as one flat graph of values, for analysis only.
+
+A jaxpr nests: `jnp.where` is a call of its own, an optimizer's `cond` holds its branches. To follow
+a state leaf back to the gradient the nesting is in the way, so calls are inlined and `cond` becomes
+`select`. The program that runs is never built from this graph (both rewrites may change rounding);
+each value only remembers its `Site`, where the user's own program can be asked for it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from gockpt_jax import _compat
+
+_SELECT = lax.select_n_p
+_NOTHING = object()
+# Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
+# others carry rules (a derivative, a rematerialisation) that opening would drop.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
+          "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}  # fmt: skip
+_OPENABLE = frozenset({"jit", "pjit"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """Where the user's own program holds a value.
+
+    Attributes:
+      path: Positions of the enclosing `jit` equations, outermost first; empty at the top level.
+      var: The variable there.
+    """
+
+    path: tuple[int, ...]
+    var: Any
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """One value of the step: what makes it, and where it can be read.
+
+    Attributes:
+      aval: Its abstract value (shape and dtype).
+      op: The operation that makes it; `None` for inputs and constants.
+      site: Where the armed step can return it; `None` inside bodies that cannot be opened.
+      constant: Its value where that is known while tracing.
+    """
+
+    aval: Any
+    op: "Op | None" = None
+    site: Site | None = None
+    constant: Any = _NOTHING
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the host knows the value without being sent it."""
+        return self.constant is not _NOTHING
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the global value."""
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def dtype(self) -> Any:
+        """Element type."""
+        return getattr(self.aval, "dtype", None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global value; 0 for what has no size (tokens)."""
+        return math.prod(self.shape) * getattr(self.dtype, "itemsize", 0)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Op:
+    """One primitive operation."""
+
+    primitive: Any
+    inputs: tuple[Value, ...]
+    params: dict[str, Any]
+    num_outputs: int
+
+    @property
+    def name(self) -> str:
+        """The primitive's name, as a jaxpr prints it."""
+        return str(self.primitive.name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Graph:
+    """The whole step.
+
+    Attributes:
+      inputs: One value per flat dynamic argument.
+      outputs: One value per flat result.
+    """
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+def flatten(closed: Any) -> Graph:
+    """Flattens a closed jaxpr.
+
+    Args:
+      closed: As returned by `jax.jit(f).trace(...).jaxpr`.
+
+    Returns:
+      Its graph; values of the top level and of `jit` calls carry a `Site`.
+
+    Example:
+      >>> traced = jax.jit(lambda x: jax.numpy.where(x > 0, x, 0.0)).trace(1.0)
+      >>> flatten(traced.jaxpr).outputs[0].op.name
+      'select_n'
+    """
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    inputs = tuple(Value(v.aval, site=Site((), v)) for v in jaxpr.invars)
+    return Graph(inputs, tuple(_walk(jaxpr, consts, inputs, ())))
+
+
+def _walk(
+    jaxpr: Any, consts: list[Any], inputs: Sequence[Value], path: tuple[int, ...] | None
+) -> list[Value]:
+    """Follows the equations of one body; `path` is `None` where it cannot be opened."""
+    env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    env.update((v, Value(v.aval, constant=c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+
+    def read(atom: Any) -> Value:
+        if isinstance(atom, jex.Literal):
+            return Value(atom.aval, constant=atom.val)
+        return env[atom]
+
+    for position, eqn in enumerate(jaxpr.eqns):
+        outputs = _apply(eqn, [read(a) for a in eqn.invars], path, position)
+        for var, value in zip(eqn.outvars, outputs, strict=True):
+            env[var] = value
+            if path is not None and not value.is_constant:
+                _offer_site(value, Site(path, var))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _offer_site(value: Value, site: Site) -> None:
+    """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
+    if type(site.var) is jex.DropVar:
+        return
+    if value.site is None or len(site.path) < len(value.site.path):
+        value.site = site
+
+
+def _apply(
+    eqn: Any, inputs: list[Value], path: tuple[int, ...] | None, position: int
+) -> list[Value]:
+    name = eqn.primitive.name
+    if name in _CALLS and _CALLS[name] in eqn.params:
+        body, consts = _compat.open_jaxpr(eqn.params[_CALLS[name]])
+        inner = (*path, position) if path is not None and can_open(eqn) else None
+        return _walk(body, consts, inputs, inner)
+    if name == "cond" and not any(_is_extended(v.aval) for v in eqn.outvars):
+        index, *operands = inputs
+        branches = [_walk(*_compat.open_jaxpr(b), operands, None) for b in eqn.params["branches"]]
+        return [
+            Value(var.aval, Op(_SELECT, (index, *cases), {}, 1))
+            for var, *cases in zip(eqn.outvars, *branches, strict=True)
+        ]
+    op = Op(eqn.primitive, tuple(inputs), eqn.params, len(eqn.outvars))
+    return [Value(var.aval, op) for var in eqn.outvars]
+
+
+def can_open(eqn: Any) -> bool:
+    """Whether a call may be replaced by its body in the armed program without losing anything."""
+    if eqn.primitive.name not in _OPENABLE:
+        return False
+    _, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+    placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return not consts and not any(isinstance(s, jax.sharding.Sharding) for s in placed)
+
+
+def _is_extended(aval: Any) -> bool:
+    """Typed PRNG keys and other types without a plain element layout."""
+    return hasattr(aval, "dtype") and bool(jnp.issubdtype(aval.dtype, jax.dtypes.extended))

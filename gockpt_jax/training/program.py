@@ -1,0 +1,238 @@
+"""One traced step: its state, its cut, and the armed executable that returns the cut."""
+
+import concurrent.futures
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax import _compat
+from gockpt_jax.training.armed import with_outputs
+from gockpt_jax.training.call import CallForm, Places, Positions, locate
+from gockpt_jax.training.cut import Cut, Leaf, find_cut
+from gockpt_jax.training.graph import flatten
+from gockpt_jax.training.recipe import Recipe, make_recipe
+
+
+class CannotArmError(Exception):
+    """A step's program cannot be armed; the message says why and what would help."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and dtype of a global value (of a cut value: shape () for a captured scalar)."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplayGroup:
+    """A group without its graph: what stays after analysis.
+
+    Attributes:
+      leaves: Positions among the state's leaves.
+      retained: Positions among the cut arrays, of the large ones.
+      scalars: Positions among the cut arrays, of the scalars.
+      recipe: The program from the leaves' old chunks to their new ones.
+    """
+
+    leaves: tuple[int, ...]
+    retained: tuple[int, ...]
+    scalars: tuple[int, ...]
+    recipe: Recipe
+
+
+class StepProgram:
+    """The analysis of one traced step. The graph itself is dropped once it is done.
+
+    Args:
+      step: The user's jitted function.
+      form: How it is called.
+      args: Positional arguments of a call, alive.
+      kwargs: Keyword arguments of it.
+      state_out: Where the new state is in the result, as given to `wrap`.
+      even_for_nothing: Whether leaves may leave early that gain no bytes.
+
+    Raises:
+      CannotArmError: if the program shows nothing to cut.
+      StepMismatchError: if the state is not found in the result.
+    """
+
+    def __init__(
+        self, step: Any, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any],
+        *, state_out: Places | None, even_for_nothing: bool,
+    ):  # fmt: skip
+        self._form = form
+        self._traced = traced = step.trace(*args, **kwargs)
+        self._flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
+        self._static = form.static(args, kwargs)
+        _refuse_unsupported(traced, self._flat)
+        self.out_tree: Any = jax.tree.structure(traced.out_info)
+        self.positions: Positions = locate(form, args, kwargs, self.out_tree, state_out)
+        graph = flatten(traced.jaxpr)
+        leaves = [
+            Leaf(path, graph.inputs[i], graph.outputs[o])
+            for path, i, o in zip(
+                self.positions.paths, self.positions.inputs, self.positions.outputs, strict=True
+            )
+        ]
+        cut = find_cut(leaves, even_for_nothing=even_for_nothing)
+        self._sites = [v.site for v in cut.values if v.site is not None]
+        self.cut_arrays = tuple(ArraySpec(v.shape, v.dtype) for v in cut.values)
+        self.groups = _replay_groups(cut, leaves)
+        self.late: dict[int, str] = dict(cut.late)
+        self.leaf_specs = tuple(ArraySpec(x.old.shape, x.old.dtype) for x in leaves)
+        self._donated = tuple(
+            i for i, a in enumerate(jax.tree.leaves(traced.args_info)) if a.donated
+        )
+        self._executable: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def arm(self, result: Any | None, settings: _compat.JitSettings) -> None:
+        """Lowers the armed step on this thread and compiles it on another.
+
+        Matmul precision, dtype promotion and `set_mesh` are thread-local, so lowering stays on the
+        trainer's thread.
+
+        Args:
+          result: A result of the user's own executable: the armed one returns the same placements.
+            `None`: those the user gave to `jax.jit`.
+          settings: Further settings of the user's `jax.jit` call.
+        """
+        lowered = jax.jit(
+            with_outputs(self._traced.jaxpr, self._sites),
+            donate_argnums=self._donated,
+            keep_unused=settings.keep_unused,
+            **self._out_shardings(result),
+        ).lower(*self._input_specs())
+        del self._traced, self._flat  # the first holds constants, the second the user's arrays
+
+        def compile_armed() -> None:
+            try:
+                compiled = lowered.compile(compiler_options=settings.compiler_options)
+                self._executable.set_result(compiled)
+            except BaseException as error:  # handed to whoever asks for the armed step
+                self._executable.set_exception(error)
+
+        threading.Thread(target=compile_armed, name="gockpt-compile", daemon=False).start()
+
+    def is_ready(self) -> bool:
+        """Whether the armed step has been compiled (or has failed to)."""
+        return self._executable.done()
+
+    def wait_until_ready(self) -> None:
+        """Returns when the armed step has been compiled, or has failed to."""
+        concurrent.futures.wait([self._executable])
+
+    def failure(self) -> BaseException | None:
+        """Why compiling failed; `None` while it runs or if it succeeded."""
+        return self._executable.exception() if self._executable.done() else None
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[jax.Array]]:
+        """Runs the armed step; waits for its compilation.
+
+        Returns:
+          The user's result, and the cut arrays in the order of `cut_arrays`.
+
+        Raises:
+          TypeError: before anything is dispatched, if the call is not the one that was traced.
+          ValueError: likewise, for shardings.
+        """
+        flat, tree = _flatten(self._form.dynamic(args, kwargs))
+        if tree != self._in_tree:
+            raise TypeError(f"the arguments' structure changed, from {self._in_tree} to {tree}")
+        if self._form.static(args, kwargs) != self._static:
+            raise TypeError("a static argument changed")
+        results = self._executable.result()(*flat)
+        num_outputs = self.out_tree.num_leaves
+        return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
+
+    def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The state's leaves in a call's arguments."""
+        return jax.tree.leaves(self._form.state_of(args, kwargs))
+
+    def new_state_leaves(self, result: Any) -> list[Any]:
+        """The state's leaves in a result."""
+        flat = jax.tree.leaves(result)
+        return [flat[i] for i in self.positions.outputs]
+
+    def explain(self) -> str:
+        """The groups, what is retained for them, and what is late and why, as text."""
+        lines = [f"{len(self.groups)} groups leave early, {len(self.late)} leaves are late."]
+        for group in self.groups:
+            kept = [str(self.cut_arrays[i]) for i in (*group.retained, *group.scalars)]
+            lines.append(f"early, retaining {', '.join(kept) or 'nothing'}:")
+            lines += [f"  {self.positions.paths[j]} {self.leaf_specs[j]}"
+                      for j in group.leaves]  # fmt: skip
+        lines += [
+            f"late: {self.positions.paths[j]} {self.leaf_specs[j]}: {self.late[j]}"
+            for j in sorted(self.late)
+        ]
+        return "\n".join(lines)
+
+    def _input_specs(self) -> list[jax.ShapeDtypeStruct]:
+        avals = [v.aval for v in _compat.open_jaxpr(self._traced.jaxpr)[0].invars]
+        given = _compat.specified_shardings(self._traced, "in_shardings") or (None,) * len(avals)
+        return [
+            jax.ShapeDtypeStruct(
+                aval.shape,
+                aval.dtype,
+                sharding=sharding if sharding is not None else _committed_sharding(leaf),
+                weak_type=aval.weak_type,
+            )
+            for aval, sharding, leaf in zip(avals, given, self._flat, strict=True)
+        ]
+
+    def _out_shardings(self, result: Any | None) -> dict[str, Any]:
+        if result is None:
+            shardings = _compat.specified_shardings(self._traced, "out_shardings") or ()
+        else:
+            shardings = tuple(_committed_sharding(x) for x in jax.tree.leaves(result))
+        if not any(s is not None for s in shardings):
+            return {}
+        # The compiler places the cut values: asking for another place could change the step.
+        return {"out_shardings": [*shardings, *(None,) * len(self._sites)]}
+
+
+def _replay_groups(cut: Cut, leaves: Sequence[Leaf]) -> tuple[ReplayGroup, ...]:
+    position = {value: i for i, value in enumerate(cut.values)}
+    return tuple(
+        ReplayGroup(
+            group.leaves,
+            tuple(position[v] for v in group.retained),
+            tuple(position[v] for v in group.scalars),
+            make_recipe(group, leaves),
+        )
+        for group in cut.groups
+    )
+
+
+def _refuse_unsupported(traced: Any, flat: Sequence[Any]) -> None:
+    if len(_compat.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
+        raise CannotArmError(
+            "its program takes arguments that the call does not show (closed-over constants as "
+            "arguments, or static arguments this JAX does not tell apart)"
+        )
+    for leaf in flat:
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        types = getattr(mesh, "axis_types", ())
+        if any(t == jax.sharding.AxisType.Explicit for t in types):
+            raise CannotArmError(
+                "its arrays live on a mesh with Explicit axes, which cannot be cut yet; make the "
+                "mesh with `axis_types=(jax.sharding.AxisType.Auto,) * n`"
+            )
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree)
+
+
+def _committed_sharding(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and _compat.committed(leaf):
+        return leaf.sharding
+    return None

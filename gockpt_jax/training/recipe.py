@@ -1,0 +1,180 @@
+"""What follows the cut, as data: the elementwise program from a group's old chunks to its new ones.
+
+A recipe has no shapes. The same recipe serves every leaf that is updated the same way, every shard
+of it and every slice of a shard, because each operation is elementwise or on scalars. Two groups
+with equal recipes share one compilation per chunk size.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gockpt_jax.training.cut import Group, Leaf
+from gockpt_jax.training.exact import PRODUCTS, SUMS
+from gockpt_jax.training.graph import Value
+
+_FREE_OF_SHAPE = ("new_dtype", "weak_type", "y", "sharding", "accuracy")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """A scalar known while tracing, held by its bytes so that -0.0 and NaN compare as written."""
+
+    dtype: str
+    data: bytes
+
+    def value(self) -> np.ndarray:
+        """The scalar, as a 0-d array."""
+        return np.frombuffer(self.data, jnp.dtype(self.dtype)).reshape(())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation on registers.
+
+    Attributes:
+      primitive: The JAX primitive; `None` spreads a scalar over the chunk.
+      params: Its parameters, as sorted pairs.
+      operands: Register numbers, or constants.
+      is_scalar: Whether the result is one number, not a chunk.
+    """
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    operands: tuple[int | Constant, ...]
+    is_scalar: bool
+
+    @property
+    def name(self) -> str:
+        """The operation's name."""
+        return "broadcast" if self.primitive is None else str(self.primitive.name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recipe:
+    """A program over registers: first the states, the retained values, the scalars; then results.
+
+    Attributes:
+      num_states: Old chunks it takes, and new chunks it gives.
+      num_retained: Chunks of cut values it takes.
+      num_scalars: Scalars it takes.
+      instructions: In order; the n-th writes the register after all inputs and earlier results.
+      outputs: For each state, the register or constant that holds its new chunk.
+    """
+
+    num_states: int
+    num_retained: int
+    num_scalars: int
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int | Constant, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether nothing changes: the leaves are frozen."""
+        return self.outputs == tuple(range(self.num_states))
+
+    def apply(
+        self,
+        states: Sequence[jax.Array],
+        retained: Sequence[jax.Array],
+        scalars: Sequence[jax.Array],
+        fence: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Applies one update to a chunk; traceable.
+
+        Args:
+          states: Old chunks, all of one shape, in their leaves' dtypes.
+          retained: Chunks of the cut values, same shape.
+          scalars: Captured scalars, shape ().
+          fence: An int32 zero that the compiler cannot know. Given, each fp32 product passes
+            through it on its way into an addition, so that the two are not contracted: accelerators
+            do not, the CPU backend would (ARCHITECTURE, section 6). On its way into another product
+            it does not: there both fold scalar factors alike.
+
+        Returns:
+          The new chunks, in the order of `states`.
+        """
+        shape = states[0].shape
+        registers: list[Any] = [*states, *retained, *scalars]
+
+        def read(operand: int | Constant) -> Any:
+            return operand.value() if isinstance(operand, Constant) else registers[operand]
+
+        products: set[int] = set()
+        for ins in self.instructions:
+            operands = [read(o) for o in ins.operands]
+            if fence is not None and ins.name in SUMS:
+                operands = [
+                    _fenced(x, fence) if o in products else x
+                    for o, x in zip(ins.operands, operands, strict=True)
+                ]
+            if ins.name in PRODUCTS:
+                products.add(len(registers))
+            registers.append(_execute(ins, operands, shape))
+        return tuple(jnp.broadcast_to(read(o), shape) for o in self.outputs)
+
+
+def make_recipe(group: Group, leaves: Sequence[Leaf]) -> Recipe:
+    """Writes down what lies between a group's cut and its new values."""
+    inputs = [*(leaves[j].old for j in group.leaves), *group.retained, *group.scalars]
+    register = {value: i for i, value in enumerate(inputs)}
+    instructions: list[Instruction] = []
+
+    def visit(root: Value) -> int | Constant:
+        stack = [root]  # post-order without recursion: update chains can be long
+        while stack:
+            value = stack[-1]
+            if value in register or value.is_constant:
+                stack.pop()
+                continue
+            assert value.op is not None, "the cut separates every input from the outputs"
+            if todo := [v for v in value.op.inputs if v not in register and not v.is_constant]:
+                stack.extend(todo)
+                continue
+            instructions.append(_instruction(value, register))
+            register[value] = len(inputs) + len(instructions) - 1
+            stack.pop()
+        return _operand(root, register)
+
+    outputs = tuple(visit(leaves[j].new) for j in group.leaves)
+    sizes = (len(group.leaves), len(group.retained), len(group.scalars))
+    return Recipe(*sizes, tuple(instructions), outputs)
+
+
+def _operand(value: Value, register: dict[Value, int]) -> int | Constant:
+    if value.is_constant:
+        return Constant(str(value.dtype), np.asarray(value.constant, value.dtype).tobytes())
+    return register[value]
+
+
+def _instruction(value: Value, register: dict[Value, int]) -> Instruction:
+    op = value.op
+    assert op is not None
+    operands = tuple(_operand(v, register) for v in op.inputs)
+    if op.name == "broadcast_in_dim":
+        return Instruction(None, (), operands, value.shape == ())
+    params = tuple(sorted((k, v) for k, v in op.params.items() if k in _FREE_OF_SHAPE))
+    return Instruction(op.primitive, params, operands, value.shape == ())
+
+
+def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> Any:
+    if not ins.is_scalar:
+        # `select_n` alone takes a scalar beside arrays as it is (its first operand).
+        keep = 1 if ins.primitive is lax.select_n_p and np.ndim(operands[0]) == 0 else 0
+        operands[keep:] = [jnp.broadcast_to(x, shape) for x in operands[keep:]]
+    if ins.primitive is None:
+        return operands[0]
+    return ins.primitive.bind(*operands, **dict(ins.params))
+
+
+def _fenced(product: jax.Array, fence: jax.Array) -> jax.Array:
+    """The same bits, through an integer operation that multiply-add contraction cannot cross."""
+    if product.dtype != jnp.float32:
+        return product
+    bits = lax.bitcast_convert_type(product, jnp.int32) ^ fence
+    return lax.bitcast_convert_type(bits, jnp.float32)

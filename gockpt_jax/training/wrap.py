@@ -1,0 +1,188 @@
+"""The wrapped step: the user's own executable outside windows, the armed one inside."""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from gockpt_jax import _compat
+from gockpt_jax.errors import SnapshotOnlyWarning, WrapError
+from gockpt_jax.options import Arm
+from gockpt_jax.training.call import CallForm, Places, as_places
+from gockpt_jax.training.program import CannotArmError, StepProgram
+
+_log = logging.getLogger("gockpt_jax")
+
+_PATIENCE = 2
+"""Refused calls in a row after which the step is traced anew: one odd batch is not a change."""
+_MAX_PROGRAMS = 3
+"""Programs traced in a row, none of which ran armed, before we stop following a step's changes."""
+
+
+class StepObserver(Protocol):
+    """Who is told of every update, and says when the armed step must run."""
+
+    def before_update(self, step: "WrappedStep", args: Any, kwargs: Any) -> bool:
+        """Called before dispatch, on live arguments; True runs the armed step."""
+
+    def after_update(self, step: "WrappedStep", result: Any, cut: list[jax.Array] | None) -> None:
+        """Called after dispatch; `cut` is what the armed step retained, None if it did not run."""
+
+    def no_update(self, step: "WrappedStep", reason: str) -> None:
+        """Called after `before_update` said True, if the armed step did not run (to its end)."""
+
+
+class WrappedStep:
+    """A jitted train step that also counts updates and can return its cut.
+
+    Everything else of the jitted function (`lower`, `trace`, `eval_shape`, `__wrapped__`, ...) is
+    its own. Made by `GoCkptManager.wrap`.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], observer: StepObserver, *,
+        state: Places, state_out: Places | None, arm: Arm, even_for_nothing: bool,
+    ):  # fmt: skip
+        if not callable(step):
+            raise WrapError(f"`wrap` needs a jitted train step, got a `{type(step).__name__}`.")
+        if isinstance(step, WrappedStep):
+            raise WrapError("`wrap` was given a step that is wrapped already; wrap it once.")
+        if state_out is not None:
+            as_places("state_out", state_out)
+        self.step = step
+        self.program: StepProgram | None = None
+        self.last_result: Any = None
+        self.why_not: str | None = None
+        self._observer = observer
+        self._settings, self.why_not = _settings(step)
+        self._form = CallForm(step, state, self._settings)
+        self._state_out = state_out
+        self._always = arm == "always"
+        self._even_for_nothing = even_for_nothing
+        self._last_shardings: list[Any] | None = None
+        self._programs_left = _MAX_PROGRAMS
+        self._refused = 0
+        functools.update_wrapper(self, step, updated=())
+        if self.why_not is not None:
+            self._warn(self.why_not)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "step":  # not yet set: unpickling or a failed constructor
+            raise AttributeError(name)
+        return getattr(self.step, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one update, exactly as the jitted function would."""
+        state = self._form.state_of(args, kwargs)
+        if _is_abstract(state):
+            return self.step(*args, **kwargs)
+        if self.program is None and self.why_not is None:
+            self._prepare(args, kwargs)
+        wanted = self._observer.before_update(self, args, kwargs)
+        cut = None
+        if wanted or (self._always and self.program is not None):
+            try:
+                result, cut = self._run_armed(args, kwargs, wanted)
+            except BaseException as error:
+                if wanted:
+                    self._observer.no_update(self, f"the step raised {error!r}")
+                raise
+        if cut is None:
+            result = self.step(*args, **kwargs)
+        self.last_result = result
+        self._observer.after_update(self, result, cut if wanted else None)
+        return result
+
+    def _run_armed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: bool
+    ) -> tuple[Any, list[jax.Array] | None]:
+        """The armed step's result and cut; no cut if it refused the call, and nothing has run."""
+        assert self.program is not None
+        try:
+            result, cut = self.program.call(args, kwargs)
+        except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
+            self._refused += 1
+            if self._refused == _PATIENCE:
+                self.program, self._refused = None, 0
+            if wanted:
+                self._observer.no_update(self, f"the call changed: {error}")
+            return None, None
+        self._refused, self._programs_left = 0, _MAX_PROGRAMS
+        return result, cut
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Traces, cuts and arms the step once the placement of its results has settled."""
+        if not self._always:
+            if self.last_result is None:
+                return
+            shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(self.last_result)]
+            settled, self._last_shardings = shardings == self._last_shardings, shardings
+            if not settled:
+                return
+        if self._programs_left == 0:
+            self._give_up(
+                f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times",
+                "keep them the same from call to call",
+            )
+            return
+        self._programs_left -= 1
+        try:
+            program = StepProgram(
+                self.step, self._form, args, kwargs,
+                state_out=self._state_out, even_for_nothing=self._even_for_nothing,
+            )  # fmt: skip
+            program.arm(self.last_result, self._settings)
+        except CannotArmError as error:
+            self._give_up(str(error), "its saves are snapshots until then")
+            return
+        self.program = program
+        _log.debug("armed %s:\n%s", self.__name__, program.explain())
+
+    def _give_up(self, reason: str, remedy: str) -> None:
+        self.why_not = f"{reason}; {remedy}"
+        self._warn(self.why_not)
+
+    def _warn(self, reason: str) -> None:
+        name = getattr(self.step, "__name__", type(self.step).__name__)
+        warnings.warn(
+            f"`{name}` cannot be armed, so its saves are snapshots: {reason}.",
+            SnapshotOnlyWarning,
+            stacklevel=4,
+        )
+
+
+def _settings(step: Any) -> tuple[_compat.JitSettings, str | None]:
+    """What is known of the user's `jax.jit` call, and why the step cannot be armed, if so."""
+    if not callable(getattr(step, "trace", None)):
+        kind = type(step).__name__
+        remedy = "pass the function that `jax.jit` returned, before `.lower().compile()`"
+        if kind == "function":
+            remedy = "wrap the function in `jax.jit` first"
+        return _compat.JitSettings(), f"a `{kind}` has no program to trace; {remedy}"
+    settings = _compat.jit_settings(step)
+    if settings is None:
+        return _compat.JitSettings(), "this version of JAX does not tell static arguments apart"
+    return settings, None
+
+
+def _is_abstract(state: Any) -> bool:
+    """Whether this is a trace (`eval_shape`, an outer `jit`) and not an update."""
+    leaf = _first_leaf(state)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+        return False
+    abstract = (jax.core.Tracer, jax.ShapeDtypeStruct)
+    return any(isinstance(x, abstract) for x in jax.tree.leaves(state))
+
+
+def _first_leaf(tree: Any) -> Any:
+    """The first leaf without flattening the rest: this runs at every step."""
+    registry = jax.tree_util.default_registry
+    while (level := registry.flatten_one_level(tree)) is not None:
+        children = iter(level[0])
+        tree = next((c for c in children if c is not None), None)
+        if tree is None:
+            return None
+    return tree

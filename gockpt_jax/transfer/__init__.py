@@ -1,0 +1,1 @@
+"""From device to host: staging copies, pulls, byte budgets."""

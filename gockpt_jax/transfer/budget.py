@@ -1,0 +1,92 @@
+"""Byte budgets: what may be in flight at once."""
+
+import threading
+import time
+
+import jax
+
+
+class ByteBudget:
+    """Counts bytes in flight and makes whoever exceeds the limit wait.
+
+    One request larger than the whole limit is admitted alone, so that nothing waits for ever.
+
+    Args:
+      limit_bytes: The limit; `None` counts without limiting.
+
+    Example:
+      >>> budget = ByteBudget(10)
+      >>> budget.acquire(8); budget.try_acquire(4), budget.release(8)
+      0.0
+      (False, None)
+      >>> budget.peak_bytes
+      8
+    """
+
+    def __init__(self, limit_bytes: int | None):
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._changed = threading.Condition()
+
+    def acquire(self, num_bytes: int) -> float:
+        """Takes bytes, waiting for room.
+
+        Returns:
+          Seconds waited.
+        """
+        start = time.perf_counter()
+        with self._changed:
+            waited = not self._fits(num_bytes)
+            self._changed.wait_for(lambda: self._fits(num_bytes))
+            self._take(num_bytes)
+        return time.perf_counter() - start if waited else 0.0
+
+    def try_acquire(self, num_bytes: int) -> bool:
+        """Takes bytes if there is room now."""
+        with self._changed:
+            if not self._fits(num_bytes):
+                return False
+            self._take(num_bytes)
+            return True
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that are there already, without waiting."""
+        with self._changed:
+            self._take(num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Gives bytes back."""
+        with self._changed:
+            self.used_bytes -= num_bytes
+            self._changed.notify_all()
+
+    def reset_peak(self) -> None:
+        """Measures the peak from now on."""
+        with self._changed:
+            self.peak_bytes = self.used_bytes
+
+    def _fits(self, num_bytes: int) -> bool:
+        if self.limit_bytes is None or self.used_bytes == 0:
+            return True
+        return self.used_bytes + num_bytes <= self.limit_bytes
+
+    def _take(self, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+
+def device_headroom_bytes() -> int | None:
+    """Free bytes on the fullest local device, after the peak so far.
+
+    Returns:
+      Nine tenths of what the allocator has never used; `None` where the platform does not tell
+      (the CPU backend). The rest is left for fragmentation.
+    """
+    free = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats or "peak_bytes_in_use" not in stats:
+            return None
+        free.append(stats["bytes_limit"] - stats["peak_bytes_in_use"])
+    return int(max(0, min(free)) * 9 // 10)

@@ -1,0 +1,1 @@
+"""What leaves when: the plan, the prediction of the save step, the window's life."""

@@ -1,0 +1,171 @@
+"""One open window, on the trainer's thread: what leaves, what follows, what is sealed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.telemetry import events
+from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.pull import Pull, align, owned_shards, start_pull, start_scalar_pull
+from gockpt_jax.transfer.staging import device_bytes, stage
+from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.plan import Plan
+from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
+from gockpt_jax.window.worker import Worker
+
+
+class OpenWindow:
+    """A window between its opening and its seal.
+
+    Args:
+      step: The wrapped step whose updates it follows.
+      program: Its program, armed.
+      plan: What leaves at which version.
+      target: The version that will be saved.
+      retained_bytes: What an armed step retains on one device.
+      worker: Takes what has left.
+      device: Budget for staged copies and retained values.
+      host: Accounts for bytes on the host.
+      replayer: Applies the recipes.
+    """
+
+    def __init__(
+        self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
+        retained_bytes: int, worker: Worker, device: ByteBudget, host: ByteBudget,
+        replayer: Replayer,
+    ):  # fmt: skip
+        self.step = step
+        self.program = program
+        self.plan = plan
+        self.target = target
+        self.record = SaveRecord(kind="window", reason=plan.reason, window_steps=plan.steps)
+        self._worker = worker
+        self._device = device
+        self._early = EarlyChunks(program.groups, replayer, host, self.record)
+        self._placed: dict[int, Any] = {}  # sharding of each leaf that has left
+        self._left: list[int] = []  # groups that have left, in that order
+        self._late: dict[int, str] = {}  # groups that left but became late, with the reason
+        self._retained_bytes = retained_bytes
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong on the worker thread, if anything."""
+        return self._early.error
+
+    def leave(self, version: int, old: Sequence[Any], previous: Sequence[Any] | None) -> None:
+        """Stages the block of this version and starts its pull.
+
+        Args:
+          version: Of the state about to go into the step.
+          old: Its leaves.
+          previous: The leaves that the last update returned; `None` when the window opens.
+        """
+        if previous is not None:
+            self._check_continuity(old, previous)
+        block = self.plan.blocks[version - (self.target - self.plan.steps + 1)]
+        leaves = [j for g in block for j in self.program.groups[g].leaves]
+        if leaves:
+            self._send(block, {j: old[j] for j in leaves})
+        self._left.extend(block)
+        self._placed.update((j, old[j].sharding) for j in leaves)
+
+    def _check_continuity(self, old: Sequence[Any], previous: Sequence[Any]) -> None:
+        """What left can be replayed only if each step starts from what the last one returned."""
+        for g in self._left:
+            for j in self.program.groups[g].leaves:
+                if old[j] is not previous[j] and g not in self._late:
+                    path = self.program.positions.paths[j]
+                    self._late[g] = f"{path}: replaced between two steps of the window"
+
+    def _send(self, block: Sequence[int], arrays: Mapping[int, jax.Array]) -> None:
+        num_bytes = sum(device_bytes(a) for a in arrays.values())
+        self._device.acquire(num_bytes)
+        try:
+            with events.span(events.SPAN_STAGE):
+                staged = stage(list(arrays.values()))
+            with events.span(events.SPAN_PULL):
+                pulls = dict(zip(arrays, [start_pull(a) for a in staged], strict=True))
+        except BaseException:
+            self._device.release(num_bytes)
+            raise
+        self._submit(lambda: self._early.land(block, pulls), num_bytes)
+
+    def make_room(self) -> None:
+        """Waits until the armed step's retained values fit the device budget."""
+        self._device.acquire(self._retained_bytes)
+
+    def give_back_room(self) -> None:
+        """The armed step did not run after all."""
+        self._device.release(self._retained_bytes)
+
+    def follow(self, cut: Sequence[jax.Array]) -> None:
+        """Sends an armed step's cut after the chunks that have left.
+
+        Args:
+          cut: The cut arrays, in the program's order.
+        """
+        pulls: dict[int, Pull] = {}
+        with events.span(events.SPAN_PULL):
+            for g in self._left:
+                group = self.program.groups[g]
+                placement = self._placed[group.leaves[0]]
+                for i in group.retained:
+                    pulls.setdefault(i, start_pull(align(cut[i], placement)))
+                for i in group.scalars:
+                    pulls.setdefault(i, start_scalar_pull(cut[i]))
+        self._submit(lambda: self._early.update(pulls), self._retained_bytes)
+
+    def _submit(self, task: Any, device_bytes_held: int) -> None:
+        """Runs a task on the worker; what it held on the device is free afterwards."""
+
+        def run() -> None:
+            try:
+                if self._early.error is None:
+                    task()
+            except BaseException as error:
+                self._early.error = error
+            finally:
+                self._device.release(device_bytes_held)
+
+        self._worker.submit(run)
+
+    def seal(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[ChunkSlot]]:
+        """The state at the save step is reached; its early chunks are final after this.
+
+        Args:
+          arrays: Leaves of the state given to `save` that are the ones the last update returned,
+            by their position in the program's state.
+
+        Returns:
+          Slots for those of them that left early and were followed all the way.
+        """
+        slots = {
+            j: make_slots([s.index for s in owned_shards(arrays[j])])
+            for g in self._left
+            if g not in self._late
+            for j in self.program.groups[g].leaves
+            if j in arrays and arrays[j].sharding == self._placed[j]
+        }
+        self.record.late_leaves = tuple(self._late.values())
+        self.record.early_bytes = sum(s.data.nbytes for j in slots for s in owned_shards(arrays[j]))
+
+        def finish() -> None:
+            try:
+                if self._early.error is not None:
+                    raise self._early.error
+                self._early.finish(slots)
+            except BaseException as error:
+                for wanted in slots.values():
+                    fail(wanted, error)
+
+        self._worker.submit(finish)
+        return slots
+
+    def drop(self) -> None:
+        """Forgets everything; earlier checkpoints are untouched."""
+        self._worker.submit(self._early.drop)

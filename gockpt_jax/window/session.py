@@ -1,0 +1,304 @@
+"""The life of windows, on the trainer's thread.
+
+A window of K steps that ends at save step V:
+
+    version  V-K+1           V-K+2           ...  V-1             V
+    trainer  open, stage 1   stage 2         ...  stage K-1       save: stage the late leaves, seal
+    device        armed step, cut  armed step, cut  ...  armed step, cut
+    worker        land 1, update   land 2, update   ...  update   finish early, land late
+
+Each `stage` copies a block on the device and starts its pull before the next step is dispatched;
+the pull of a step's cut is started right behind the step. The worker takes them in that order.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax.errors import HostBudgetError, ReplayError
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.telemetry import events
+from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.staging import owned_bytes
+from gockpt_jax.window.late import take_now
+from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
+from gockpt_jax.window.predict import SavePredictor
+from gockpt_jax.window.slots import ChunkSlot
+from gockpt_jax.window.worker import Worker
+
+_log = logging.getLogger("gockpt_jax")
+
+_NOT_PREDICTED = "the save was not predicted, so no window was open"
+
+
+class Session:
+    """Counts updates, opens windows for predicted saves, and seals them.
+
+    Args:
+      options: The user's.
+      is_save_label: Whether the user's policy saves at a label, where that is known beforehand.
+    """
+
+    def __init__(self, options: WindowOptions, is_save_label: Callable[[int], bool] | None):
+        self.version = 0
+        self.predictor = SavePredictor(is_save_label)
+        self.host = ByteBudget(None)
+        self._options = options
+        self._worker = Worker()
+        self._device = ByteBudget(options.device_budget_bytes)
+        self._window: OpenWindow | None = None
+        self._last_step: WrappedStep | None = None
+        self._sealed_at = -1
+        self._plan: tuple[Any, Plan] | None = None  # of the program it was made for
+        self._why_snapshot = _NOT_PREDICTED
+        self._failure: BaseException | None = None
+
+    # What the wrapped step tells.
+
+    def before_update(self, step: WrappedStep, args: Any, kwargs: Any) -> bool:
+        """Stages what leaves at this version; True if the update must return its cut.
+
+        Raises:
+          ReplayError: if a window failed since the last call. Nothing has been dispatched, the
+            state is alive, and the next call goes on.
+        """
+        start = time.perf_counter()
+        self.surface_failure()
+        if self._window is not None and self._window.target <= self.version:
+            self.abandon("the predicted save did not come", mispredicted=True)
+        opening = self._window is None
+        if opening:
+            self._window = self._open(step)
+        window = self._window
+        if window is None:
+            return False
+        if step.program is not window.program:
+            self.abandon("the step's program changed inside the window")
+            return False
+        old = window.program.state_leaves(args, kwargs)
+        previous = None if opening else window.program.new_state_leaves(step.last_result)
+        try:
+            window.leave(self.version, old, previous)
+        except Exception as error:  # out of device memory, as a rule: training must go on
+            _log.warning("a window was given up, training is not affected: %r", error)
+            self.abandon(f"staging failed: {error!r}")
+            return False
+        window.make_room()
+        window.record.stall_secs += time.perf_counter() - start
+        return True
+
+    def no_update(self, step: WrappedStep, reason: str) -> None:
+        """The armed step did not run: it refused the call, or raised. The window is over."""
+        del step
+        if self._window is not None:
+            self._window.give_back_room()
+            self.abandon(reason)
+
+    def after_update(self, step: WrappedStep, result: Any, cut: list[jax.Array] | None) -> None:
+        """Counts the update and sends its cut after what has left."""
+        del result
+        self.version += 1
+        self._last_step = step
+        if self._window is not None and cut is not None:
+            start = time.perf_counter()
+            self._window.follow(cut)
+            self._window.record.stall_secs += time.perf_counter() - start
+
+    # Opening and abandoning.
+
+    def _open(self, step: WrappedStep) -> OpenWindow | None:
+        """Opens a window if a save is predicted as many steps ahead as it takes."""
+        horizon = self._options.steps or self._options.max_steps
+        target = self.predictor.next_save(self.version, horizon - 1) if horizon > 1 else None
+        # A window may not begin with the version that the last save sealed: K is at most the
+        # distance between saves.
+        if target is None or self.version <= self._sealed_at:
+            return None
+        if (program := self._armed_program(step)) is None:
+            return None
+        leaves = program.new_state_leaves(step.last_result)
+        size = measure_bytes(program, leaves)
+        plan = self._plan_for(program, size)
+        steps = target - self.version + 1
+        if plan.steps == 1:
+            self._why_snapshot = plan.reason
+        if steps > plan.steps:
+            return None
+        if steps < plan.steps:
+            plan = fill_blocks(program.groups, size, steps, f"the save was {steps - 1} steps away")
+        if not self._admits(leaves, size):
+            self._why_snapshot = "the host budget had no room when the window should have opened"
+            return None
+        self._reset_peaks()
+        return OpenWindow(
+            step, program, plan, target, retained_bytes=size.retained, worker=self._worker,
+            device=self._device, host=self.host, replayer=Replayer(_platform(leaves)),
+        )  # fmt: skip
+
+    def _armed_program(self, step: WrappedStep) -> StepProgram | None:
+        program = step.program
+        if program is None:
+            self._why_snapshot = step.why_not or "the step had not been traced yet"
+            return None
+        if self._options.steps is not None:
+            program.wait_until_ready()  # a fixed K promises a window, and pays for it
+        if not program.is_ready():
+            self._why_snapshot = "the armed step was still compiling"
+            return None
+        if (failure := program.failure()) is not None:
+            self._why_snapshot = f"the armed step did not compile: {failure}"
+            return None
+        return program
+
+    def _plan_for(self, program: StepProgram, size: StateBytes) -> Plan:
+        if self._plan is None or self._plan[0] is not program:
+            limit = self._options.device_budget_bytes
+            self._device.limit_bytes = device_headroom_bytes() if limit is None else limit
+            plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
+            self._plan = (program, plan)
+            _log.debug("planned %s", plan)
+        return self._plan[1]
+
+    def _admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:
+        limit = self._options.host_budget_bytes
+        if limit is None:
+            return True
+        needed = sum(owned_bytes(a) for a in leaves) + 2 * size.retained * jax.local_device_count()
+        return self.host.used_bytes + needed <= limit
+
+    def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
+        """Closes the open window without a checkpoint; earlier ones are untouched."""
+        if self._window is None:
+            return
+        _log.debug("window for version %d abandoned: %s", self._window.target, reason)
+        events.record_event(events.WINDOW_ABANDONED)
+        self._why_snapshot = f"its window was abandoned: {reason}"
+        self._window.drop()
+        self._window = None
+        if mispredicted:
+            self.predictor.abandoned()
+
+    def surface_failure(self) -> None:
+        """Raises what went wrong in a window since the last call.
+
+        Raises:
+          ReplayError: from the original error.
+        """
+        if self._window is not None and self._window.error is not None:
+            self._failure = self._window.error
+            self.abandon(f"it failed: {self._failure!r}")
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise ReplayError(
+                f"a window failed on the worker thread: {failure!r}. Earlier checkpoints are "
+                "intact and training can go on; the next predicted save opens a new window."
+            ) from failure
+
+    # Saving.
+
+    def seal(self, arrays: Sequence[jax.Array]) -> tuple[SaveRecord, list[list[ChunkSlot]]]:
+        """Takes the state at the save step.
+
+        Args:
+          arrays: The arrays to be saved. Those that the last update returned, by identity, and that
+            left early and were followed all the way, come from the window; all others are staged
+            now.
+
+        Returns:
+          The save's record, and for each array its slots.
+
+        Raises:
+          HostBudgetError: if a snapshot cannot fit the host budget even alone.
+        """
+        state_bytes = sum(owned_bytes(a) for a in arrays)
+        self._refuse_oversized(state_bytes)
+        window = self._sealing_window()
+        slots: dict[int, list[ChunkSlot]] = {}
+        if window is None:
+            record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
+            self._reset_peaks()
+        else:
+            record = window.record
+            assert self._last_step is not None
+            new = window.program.new_state_leaves(self._last_step.last_result)
+            wanted = {id(a) for a in arrays}
+            early = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
+            slots = {id(new[j]): found for j, found in early.items()}
+        self._sealed_at = self.version
+        self._why_snapshot = _NOT_PREDICTED
+        record.state_bytes = state_bytes
+        record.sealed_at = time.perf_counter()
+        with events.span(events.SPAN_SEAL):
+            late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
+            slots.update(take_now(late, self._worker, device=self._device, host=self.host))
+        self._worker.submit(lambda: self._note_drained(record))
+        return record, [slots[id(a)] for a in arrays]
+
+    def _refuse_oversized(self, state_bytes: int) -> None:
+        limit = self._options.host_budget_bytes
+        if limit is not None and state_bytes > limit:
+            raise HostBudgetError(
+                f"`host_budget_bytes={limit}` cannot hold what this process saves, {state_bytes} "
+                f"bytes. Give at least {state_bytes * 11 // 10}, or None for no limit."
+            )
+
+    def _reset_peaks(self) -> None:
+        self._device.reset_peak()
+        self.host.reset_peak()
+
+    def _note_drained(self, record: SaveRecord) -> None:
+        record.drained_at = time.perf_counter()
+        record.peak_host_bytes = self.host.peak_bytes
+        record.peak_device_bytes = self._device.peak_bytes
+
+    def _sealing_window(self) -> OpenWindow | None:
+        """The open window, if this is the version it was opened for and it is sound."""
+        window, self._window = self._window, None
+        if window is None:
+            return None
+        if window.target == self.version and window.error is None:
+            return window
+        self._window = window
+        if window.error is not None:
+            self._failure = window.error  # surfaces at the next call; this save is a snapshot
+            self.abandon(f"it failed: {window.error!r}")
+        else:
+            self.abandon(f"the save came {window.target - self.version} steps early")
+        return None
+
+    # For the face.
+
+    @property
+    def window_status(self) -> str:
+        """What the window is doing, in a few words."""
+        if self._window is None:
+            return "idle"
+        window = self._window
+        done = self.version - (window.target - window.plan.steps)
+        return f"window {done}/{window.plan.steps}"
+
+    def explain(self) -> str:
+        """What leaves early, what is retained, what is late and why."""
+        step = self._last_step
+        if step is None:
+            return "no wrapped step has run yet"
+        if step.program is None:
+            return f"snapshots only: {step.why_not or 'the step has not been traced yet'}"
+        return step.program.explain()
+
+    def close(self) -> None:
+        """Drops the open window and ends the worker thread."""
+        self.abandon("the manager was closed")
+        self._worker.close()
+
+
+def _platform(leaves: Sequence[jax.Array]) -> str:
+    return str(next(iter(leaves[0].devices())).platform)

@@ -1,0 +1,45 @@
+"""Where the writer will find a chunk, promised before the chunk is final."""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from gockpt_jax.transfer.pull import Box, HostChunk
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkSlot:
+    """Where a chunk of the checkpoint will be found.
+
+    Attributes:
+      index: Its position in the leaf's global array.
+      data: Resolved with its elements once it is final, or with what went wrong.
+    """
+
+    index: Box
+    data: concurrent.futures.Future[np.ndarray]
+
+
+def make_slots(indices: Sequence[Box]) -> list[ChunkSlot]:
+    """Empty slots for the shards at `indices`."""
+    return [ChunkSlot(index, concurrent.futures.Future()) for index in indices]
+
+
+def fill(slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk]) -> None:
+    """Resolves slots with the chunks at the same positions.
+
+    Raises:
+      AssertionError: if a chunk is not the one the slot was made for.
+    """
+    for slot, chunk in zip(slots, chunks, strict=True):
+        assert slot.index == chunk.index, f"chunk {chunk.index} came for slot {slot.index}"
+        slot.data.set_result(chunk.data)
+
+
+def fail(slots: Sequence[ChunkSlot], error: BaseException) -> None:
+    """Resolves the slots that are still empty with an error."""
+    for slot in slots:
+        if not slot.data.done():
+            slot.data.set_exception(error)

@@ -1,0 +1,76 @@
+"""The one thread that owns a chunk from the pull to the writer."""
+
+import collections
+import logging
+import threading
+from collections.abc import Callable
+
+import jax
+
+_log = logging.getLogger("gockpt_jax")
+
+_POLL_SECS = 0.2
+
+
+class Worker:
+    """Runs tasks one after another, in the order they were given.
+
+    The thread is not a daemon: one that is inside JAX while the interpreter shuts down aborts the
+    process. It ends by itself when it has nothing to do and the main thread is gone, so that a
+    script which forgets `close()`, or dies of an exception, still exits.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: collections.deque[Callable[[], None]] = collections.deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._busy = False
+        self._closed = False
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Appends a task. It must handle its own errors; one that escapes is logged."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify_all()
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="gockpt-worker")
+                self._thread.start()
+
+    def wait_until_idle(self) -> None:
+        """Returns when every task given so far has run."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._tasks and not self._busy)
+
+    def close(self) -> None:
+        """Runs what is left, then ends the thread."""
+        self.wait_until_idle()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        with self._changed:
+            self._closed = False  # a manager used again after close() starts a new thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._tasks:
+                    if self._closed or not threading.main_thread().is_alive():
+                        self._thread = None
+                        return
+                    self._changed.wait(_POLL_SECS)
+                task = self._tasks.popleft()
+                self._busy = True
+            try:
+                # The user's transfer guard is for implicit transfers of the training loop.
+                with jax.transfer_guard("allow"):
+                    task()
+            except BaseException:  # a task that lets an error escape has a bug; the thread goes on
+                _log.exception("a task of the worker thread failed")
+            finally:
+                del task  # it holds chunks
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()

@@ -1,0 +1,10 @@
+"""Set before JAX is imported: eight CPU devices that stand in for accelerators without FMA."""
+
+import os
+
+# `--xla_cpu_max_isa=AVX` leaves the CPU without fused multiply-add, as accelerators are in
+# elementwise code (docs/guarantees.md). The GPU tests run on their own and keep the platform's own.
+_FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX"
+if os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
