@@ -9,8 +9,8 @@ PYTHON ?= $(shell for name in python3.14 python3.13 python3.12 python3.11 python
 	$$name -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& { command -v $$name; break; }; done)
 # Each worker simulates 8 devices and compiles much: more than 4 of them only get in each other's
-# way, and stealing evens out tests of very different length.
-PYTEST_FLAGS ?= -q -n auto --maxprocesses 4 --dist worksteal
+# way. Tests of one training program share a worker, and so its compilations (tests/conftest.py).
+PYTEST_FLAGS ?= -q -n auto --maxprocesses 4 --dist loadgroup
 
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
@@ -27,6 +27,7 @@ help:
 	@echo 'make clean   remove $(VENV), caches and runs'
 
 venv: $(STAMP)
+	@:
 
 # Written last: an interrupted installation is repeated, a finished one is not until
 # pyproject.toml changes. The package itself is editable, so its sources need no rule.
@@ -39,7 +40,7 @@ $(STAMP): pyproject.toml
 		echo 'error: $(PYTHON) is not a Python >= 3.11.' >&2; exit 1; }
 	@echo 'installing into $(VENV) with $(PYTHON)'
 	@test -x "$(BIN)/python" || "$(PYTHON)" -m venv "$(VENV)"
-	@"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -e '.[test,examples]'
+	@"$(BIN)/python" -m pip install -qq --disable-pip-version-check -e '.[test,examples]'
 	@touch $@
 
 demo: $(STAMP)

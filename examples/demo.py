@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).resolve().parent
 ROOT = EXAMPLES.parent / "runs" / "demo"
 
 STEPS, SAVE_EVERY, WINDOW = 81, 20, 5  # Labels 0 to 80: the last step is a save of its own.
-CRASH_AT, CRASHED_WINDOW, LAST_GOOD = 38, 40, 20  # The window of save 40 holds steps 36 to 40.
+CRASH_AT, CRASHED_WINDOW = 38, 40  # The window of save 40 holds steps 36 to 40.
 MODEL = ("--size=nano", "--dtype=float32", "--batch-size=8", "--seq-len=64")
 CHILD_LIMIT_SECS = 600
 
@@ -98,25 +98,28 @@ def train(run: Run, environment: dict[str, str], *extra: str, expect: int = 0) -
         raise DemoError(f"{run.name}: expected exit status {expect}, got {result.returncode}")
 
 
-def check_crash(run: Run) -> str:
-    """Check that the kill met an open window and left only whole checkpoints."""
+def check_crash(run: Run) -> tuple[str, int]:
+    """Check that the kill met an open window; return where, and the last whole checkpoint."""
     record = json.loads((run.directory / journal.CRASH).read_text(encoding="utf-8"))
-    match = re.fullmatch(r"window \d+/\d+ -> step (\d+)", record["window"])
-    if not match or int(match[1]) != CRASHED_WINDOW:
+    # A window that was opened without a label in sight (`expect_save`) does not name one.
+    match = re.fullmatch(r"window \d+/\d+(?: -> step (\d+))?", record["window"])
+    if not match or int(match[1] or CRASHED_WINDOW) != CRASHED_WINDOW:
         raise DemoError(
             f"expected to die in the window of save {CRASHED_WINDOW}, was at `{record['window']}`"
         )
+    # The save before the window is committed in the background: on a fast machine the kill may
+    # catch that one too. The one before it is safe, since a save waits for its predecessor.
     labels = compare.saved_labels(run.checkpoints)
-    if max(labels, default=None) != LAST_GOOD:
-        raise DemoError(f"expected {LAST_GOOD} as the last whole checkpoint, got {labels}")
-    return f"killed after train step {record['step']}, in `{record['window']}`"
+    if not labels or labels[-1] >= CRASHED_WINDOW:
+        raise DemoError(f"expected whole checkpoints below {CRASHED_WINDOW} only, got {labels}")
+    return f"killed after train step {record['step']}, in `{record['window']}`", labels[-1]
 
 
-def check_resume(run: Run) -> str:
+def check_resume(run: Run, last_whole: int) -> str:
     """Check that the second process went on where the first one's last checkpoint was."""
     resumed_from = run.report()["resumed_from"]
-    if resumed_from != LAST_GOOD:
-        raise DemoError(f"expected to resume from {LAST_GOOD}, got {resumed_from}")
+    if resumed_from != last_whole:
+        raise DemoError(f"expected to resume from {last_whole}, got {resumed_from}")
     return f"resumed from checkpoint {resumed_from}"
 
 
@@ -149,8 +152,6 @@ def compare_losses(unbroken: Run, broken: Run) -> tuple[str, float]:
     if {step for step, _ in rows} != set(range(STEPS)) or len(expected) != STEPS:
         raise DemoError(f"expected losses of all {STEPS} steps in both runs")
     resumed = broken.report()["losses"]
-    if resumed[0]["step"] != LAST_GOOD + 1:
-        raise DemoError(f"expected step {LAST_GOOD + 1} first, got {resumed[0]['step']}")
     worst = max(abs(loss - expected[step]) / abs(expected[step]) for step, loss in rows)
     what = f"{len(rows)} losses ({len(resumed)} of them after the resume)"
     return (what + ": bit for bit", 0.0) if worst == 0 else (what + f": within {worst:.1e}", worst)
@@ -192,10 +193,11 @@ def demonstrate(console: Console) -> None:
     train(unbroken, environment, f"--report={unbroken.directory / 'report.json'}")
     console.rule("2. the same run, killed inside a window")
     train(broken, environment, f"--crash-at={CRASH_AT}", expect=-signal.SIGKILL)
-    console.print(check_crash(broken), style="bold")
+    what, last_whole = check_crash(broken)
+    console.print(what, style="bold")
     console.rule("3. resumed in a fresh process")
     train(broken, environment, f"--report={broken.directory / 'report.json'}")
-    console.print(check_resume(broken), style="bold")
+    console.print(check_resume(broken, last_whole), style="bold")
     console.rule("4. what stock Orbax finds")
     console.print(saves_table([unbroken, broken]))
     line, worst_loss = compare_losses(unbroken, broken)
@@ -209,7 +211,8 @@ def demonstrate(console: Console) -> None:
 
 def main() -> int:
     """Run the demo; return its exit status."""
-    console = Console(highlight=False)
+    # Without a terminal, rich would fold everything to 80 columns.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     jax.config.update("jax_platforms", "cpu")  # The children need the accelerator, we do not.
     shutil.rmtree(ROOT, ignore_errors=True)
     start = time.perf_counter()

@@ -17,7 +17,17 @@ from gockpt_jax.training.recipe import Recipe, make_recipe
 
 
 class CannotArmError(Exception):
-    """A step's program cannot be armed; the message says why and what would help."""
+    """A step's program cannot be armed.
+
+    Args:
+      reason: Why.
+      remedy: What would help.
+    """
+
+    def __init__(self, reason: str, remedy: str):
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+        self.remedy = remedy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ class StepProgram:
         self._donated = tuple(
             i for i, a in enumerate(jax.tree.leaves(traced.args_info)) if a.donated
         )
+        self.is_armed = False
         self._executable: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def arm(self, result: Any | None, settings: _compat.JitSettings) -> None:
@@ -104,6 +115,7 @@ class StepProgram:
             `None`: those the user gave to `jax.jit`.
           settings: Further settings of the user's `jax.jit` call.
         """
+        self.is_armed = True
         lowered = jax.jit(
             with_outputs(self._traced.jaxpr, self._sites),
             donate_argnums=self._donated,
@@ -215,16 +227,15 @@ def _replay_groups(cut: Cut, leaves: Sequence[Leaf]) -> tuple[ReplayGroup, ...]:
 def _refuse_unsupported(traced: Any, flat: Sequence[Any]) -> None:
     if len(_compat.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
         raise CannotArmError(
-            "its program takes arguments that the call does not show (closed-over constants as "
-            "arguments, or static arguments this JAX does not tell apart)"
+            "its program takes arguments that the call does not show",
+            "pass what it closes over as arguments",
         )
     for leaf in flat:
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        types = getattr(mesh, "axis_types", ())
-        if any(t == jax.sharding.AxisType.Explicit for t in types):
+        if any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ())):
             raise CannotArmError(
-                "its arrays live on a mesh with Explicit axes, which cannot be cut yet; make the "
-                "mesh with `axis_types=(jax.sharding.AxisType.Auto,) * n`"
+                "its arrays live on a mesh with Explicit axes, which cannot be cut yet",
+                "make the mesh with `axis_types=(jax.sharding.AxisType.Auto,) * n`",
             )
 
 

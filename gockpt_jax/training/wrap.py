@@ -1,15 +1,16 @@
 """The wrapped step: the user's own executable outside windows, the armed one inside."""
 
+import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import SnapshotOnlyWarning, WrapError
+from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError, WrapError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.call import CallForm, Places, as_places
 from gockpt_jax.training.program import CannotArmError, StepProgram
@@ -104,14 +105,28 @@ class WrappedStep:
         try:
             result, cut = self.program.call(args, kwargs)
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
-            self._refused += 1
-            if self._refused == _PATIENCE:
-                self.program, self._refused = None, 0
             if wanted:
-                self._observer.no_update(self, f"the call changed: {error}")
+                self._observer.no_update(self, f"the call changed: {_first_line(error)}")
+            self._refused += 1
+            if self._refused == _PATIENCE or self._always:
+                self._refused = 0
+                self._renew(args, kwargs)
             return None, None
-        self._refused, self._programs_left = 0, _MAX_PROGRAMS
+        self._refused = 0
+        if not self._always:
+            self._programs_left = _MAX_PROGRAMS
         return result, cut
+
+    def _renew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Traces the step anew for its changed arguments.
+
+        With `arm="always"` at once, so that the first steps, whose placement has not settled, are
+        the only ones that another executable runs; a later odd batch runs unarmed.
+        """
+        if not self._always:
+            self.program = None
+        elif self._programs_left > 0:
+            self._prepare(args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces, cuts and arms the step once the placement of its results has settled."""
@@ -129,17 +144,36 @@ class WrappedStep:
             )
             return
         self._programs_left -= 1
-        try:
-            program = StepProgram(
+        with self._giving_up_on_errors():
+            self.program = StepProgram(
                 self.step, self._form, args, kwargs,
                 state_out=self._state_out, even_for_nothing=self._even_for_nothing,
             )  # fmt: skip
-            program.arm(self.last_result, self._settings)
-        except CannotArmError as error:
-            self._give_up(str(error), "its saves are snapshots until then")
+            _log.debug("analysed %s:\n%s", self.__name__, self.program.explain())
+            if self._always:
+                self.arm()
+
+    def arm(self) -> None:
+        """Starts compiling the armed step, unless that has been done."""
+        if self.program is not None and not self.program.is_armed:
+            with self._giving_up_on_errors():
+                self.program.arm(self.last_result, self._settings)
+
+    @contextlib.contextmanager
+    def _giving_up_on_errors(self) -> Iterator[None]:
+        """Training goes on without windows, whatever our analysis stumbles over."""
+        try:
+            yield
             return
-        self.program = program
-        _log.debug("armed %s:\n%s", self.__name__, program.explain())
+        except StepMismatchError:
+            raise  # the user's to mend, and early in the run
+        except CannotArmError as error:
+            reason, remedy = error.reason, error.remedy
+        except Exception as error:
+            _log.debug("analysis failed", exc_info=error)
+            reason, remedy = f"its analysis failed with {error!r}", "please report it"
+        self.program = None
+        self._give_up(reason, remedy)
 
     def _give_up(self, reason: str, remedy: str) -> None:
         self.why_not = f"{reason}; {remedy}"
@@ -150,8 +184,12 @@ class WrappedStep:
         warnings.warn(
             f"`{name}` cannot be armed, so its saves are snapshots: {reason}.",
             SnapshotOnlyWarning,
-            stacklevel=4,
+            stacklevel=2,
         )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _settings(step: Any) -> tuple[_compat.JitSettings, str | None]:

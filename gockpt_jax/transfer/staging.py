@@ -21,17 +21,16 @@ def is_typed_key(array: Any) -> bool:
 
 def device_bytes(array: jax.Array) -> int:
     """Bytes of an array on one device (every device holds one shard of the same size)."""
-    itemsize = array.dtype.itemsize
+    itemsize: int = array.dtype.itemsize
     if is_typed_key(array):
         data = jax.eval_shape(jax.random.key_data, array)
         itemsize = math.prod(data.shape[array.ndim :]) * data.dtype.itemsize
-    num_bytes: int = math.prod(array.sharding.shard_shape(array.shape)) * itemsize
-    return num_bytes
+    return math.prod(array.sharding.shard_shape(array.shape)) * itemsize
 
 
 def owned_bytes(array: jax.Array) -> int:
     """Bytes of the shards that this process writes."""
-    return device_bytes(array) * sum(s.replica_id == 0 for s in array.addressable_shards)
+    return device_bytes(array) * len([s for s in array.addressable_shards if s.replica_id == 0])
 
 
 def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:

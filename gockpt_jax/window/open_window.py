@@ -149,7 +149,7 @@ class OpenWindow:
             for g in self._left
             if g not in self._late
             for j in self.program.groups[g].leaves
-            if j in arrays and arrays[j].sharding == self._placed[j]
+            if j in arrays and arrays[j].sharding.is_equivalent_to(self._placed[j], arrays[j].ndim)
         }
         self.record.late_leaves = tuple(self._late.values())
         self.record.early_bytes = sum(s.data.nbytes for j in slots for s in owned_shards(arrays[j]))

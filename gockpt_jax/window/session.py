@@ -13,6 +13,7 @@ the pull of a step's cut is started right behind the step. The worker takes them
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,9 @@ class Session:
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
-        self._plan: tuple[Any, Plan] | None = None  # of the program it was made for
+        self._planned: weakref.WeakKeyDictionary[StepProgram, tuple[Plan, StateBytes]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
 
@@ -75,7 +78,7 @@ class Session:
         if self._window is not None and self._window.target <= self.version:
             self.abandon("the predicted save did not come", mispredicted=True)
         opening = self._window is None
-        if opening:
+        if opening and step.last_result is not None:
             self._window = self._open(step)
         window = self._window
         if window is None:
@@ -117,23 +120,26 @@ class Session:
     def _open(self, step: WrappedStep) -> OpenWindow | None:
         """Opens a window if a save is predicted as many steps ahead as it takes."""
         horizon = self._options.steps or self._options.max_steps
+        if step.program is not None and step.program not in self._planned:
+            self._make_plan(step, step.program)  # far ahead: the armed step takes long to compile
         target = self.predictor.next_save(self.version, horizon - 1) if horizon > 1 else None
         # A window may not begin with the version that the last save sealed: K is at most the
         # distance between saves.
         if target is None or self.version <= self._sealed_at:
             return None
-        if (program := self._armed_program(step)) is None:
+        program = step.program
+        if program is None:
+            self._why_snapshot = step.why_not or "the step had not been traced yet"
             return None
-        leaves = program.new_state_leaves(step.last_result)
-        size = measure_bytes(program, leaves)
-        plan = self._plan_for(program, size)
+        plan, size = self._planned[program]
         steps = target - self.version + 1
         if plan.steps == 1:
             self._why_snapshot = plan.reason
-        if steps > plan.steps:
+        if plan.steps == 1 or steps > plan.steps or not self._is_ready(program):
             return None
         if steps < plan.steps:
             plan = fill_blocks(program.groups, size, steps, f"the save was {steps - 1} steps away")
+        leaves = program.new_state_leaves(step.last_result)
         if not self._admits(leaves, size):
             self._why_snapshot = "the host budget had no room when the window should have opened"
             return None
@@ -143,29 +149,27 @@ class Session:
             device=self._device, host=self.host, replayer=Replayer(_platform(leaves)),
         )  # fmt: skip
 
-    def _armed_program(self, step: WrappedStep) -> StepProgram | None:
-        program = step.program
-        if program is None:
-            self._why_snapshot = step.why_not or "the step had not been traced yet"
-            return None
+    def _is_ready(self, program: StepProgram) -> bool:
         if self._options.steps is not None:
             program.wait_until_ready()  # a fixed K promises a window, and pays for it
         if not program.is_ready():
             self._why_snapshot = "the armed step was still compiling"
-            return None
+            return False
         if (failure := program.failure()) is not None:
             self._why_snapshot = f"the armed step did not compile: {failure}"
-            return None
-        return program
+            return False
+        return True
 
-    def _plan_for(self, program: StepProgram, size: StateBytes) -> Plan:
-        if self._plan is None or self._plan[0] is not program:
-            limit = self._options.device_budget_bytes
-            self._device.limit_bytes = device_headroom_bytes() if limit is None else limit
-            plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
-            self._plan = (program, plan)
-            _log.debug("planned %s", plan)
-        return self._plan[1]
+    def _make_plan(self, step: WrappedStep, program: StepProgram) -> None:
+        """Plans for a program, and has it armed if the plan needs that."""
+        size = measure_bytes(program, program.new_state_leaves(step.last_result))
+        limit = self._options.device_budget_bytes
+        self._device.limit_bytes = device_headroom_bytes() if limit is None else limit
+        plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
+        _log.debug("planned %s", plan)
+        self._planned[program] = (plan, size)
+        if plan.steps > 1:
+            step.arm()
 
     def _admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:
         limit = self._options.host_budget_bytes
@@ -232,6 +236,11 @@ class Session:
             wanted = {id(a) for a in arrays}
             early = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
             slots = {id(new[j]): found for j, found in early.items()}
+            if not slots:
+                record.kind, record.window_steps = "snapshot", 1
+                record.reason = "; ".join(record.late_leaves) or (
+                    "the state given to `save` is not the one that the last wrapped step returned"
+                )
         self._sealed_at = self.version
         self._why_snapshot = _NOT_PREDICTED
         record.state_bytes = state_bytes

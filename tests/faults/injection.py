@@ -1,0 +1,106 @@
+"""Faults, put into the library where its stages meet the outside."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .trainer import LIMIT_SECS
+
+
+class Fault:
+    """Makes one call of a function fail, while it is armed.
+
+    Args:
+        monkeypatch: Puts the function back.
+        owner: The module or class that holds the function.
+        name: The function's name.
+        only_in: Counts only calls made inside this function, another (owner, name).
+        error: What to raise; an OSError "no space left" by default.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        *,
+        only_in: tuple[Any, str] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        self.error = error or OSError(errno.ENOSPC, f"injected into {name}")
+        self.fired = False
+        self._armed = False
+        self._inside = threading.local()
+        monkeypatch.setattr(owner, name, self._failing(getattr(owner, name), only_in is not None))
+        if only_in is not None:
+            outer = getattr(*only_in)
+            monkeypatch.setattr(*only_in, self._entered(outer))
+
+    def arm(self) -> None:
+        """The next call fails; those after it do not."""
+        self._armed, self.fired = True, False
+
+    def _strike(self, only_inside: bool) -> None:
+        if self._armed and (not only_inside or getattr(self._inside, "now", False)):
+            self._armed, self.fired = False, True
+            raise self.error
+
+    def _failing(self, function: Callable[..., Any], only_inside: bool) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(function):
+
+            async def failing_async(*args: Any, **kwargs: Any) -> Any:
+                self._strike(only_inside)
+                return await function(*args, **kwargs)
+
+            return failing_async
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            self._strike(only_inside)
+            return function(*args, **kwargs)
+
+        return failing
+
+    def _entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            self._inside.now = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._inside.now = False
+
+        return entered
+
+
+class Gate:
+    """Holds a function's callers back while it is shut, so that a state can be looked at.
+
+    Args:
+        monkeypatch: Puts the function back.
+        owner: The module or class that holds the function.
+        name: The function's name.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        function = getattr(owner, name)
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            assert self._open.wait(LIMIT_SECS), "the gate stayed shut"
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, gated)
+
+    def shut(self) -> None:
+        """Whoever comes waits."""
+        self._open.clear()
+
+    def open(self) -> None:
+        """All may pass."""
+        self._open.set()

@@ -1,0 +1,287 @@
+"""Invariant 5: only a whole checkpoint is ever visible, and the trainer hears of what failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.storage import writer
+from gockpt_jax.storage.handler import GoCkptHandler
+from gockpt_jax.storage.writer import HostArrayHandler
+from gockpt_jax.transfer.pull import Pull
+from gockpt_jax.window import early, open_window, session
+
+from .injection import Fault, Gate
+from .states import bits_of, differing
+from .trainer import Trainer, chain_of, finish_save, within_limit
+
+BEFORE_SEAL = {
+    "pull_of_a_block": {"owner": Pull, "name": "result"},
+    "pull_of_a_cut": {
+        "owner": Pull, "name": "result", "only_in": (early.EarlyChunks, "update"),
+    },
+    "replay": {"owner": Replayer, "name": "apply"},
+    "a_bug_in_replay": {"owner": Replayer, "name": "apply", "error": AssertionError("a bug")},
+}  # fmt: skip
+
+AFTER_SEAL = {
+    "pull_of_a_late_leaf": {"owner": Pull, "name": "result"},
+    "end_of_replay": {"owner": early, "name": "fill"},
+    "write_of_a_shard": {"owner": writer, "name": "_write_shard"},
+    "tensorstore": {"owner": writer, "name": "_to_the_end"},
+    "shardings_file": {"owner": writer, "name": "_write_shardings"},
+    "array_metadatas": {"owner": writer, "name": "_write_array_metadatas"},
+    "commit": {"owner": GoCkptHandler, "name": "finalize"},
+}
+
+INSIDE_SAVE = {
+    "stage_of_the_late_leaves": {"owner": session, "name": "stage"},
+    "pull_of_the_late_leaves": {"owner": session, "name": "start_pull"},
+    "orbax_handler": {"owner": HostArrayHandler, "name": "serialize"},
+}
+
+ON_THE_TRAINER = {
+    "stage": {"owner": open_window, "name": "stage"},
+    "start_of_pull": {"owner": open_window, "name": "start_pull"},
+    "start_of_pull_of_a_cut": {"owner": open_window, "name": "start_scalar_pull"},
+}
+
+
+def assert_goes_on(trainer: Trainer) -> None:
+    """The next window works, and every checkpoint but the failed one is right."""
+    trainer.run_past_next_window()
+    trainer.assert_intact()
+
+
+# --- Before the seal -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", BEFORE_SEAL)
+def test_error_before_the_seal_reaches_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    injected = Fault(monkeypatch, **BEFORE_SEAL[fault])
+    with Trainer(tmp_path) as trainer:
+        trainer.run(6)
+        injected.arm()
+        trainer.update()  # Label 7 opens the window of save 8.
+        trainer.settle()
+        assert injected.fired
+        assert not trainer.save()
+        before = bits_of(trainer.state)
+        with pytest.raises(gockpt.ReplayError) as raised:
+            trainer.update()
+        assert raised.value.__cause__ is injected.error
+        assert isinstance(raised.value, RuntimeError)
+        assert not differing(bits_of(trainer.state), before)
+        trainer.assert_intact()
+
+        trainer.run(8)  # The same step again: training goes on with the live state.
+        trainer.manager.wait_until_finished()
+        report = trainer.report(8)
+        assert (report.kind, report.error) == ("snapshot", None)
+        assert str(injected.error) in report.reason
+        assert_goes_on(trainer)
+
+
+@pytest.mark.parametrize("fault", BEFORE_SEAL)
+def test_save_that_meets_a_failed_window_is_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    injected = Fault(monkeypatch, **BEFORE_SEAL[fault])
+    with Trainer(tmp_path) as trainer:
+        trainer.run(7)
+        trainer.settle()
+        injected.arm()
+        trainer.update()
+        trainer.settle()
+        assert injected.fired
+        assert trainer.save()
+        trainer.assert_intact()
+        assert trainer.report(8).kind == "snapshot"
+        assert str(injected.error) in trainer.report(8).reason
+        with pytest.raises(gockpt.ReplayError) as raised:
+            trainer.update()
+        assert raised.value.__cause__ is injected.error
+        assert_goes_on(trainer)
+
+
+@pytest.mark.parametrize("fault", BEFORE_SEAL)
+def test_error_found_only_after_the_seal_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """The worker is behind: the save has begun when the early chunks turn out to be lost."""
+    injected = Fault(monkeypatch, **BEFORE_SEAL[fault])
+    gate = Gate(monkeypatch, early.EarlyChunks, "land")
+    with Trainer(tmp_path) as trainer:
+        trainer.run(6)
+        trainer.manager.wait_until_finished()
+        gate.shut()
+        injected.arm()
+        trainer.run(8)
+        gate.open()
+        with pytest.raises(Exception, match="") as raised:
+            trainer.manager.wait_until_finished()
+        assert injected.error in chain_of(raised.value)
+        del trainer.given[8]
+        trainer.assert_intact()
+        report = trainer.report(8)
+        assert report.kind == "window"
+        assert report.error
+        assert_goes_on(trainer)
+
+
+@pytest.mark.parametrize("surface", ["wait_until_finished", "save"])
+def test_error_before_the_seal_reaches_calls_other_than_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surface: str
+) -> None:
+    """A loop that ends inside a window makes no further step; it still hears of the failure."""
+    injected = Fault(monkeypatch, **BEFORE_SEAL["replay"])
+    with Trainer(tmp_path) as trainer:
+        trainer.run(6)
+        injected.arm()
+        trainer.update()
+        trainer.settle()
+        call = trainer.manager.wait_until_finished if surface == "wait_until_finished" else None
+        with pytest.raises(gockpt.ReplayError) as raised:
+            (call or trainer.save)()
+        assert raised.value.__cause__ is injected.error
+        assert_goes_on(trainer)
+
+
+# --- After the seal ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", AFTER_SEAL)
+def test_error_after_the_seal_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    injected = Fault(monkeypatch, **AFTER_SEAL[fault])
+    with Trainer(tmp_path) as trainer:
+        trainer.run(7)
+        trainer.update()
+        trainer.settle()
+        trainer.manager.wait_until_finished()
+        injected.arm()
+        assert trainer.save()
+        del trainer.given[8]
+        before = bits_of(trainer.state)
+        with pytest.raises(type(injected.error)) as raised:
+            trainer.manager.wait_until_finished()
+        assert injected.fired
+        assert injected.error in chain_of(raised.value)
+        assert not differing(bits_of(trainer.state), before)
+        trainer.assert_intact()
+        report = trainer.report(8)
+        assert report.kind == "window"
+        assert str(injected.error) in (report.error or "")
+        assert_goes_on(trainer)
+
+
+@pytest.mark.parametrize("fault", ["write_of_a_shard", "commit"])
+def test_error_after_the_seal_reaches_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Not only the next save that the policy accepts, which may be hours away."""
+    injected = Fault(monkeypatch, **AFTER_SEAL[fault])
+    with Trainer(tmp_path) as trainer:
+        trainer.run(7)
+        injected.arm()
+        trainer.run(8)
+        del trainer.given[8]
+        finish_save()
+        with pytest.raises(Exception, match="") as raised:
+            trainer.run(9)
+        assert injected.error in chain_of(raised.value)
+        trainer.assert_intact()
+        assert_goes_on(trainer)
+
+
+@pytest.mark.parametrize("fault", INSIDE_SAVE)
+def test_error_inside_save_is_raised_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    injected = Fault(monkeypatch, **INSIDE_SAVE[fault])
+    with Trainer(tmp_path) as trainer:
+        trainer.run(7)
+        trainer.update()
+        injected.arm()
+        with pytest.raises(type(injected.error)) as raised:
+            trainer.save()
+        assert injected.error in chain_of(raised.value)
+        trainer.assert_intact()
+        assert str(injected.error) in (trainer.report(8).error or "")
+        assert_goes_on(trainer)
+
+
+def test_retention_keeps_the_last_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax drops the old step from its list when a save begins, not when it is committed."""
+    injected = Fault(monkeypatch, **AFTER_SEAL["commit"])
+    with Trainer(tmp_path, max_to_keep=1) as trainer:
+        trainer.run(7)
+        injected.arm()
+        trainer.run(8)
+        with pytest.raises(type(injected.error)):
+            trainer.manager.wait_until_finished()
+        trainer.given = {4: trainer.given[4]}
+        trainer.assert_intact()
+        trainer.run(12)
+        trainer.given = {12: trainer.given[12]}
+        trainer.assert_intact()
+
+
+# --- On the trainer's own thread -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ON_THE_TRAINER)
+def test_error_of_a_hook_costs_the_window_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Device memory ran out while a block was staged, say."""
+    injected = Fault(monkeypatch, **ON_THE_TRAINER[fault])
+    with Trainer(tmp_path) as trainer:
+        trainer.run(6)
+        injected.arm()
+        state, label = trainer.state, trainer.label
+        with pytest.raises(type(injected.error)):
+            trainer.update()
+        # After dispatch the old state is gone: a hook may then raise only at the next call.
+        assert (trainer.state is state, trainer.label) == (True, label)
+        assert not any(x.is_deleted() for x in _arrays(state))
+        trainer.run(8)
+        trainer.assert_intact()
+        assert_goes_on(trainer)
+
+
+@pytest.mark.parametrize("budget_bytes", [None, 64 * 1024], ids=["unlimited", "tight"])
+@pytest.mark.parametrize("opening", [True, False], ids=["opening_step", "second_step"])
+def test_step_that_raises_inside_a_window_may_be_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None, opening: bool
+) -> None:
+    """A Ctrl-C or a failed dispatch, after the block was staged and before the update happened."""
+    window = gockpt.WindowOptions(steps=3, device_budget_bytes=budget_bytes)
+    with Trainer(tmp_path, window=window) as trainer:
+        trainer.run(6 if opening else 7)
+        assert trainer.step.program is not None
+        injected = Fault(
+            monkeypatch, type(trainer.step.program), "call", error=KeyboardInterrupt()
+        )
+        for _ in range(3):
+            injected.arm()
+            error = within_limit(trainer.update)  # It may wait for a budget that is never free.
+            assert error is injected.error
+        assert within_limit(lambda: trainer.run(8)) is None
+        trainer.assert_intact()
+        assert_goes_on(trainer)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    import jax
+
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]

@@ -1,0 +1,122 @@
+"""What happens to device buffers: who is donated, who is reused, who is sent to the host."""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+
+def _leaves(tree: Any) -> dict[str, jax.Array]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p): x for p, x in paths if isinstance(x, jax.Array)}
+
+
+def pointers(array: jax.Array) -> set[int]:
+    """Where an array's shards are in memory; empty for one that has been donated meanwhile."""
+    try:
+        shards = array.addressable_shards
+        return {s.data.unsafe_buffer_pointer() for s in shards if s.data.size}
+    except (RuntimeError, ValueError):
+        if array.is_deleted():
+            return set()
+        raise
+
+
+@dataclasses.dataclass
+class Buffers:
+    """A state's buffers before an update, and what the update did with them.
+
+    Attributes:
+      donated: Paths of the old leaves that are gone.
+      reused: Paths of the new leaves that lie where an old one was.
+    """
+
+    donated: frozenset[str] = frozenset()
+    reused: frozenset[str] = frozenset()
+    _old: dict[str, jax.Array] = dataclasses.field(default_factory=dict, compare=False)
+    _at: set[int] = dataclasses.field(default_factory=set, compare=False)
+
+    @classmethod
+    def of(cls, state: Any) -> "Buffers":
+        """Looks at a state that is about to go into a step."""
+        old = _leaves(state)
+        return cls(_old=old, _at={p for x in old.values() for p in pointers(x)})
+
+    def after(self, state: Any) -> "Buffers":
+        """Looks at what the step made of it."""
+        donated = frozenset(path for path, x in self._old.items() if x.is_deleted())
+        reused = frozenset(path for path, x in _leaves(state).items() if pointers(x) & self._at)
+        return Buffers(donated, reused)
+
+
+class PullWatch:
+    """Looks at every array that anybody starts to move to the host, or reads on the host.
+
+    A buffer of the live state, which the next step may donate, must never be among them. The state
+    that is live is the arguments of the running call until they are donated, and from then on the
+    last result. The library's threads are always watched, the trainer's only inside `live`: the
+    test's own copies are its own business.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.unsafe: list[str] = []
+        self._patch = pytest.MonkeyPatch()
+        self._here = threading.local()
+        self._main = threading.main_thread()
+        self._inputs: Any = ()
+        self._step: Any = None
+        self._known: tuple[Any, Any, dict[int, str]] | None = None
+
+    def __enter__(self) -> "PullWatch":
+        array_type = type(jax.numpy.zeros(()))
+        start, read = array_type.copy_to_host_async, np.asarray
+
+        def copy_to_host_async(array: jax.Array) -> None:
+            self._look(array, "copy_to_host_async")
+            start(array)
+
+        def asarray(value: Any, *args: Any, **kwargs: Any) -> np.ndarray:
+            if isinstance(value, jax.Array):
+                self._look(value, "np.asarray")
+            return read(value, *args, **kwargs)
+
+        self._patch.setattr(array_type, "copy_to_host_async", copy_to_host_async)
+        self._patch.setattr(np, "asarray", asarray)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+    @contextlib.contextmanager
+    def live(self, args: Any, kwargs: Any, step: Any) -> Iterator[None]:
+        """While the library is called with these arguments."""
+        self._inputs, self._step, self._here.watched = (args, kwargs), step, True
+        try:
+            yield
+        finally:
+            self._here.watched = False
+
+    def _look(self, array: jax.Array, how: str) -> None:
+        on_main = threading.current_thread() is self._main
+        if on_main and not getattr(self._here, "watched", False):
+            return
+        self.count += 1
+        live = self._live_pointers()
+        self.unsafe += [f"{how} of {live[p]}" for p in pointers(array) if p in live]
+
+    def _live_pointers(self) -> dict[int, str]:
+        """Where the live state is, and whatever else goes in and out of the step."""
+        inputs, result = self._inputs, getattr(self._step, "last_result", None)
+        known = self._known
+        if known is None or known[0] is not inputs or known[1] is not result:
+            found = {}
+            for tree in (inputs, result):
+                found.update((p, path) for path, x in _leaves(tree).items() for p in pointers(x))
+            self._known = known = (inputs, result, found)
+        return known[2]

@@ -1,0 +1,186 @@
+"""Where updates are cut."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from training_helpers import N, analyse, vector
+from updates import UPDATES, adam, gradient, momentum, state
+
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.program import StepProgram
+
+every_update = pytest.mark.parametrize("name", UPDATES)
+
+
+@every_update
+def test_groups_and_retained_values(name):
+    update = UPDATES[name]
+    g = gradient()
+    found = analyse(update.step, update.state, g)
+    assert found.groups == update.groups
+    assert sum(len(group.scalars) for group in found.cut.groups) == update.scalars
+    _, arrays = found.run()
+    large = [arrays[v] for group in found.cut.groups for v in group.retained]
+    # Compiled alone, the formula may round differently from the step by an ULP or so.
+    expected = jax.jit(update.retained)(update.state, g)
+    assert len(large) == len(expected)
+    for got, want in zip(large, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@every_update
+def test_every_leaf_is_early_or_late_with_a_reason(name):
+    update = UPDATES[name]
+    found = analyse(update.step, update.state, gradient())
+    early = {path for group in found.groups for path in group}
+    assert early.isdisjoint(found.late)
+    assert early | found.late.keys() == {leaf.path for leaf in found.leaves}
+    for path, reason in update.late.items():
+        assert re.search(reason, found.late[path])
+
+
+def test_retained_values_have_the_shape_of_their_leaves_and_scalars_none():
+    update = UPDATES["skip step"]
+    (group,) = analyse(update.step, update.state, gradient()).cut.groups
+    assert [v.shape for v in group.retained] == [(N,)]
+    assert [v.shape for v in group.scalars] == [()]
+
+
+def test_the_same_cut_each_time():
+    update = UPDATES["optax.adamw"]
+    runs = [analyse(update.step, update.state, gradient()) for _ in range(2)]
+    assert runs[0].groups == runs[1].groups
+    positions = [[v.site.path for v in run.cut.values] for run in runs]
+    assert positions[0] == positions[1]
+
+
+# Gains: what leaves over what must follow it.
+
+
+def sgd(s, g):
+    return {"w": s["w"] - 0.1 * g}
+
+
+@pytest.mark.parametrize(
+    ("min_gain", "even_for_nothing", "early"),
+    [(1.2, False, False), (1.2, True, True), (1.0, False, True)],
+)
+def test_leaf_that_saves_nothing_leaves_only_when_asked(min_gain, even_for_nothing, early):
+    found = analyse(
+        sgd, state("w"), gradient(), min_gain=min_gain, even_for_nothing=even_for_nothing
+    )
+    assert found.groups == ([["w"]] if early else [])
+    if not early:
+        assert re.search(r"1\.00 times what it retains, under 1\.20", found.late["w"])
+
+
+def test_even_for_nothing_changes_nothing_where_something_gains():
+    """The moments gain twice their gradient; the parameter would retain a whole array for itself."""
+    found = analyse(adam, state("m", "v", "w"), gradient(), even_for_nothing=True)
+    assert found.groups == [["m", "v"]]
+
+
+@pytest.mark.parametrize(("min_gain", "groups"), [(2.0, [["m", "w"]]), (2.1, [])])
+def test_gain_is_bytes_over_retained_bytes(min_gain, groups):
+    found = analyse(momentum, state("m", "w"), gradient(), min_gain=min_gain)
+    assert found.groups == groups
+
+
+def test_narrow_gradients_count_as_what_they_weigh():
+    """A bf16 gradient is half as heavy, so even plain SGD gains, and it is retained narrow."""
+
+    def step(s, g):
+        return sgd(s, g.astype(jnp.float32))
+
+    found = analyse(step, state("w"), gradient().astype(jnp.bfloat16))
+    assert found.groups == [["w"]]
+    assert [str(v.dtype) for v in found.cut.values] == ["bfloat16"]
+
+
+# Leaves that depend on each other.
+
+
+def test_leaf_that_reads_a_failing_leaf_fails_with_it():
+    """`b` reads `a`, `a` reads `p`, and `p` cannot leave: retaining `p` for `a` saves nothing."""
+
+    def step(s, g):
+        return {"a": s["a"] + s["p"], "p": jnp.exp(s["p"]), "q": s["q"] * 2.0 + 0.0 * g}
+
+    found = analyse(step, state("a", "p", "q"), gradient())
+    assert found.groups == []
+    assert "saves too little" in found.late["a"]
+
+
+def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
+    """`a` reads old `b`; `c` shares nothing with them, not even the gradient."""
+
+    def step(s, g, h):
+        a = 0.9 * s["a"] + s["b"]
+        return {"a": a, "b": s["b"] + g, "c": s["c"] + h, "d": s["d"] - h}
+
+    found = analyse(step, state("a", "b", "c", "d"), gradient(0), gradient(1))
+    assert found.groups == [["a", "b"], ["c", "d"]]
+
+
+def test_typed_key_is_late_and_the_rest_is_not():
+    def step(s, g):
+        new = momentum({"m": s["m"], "w": s["w"]}, g)
+        return {"key": jax.random.split(s["key"], 1)[0], **new}
+
+    found = analyse(step, state("m", "w") | {"key": jax.random.key(0)}, gradient())
+    assert found.groups == [["m", "w"]]
+    assert "key" in found.late["key"]
+
+
+def test_row_means_of_factored_optimizers_stay_small_leaves():
+    """What is spread from a row to a matrix is not elementwise: the leaf is late, never wrong."""
+
+    def step(s, g):
+        row = 0.9 * s["row"] + 0.1 * jnp.mean(g * g, axis=1)
+        return {"row": row, "w": s["w"] - g * row[:, None]}
+
+    matrix = vector(0, 16).reshape(4, 4)
+    found = analyse(step, {"row": jnp.ones(4), "w": matrix}, matrix)
+    assert found.groups == []
+    assert found.late["w"] == found.late["w"].strip()
+
+
+# The size of real models.
+
+
+def test_twelve_hundred_leaves_in_under_ten_seconds():
+    """400 parameters with Adam's moments under a global clip: seconds, not minutes."""
+    params = {f"p{i:03}": jnp.ones((i % 7 + 2, 3)) for i in range(400)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(s, x):
+        grads = jax.grad(lambda p: sum(jnp.sum(jnp.sin(a * x)) for a in jax.tree.leaves(p)))(s[0])
+        updates, opt = tx.update(grads, s[1], s[0])
+        return optax.apply_updates(s[0], updates), opt
+
+    jitted = jax.jit(step)
+    args = ((params, tx.init(params)), jnp.float32(0.5))
+    jitted.trace(*args)  # the user's own trace, which the wrapped step shares
+    settings_form = CallForm(jitted, 0, _settings(jitted))
+    start = time.perf_counter()
+    program = StepProgram(jitted, settings_form, args, {}, state_out=None, even_for_nothing=False)
+    seconds = time.perf_counter() - start
+    assert len(program.positions.paths) >= 1200
+    assert len(program.groups) == 400
+    assert all(len(group.leaves) == 2 for group in program.groups)
+    assert sum(len(group.retained) for group in program.groups) == 400
+    assert len({group.recipe for group in program.groups}) == 1  # one compilation for all
+    assert seconds < 10
+
+
+def _settings(jitted):
+    from gockpt_jax import _compat
+
+    return _compat.jit_settings(jitted)

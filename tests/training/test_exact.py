@@ -1,0 +1,97 @@
+"""Which operations are repeated on the host, and which values may be cut."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from training_helpers import graph_of
+
+from gockpt_jax.training.exact import is_exact, may_be_cut
+
+
+def last(f, *dtypes, size=4):
+    """The value that a function of arrays of these dtypes ends in."""
+    return graph_of(f, *(jnp.ones(size, d) for d in dtypes)).outputs[0]
+
+
+def case(name, f, *dtypes):
+    return pytest.param(f, dtypes, id=f"{name} {' '.join(dtypes)}")
+
+
+EXACT = [
+    *(case("add", jnp.add, d, d) for d in ("float32", "int32")),
+    case("subtract", jnp.subtract, "float32", "float32"),
+    case("multiply", jnp.multiply, "float32", "float32"),
+    case("square", jnp.square, "float32"),
+    case("cube", lambda x: x**3, "float32"),
+    case("compare", lambda x, y: x < y, "float32", "float32"),
+    *(case("select", lambda x: jnp.where(True, x, -x), d) for d in ("float32", "bfloat16")),
+    *(case("negate", jnp.negative, d) for d in ("float32", "bfloat16", "float16")),
+    case("sign", jnp.sign, "bfloat16"),
+    case("maximum", jnp.maximum, "bfloat16", "bfloat16"),
+    case("clamp", lambda x: lax.clamp(0.0, x, 1.0), "float32"),
+    case("is finite", jnp.isfinite, "bfloat16"),
+    case("logical and", jnp.logical_and, "bool", "bool"),
+    case("divide by 8", lambda x: x / 8.0, "float32"),
+    case("divide by 1/4", lambda x: x / 0.25, "float32"),
+    case("divide by -2", lambda x: x / -2.0, "float32"),
+    case("divide by a constant array", lambda x: x / jnp.full(x.shape, 4.0), "float32"),
+    case("narrow", lambda x: x.astype(jnp.bfloat16), "float32"),
+    case("widen what was stored", lambda x: x.astype(jnp.float32), "bfloat16"),
+    case("widen a flag", lambda x, y: (x < y).astype(jnp.float32), "float32", "float32"),
+    case("widen a count", lambda n: (n + 1).astype(jnp.float32), "int32"),
+    case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
+]
+
+INEXACT = [
+    case("divide", jnp.divide, "float32", "float32"),
+    case("divide by 10", lambda x: x / 10.0, "float32"),
+    case("divide by 2**-126", lambda x: x / jnp.float32(2.0**-126), "float32"),
+    case("divide by zero", lambda x: x / 0.0, "float32"),
+    case("divide bf16 by 8", lambda x: x / 8.0, "bfloat16"),
+    *(case(f.__name__, f, "float32") for f in (jnp.sqrt, lax.rsqrt, jnp.exp, jnp.tanh, jnp.log)),
+    case("reciprocal power", lambda x: x**-2, "float32"),
+    case("power", lambda x, y: x**y, "float32", "float32"),
+    *(case("add", jnp.add, d, d) for d in ("bfloat16", "float16")),
+    case("multiply", jnp.multiply, "bfloat16", "bfloat16"),
+    case(
+        "narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"
+    ),
+    case("widen a narrow sum", lambda x: (-x).astype(jnp.float32), "bfloat16"),
+    case("sum", lambda x: jnp.sum(x), "float32"),
+    case("dot", jnp.dot, "float32", "float32"),
+    case("cumulative sum", jnp.cumsum, "float32"),
+    case("reverse", lambda x: x[::-1], "float32"),
+    case("reduce precision", lambda x: lax.reduce_precision(x, 8, 7), "float32"),
+    case("optimization barrier", lambda x: lax.optimization_barrier(x), "float32"),
+    case("spread a row", lambda x: jnp.broadcast_to(x[:, None], (4, 3)), "float32"),
+]
+
+
+@pytest.mark.parametrize(("f", "dtypes"), EXACT)
+def test_exact(f, dtypes):
+    assert is_exact(last(f, *dtypes).op)
+
+
+@pytest.mark.parametrize(("f", "dtypes"), INEXACT)
+def test_inexact(f, dtypes):
+    assert not is_exact(last(f, *dtypes).op)
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        pytest.param(lambda x, y: x * y, False, id="product"),
+        pytest.param(lambda x, y: jnp.square(x), False, id="square"),
+        pytest.param(lambda x, y: x / 10.0, False, id="division by a constant"),
+        pytest.param(lambda x, y: x / jnp.full((4,), 10.0), False, id="by a constant array"),
+        pytest.param(lambda x, y: x / y, True, id="division"),
+        pytest.param(lambda x, y: x * y + y, True, id="what a product feeds"),
+        pytest.param(lambda x, y: jnp.where(x > 0, x * y, y), True, id="a select"),
+        pytest.param(lambda x, y: jnp.sqrt(x), True, id="root"),
+        pytest.param(lambda x, y: x, True, id="argument"),
+    ],
+)
+def test_what_may_be_cut(f, expected):
+    assert may_be_cut(last(f, "float32", "float32")) is expected

@@ -1,0 +1,134 @@
+"""The step as a flat graph."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import SingleDeviceSharding
+from training_helpers import graph_of, ops_behind
+
+from gockpt_jax.training.graph import flatten
+
+X = jnp.arange(4.0)
+
+
+def test_nested_jit_is_inlined():
+    inner = jax.jit(lambda x: jnp.sin(x) * 2.0)
+    outer = jax.jit(lambda x: inner(x) + 1.0)
+    graph = graph_of(lambda x: outer(x) - 3.0, X)
+    assert ops_behind(graph.outputs[0]) == {"sin", "mul", "add", "sub"}
+    assert graph.outputs[0].shape == (4,)
+    assert graph.outputs[0].nbytes == 16
+
+
+def test_inputs_and_outputs_are_the_flat_arguments_and_results():
+    graph = graph_of(lambda s: (s["b"], s["a"] + 1.0), {"a": X, "b": X})
+    assert len(graph.inputs) == 2
+    assert graph.outputs[0] is graph.inputs[1]
+    assert graph.outputs[1].op.inputs[0] is graph.inputs[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "inside"),
+    [
+        pytest.param(jax.nn.relu, "max", id="custom_jvp"),
+        pytest.param(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "cos", id="cond"),
+        pytest.param(
+            lambda x: jax.jit(jnp.sin, out_shardings=SingleDeviceSharding(jax.devices()[0]))(x),
+            "sin", id="jit with a placement",
+        ),
+    ],
+)  # fmt: skip
+def test_bodies_that_cannot_be_opened_can_be_read_only_where_they_return(call, inside):
+    graph = graph_of(lambda x: call(x * 2.0) + 1.0, X)
+    result = graph.outputs[0].op.inputs[0]
+    assert inside in ops_behind(result)
+    assert result.site is not None
+    assert result.site.path == ()
+    for value in result.op.inputs:  # of the branches of a cond: what is computed inside
+        assert value.site is None or value.op is None or value.op.name in ("mul", "convert_element_type")  # noqa: E501
+
+
+def test_cond_becomes_select_with_a_case_per_branch():
+    def step(i, x):
+        return lax.switch(i, [lambda x: x, jnp.sin, lambda x: x * 2.0], x)
+
+    graph = graph_of(step, 1, X)
+    op = graph.outputs[0].op
+    assert op.name == "select_n"
+    assert op.inputs[1] is graph.inputs[1]
+    assert [v.op.name for v in op.inputs[2:]] == ["sin", "mul"]
+    assert op.inputs[3].site is None
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, length=3)[0], "scan"),
+        (lambda x: lax.while_loop(lambda c: c[0] < 1.0, lambda c: c + 1.0, x), "while"),
+        (jax.checkpoint(jnp.sin), "checkpoint"),
+    ],
+)
+def test_loops_and_rematerialisation_are_opaque(loop, name):
+    assert name in {graph_of(loop, X).outputs[0].op.name, name}
+    assert ops_behind(graph_of(loop, X).outputs[0]) <= {name, "remat2", "sin"}
+
+
+def test_typed_keys_keep_their_cond():
+    def step(b, key):
+        return lax.cond(b, lambda k: k, lambda k: jax.random.split(k)[0], key)
+
+    assert graph_of(step, True, jax.random.key(0)).outputs[0].op.name == "cond"
+
+
+def test_sites_prefer_the_outermost():
+    """Both call bodies hold the sum, and so does the top level: fewest calls are opened there."""
+    inner = jax.jit(lambda x: (jnp.sin(x) + 1.0, jnp.cos(x)))
+    outer = jax.jit(lambda x: (inner(x)[0], inner(x)[1] * 2.0))
+    graph = graph_of(lambda x: outer(x), X)
+    total, doubled = graph.outputs
+    assert total.site.path == ()
+    assert total.op.inputs[0].op.name == "sin"
+    assert len(total.op.inputs[0].site.path) == 2  # inside inner, inside outer
+    assert len(doubled.op.inputs[0].site.path) == 1  # returned by inner to outer
+    assert len(graph.inputs[0].site.path) == 0
+
+
+def test_dropped_results_are_no_sites():
+    """A result that nobody uses has no variable to return."""
+    inner = jax.jit(lambda x: (jnp.sin(x), jnp.sin(x) + 1.0))
+    graph = graph_of(lambda x: inner(x)[1], X)
+    assert len(graph.outputs[0].op.inputs[0].site.path) == 1
+
+
+def test_constants_are_known_and_inputs_are_not():
+    closed_over = np.arange(4.0, dtype=np.float32)
+    graph = graph_of(lambda x: (x + closed_over) * 2.0, X)
+    product = graph.outputs[0].op
+    total = product.inputs[0].op
+    assert product.inputs[1].is_constant
+    assert product.inputs[1].constant == 2.0
+    (constant,) = [v for v in total.inputs if v is not graph.inputs[0]]
+    assert constant.is_constant
+    np.testing.assert_array_equal(constant.constant, closed_over)
+    assert constant.site is None
+    assert not graph.inputs[0].is_constant
+
+
+def test_a_body_called_twice_gives_two_values():
+    f = jax.jit(lambda x: jnp.sin(x) + 1.0)
+    a, b = graph_of(lambda x, y: (f(x), f(y)), X, X).outputs
+    assert a is not b
+    assert a.op.inputs[0].site.path != b.op.inputs[0].site.path
+
+
+def test_deep_chains_need_no_recursion():
+    def step(x):
+        for _ in range(3000):
+            x = x + 1.0
+        return x
+
+    assert flatten(jax.jit(step).trace(X).jaxpr).outputs[0].op.name == "add"

@@ -1,0 +1,85 @@
+"""Analysis of small hand-written updates: what the training tests share.
+
+An update is a jitted function `(state, *data) -> state`, or `(state, aux)`, of a flat dict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gockpt_jax.training.armed import with_outputs
+from gockpt_jax.training.cut import Cut, Leaf, find_cut
+from gockpt_jax.training.graph import Graph, Value, flatten
+
+N = 24  # elements of a leaf
+
+
+def vector(seed: int, size: int = N) -> jax.Array:
+    """Seeded normal numbers."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(size), jnp.float32)
+
+
+def graph_of(f: Callable[..., Any], *args: Any) -> Graph:
+    return flatten(jax.jit(f).trace(*args).jaxpr)
+
+
+def ops_behind(value: Value) -> set[str]:
+    """The names of all operations that a value depends on."""
+    names: set[str] = set()
+    seen: set[Value] = set()
+    todo = [value]
+    while todo:
+        op = todo.pop().op
+        if op is not None:
+            names.add(op.name)
+            todo += [v for v in op.inputs if v not in seen]
+            seen.update(op.inputs)
+    return names
+
+
+@dataclasses.dataclass
+class Analysis:
+    """An update, its leaves and its cut."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    jaxpr: Any
+    leaves: list[Leaf]
+    cut: Cut
+
+    @property
+    def groups(self) -> list[list[str]]:
+        return [[self.leaves[j].path for j in group.leaves] for group in self.cut.groups]
+
+    @property
+    def late(self) -> dict[str, str]:
+        return {self.leaves[j].path: reason for j, reason in self.cut.late.items()}
+
+    def run(self) -> tuple[list[jax.Array], dict[Value, jax.Array]]:
+        """One step: the new leaves, and the cut values as the armed step returns them."""
+        values = self.cut.values
+        armed = jax.jit(with_outputs(self.jaxpr, [v.site for v in values if v.site is not None]))
+        results = armed(*jax.tree.leaves(self.args))
+        cut = results[len(results) - len(values) :]
+        return results[: len(self.leaves)], dict(zip(values, cut, strict=True))
+
+
+def analyse(
+    step: Callable[..., Any], state: dict[str, Any], *data: Any, even_for_nothing: bool = False,
+    **options: Any,
+) -> Analysis:  # fmt: skip
+    """Cuts an update whose first result is the new state, in the order of the old one."""
+    jitted = jax.jit(step)
+    jaxpr = jitted.trace(state, *data).jaxpr
+    graph = flatten(jaxpr)
+    paths = [jax.tree_util.keystr(p, simple=True) for p, _ in jax.tree.leaves_with_path(state)]
+    inputs, outputs = graph.inputs[: len(paths)], graph.outputs[: len(paths)]
+    leaves = [Leaf(*leaf) for leaf in zip(paths, inputs, outputs, strict=True)]
+    cut = find_cut(leaves, even_for_nothing=even_for_nothing, **options)
+    return Analysis(jitted, (state, *data), jaxpr, leaves, cut)
