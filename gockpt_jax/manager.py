@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -141,9 +141,13 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
             raise ValueError(f"`in_steps` must be at least 1, got {in_steps}.")
         self._gockpt_session.predictor.expect(self._gockpt_session.version + in_steps)
 
-    def explain(self) -> str:
-        """What of the last wrapped step leaves early, what is retained, what is late and why."""
-        return self._gockpt_session.explain()
+    def explain(self, file: TextIO | None = None) -> None:
+        """Prints what of the last wrapped step leaves early, what is retained, what is late.
+
+        Args:
+          file: Where to; standard output if `None`.
+        """
+        print(self._gockpt_session.explain(), file=file)
 
     # Saving and restoring.
 

@@ -13,7 +13,6 @@ the pull of a step's cut is started right behind the step. The worker takes them
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +25,12 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.staging import owned_bytes
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
-from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
+from gockpt_jax.window.plan import StateBytes
+from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.slots import ChunkSlot
 from gockpt_jax.window.worker import Worker
@@ -58,9 +58,7 @@ class Session:
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
-        self._planned: weakref.WeakKeyDictionary[StepProgram, tuple[Plan, StateBytes]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._planner = Planner(options, self._device)
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
 
@@ -119,9 +117,8 @@ class Session:
 
     def _open(self, step: WrappedStep) -> OpenWindow | None:
         """Opens a window if a save is predicted as many steps ahead as it takes."""
+        self._planner.prepare(step)
         horizon = self._options.steps or self._options.max_steps
-        if step.program is not None and step.program not in self._planned:
-            self._make_plan(step, step.program)  # far ahead: the armed step takes long to compile
         target = self.predictor.next_save(self.version, horizon - 1) if horizon > 1 else None
         # A window may not begin with the version that the last save sealed: K is at most the
         # distance between saves.
@@ -131,14 +128,12 @@ class Session:
         if program is None:
             self._why_snapshot = step.why_not or "the step had not been traced yet"
             return None
-        plan, size = self._planned[program]
         steps = target - self.version + 1
+        plan, size = self._planner.plan_for(program, steps)
         if plan.steps == 1:
             self._why_snapshot = plan.reason
-        if plan.steps == 1 or steps > plan.steps or not self._is_ready(program):
+        if plan.steps == 1 or plan.steps < steps or not self._is_ready(program):
             return None
-        if steps < plan.steps:
-            plan = fill_blocks(program.groups, size, steps, f"the save was {steps - 1} steps away")
         leaves = program.new_state_leaves(step.last_result)
         if not self._admits(leaves, size):
             self._why_snapshot = "the host budget had no room when the window should have opened"
@@ -160,17 +155,6 @@ class Session:
             return False
         return True
 
-    def _make_plan(self, step: WrappedStep, program: StepProgram) -> None:
-        """Plans for a program, and has it armed if the plan needs that."""
-        size = measure_bytes(program, program.new_state_leaves(step.last_result))
-        limit = self._options.device_budget_bytes
-        self._device.limit_bytes = device_headroom_bytes() if limit is None else limit
-        plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
-        _log.debug("planned %s", plan)
-        self._planned[program] = (plan, size)
-        if plan.steps > 1:
-            step.arm()
-
     def _admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:
         limit = self._options.host_budget_bytes
         if limit is None:
@@ -182,7 +166,8 @@ class Session:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
         if self._window is None:
             return
-        _log.debug("window for version %d abandoned: %s", self._window.target, reason)
+        level = logging.DEBUG if self._window.error is None else logging.WARNING
+        _log.log(level, "window for version %d abandoned: %s", self._window.target, reason)
         events.record_event(events.WINDOW_ABANDONED)
         self._why_snapshot = f"its window was abandoned: {reason}"
         self._window.drop()
@@ -229,6 +214,7 @@ class Session:
         if window is None:
             record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
             self._reset_peaks()
+            self._planner.limit_device(stepped=self.version > 0)
         else:
             record = window.record
             assert self._last_step is not None
@@ -305,7 +291,9 @@ class Session:
 
     def close(self) -> None:
         """Drops the open window and ends the worker thread."""
-        self.abandon("the manager was closed")
+        if self._window is not None:
+            error = self._window.error
+            self.abandon("the manager was closed" if error is None else f"it failed: {error!r}")
         self._worker.close()
 
 

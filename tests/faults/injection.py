@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import threading
 from collections.abc import Callable
@@ -13,6 +12,10 @@ import pytest
 from .trainer import LIMIT_SECS
 
 
+class InjectedError(RuntimeError):
+    """What a fault raises; no library raises it by itself."""
+
+
 class Fault:
     """Makes one call of a function fail, while it is armed.
 
@@ -21,7 +24,7 @@ class Fault:
         owner: The module or class that holds the function.
         name: The function's name.
         only_in: Counts only calls made inside this function, another (owner, name).
-        error: What to raise; an OSError "no space left" by default.
+        error: What to raise instead of an `InjectedError`.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Fault:
         only_in: tuple[Any, str] | None = None,
         error: BaseException | None = None,
     ) -> None:
-        self.error = error or OSError(errno.ENOSPC, f"injected into {name}")
+        self.error = error or InjectedError(f"injected into {name}")
         self.fired = False
         self._armed = False
         self._inside = threading.local()

@@ -91,6 +91,12 @@ class Trainer:
         kinds = {report.step: report.kind for report in self.manager.reports if not report.error}
         assert kinds[first + self.interval] == "window", self.manager.reports
 
+    def run_undisturbed(self, last: int) -> None:
+        """Runs up to a label and waits until nothing is left to do, so that a fault hits no past."""
+        self.run(last)
+        self.manager.wait_until_finished()
+        self.settle()
+
     def settle(self) -> None:
         """Waits until the worker thread has done all that it was given."""
         self.manager._gockpt_session._worker.wait_until_idle()
@@ -150,4 +156,3 @@ def chain_of(error: BaseException) -> list[BaseException]:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     return chain
-

@@ -33,7 +33,8 @@ class Buffers:
 
     Attributes:
       donated: Paths of the old leaves that are gone.
-      reused: Paths of the new leaves that lie where an old one was.
+      reused: Paths of the new leaves that lie where an old one was; scalars left out, which the
+        compiler pairs as it likes.
     """
 
     donated: frozenset[str] = frozenset()
@@ -50,7 +51,8 @@ class Buffers:
     def after(self, state: Any) -> "Buffers":
         """Looks at what the step made of it."""
         donated = frozenset(path for path, x in self._old.items() if x.is_deleted())
-        reused = frozenset(path for path, x in _leaves(state).items() if pointers(x) & self._at)
+        new = {path: x for path, x in _leaves(state).items() if x.ndim}
+        reused = frozenset(path for path, x in new.items() if pointers(x) & self._at)
         return Buffers(donated, reused)
 
 

@@ -1,0 +1,66 @@
+"""The plan of each step's windows, made once per program."""
+
+import logging
+import weakref
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
+
+_log = logging.getLogger("gockpt_jax")
+
+
+class Planner:
+    """Plans for programs and keeps the device budget's limit.
+
+    Args:
+      options: The user's.
+      device: The budget for staged copies and retained values.
+    """
+
+    def __init__(self, options: WindowOptions, device: ByteBudget):
+        self._options = options
+        self._device = device
+        self._is_limited = False
+        self._plans: weakref.WeakKeyDictionary[StepProgram, tuple[Plan, StateBytes]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def prepare(self, step: WrappedStep) -> None:
+        """Plans for a new program, long before its first window: arming it takes long.
+
+        Args:
+          step: A step that has run.
+        """
+        program = step.program
+        if program is None or program in self._plans:
+            return
+        self.limit_device(stepped=True)
+        size = measure_bytes(program, program.new_state_leaves(step.last_result))
+        plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
+        _log.debug("planned %s", plan)
+        self._plans[program] = (plan, size)
+        if plan.steps > 1:
+            step.arm()
+
+    def plan_for(self, program: StepProgram, steps: int) -> tuple[Plan, StateBytes]:
+        """The program's plan, with K at most `steps`; and the bytes it was made for."""
+        plan, size = self._plans[program]
+        if steps < plan.steps:
+            plan = fill_blocks(program.groups, size, steps, f"the save was {steps - 1} steps away")
+        return plan, size
+
+    def limit_device(self, *, stepped: bool) -> None:
+        """Sets the device budget: what the user said, else what the steps leave free.
+
+        Measured once, after a step and before anything of ours: the allocator's peak has no way
+        back, and would soon count our own copies.
+
+        Args:
+          stepped: Whether a step has run.
+        """
+        if not self._is_limited and self._options.device_budget_bytes is None:
+            self._device.limit_bytes = device_headroom_bytes()
+            self._is_limited = stepped

@@ -1,0 +1,135 @@
+"""Ways in which a window could go wrong, planted into the library."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.window.early import EarlyChunks
+
+
+@dataclasses.dataclass
+class Injected:
+    """How often a fault has struck."""
+
+    times: int = 0
+
+
+Apply = Callable[..., list[Any]]
+
+
+def _replay_off(apply: Apply, injected: Injected) -> Apply:
+    """Chunks stay at the version at which they left: a torn checkpoint."""
+
+    def faulty(self: Replayer, recipe: Any, states: Sequence[Any], *values: Any) -> list[Any]:
+        injected.times += 1
+        return list(states)
+
+    return faulty
+
+
+def _once(change: Callable[[Callable[[], list[Any]], Any], list[Any] | None]) -> Any:
+    """A fault that strikes one call of `Replayer.apply`: the first that it would make a difference.
+
+    A gradient may be zero (an embedding row that no batch has met), and then nothing is lost with
+    it; the scale of a moment may be such that twice is once.
+    """
+
+    def plant(apply: Apply, injected: Injected) -> Apply:
+        def faulty(
+            self: Replayer, recipe: Any, states: Sequence[Any], retained: Any, scalars: Any
+        ) -> list[Any]:
+            old = [np.array(x) for x in states]  # apply() donates its arrays
+            new = apply(self, recipe, states, retained, scalars)
+            if injected.times:
+                return new
+            right = [np.array(x) for x in new]
+            wrong = change(lambda xs: apply(self, recipe, xs, retained, scalars), (old, right))
+            if all(np.array_equal(a, b) for a, b in zip(wrong, right, strict=True)):
+                return new
+            injected.times += 1
+            return [jax.device_put(x, self.device) for x in wrong]
+
+        return faulty
+
+    return plant
+
+
+def _dropped(apply: Any, chunks: Any) -> list[Any]:
+    return chunks[0]
+
+
+def _twice(apply: Any, chunks: Any) -> list[Any]:
+    return [np.array(x) for x in apply(chunks[1])]
+
+
+def _nothing(apply: Apply, injected: Injected) -> Apply:
+    def sound(self: Replayer, *args: Any) -> list[Any]:
+        injected.times += 1
+        return apply(self, *args)
+
+    return sound
+
+
+_REPLAY = {
+    "nothing": _nothing,
+    "replay_off": _replay_off,
+    "gradient_dropped": _once(_dropped),
+    "gradient_twice": _once(_twice),
+}
+
+
+def _swap_chunks(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
+    """Two chunks of one size change places as they land: shards of a leaf, or two leaves."""
+    land = EarlyChunks.land
+
+    def faulty(self: EarlyChunks, block: Any, pulls: Any) -> None:
+        land(self, block, pulls)
+        if injected.times:
+            return
+        places = [(leaf.flat, i) for leaf in self._leaves.values() for i in range(len(leaf.flat))]
+        for n, (a, i) in enumerate(places):
+            for b, j in places[:n]:
+                x, y = a[i], b[j]
+                if (x.size, x.dtype) == (y.size, y.dtype) and not np.array_equal(x, y):
+                    a[i], b[j] = y, x
+                    injected.times += 1
+                    return
+
+    monkeypatch.setattr(EarlyChunks, "land", faulty)
+
+
+def _stale_scalar(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
+    """Each update is given the captured scalars of the one before it."""
+    update = EarlyChunks.update
+    last: dict[int, Any] = {}
+
+    def faulty(self: EarlyChunks, cut: Mapping[int, Any]) -> None:
+        scalars = {i for group in self._groups for i in group.scalars}
+        stale = {i: last.get(i, pull) if i in scalars else pull for i, pull in cut.items()}
+        injected.times += any(stale[i] is not cut[i] for i in cut)
+        last.update(cut)
+        update(self, stale)
+
+    monkeypatch.setattr(EarlyChunks, "update", faulty)
+
+
+OF_CHUNKS = (*_REPLAY, "chunks_swapped")
+OF_SCALARS = ("nothing", "scalar_stale")
+HARMLESS = ("nothing",)
+
+
+def inject(fault: str, monkeypatch: pytest.MonkeyPatch) -> Injected:
+    """Plants one fault into the library until the test ends."""
+    injected = Injected()
+    if fault == "chunks_swapped":
+        _swap_chunks(monkeypatch, injected)
+    elif fault == "scalar_stale":
+        _stale_scalar(monkeypatch, injected)
+    else:
+        monkeypatch.setattr(Replayer, "apply", _REPLAY[fault](Replayer.apply, injected))
+    return injected

@@ -1,0 +1,161 @@
+"""Invariant 3: no transfer is started on a buffer that a step may donate, and donation goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import PROGRAMS
+
+import gockpt_jax as gockpt
+from gockpt_jax.transfer.pull import start_pull
+from gockpt_jax.transfer.staging import stage
+
+from . import harness
+from .watch import PullWatch, pointers
+
+every_case = pytest.mark.parametrize(("name", "devices"), harness.CASES)
+both_devices = pytest.mark.parametrize("devices", harness.DEVICES)
+
+
+@every_case
+def test_no_buffer_of_the_live_state_goes_to_the_host(
+    name: str, devices: int, shared: Path
+) -> None:
+    outcome = harness.outcome(name, devices, shared)
+    assert outcome.pulls > 0
+    assert outcome.unsafe_pulls == []
+
+
+@every_case
+def test_steps_donate_what_they_donate_without_us(name: str, devices: int, shared: Path) -> None:
+    """Leaf by leaf at each of the updates, and its memory is used again for the new state."""
+    outcome = harness.outcome(name, devices, shared)
+    assert outcome.unlike_buffers == []
+    assert (outcome.donated > 0) == ("no_donation" not in PROGRAMS[name].marks)
+
+
+# The watch can fail.
+
+
+def test_watch_notices_a_pull_of_the_state() -> None:
+    state = {"w": jnp.arange(6.0), "key": jax.random.key(0), "n": jnp.int32(1)}
+    with PullWatch() as watch, watch.live((state,), {}, None):
+        for array in stage(list(state.values())):
+            start_pull(array)
+        assert (watch.count, watch.unsafe) == (3, [])
+        start_pull(state["w"])
+        np.asarray(state["n"])
+        start_pull(jax.random.key_data(state["key"]))  # a copy or not, as JAX likes
+    assert [line.split(" of ")[0] for line in watch.unsafe[:2]] == [
+        "copy_to_host_async", "np.asarray",
+    ]  # fmt: skip
+    assert ["['w']" in watch.unsafe[0], "['n']" in watch.unsafe[1]] == [True, True]
+
+
+@both_devices
+def test_watch_notices_a_window_that_stages_nothing(
+    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole run, with the staging copies left out; the step keeps its buffers, so it ends."""
+    for module in ("open_window", "session"):
+        monkeypatch.setattr(f"gockpt_jax.window.{module}.stage", list)
+    job = PROGRAMS["no_donation"].build(devices)
+    _, _, outcome = harness.run_with_windows("no_donation", job, harness.SHORT, tmp_path)
+    assert outcome.unsafe_pulls
+
+
+# Staging.
+
+DTYPES = [
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "int8",
+    "uint8", "int16", "uint16", "int32", "uint32", "bool", "complex64", "key",
+]  # fmt: skip
+PLACEMENTS = {
+    "single": None,
+    "replicated": PartitionSpec(),
+    "rows": PartitionSpec("a"),
+    "columns": PartitionSpec(None, "b"),
+    "both": PartitionSpec("a", "b"),
+    "rows over both": PartitionSpec(("a", "b")),
+}
+
+
+def make_array(dtype: str, placement: str, shape: tuple[int, ...]) -> jax.Array:
+    spec = PLACEMENTS[placement]
+    sharding: Any = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    if spec is not None:
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        sharding = NamedSharding(mesh, spec if shape else PartitionSpec())
+    if dtype == "key":
+        keys = jax.random.split(jax.random.key(1), shape) if shape else jax.random.key(1)
+        return jax.device_put(keys, sharding)
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape) % 8
+    return jax.device_put(jnp.asarray(numbers, jnp.dtype(dtype)), sharding)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_staging_makes_new_buffers(placement: str) -> None:
+    arrays = [make_array(d, placement, shape) for d in DTYPES for shape in ((8, 4), ())]
+    staged = stage(arrays)
+    again = stage(arrays)
+    taken = set().union(*map(pointers, arrays))
+    for array, copy, second in zip(arrays, staged, again, strict=True):
+        assert pointers(copy), array
+        assert not pointers(copy) & taken, array
+        assert not pointers(second) & (taken | pointers(copy)), array
+        plain = jax.random.key_data(array) if array.dtype == jax.random.key(0).dtype else array
+        assert (copy.shape, copy.dtype) == (plain.shape, plain.dtype)
+        assert copy.sharding.is_equivalent_to(plain.sharding, plain.ndim)
+        assert np.array(copy).tobytes() == np.array(plain).tobytes()
+    for array in arrays:
+        array.delete()
+    assert all(np.array(copy).size for copy in staged), "a copy lives on without its original"
+
+
+# Retained values that the program was given, not ones that it computed.
+
+
+@pytest.mark.parametrize("donate", [(0,), (0, 1)], ids=["state", "state and gradients"])
+@both_devices
+def test_retained_arguments_are_copies(
+    donate: tuple[int, ...], devices: int, tmp_path: Path
+) -> None:
+    """The gradients are an argument, and the parameters' old value is what the average reads."""
+    placement = "single" if devices == 1 else "both"
+
+    def step(state: Any, grads: jax.Array) -> Any:
+        w, m, average = state
+        m = 0.5 * m + grads
+        return w - jnp.tanh(m), m, 0.5 * average + w
+
+    jitted = jax.jit(step, donate_argnums=donate)
+    state = tuple(make_array("float32", placement, (8, 4)) + n for n in range(3))
+    options = ocp.CheckpointManagerOptions(max_to_keep=None)
+    window = gockpt.WindowOptions(steps=4)
+    with (
+        gockpt.GoCkptManager(tmp_path, options=options, window=window) as manager,
+        PullWatch() as watch,
+    ):
+        wrapped = manager.wrap(jitted)
+        manager.expect_save(in_steps=6)
+        for n in range(6):
+            grads = make_array("float32", placement, (8, 4)) / (n + 3)
+            with watch.live((state, grads), {}, wrapped):
+                new = wrapped(state, grads)
+            assert [x.is_deleted() for x in state] == [True] * 3
+            if not grads.is_deleted():
+                grads.delete()  # as a user may, at once
+            state = new
+        wanted = harness.to_host(state)
+        manager.save(6, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        (report,) = manager.reports
+    assert (report.kind, report.window_steps) == ("window", 4)
+    assert report.early_bytes == 2 * 8 * 4 * 4
+    assert watch.unsafe == []
+    assert harness.differing(harness.restore_with_stock(tmp_path, 6, state), wanted) == []

@@ -1,0 +1,132 @@
+"""The armed program: the user's own, with more outputs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from training_helpers import graph_of
+
+from gockpt_jax.training.armed import with_outputs
+from gockpt_jax.training.graph import flatten
+
+X, Y = jnp.arange(1.0, 5.0), jnp.arange(4.0)
+
+
+def traced(f, *args):
+    jaxpr = jax.jit(f).trace(*args).jaxpr
+    return jaxpr, flatten(jaxpr)
+
+
+def find(value, name):
+    """The first value behind `value` that the operation `name` makes."""
+    todo = [value]
+    while todo:
+        value = todo.pop(0)
+        if value.op is not None and value.op.name == name:
+            return value
+        todo += value.op.inputs if value.op is not None else ()
+    raise LookupError(name)
+
+
+def equations(jaxpr):
+    """What the top level does, in order."""
+    return [str(eqn.primitive) for eqn in jaxpr.eqns]
+
+
+def test_top_level_values_leave_the_program_unmodified():
+    def step(x, y):
+        return jnp.where(x > 0, jnp.sin(x), y) + lax.cond(x[0] > 0, jnp.sin, jnp.cos, y)
+
+    jaxpr, graph = traced(step, X, Y)
+    armed = jax.make_jaxpr(with_outputs(jaxpr, [find(graph.outputs[0], "sin").site]))(X, Y)
+    assert equations(armed) == equations(jaxpr)
+    assert len(armed.jaxpr.outvars) == 2
+    assert "jit" in equations(armed)
+    # Equation for equation: only names of variables and the outputs may differ.
+    for ours, users in zip(armed.eqns, jaxpr.eqns, strict=True):
+        assert ours.params.keys() == users.params.keys()
+        assert [v.aval for v in ours.outvars] == [v.aval for v in users.outvars]
+
+
+def test_only_the_call_that_holds_the_value_is_opened():
+    opened, closed = jax.jit(lambda x: jnp.sin(x) * 2.0), jax.jit(lambda x: jnp.cos(x) * 3.0)
+    jaxpr, graph = traced(lambda x: opened(x) + closed(x), X)
+    site = find(graph.outputs[0], "sin").site
+    armed = jax.make_jaxpr(with_outputs(jaxpr, [site, site]))(X)
+    assert equations(armed) == ["sin", "mul", "jit", "add"]
+    result, *values = with_outputs(jaxpr, [site, site])(X)
+    np.testing.assert_allclose(result, jnp.sin(X) * 2 + jnp.cos(X) * 3, rtol=1e-6)
+    for value in values:
+        np.testing.assert_allclose(value, jnp.sin(X), rtol=1e-6)
+
+
+def test_nested_calls_and_one_body_called_twice():
+    """Each call has values of its own, though both calls share one jaxpr."""
+    inner = jax.jit(lambda x: jnp.sin(x) + 1.0)
+    outer = jax.jit(lambda x: inner(x) * inner(x + 1.0))
+    jaxpr, graph = traced(lambda x, y: outer(x) - outer(y), X, Y)
+    minus = graph.outputs[0].op
+    sines = [factor.op.inputs[0] for product in minus.inputs for factor in product.op.inputs]
+    assert {v.op.name for v in sines} == {"sin"}
+    results = jax.jit(with_outputs(jaxpr, [v.site for v in sines]))(X, Y)
+    assert len(results) == 5
+    for value, argument in zip(results[1:], (X, X + 1, Y, Y + 1), strict=True):
+        np.testing.assert_allclose(value, jnp.sin(argument), rtol=1e-6)
+    np.testing.assert_array_equal(results[0], jax.jit(jax.jit(lambda x, y: outer(x) - outer(y)))(X, Y))  # noqa: E501
+
+
+def test_values_of_calls_that_return_their_arguments():
+    """A call may hand back an argument, a constant, or one value twice."""
+    odd = jax.jit(lambda x: (x, 2.0, jnp.sin(x), jnp.sin(x) + 0.0))
+    jaxpr, graph = traced(lambda x: [a + 1.0 for a in odd(x)], X)
+    site = find(graph.outputs[3], "sin").site
+    *results, value = with_outputs(jaxpr, [site])(X)
+    np.testing.assert_allclose(value, jnp.sin(X), rtol=1e-6)
+    for got, want in zip(results, (X + 1, 3.0, jnp.sin(X) + 1, jnp.sin(X) + 1), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_donated_input_returned_as_a_cut_is_a_copy(donate):
+    jaxpr, graph = traced(lambda x, y: x * y, X, Y)
+    armed = jax.jit(with_outputs(jaxpr, [graph.inputs[0].site]), donate_argnums=donate)
+    x = jnp.copy(X)
+    pointer = x.unsafe_buffer_pointer()
+    result, kept = armed(x, Y)
+    np.testing.assert_array_equal(kept, X)
+    np.testing.assert_array_equal(result, X * Y)
+    assert kept.unsafe_buffer_pointer() != result.unsafe_buffer_pointer()
+    if not donate:
+        assert kept.unsafe_buffer_pointer() != pointer
+
+
+def test_no_sites_is_the_program_itself():
+    jaxpr, _ = traced(lambda x: {"a": jnp.sin(x), "b": x}, X)
+    assert str(jax.make_jaxpr(with_outputs(jaxpr, []))(X)) == str(jax.make_jaxpr(
+        with_outputs(jaxpr, []))(X))  # fmt: skip
+    a, b = with_outputs(jaxpr, [])(X)
+    np.testing.assert_array_equal(b, X)
+    np.testing.assert_allclose(a, jnp.sin(X), rtol=1e-6)
+
+
+def test_sites_of_the_graph_are_those_of_the_program():
+    """Every site that the graph offers can be returned, and holds what the graph says."""
+
+    def step(x, y):
+        z = jax.jit(lambda a: jnp.clip(a * 2.0, 0.0, 3.0))(x)
+        return lax.cond(z[0] > 0, lambda: z + y, lambda: z), jax.nn.relu(y) * x
+
+    jaxpr, graph = traced(step, X, Y)
+    values, todo = [], list(graph.outputs)
+    while todo:
+        value = todo.pop()
+        if value.site is not None and value not in values:
+            values.append(value)
+        todo += value.op.inputs if value.op is not None else ()
+    results = with_outputs(jaxpr, [v.site for v in values])(X, Y)[2:]
+    assert len(values) > 8
+    assert [(r.shape, r.dtype) for r in results] == [(v.shape, v.dtype) for v in values]
+    assert graph_of(step, X, Y).outputs[0].shape == (4,)

@@ -1,0 +1,197 @@
+"""Recipes repeat the step's own result, bit for bit, on whatever part of a leaf they are given."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from training_helpers import N, analyse, vector
+from updates import UPDATES, adam, gradient, momentum, state
+
+from gockpt_jax.training.markers import mark_gradients
+from gockpt_jax.training.recipe import Constant, make_recipe
+
+EARLY = [name for name, update in UPDATES.items() if update.groups]
+
+
+def recipes_of(found):
+    return [make_recipe(group, found.leaves) for group in found.cut.groups]
+
+
+def inputs_of(found, group, cut, part=lambda x: x):
+    """What a group's recipe is given: old leaves, retained values, scalars."""
+    old = jax.tree.leaves(found.args)
+    return (
+        [part(old[j]) for j in group.leaves],
+        [part(cut[v]) for v in group.retained],
+        [cut[v] for v in group.scalars],
+    )
+
+
+def assert_same_bits(got, want):
+    got, want = np.asarray(got), np.asarray(want)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    differing = int((got.view(np.uint8) != want.view(np.uint8)).sum())
+    assert differing == 0, f"{differing} bytes differ"
+
+
+def assert_replays(found, part=lambda x: x, fence=None):
+    """Every early leaf, from its old value and the cut, is the step's own new value."""
+    new, cut = found.run()
+    for group, recipe in zip(found.cut.groups, recipes_of(found), strict=True):
+        got = jax.jit(recipe.apply)(*inputs_of(found, group, cut, part), fence)
+        for j, chunk in zip(group.leaves, got, strict=True):
+            assert_same_bits(chunk, part(new[j]))
+
+
+PARTS = {
+    "whole": lambda x: x,
+    "slice": lambda x: x[5:12],
+    "one element": lambda x: x[7:8],
+    "matrix": lambda x: x.reshape(4, -1)[1:, 2:],
+    "host copy": np.array,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", EARLY)
+def test_replay_is_the_step(name, part):
+    update = UPDATES[name]
+    assert_replays(analyse(update.step, update.state, gradient()), PARTS[part])
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_fence_keeps_the_bits_where_nothing_is_contracted(name):
+    update = UPDATES[name]
+    assert_replays(analyse(update.step, update.state, gradient()), fence=jnp.int32(0))
+
+
+# Where a product ends. XLA folds `(x * a) * b` into `x * (a * b)`, through whatever it erases.
+
+_MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+_SIDE = 32
+SCALED = {
+    "times 0.3": lambda g: (g @ g) * 0.3,
+    "over 10": lambda g: (g @ g) / 10.0,
+    "over a constant array": lambda g: (g @ g) / jnp.full(g.shape, 10.0),
+    "spread scalar over 10": lambda g: jnp.full(g.shape, jnp.sum(g) / 10.0),
+}
+ERASED = {
+    "nothing": lambda x: x,
+    "mark": mark_gradients,
+    "copy": jnp.copy,
+    "sharding constraint": lambda x: lax.with_sharding_constraint(
+        x, NamedSharding(_MESH, PartitionSpec("x"))
+    ),
+    "reshape there and back": lambda x: x.reshape(-1).reshape(x.shape),
+    "one more dimension": lambda x: x[None][0],
+    "select": lambda x: jnp.where(True, x, 0.0),
+    "add zero": lambda x: x + 0.0,
+    "negate": jnp.negative,
+    "rematerialise": jax.checkpoint(lambda x: x * 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("erased", ERASED)
+@pytest.mark.parametrize("scaled", SCALED)
+def test_no_cut_within_a_chain_of_scalar_factors(scaled, erased):
+    """The step goes on with a folded product; cutting inside the chain would return another."""
+
+    def step(s, g):
+        return adam(s, ERASED[erased](SCALED[scaled](g)))
+
+    matrix = [vector(i, _SIDE * _SIDE).reshape(_SIDE, _SIDE) for i in range(4)]
+    first = {"m": matrix[0], "v": jnp.abs(matrix[1]), "w": matrix[2]}
+    assert_replays(analyse(step, first, matrix[3]))
+
+
+# Sharing of compilations.
+
+
+def test_equal_updates_have_equal_recipes():
+    def step(s, g, h):
+        a = adam({"m": s["am"], "v": s["av"], "w": s["aw"]}, g)
+        b = adam({"m": s["bm"], "v": s["bv"], "w": s["bw"]}, h)
+        return {"am": a["m"], "av": a["v"], "aw": a["w"], "bm": b["m"], "bv": b["v"], "bw": b["w"]}
+
+    small, large = state("m", "v", "w"), {k: vector(i, 77) for i, k in enumerate("mvw")}
+    first = {f"a{k}": x for k, x in small.items()} | {f"b{k}": x for k, x in large.items()}
+    one, other = recipes_of(analyse(step, first, gradient(), vector(9, 77)))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert (one.num_states, one.num_retained, one.num_scalars) == (2, 1, 0)
+
+
+def test_equal_recipes_across_traces_and_other_constants_differ():
+    def step(factor):
+        return lambda s, g: {"m": factor * s["m"] + g, "w": s["w"] - g}
+
+    made = [recipes_of(analyse(step(f), state("m", "w"), gradient()))[0] for f in (0.9, 0.9, 0.8)]
+    assert made[0] == made[1]
+    assert hash(made[0]) == hash(made[1])
+    assert made[0] != made[2]
+
+
+@pytest.mark.parametrize("value", [-0.0, np.nan, np.inf, -1e-40])
+def test_constants_are_held_by_their_bits(value):
+    """-0.0 equals 0.0 and NaN equals nothing, as numbers."""
+
+    def step(s, g):
+        chosen = jnp.where(g > 0.0, s["m"], jnp.float32(value))
+        return {"m": chosen, "u": s["u"] + g}
+
+    found = analyse(step, state("m", "u"), gradient())
+    (recipe,) = recipes_of(found)
+    constants = {o.data for i in recipe.instructions for o in i.operands if isinstance(o, Constant)}
+    assert np.float32(value).tobytes() in constants
+    assert recipe == recipes_of(analyse(step, state("m", "u"), gradient()))[0]
+    assert_replays(found)
+
+
+def test_sign_of_zero_tells_constants_apart():
+    zeros = Constant("float32", np.float32(0.0).tobytes())
+    assert zeros != Constant("float32", np.float32(-0.0).tobytes())
+    assert np.signbit(Constant("float32", np.float32(-0.0).tobytes()).value())
+    assert Constant("bfloat16", jnp.bfloat16(1.5).tobytes()).value() == jnp.bfloat16(1.5)
+
+
+# Special recipes.
+
+
+def test_frozen_leaves_are_the_identity():
+    update = UPDATES["frozen"]
+    found = analyse(update.step, update.state, gradient())
+    frozen, moving = recipes_of(found)
+    assert frozen.is_identity
+    assert not moving.is_identity
+    (same,) = frozen.apply([jnp.ones(3)], [], [])
+    np.testing.assert_array_equal(same, np.ones(3))
+
+
+def test_swapped_leaves_are_not_the_identity():
+    """A target network that takes the other's place, old value for old value."""
+    found = analyse(lambda s, g: {"a": s["b"], "b": s["a"]}, state("a", "b"), gradient())
+    (recipe,) = recipes_of(found)
+    assert not recipe.is_identity
+    assert recipe.num_retained == 0
+    assert_replays(found)
+
+
+def test_leaf_reset_to_a_constant():
+    found = analyse(
+        lambda s, g: momentum({"m": s["m"], "w": s["w"]}, g) | {"acc": jnp.zeros(N)},
+        state("acc", "m", "w"), gradient(),
+    )  # fmt: skip
+    assert ["acc"] in found.groups
+    assert_replays(found)
+    assert_replays(found, PARTS["matrix"])
+
+
+def test_nan_and_infinite_chunks_go_through():
+    update = UPDATES["skip step"]
+    first = {k: x.at[3].set(jnp.nan).at[4].set(jnp.inf) for k, x in update.state.items()}
+    assert_replays(analyse(update.step, first, gradient()))
+    assert_replays(analyse(update.step, first, gradient().at[0].set(jnp.inf)))  # skipped
