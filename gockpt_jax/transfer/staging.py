@@ -6,8 +6,9 @@ donates them, and the transfer may take as long as it likes.
 """
 
 import math
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,8 +38,9 @@ def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [jax.random.key_data(x) if is_typed_key(x) else jnp.copy(x) for x in arrays]
 
 
-# Not donating, so every result is a new buffer: a jitted identity would return its arguments.
-_copy_program = jax.jit(_copy)
+# Compiled copy programs by what they copy. Kept for the process: a manager that is opened again, or
+# a second one, meets the same blocks.
+_programs: dict[Hashable, Any] = {}
 
 
 def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -51,14 +53,48 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
       New arrays of the same placements, in the same order. One program copies all arrays that live
       on the same devices.
     """
-    by_devices: dict[Any, list[int]] = defaultdict(list)
-    for i, array in enumerate(arrays):
-        by_devices[frozenset(array.sharding.device_set)].append(i)
     staged: list[Any] = [None] * len(arrays)
-    for positions in by_devices.values():
-        copies = _copy_program([arrays[i] for i in positions])
-        for i, copied in zip(positions, copies, strict=True):
+    for positions in _by_devices(arrays):
+        together = [arrays[i] for i in positions]
+        for i, copied in zip(positions, _program(together)(together), strict=True):
             staged[i] = copied
     for original, copied in zip(arrays, staged, strict=True):
         assert copied is not original, "a staged buffer may never be one that a step can donate"
     return staged
+
+
+def compile_ahead(blocks: Iterable[Sequence[jax.Array]]) -> None:
+    """Compiles the copy programs of blocks to come, on a thread of its own.
+
+    Args:
+      blocks: Arrays like those that will be staged together; only looked at before this returns.
+    """
+    specs = [[_spec(a) for a in block] for block in blocks]
+
+    def compile_all() -> None:
+        for block in specs:
+            for positions in _by_devices(block):
+                _program([block[i] for i in positions])
+
+    threading.Thread(target=compile_all, name="gockpt-compile-copies", daemon=False).start()
+
+
+def _by_devices(arrays: Sequence[Any]) -> Iterable[list[int]]:
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for i, array in enumerate(arrays):
+        groups[frozenset(array.sharding.device_set)].append(i)
+    return groups.values()
+
+
+def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _program(arrays: Sequence[Any]) -> Any:
+    """The program that copies arrays like these; arrays or specifications of them."""
+    key = tuple((a.shape, a.dtype, a.sharding) for a in arrays)
+    if key not in _programs:
+        # Not donating, so every result is a new buffer: an identity would return its arguments.
+        # Two threads may both come here; they compile the same program, and either will do.
+        _programs[key] = jax.jit(_copy).lower([_spec(a) for a in arrays]).compile()
+    return _programs[key]

@@ -7,6 +7,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.staging import compile_ahead
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 
 _log = logging.getLogger("gockpt_jax")
@@ -38,12 +39,14 @@ class Planner:
         if program is None or program in self._plans:
             return
         self.limit_device(stepped=True)
-        size = measure_bytes(program, program.new_state_leaves(step.last_result))
+        leaves = program.new_state_leaves(step.last_result)
+        size = measure_bytes(program, leaves)
         plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
         _log.debug("planned %s", plan)
         self._plans[program] = (plan, size)
         if plan.steps > 1:
             step.arm()
+            compile_ahead([[leaves[j] for j in block] for block in _leaves_by_block(plan, program)])
 
     def plan_for(self, program: StepProgram, steps: int) -> tuple[Plan, StateBytes]:
         """The program's plan, with K at most `steps`; and the bytes it was made for."""
@@ -64,3 +67,10 @@ class Planner:
         if not self._is_limited and self._options.device_budget_bytes is None:
             self._device.limit_bytes = device_headroom_bytes()
             self._is_limited = stepped
+
+
+def _leaves_by_block(plan: Plan, program: StepProgram) -> list[list[int]]:
+    """The leaves that are staged together, the late ones last."""
+    early = [[j for g in block for j in program.groups[g].leaves] for block in plan.blocks]
+    gone = {j for block in early for j in block}
+    return [*early, [j for j in range(len(program.leaf_specs)) if j not in gone]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,15 @@ from typing import Any
 import pytest
 
 from .trainer import LIMIT_SECS
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, new: Any) -> None:
+    """Replaces a function of the library, also where another module has imported it by name."""
+    old = getattr(owner, name)
+    monkeypatch.setattr(owner, name, new)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("gockpt_jax.") and getattr(module, name, None) is old:
+            monkeypatch.setattr(module, name, new)
 
 
 class InjectedError(RuntimeError):
@@ -40,10 +50,10 @@ class Fault:
         self.fired = False
         self._armed = False
         self._inside = threading.local()
-        monkeypatch.setattr(owner, name, self._failing(getattr(owner, name), only_in is not None))
+        function = getattr(owner, name)
+        replace(monkeypatch, owner, name, self._failing(function, only_in is not None))
         if only_in is not None:
-            outer = getattr(*only_in)
-            monkeypatch.setattr(*only_in, self._entered(outer))
+            replace(monkeypatch, *only_in, self._entered(getattr(*only_in)))
 
     def arm(self) -> None:
         """The next call fails; those after it do not."""
@@ -98,7 +108,7 @@ class Gate:
             assert self._open.wait(LIMIT_SECS), "the gate stayed shut"
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(owner, name, gated)
+        replace(monkeypatch, owner, name, gated)
 
     def shut(self) -> None:
         """Whoever comes waits."""

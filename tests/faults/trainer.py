@@ -92,7 +92,7 @@ class Trainer:
         assert kinds[first + self.interval] == "window", self.manager.reports
 
     def run_undisturbed(self, last: int) -> None:
-        """Runs up to a label and waits until nothing is left to do, so that a fault hits no past."""
+        """Runs up to a label, then waits for all that is under way: a fault shall hit what follows."""
         self.run(last)
         self.manager.wait_until_finished()
         self.settle()

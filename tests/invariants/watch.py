@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+
+from gockpt_jax.replay.engine import Replayer
 
 
 def _leaves(tree: Any) -> dict[str, jax.Array]:
@@ -59,28 +62,31 @@ class Buffers:
 class PullWatch:
     """Looks at every array that anybody starts to move to the host, or reads on the host.
 
-    A buffer of the live state, which the next step may donate, must never be among them. The state
-    that is live is the arguments of the running call until they are donated, and from then on the
-    last result. The library's threads are always watched, the trainer's only inside `live`: the
-    test's own copies are its own business.
+    On the trainer's thread none may share memory with the live state, which the next step may
+    donate: the arguments of the running call until they are donated, from then on the last result.
+    Other threads may read only what the trainer's thread has started, and what replay has made: by
+    the time they run, the trainer is some steps further. The trainer's thread is watched inside
+    `live` only: the test's own copies are its own business.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.unsafe: list[str] = []
         self._patch = pytest.MonkeyPatch()
-        self._here = threading.local()
-        self._main = threading.main_thread()
+        self._trainer = threading.current_thread()
+        self._watching = False
         self._inputs: Any = ()
         self._step: Any = None
         self._known: tuple[Any, Any, dict[int, str]] | None = None
+        self._fit_to_read: dict[int, weakref.ref[jax.Array]] = {}
 
     def __enter__(self) -> "PullWatch":
         array_type = type(jax.numpy.zeros(()))
-        start, read = array_type.copy_to_host_async, np.asarray
+        start, read, replay = array_type.copy_to_host_async, np.asarray, Replayer.apply
 
         def copy_to_host_async(array: jax.Array) -> None:
             self._look(array, "copy_to_host_async")
+            self._may_be_read(array)
             start(array)
 
         def asarray(value: Any, *args: Any, **kwargs: Any) -> np.ndarray:
@@ -88,8 +94,15 @@ class PullWatch:
                 self._look(value, "np.asarray")
             return read(value, *args, **kwargs)
 
+        def apply(replayer: Replayer, *args: Any) -> list[jax.Array]:
+            new = replay(replayer, *args)
+            for array in new:
+                self._may_be_read(array)
+            return new
+
         self._patch.setattr(array_type, "copy_to_host_async", copy_to_host_async)
         self._patch.setattr(np, "asarray", asarray)
+        self._patch.setattr(Replayer, "apply", apply)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,19 +111,25 @@ class PullWatch:
     @contextlib.contextmanager
     def live(self, args: Any, kwargs: Any, step: Any) -> Iterator[None]:
         """While the library is called with these arguments."""
-        self._inputs, self._step, self._here.watched = (args, kwargs), step, True
+        self._inputs, self._step, self._watching = (args, kwargs), step, True
         try:
             yield
         finally:
-            self._here.watched = False
+            self._watching = False
+
+    def _may_be_read(self, array: Any) -> None:
+        if isinstance(array, jax.Array):
+            self._fit_to_read[id(array)] = weakref.ref(array)
 
     def _look(self, array: jax.Array, how: str) -> None:
-        on_main = threading.current_thread() is self._main
-        if on_main and not getattr(self._here, "watched", False):
-            return
-        self.count += 1
-        live = self._live_pointers()
-        self.unsafe += [f"{how} of {live[p]}" for p in pointers(array) if p in live]
+        if threading.current_thread() is not self._trainer:
+            known = self._fit_to_read.get(id(array))
+            if known is None or known() is not array:
+                self.unsafe.append(f"{how} of {array.aval} on {threading.current_thread().name}")
+        elif self._watching:
+            self.count += 1
+            live = self._live_pointers()
+            self.unsafe += [f"{how} of {live[p]}" for p in pointers(array) if p in live]
 
     def _live_pointers(self) -> dict[int, str]:
         """Where the live state is, and whatever else goes in and out of the step."""

@@ -1,0 +1,152 @@
+"""Where the state is in a call and in its result."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gockpt_jax import StepMismatchError, WrapError, _compat
+from gockpt_jax.training.call import CallForm, as_places, locate, state_in_result
+
+STATE = {"w": 1, "m": 2}
+
+
+class Out(NamedTuple):
+    loss: int
+    state: dict
+
+
+def form(f, state, **options):
+    jitted = jax.jit(f, **options)
+    return CallForm(jitted, state, _compat.jit_settings(jitted))
+
+
+def step(params, opt_state, batch, *, train=True):
+    return params, opt_state
+
+
+@pytest.mark.parametrize(
+    ("state", "args", "kwargs", "expected"),
+    [
+        (0, ("p", "o", "b"), {}, ("p",)),
+        (-1, ("b", "p"), {}, ("p",)),
+        ((0, 1), ("p", "o", "b"), {}, ("p", "o")),
+        ([1, 0], ("p", "o", "b"), {}, ("o", "p")),
+        ("opt_state", ("p", "o", "b"), {}, ("o",)),
+        ("opt_state", ("p",), {"opt_state": "o", "batch": "b"}, ("o",)),
+        (0, (), {"params": "p", "opt_state": "o", "batch": "b"}, ("p",)),
+        (("params", 1), ("p",), {"opt_state": "o", "batch": "b"}, ("p", "o")),
+        ("train", ("p", "o", "b"), {"train": "t"}, ("t",)),
+    ],
+)
+def test_state_by_position_and_name(state, args, kwargs, expected):
+    assert form(step, state).state_of(args, kwargs) == expected
+
+
+@pytest.mark.parametrize("state", [3, -4, "stat", ("params", 7), "train"])
+def test_missing_state_names_what_was_looked_for_and_what_came(state):
+    with pytest.raises(StepMismatchError) as error:
+        form(step, state).state_of(("p", "o"), {"batch": "b"})
+    message = str(error.value)
+    assert re.search(r"`state=.*` names no argument", message)
+    assert "2 positional arguments" in message
+    assert "['batch']" in message
+    assert "wrap(step, state=...)" in message
+
+
+@pytest.mark.parametrize("places", [1.5, None, (), ("a", 2.0), {"a": 1}, True])
+def test_places_that_are_none(places):
+    with pytest.raises(WrapError, match=r"`state_out` must be a position.*pass `state_out=\(0, 1"):
+        as_places("state_out", places)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "kwargs", "dynamic", "static"),
+    [
+        ({}, (1, 2), {"b": 3}, ((1, 2), {"b": 3}), ()),
+        ({"static_argnums": 0}, ("s", 2), {}, ((2,), {}), ("s",)),
+        ({"static_argnums": -1}, (1, "s"), {}, ((1,), {}), ("s",)),
+        ({"static_argnums": (0, 2)}, ("s", 1, "t"), {}, ((1,), {}), ("s", "t")),
+        ({"static_argnames": "b"}, (1,), {"b": "s"}, ((1,), {}), (("b", "s"),)),
+        ({"static_argnames": "b"}, (1, "s"), {}, ((1,), {}), ("s",)),
+        ({"static_argnames": ("a", "b")}, (), {"b": "t", "a": "s"}, ((), {}),
+         (("a", "s"), ("b", "t"))),
+    ],
+)  # fmt: skip
+def test_static_arguments_are_told_apart(options, args, kwargs, dynamic, static):
+    names = ("a", "b", "c")[: max(2, len(args))]
+    f = eval(f"lambda {', '.join(names)}: None")
+    found = form(f, 0, **options)
+    assert found.dynamic(args, kwargs) == dynamic
+    assert found.static(args, kwargs) == static
+
+
+@pytest.mark.parametrize(
+    ("result", "states", "state_out", "expected"),
+    [
+        (STATE, [STATE], None, (STATE,)),
+        ((0.5, STATE), [STATE], None, (STATE,)),
+        ((STATE, STATE), [STATE], None, (STATE,)),
+        (((1, 2), STATE, 0.5), [STATE, (3, 4)], None, (STATE, (1, 2))),
+        (((1, 2), (3, 4)), [(0, 0), (0, 0)], None, ((1, 2), (3, 4))),
+        ((1, 2), [(3, 4)], None, ((1, 2),)),
+        ((STATE, 0.5), [STATE], 0, (STATE,)),
+        ((0.5, STATE), [STATE], -1, (STATE,)),
+        ({"new": STATE, "loss": 0.5}, [STATE], "new", (STATE,)),
+        (Out(0, STATE), [STATE], "state", (STATE,)),
+        (Out(0, STATE), [STATE], None, (STATE,)),
+        ((0.5, (1, 2), STATE), [STATE, (3, 4)], (2, 1), (STATE, (1, 2))),
+    ],
+)
+def test_state_in_result(result, states, state_out, expected):
+    assert state_in_result(result, states, state_out) == expected
+
+
+@pytest.mark.parametrize(
+    ("result", "state_out", "message"),
+    [
+        ((0.5, {"w": 1}), None, "holds no tree like the state"),
+        ({"new": STATE}, None, r"say where it is with `wrap\(step, state=..., state_out=...\)`"),
+        ((0.5, STATE), 0, "`state_out=0` does not lead to a tree like the state"),
+        ((0.5, STATE), 5, "`state_out=5` names nothing in the step's result, a `tuple`"),
+        (Out(0, STATE), "new", "`state_out='new'` names nothing in the step's result, a `Out`"),
+        ({"a": STATE}, "b", "`state_out='b'` names nothing.*Pass the position or the name"),
+        ((STATE, STATE), (0, 1), "does not lead to"),
+    ],
+)
+def test_missing_result_names_the_place_and_the_remedy(result, state_out, message):
+    with pytest.raises(StepMismatchError, match=message):
+        state_in_result(result, [STATE], state_out)
+
+
+def test_errors_are_those_a_caller_would_catch():
+    assert issubclass(StepMismatchError, ValueError)
+    assert issubclass(WrapError, TypeError)
+
+
+@pytest.mark.parametrize("state_out", [None, (1, 2)])
+def test_locate_follows_leaves_through_static_arguments_and_keywords(state_out):
+    def update(mode, opt_state, *, params, batch):
+        return 0.0, params, opt_state
+
+    jitted = jax.jit(update, static_argnums=0)
+    places = CallForm(jitted, ("params", "opt_state"), _compat.jit_settings(jitted))
+    params, opt_state = {"b": jnp.ones(2), "a": jnp.ones(3)}, (jnp.ones(4),)
+    args, kwargs = ("train", opt_state), {"params": params, "batch": jnp.ones(5)}
+    traced = jitted.trace(*args, **kwargs)
+    found = locate(places, args, kwargs, jax.tree.structure(traced.out_info), state_out)
+    assert [traced.jaxpr.in_avals[i].shape for i in found.inputs] == [(3,), (2,), (4,)]
+    outputs = jax.tree.leaves(traced.out_info)
+    assert [outputs[i].shape for i in found.outputs] == [(3,), (2,), (4,)]
+    assert found.paths == ("[0]['a']", "[0]['b']", "[1][0]")
+
+
+def test_paths_of_one_state_are_its_own():
+    jitted = jax.jit(lambda s: s)
+    places = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    state = {"w": jnp.ones(2)}
+    assert locate(places, (state,), {}, jax.tree.structure(state), None).paths == ("['w']",)

@@ -1,0 +1,160 @@
+"""The armed executable: what it accepts, what it refuses before anything is donated."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gockpt_jax import StepMismatchError, _compat
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.program import StepProgram
+
+
+def update(state, x, scale=1.0):
+    g = jnp.tanh(x)
+    m = 0.9 * state["m"] + g
+    return {"m": m, "w": state["w"] - 0.1 * m}, jnp.sum(g) * scale
+
+
+def fresh(size=6):
+    return {"m": jnp.zeros(size), "w": jnp.ones(size)}
+
+
+def arm(jitted, *args, result=None, **kwargs):
+    settings = _compat.jit_settings(jitted)
+    form = CallForm(jitted, 0, settings)
+    program = StepProgram(jitted, form, args, kwargs, state_out=None, even_for_nothing=False)
+    program.arm(result, settings)
+    program.wait_until_ready()
+    assert program.failure() is None
+    return program
+
+
+def alive(tree):
+    return not any(x.is_deleted() for x in jax.tree.leaves(tree))
+
+
+X = jnp.arange(6.0)
+
+
+def test_armed_call_is_the_step_and_the_cut():
+    jitted = jax.jit(update, donate_argnums=0)
+    program = arm(jitted, fresh(), X)
+    (expected, loss), first = jitted(fresh(), X), fresh()
+    (state, got_loss), cut = program.call((first, X), {})
+    assert not alive(first)
+    jax.tree.map(np.testing.assert_array_equal, (state, got_loss), (expected, loss))
+    assert [(str(s), c.shape) for s, c in zip(program.cut_arrays, cut, strict=True)] == [
+        ("float32[6]", (6,))
+    ]
+    np.testing.assert_allclose(cut[0], jnp.tanh(X), rtol=1e-6)
+    assert [leaf is new for leaf, new in zip(
+        program.new_state_leaves((state, got_loss)), (state["m"], state["w"]), strict=True
+    )] == [True, True]  # fmt: skip
+
+
+CHANGED = {
+    "structure": (lambda s: ({**s, "more": s["m"]}, X), {}),
+    "batch structure": (lambda s: (s, (X, X)), {}),
+    "one argument more": (lambda s: (s, X, 2.0), {}),
+    "keyword": (lambda s: (s,), {"x": X}),
+    "shape of the state": (lambda s: ({k: x[:3] for k, x in s.items()}, X[:3]), {}),
+    "shape of the batch": (lambda s: (s, X[:1]), {}),
+    "dtype": (lambda s: (s, X.astype(jnp.int32)), {}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_changed_call_is_refused_before_dispatch(change):
+    jitted = jax.jit(update, donate_argnums=0)
+    program = arm(jitted, fresh(), X)
+    arguments, kwargs = CHANGED[change]
+    args = arguments(fresh())
+    with pytest.raises((TypeError, ValueError)):
+        program.call(args, kwargs)
+    assert alive((args, kwargs))
+    jitted(*args, **kwargs)  # which the user's own step takes
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "kwargs", "changed"),
+    [
+        ({"static_argnums": 2}, (2.0,), {}, ((3.0,), {})),
+        ({"static_argnums": -1}, (2.0,), {}, ((3.0,), {})),
+        ({"static_argnames": "scale"}, (), {"scale": 2.0}, ((), {"scale": 3.0})),
+        ({"static_argnames": "scale"}, (), {"scale": 2.0}, ((), {})),
+    ],
+)
+def test_changed_static_argument_is_refused(options, args, kwargs, changed):
+    jitted = jax.jit(update, donate_argnums=0, **options)
+    program = arm(jitted, fresh(), X, *args, **kwargs)
+    result, _ = program.call((fresh(), X, *args), kwargs)
+    jax.tree.map(np.testing.assert_array_equal, result, jitted(fresh(), X, *args, **kwargs))
+    state = fresh()
+    with pytest.raises(TypeError, match="static argument changed|structure changed"):
+        program.call((state, X, *changed[0]), changed[1])
+    assert alive(state)
+
+
+def test_changed_placement_is_refused_with_the_state_alive():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    spread, whole = (NamedSharding(mesh, PartitionSpec(p)) for p in ("x", None))
+    jitted = jax.jit(update, donate_argnums=0)
+    state = jax.device_put(fresh(16), spread)
+    x = jax.device_put(jnp.arange(16.0), whole)
+    program = arm(jitted, state, x, result=jitted(jax.device_put(fresh(16), spread), x))
+    other = jax.device_put(fresh(16), whole)
+    with pytest.raises((TypeError, ValueError)):
+        program.call((other, x), {})
+    assert alive(other)
+    (new, _), _ = program.call((state, x), {})
+    assert all(leaf.sharding.is_equivalent_to(spread, 1) for leaf in jax.tree.leaves(new))
+
+
+def test_shardings_given_to_jit_are_kept_without_a_result():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    spread, whole = (NamedSharding(mesh, PartitionSpec(p)) for p in ("x", None))
+    jitted = jax.jit(
+        update, donate_argnums=0, in_shardings=(spread, whole), out_shardings=(spread, whole)
+    )
+    program = arm(jitted, fresh(16), jnp.arange(16.0))
+    state = jax.device_put(fresh(16), spread)
+    (new, loss), _ = program.call((state, jax.device_put(jnp.arange(16.0), whole)), {})
+    assert not alive(state)
+    assert all(leaf.sharding.is_equivalent_to(spread, 1) for leaf in jax.tree.leaves(new))
+    assert loss.sharding.is_fully_replicated
+
+
+def test_explain_tells_every_leaf_its_shape_and_its_fate():
+    def step(state, x):
+        new, loss = update({"m": state["m"], "w": state["w"]}, x)
+        return {"count": state["count"] + 1, **new}, loss
+
+    text = arm(jax.jit(step), fresh() | {"count": jnp.int32(0)}, X).explain()
+    assert "1 groups leave early, 1 leaves are late" in text
+    assert "retaining float32[6]" in text
+    assert "['m'] float32[6]" in text
+    assert "late: ['count'] int32[]: it is as small as" in text
+
+
+def test_result_without_the_state_is_an_error():
+    jitted = jax.jit(lambda s, x: jnp.sum(x))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    with pytest.raises(StepMismatchError, match="holds no tree like the state"):
+        StepProgram(jitted, form, (fresh(), X), {}, state_out=None, even_for_nothing=False)
+
+
+def test_failure_to_compile_is_kept_for_who_asks():
+    jitted = jax.jit(update, compiler_options={"xla_no_such_option": "1"})
+    settings = _compat.jit_settings(jitted)
+    program = StepProgram(
+        jitted, CallForm(jitted, 0, settings), (fresh(), X), {},
+        state_out=None, even_for_nothing=False,
+    )  # fmt: skip
+    program.arm(None, settings)
+    program.wait_until_ready()
+    assert program.is_ready()
+    assert "xla_no_such_option" in str(program.failure())
