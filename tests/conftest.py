@@ -9,7 +9,7 @@ import pytest
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX"
 if os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu":
     os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

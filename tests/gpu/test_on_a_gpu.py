@@ -1,0 +1,67 @@
+"""What only a GPU can show: `GOCKPT_TEST_PLATFORM=gpu pytest -m gpu`."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from programs import PROGRAMS
+
+import gockpt_jax as gockpt
+from gockpt_jax.transfer.pull import host_memory_kind, start_pull
+from gockpt_jax.transfer.staging import stage
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU"),
+]
+
+REPLAYED = ("adamw", "clip_adamw", "lion", "sgd_momentum", "ema", "l2_adam", "transformer_bf16")
+
+
+def to_host(tree: Any) -> list[np.ndarray]:
+    def host(leaf: Any) -> np.ndarray:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.array(jax.random.key_data(leaf) if is_key else leaf)
+
+    return [host(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_checkpoint_is_the_state_given_to_save(name: str, steps: int, tmp_path: Path) -> None:
+    job = PROGRAMS[name].build(1)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=6)
+    given: dict[int, list[np.ndarray]] = {}
+    with gockpt.GoCkptManager(
+        tmp_path, options=options, window=gockpt.WindowOptions(steps=steps)
+    ) as manager:
+        step = manager.wrap(job.step, **job.wrap_kwargs)
+        state = job.state
+        for n in range(20):
+            state = job.advance(step, state, n)
+            if n % 6 == 0:
+                given[n] = to_host(state)
+            manager.save(n, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        assert [r.window_steps for r in manager.reports[1:]] == [steps] * 3
+        for label in manager.all_steps():
+            restored = to_host(manager.restore(label, args=gockpt.GoCkptRestore(state)))
+            for got, want in zip(restored, given[label], strict=True):
+                np.testing.assert_array_equal(got, want)
+
+
+def test_pulls_go_to_pinned_memory() -> None:
+    assert host_memory_kind(jax.local_devices()[0]) == "pinned_host"
+    staged = stage([jnp.arange(1 << 20, dtype=jnp.float32)])
+    (chunk,) = start_pull(staged[0]).result()
+    np.testing.assert_array_equal(chunk.data, np.arange(1 << 20, dtype=np.float32))
+
+
+def test_staging_makes_new_buffers() -> None:
+    array = jnp.ones((1024, 1024))
+    (staged,) = stage([array])
+    assert staged.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
