@@ -26,7 +26,7 @@ def load_corpus() -> np.ndarray:
 
 def fingerprint(corpus: np.ndarray) -> str:
     """Return a short digest: a resumed run must read the same bytes."""
-    return hashlib.sha256(corpus).hexdigest()[:16]
+    return hashlib.sha256(corpus.data).hexdigest()[:16]
 
 
 def batch(corpus: np.ndarray, *, seed: int, step: int, size: int, length: int) -> np.ndarray:

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from programs import PROGRAMS
 
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
@@ -17,8 +18,9 @@ from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.window import early, slots
 
 from .injection import Fault, Gate, InjectedError
-from .states import bits_of, differing
-from .trainer import Trainer, chain_of, finish_save, within_limit
+from .processes import run_child, said
+from .states import abstract, bits_of, differing, digest_of, stock_restore, stock_steps
+from .trainer import DEVICES, PROGRAM, Trainer, chain_of, finish_save, within_limit
 
 BEFORE_SEAL = {
     "pull_of_a_block": {"owner": Pull, "name": "result"},
@@ -276,3 +278,22 @@ def test_step_that_raises_inside_a_window_may_be_called_again(
         assert within_limit(lambda: trainer.run(8)) is None
         trainer.assert_intact()
         assert_goes_on(trainer)
+
+
+# --- A full disk ---------------------------------------------------------------------------------
+
+
+def test_full_disk_fails_one_save(tmp_path: Path, cache: Path) -> None:
+    """The kernel itself refuses: no file may grow beyond 512 bytes while save 8 is written."""
+    directory = tmp_path / "run"
+    child = run_child(directory, cache, ending="full")
+    assert child.returncode == 0, child.stderr
+    assert len(said(child.stdout, "failed")) == 1, child.stdout
+    assert said(child.stdout, "steps") == [["[0,", "4]"]]
+    assert said(child.stdout, "error") != [["None"]]
+    given = {int(label): digest for label, digest in said(child.stdout, "given")}
+    assert stock_steps(directory) == sorted(given)
+    assert 8 not in given
+    target = abstract(PROGRAMS[PROGRAM].build(DEVICES).state)
+    for label, digest in given.items():
+        assert digest_of(stock_restore(directory, label, target)) == digest

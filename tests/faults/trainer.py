@@ -27,6 +27,7 @@ class Trainer:
         window: By default of three steps.
         program: Of `programs`.
         devices: It trains on.
+        pytree_options: Of the manager.
         **options: Of `ocp.CheckpointManagerOptions`; every fourth label is saved by default.
     """
 
@@ -37,6 +38,7 @@ class Trainer:
         window: gockpt.WindowOptions | None = None,
         program: str = PROGRAM,
         devices: int = DEVICES,
+        pytree_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.directory = directory
@@ -45,6 +47,7 @@ class Trainer:
             directory,
             options=ocp.CheckpointManagerOptions(**options),
             window=window or gockpt.WindowOptions(steps=WINDOW_STEPS),
+            pytree_options=pytree_options,
         )
         self._job = PROGRAMS[program].build(devices)
         self.step = self.manager.wrap(self._job.step, **self._job.wrap_kwargs)
@@ -92,7 +95,7 @@ class Trainer:
         assert kinds[first + self.interval] == "window", self.manager.reports
 
     def run_undisturbed(self, last: int) -> None:
-        """Runs up to a label, then waits for all that is under way: a fault shall hit what follows."""
+        """Runs up to a label and waits for all that is under way: faults shall hit what follows."""
         self.run(last)
         self.manager.wait_until_finished()
         self.settle()
@@ -100,6 +103,11 @@ class Trainer:
     def settle(self) -> None:
         """Waits until the worker thread has done all that it was given."""
         self.manager._gockpt_session._worker.wait_until_idle()
+
+    def bytes_in_flight(self) -> tuple[int, int]:
+        """What the library believes to hold on the host and, staged or retained, on a device."""
+        session = self.manager._gockpt_session
+        return session.host.used_bytes, session._device.used_bytes
 
     def report(self, label: int) -> gockpt.SaveReport:
         """The report of a label's save."""

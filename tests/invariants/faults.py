@@ -11,6 +11,10 @@ import pytest
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.window.early import EarlyChunks
 
+NOTHING = "nothing"
+OF_CHUNKS = ("replay_off", "gradient_dropped", "gradient_twice", "chunks_swapped")
+OF_SCALARS = ("scalar_stale",)
+
 
 @dataclasses.dataclass
 class Injected:
@@ -76,7 +80,7 @@ def _nothing(apply: Apply, injected: Injected) -> Apply:
 
 
 _REPLAY = {
-    "nothing": _nothing,
+    NOTHING: _nothing,
     "replay_off": _replay_off,
     "gradient_dropped": _once(_dropped),
     "gradient_twice": _once(_twice),
@@ -116,11 +120,6 @@ def _stale_scalar(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
         update(self, stale)
 
     monkeypatch.setattr(EarlyChunks, "update", faulty)
-
-
-OF_CHUNKS = (*_REPLAY, "chunks_swapped")
-OF_SCALARS = ("nothing", "scalar_stale")
-HARMLESS = ("nothing",)
 
 
 def inject(fault: str, monkeypatch: pytest.MonkeyPatch) -> Injected:

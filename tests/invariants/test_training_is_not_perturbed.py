@@ -17,8 +17,12 @@ import gockpt_jax as gockpt
 from . import harness
 
 # (program, devices) -> cause. A program that is not named here must not differ in a single bit
-# after 30 updates, 20 of them armed; one that is may differ by `ALLOWED` of a leaf's maximum.
-EXCEPTIONS: dict[tuple[str, int], str] = {}
+# after 30 updates, 14 of them armed; one that is may differ by `ALLOWED` of a leaf's maximum.
+_SCATTER = (
+    "decay is added to the gradient of an embedding, a scatter-add into zeros: XLA turns `d + "
+    "scatter(0, g)` into `scatter(d, g)`, but not where `scatter(0, g)` is also returned"
+)
+EXCEPTIONS: dict[tuple[str, int], str] = {("l2_adam", 1): _SCATTER, ("l2_adam", 8): _SCATTER}
 ALLOWED = 5e-7
 
 OUTSIDE_WINDOWS = [
@@ -117,7 +121,9 @@ def test_users_python_runs_as_often_as_without_us(
 
             loop(manager.wrap(step), save)
             manager.wait_until_finished()
-            assert [r.kind for r in manager.reports] == ["window", "window"]
+            assert manager.reports[0].kind == "window"
+            too_late = arm == "window" and len(set(rows)) > 1  # the other shape begins inside it
+            assert manager.reports[1].window_steps == (1 if too_late else 3)
 
     alone = count_runs(lambda step: loop(step, lambda n, state: None), **jit)
     assert count_runs(with_windows, **jit) == alone == len(set(rows))
@@ -160,11 +166,12 @@ def test_abstract_calls_are_not_updates(devices: int, tmp_path: Path) -> None:
         for n in range(6):
             shapes = jax.eval_shape(lambda s, n=n: job.advance(wrapped, s, n), state)
             assert shapes["step"].shape == ()
-            inside = jax.jit(lambda s, n=n: job.advance(wrapped, s, n))(state)
-            expected = harness.to_host(inside)
             job.advance(wrapped.eval_shape, state, n)
+            if n == 4:  # the window is open
+                inside = jax.jit(lambda s: job.advance(wrapped, s, 4))(state)
+                assert int(inside["step"]) == n + 1
             state = job.advance(wrapped, state, n)
-            assert int(state["step"]) == int(expected["['step']"]) == n + 1
+            assert int(state["step"]) == n + 1
         manager.save(6, args=gockpt.GoCkptSave(state))
         manager.wait_until_finished()
         (report,) = manager.reports

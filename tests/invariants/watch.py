@@ -20,14 +20,15 @@ def _leaves(tree: Any) -> dict[str, jax.Array]:
 
 
 def pointers(array: jax.Array) -> set[int]:
-    """Where an array's shards are in memory; empty for one that has been donated meanwhile."""
-    try:
-        shards = array.addressable_shards
-        return {s.data.unsafe_buffer_pointer() for s in shards if s.data.size}
-    except (RuntimeError, ValueError):
-        if array.is_deleted():
-            return set()
-        raise
+    """Where an array's shards are in memory; empty for one that has been donated."""
+    if array.is_deleted():
+        return set()
+    return {s.data.unsafe_buffer_pointer() for s in array.addressable_shards if s.data.size}
+
+
+def _first_pointer(array: jax.Array) -> int | None:
+    data = array.addressable_data(0)
+    return data.unsafe_buffer_pointer() if data.size else None
 
 
 @dataclasses.dataclass
@@ -49,13 +50,13 @@ class Buffers:
     def of(cls, state: Any) -> "Buffers":
         """Looks at a state that is about to go into a step."""
         old = _leaves(state)
-        return cls(_old=old, _at={p for x in old.values() for p in pointers(x)})
+        return cls(_old=old, _at={p for x in old.values() if (p := _first_pointer(x))})
 
     def after(self, state: Any) -> "Buffers":
         """Looks at what the step made of it."""
         donated = frozenset(path for path, x in self._old.items() if x.is_deleted())
         new = {path: x for path, x in _leaves(state).items() if x.ndim}
-        reused = frozenset(path for path, x in new.items() if pointers(x) & self._at)
+        reused = frozenset(path for path, x in new.items() if _first_pointer(x) in self._at)
         return Buffers(donated, reused)
 
 
@@ -78,6 +79,7 @@ class PullWatch:
         self._inputs: Any = ()
         self._step: Any = None
         self._known: tuple[Any, Any, dict[int, str]] | None = None
+        self._pointers: dict[int, tuple[jax.Array, set[int]]] = {}
         self._fit_to_read: dict[int, weakref.ref[jax.Array]] = {}
 
     def __enter__(self) -> "PullWatch":
@@ -136,8 +138,16 @@ class PullWatch:
         inputs, result = self._inputs, getattr(self._step, "last_result", None)
         known = self._known
         if known is None or known[0] is not inputs or known[1] is not result:
-            found = {}
-            for tree in (inputs, result):
-                found.update((p, path) for path, x in _leaves(tree).items() for p in pointers(x))
+            arrays = [item for tree in (inputs, result) for item in _leaves(tree).items()]
+            # The results of one call are the arguments of the next: looked up once.
+            self._pointers = {
+                id(x): self._pointers.get(id(x)) or (x, pointers(x)) for _, x in arrays
+            }
+            found = {
+                p: path
+                for path, x in arrays
+                if not x.is_deleted()
+                for p in self._pointers[id(x)][1]
+            }
             self._known = known = (inputs, result, found)
         return known[2]

@@ -13,6 +13,7 @@ import pytest
 from training_helpers import N, analyse, vector
 from updates import UPDATES, adam, gradient, momentum, state
 
+from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 
@@ -82,7 +83,7 @@ def test_leaf_that_saves_nothing_leaves_only_when_asked(min_gain, even_for_nothi
 
 
 def test_even_for_nothing_changes_nothing_where_something_gains():
-    """The moments gain twice their gradient; the parameter would retain a whole array for itself."""
+    """The moments gain twice their gradient; the parameter would retain an array for itself."""
     found = analyse(adam, state("m", "v", "w"), gradient(), even_for_nothing=True)
     assert found.groups == [["m", "v"]]
 
@@ -149,7 +150,7 @@ def test_row_means_of_factored_optimizers_stay_small_leaves():
     matrix = vector(0, 16).reshape(4, 4)
     found = analyse(step, {"row": jnp.ones(4), "w": matrix}, matrix)
     assert found.groups == []
-    assert found.late["w"] == found.late["w"].strip()
+    assert found.late.keys() == {"row", "w"}
 
 
 # The size of real models.
@@ -168,19 +169,14 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
     jitted = jax.jit(step)
     args = ((params, tx.init(params)), jnp.float32(0.5))
     jitted.trace(*args)  # the user's own trace, which the wrapped step shares
-    settings_form = CallForm(jitted, 0, _settings(jitted))
-    start = time.perf_counter()
-    program = StepProgram(jitted, settings_form, args, {}, state_out=None, even_for_nothing=False)
-    seconds = time.perf_counter() - start
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    # CPU time of this thread: the machine may be busy with other tests.
+    start = time.thread_time()
+    program = StepProgram(jitted, form, args, {}, state_out=None, even_for_nothing=False)
+    seconds = time.thread_time() - start
     assert len(program.positions.paths) >= 1200
     assert len(program.groups) == 400
     assert all(len(group.leaves) == 2 for group in program.groups)
     assert sum(len(group.retained) for group in program.groups) == 400
     assert len({group.recipe for group in program.groups}) == 1  # one compilation for all
     assert seconds < 10
-
-
-def _settings(jitted):
-    from gockpt_jax import _compat
-
-    return _compat.jit_settings(jitted)

@@ -55,9 +55,7 @@ INEXACT = [
     case("power", lambda x, y: x**y, "float32", "float32"),
     *(case("add", jnp.add, d, d) for d in ("bfloat16", "float16")),
     case("multiply", jnp.multiply, "bfloat16", "bfloat16"),
-    case(
-        "narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"
-    ),
+    case("narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"),
     case("widen a narrow sum", lambda x: (-x).astype(jnp.float32), "bfloat16"),
     case("sum", lambda x: jnp.sum(x), "float32"),
     case("dot", jnp.dot, "float32", "float32"),

@@ -176,7 +176,8 @@ UPDATES = {
     "momentum": Update(momentum, state("m", "w"), [["m", "w"]]),
     "sgd with ema": Update(sgd_with_ema, state("ema", "w"), [["ema", "w"]]),
     "adam with ema": Update(
-        adam_with_ema, state("ema", "m", "v", "w"), [["ema", "w"], *_MOMENTS], _quotient_and_gradient
+        adam_with_ema, state("ema", "m", "v", "w"), [["ema", "w"], *_MOMENTS],
+        _quotient_and_gradient,
     ),
     "skip step": Update(skip_step, state("m", "w"), [["m", "w"]], scalars=1),
     "clip inside cond": Update(

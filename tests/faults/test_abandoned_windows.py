@@ -1,0 +1,207 @@
+"""Invariant 5: a window whose save does not come as predicted costs nothing but its own work."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.storage import writer
+from gockpt_jax.storage.handler import GoCkptHandler
+
+from .injection import Fault, InjectedError
+from .states import Bits, assert_checkpoints, bits_of, differing
+from .trainer import Trainer
+
+
+def state_bytes(bits: Bits) -> int:
+    return sum(array.nbytes for array in bits.values())
+
+
+def test_predicted_save_does_not_come(tmp_path: Path) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        while trainer.label <= 9:  # The window of save 8, but `save` is not called.
+            trainer.update()
+        assert trainer.manager.window_status == "idle"
+        trainer.assert_intact()
+        assert trainer.save(force=True)
+        trainer.assert_intact()
+        assert trainer.report(9).kind == "snapshot"
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+
+
+@pytest.mark.parametrize("label", [7, 8], ids=["in_the_middle", "at_the_target"])
+def test_forced_save_meets_an_open_window(tmp_path: Path, label: int) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(label - 1)
+        trainer.update()
+        assert trainer.manager.window_status != "idle"
+        assert trainer.save(force=True)
+        trainer.assert_intact()
+        assert trainer.report(label).kind == ("window" if label == 8 else "snapshot")
+        trainer.run(8)
+        trainer.assert_intact()
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+
+
+def test_early_save_says_why_it_is_a_snapshot(tmp_path: Path) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run(7)
+        trainer.save(force=True)
+        trainer.assert_intact()
+        assert "early" in trainer.report(7).reason
+
+
+@pytest.mark.parametrize("label", [7, 8], ids=["in_the_middle", "at_the_target"])
+@pytest.mark.parametrize("go_back", [True, False], ids=["rolled_back", "only_looked"])
+def test_restore_meets_an_open_window(tmp_path: Path, label: int, go_back: bool) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(label - 1)
+        trainer.update()
+        assert trainer.manager.window_status != "idle"
+        restored = trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))
+        assert not differing(bits_of(restored), trainer.given[4])
+        if go_back:
+            trainer.state, trainer.label = restored, 5
+        trainer.save()
+        trainer.run(8)
+        trainer.assert_intact()
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+
+
+def test_state_replaced_inside_the_window_is_the_one_that_is_saved(tmp_path: Path) -> None:
+    """A loop that edits, prunes or restores leaves by hand between two steps."""
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(7)
+        trainer.state = jax.tree.map(lambda x: x * 2, trainer.state)
+        trainer.run(8)
+        trainer.assert_intact()
+        trainer.run(11)
+        trainer.update()
+        trainer.state = jax.tree.map(jnp.copy, trainer.state)  # at the save itself
+        trainer.save()
+        trainer.assert_intact()
+
+
+def test_prediction_stops_after_two_mispredictions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        opened = []
+        with caplog.at_level(logging.WARNING, "gockpt_jax"):
+            while trainer.label <= 24:
+                trainer.update()
+                if trainer.manager.window_status != "idle":
+                    opened.append(trainer.label - 1)
+        assert opened == [7, 8, 11, 12]
+        warnings = [r for r in caplog.records if r.name == "gockpt_jax"]
+        assert [r.levelname for r in warnings] == ["WARNING"]
+        assert "expect_save" in warnings[0].getMessage()
+        trainer.assert_intact()
+        # What was announced opens a window all the same, and accepted saves restore confidence.
+        trainer.manager.expect_save(in_steps=3)
+        for _ in range(3):
+            trainer.update()
+        assert trainer.save(force=True)
+        trainer.assert_intact()
+        assert trainer.report(trainer.label - 1).kind == "window"
+
+
+# --- Budgets -------------------------------------------------------------------------------------
+
+
+def test_host_budget_below_the_state_refuses_the_save(tmp_path: Path) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run(4)
+        trainer.assert_intact()
+        earlier, target = dict(trainer.given), trainer.target
+    window = gockpt.WindowOptions(steps=3, host_budget_bytes=1000)
+    with Trainer(tmp_path, window=window) as trainer:
+        trainer.label = 5
+        trainer.run(7)
+        for label in (8, 12):
+            trainer.update()
+            before = bits_of(trainer.state)
+            with pytest.raises(gockpt.HostBudgetError, match="host_budget_bytes"):
+                trainer.save()
+            assert not differing(bits_of(trainer.state), before)
+            assert_checkpoints(tmp_path, earlier, target)
+            assert sorted(trainer.manager.all_steps()) == sorted(earlier)
+            assert "HostBudgetError" in (trainer.report(label).error or "")
+            trainer.run(label + 3)
+
+
+def test_host_budget_without_room_for_a_window_gives_snapshots(tmp_path: Path) -> None:
+    with Trainer(tmp_path / "measured") as trainer:
+        needed = state_bytes(bits_of(trainer.state))
+    window = gockpt.WindowOptions(steps=3, host_budget_bytes=needed + 1)
+    with Trainer(tmp_path / "tight", window=window) as trainer:
+        trainer.run(8)
+        trainer.assert_intact()
+        assert [report.kind for report in trainer.manager.reports] == ["snapshot"] * 3
+        assert "budget" in trainer.report(8).reason
+
+
+LEAKS = {
+    "window": (Replayer, "apply"),
+    "write": (writer, "_write_shard"),
+    "orbax": (writer.HostArrayHandler, "serialize"),
+    "commit": (GoCkptHandler, "finalize"),
+}
+
+
+@pytest.mark.parametrize("what", LEAKS)
+def test_failures_give_their_bytes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Bytes that nobody accounts for would add up, until no window has room any more."""
+    injected = Fault(monkeypatch, *LEAKS[what])
+    with Trainer(tmp_path) as trainer:
+        for target in (8, 16):
+            trainer.run_undisturbed(target - 1)
+            assert trainer.bytes_in_flight() == (0, 0) or trainer.manager.window_status != "idle"
+            injected.arm()
+            trainer.update()
+            trainer.settle()
+            with contextlib.suppress(InjectedError):
+                trainer.save()
+                trainer.manager.wait_until_finished()
+            assert injected.fired
+            with contextlib.suppress(gockpt.ReplayError):
+                trainer.update()
+            trainer.settle()
+            assert trainer.bytes_in_flight() == (0, 0)
+            trainer.given.pop(target, None)
+
+
+def test_refused_save_gives_its_bytes_back(tmp_path: Path) -> None:
+    """The window was sound; the save brings a leaf that no handler writes."""
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(7)
+        trainer.update()
+        item = {"state": trainer.state, "empty": jnp.zeros((0, 3))}
+        with pytest.raises(ValueError, match="zero size"):
+            trainer.save(args=gockpt.GoCkptSave(item))
+        trainer.settle()
+        assert trainer.bytes_in_flight() == (0, 0)
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+
+
+def test_abandoned_window_gives_its_bytes_back(tmp_path: Path) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(7)
+        trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))
+        trainer.settle()
+        assert trainer.bytes_in_flight() == (0, 0)

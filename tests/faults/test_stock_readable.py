@@ -1,0 +1,202 @@
+"""Invariant 6: stock Orbax cannot tell a window checkpoint from one of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from programs import PROGRAMS
+
+# The folder next door is no package; its helpers are found from here by the folder's name.
+from storage.storage_helpers import disk_contents
+
+import gockpt_jax as gockpt
+
+from .processes import environment
+from .states import Bits, bits_of, differing
+from .trainer import LIMIT_SECS, Trainer
+
+CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]
+LABEL = 8
+
+
+def train_to_window(directory: Path, **options: Any) -> tuple[Trainer, Bits]:
+    """Trains until save 8 has come from a window; returns the trainer, closed, and the state."""
+    with Trainer(directory, **options) as trainer:
+        trainer.run(LABEL)
+        trainer.assert_intact()
+        assert trainer.report(LABEL).kind == "window"
+        assert trainer.report(LABEL).early_bytes
+    return trainer, trainer.given[LABEL]
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_restores_without_gockpt_jax(tmp_path: Path, program: str) -> None:
+    trainer, given = train_to_window(tmp_path / "run", program=program, devices=8)
+    want = {path: bits.tobytes() for path, bits in given.items()}
+    for devices, ways in {8: ["manager", "item", "mesh"], 1: ["single"]}.items():
+        words = [str(trainer.directory), str(LABEL), program, str(tmp_path), *ways]
+        reader = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("stock_reader.py")), *words],
+            env=environment(devices), cwd=tmp_path,
+            capture_output=True, text=True, timeout=2 * LIMIT_SECS, check=False,
+        )  # fmt: skip
+        assert reader.returncode == 0, reader.stderr
+        for what in ways:
+            with np.load(tmp_path / f"{what}.npz") as found:
+                got = {path: found[path].tobytes() for path in found.files}
+            assert got.keys() == want.keys()
+            assert [path for path in want if got[path] != want[path]] == [], what
+
+
+# --- The same files ------------------------------------------------------------------------------
+
+
+def without_times(metadata: Path) -> Any:
+    """The step's own metadata, apart from when it was written."""
+    found = json.loads(metadata.read_text())
+    return {key: value for key, value in found.items() if "timestamp" not in key}
+
+
+def as_json(contents: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: json.loads(value) if name.endswith(("_METADATA", "process_0")) and value else value
+        for name, value in contents.items()
+    }
+
+
+def files_of(directory: Path) -> list[str]:
+    """All files by name; those of OCDBT's data bear random names."""
+    return sorted(
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_file() and path.parent.name != "d"
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "asynchronous"), [*((program, True) for program in CASES), (CASES[0], False)]
+)
+def test_files_are_those_of_a_stock_save(tmp_path: Path, program: str, asynchronous: bool) -> None:
+    """Names, keys, values and metadata, with the state that the window brought to the host."""
+    options = {"enable_async_checkpointing": asynchronous}
+    trainer, _ = train_to_window(tmp_path / "ours", program=program, devices=8, **options)
+    stock_options = ocp.CheckpointManagerOptions(**options)
+    with ocp.CheckpointManager(tmp_path / "stock", options=stock_options) as stock:
+        args = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state))
+        stock.save(LABEL, args=args)
+    ours, theirs = tmp_path / "ours" / str(LABEL), tmp_path / "stock" / str(LABEL)
+    assert files_of(ours) == files_of(theirs)
+    assert_same_item(ours, theirs)
+    name = "_CHECKPOINT_METADATA"
+    assert without_times(ours / name) == without_times(theirs / name)
+
+
+@pytest.mark.parametrize("layout", [{"use_ocdbt": False}, {"use_zarr3": True}], ids=str)
+def test_layout_options_are_those_of_stock(tmp_path: Path, layout: dict[str, bool]) -> None:
+    trainer, _ = train_to_window(tmp_path / "ours", devices=8, pytree_options=layout)
+    handlers = {"state": ocp.PyTreeCheckpointHandler(**layout)}
+    with ocp.CheckpointManager(tmp_path / "stock", item_handlers=handlers) as stock:
+        args = ocp.args.Composite(state=ocp.args.PyTreeSave(trainer.state))
+        stock.save(LABEL, args=args)
+    ours, theirs = tmp_path / "ours" / str(LABEL), tmp_path / "stock" / str(LABEL)
+    assert files_of(ours) == files_of(theirs)
+    assert_same_item(ours, theirs)
+
+
+def assert_same_item(ours: Path, theirs: Path) -> None:
+    """The item's files hold the same bytes, its databases the same keys and values."""
+    got, want = (as_json(disk_contents(path / "state")) for path in (ours, theirs))
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name] == want[name], name
+    assert {"_METADATA", "_sharding", "array_metadatas/process_0"} <= got.keys()
+
+
+# --- What stock wrote ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("item", ["state", "default"])
+@pytest.mark.parametrize("how", ["gockpt", "standard", "none"])
+def test_checkpoints_of_stock_restore(tmp_path: Path, item: str, how: str) -> None:
+    state = PROGRAMS["clip_adamw"].build(8).state
+    with ocp.CheckpointManager(tmp_path) as stock:
+        args: Any = ocp.args.StandardSave(state)
+        stock.save(2, args=args if item == "default" else ocp.args.Composite(state=args))
+    with Trainer(tmp_path, devices=8) as trainer:
+        target = trainer.target
+        kwargs = {
+            "gockpt": {"args": gockpt.GoCkptRestore(target)},
+            "standard": {"args": ocp.args.StandardRestore(target)},
+            "none": {},
+        }[how]
+        assert trainer.manager.latest_step() == 2
+        for step in (2, None):
+            restored = trainer.manager.restore(step, **kwargs)
+            assert not differing(bits_of(restored), bits_of(state))
+            if how != "none":
+                assert jax.tree.structure(restored) == jax.tree.structure(state)
+        trainer.label = 3
+        trainer.run(LABEL)
+        trainer.manager.wait_until_finished()
+        assert trainer.report(LABEL).kind == "window"
+        assert sorted(trainer.manager.all_steps()) == [2, 4, 8]
+        restored = trainer.manager.restore(LABEL, args=gockpt.GoCkptRestore(target))
+        assert not differing(bits_of(restored), trainer.given[LABEL])
+
+
+# --- The rest of a manager -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [gockpt.GoCkptSave, ocp.args.StandardSave])
+def test_composite_with_a_json_sibling(tmp_path: Path, save: Any) -> None:
+    with Trainer(tmp_path) as trainer:
+        while trainer.label <= LABEL:
+            trainer.update()
+            place = ocp.args.JsonSave({"epoch": trainer.label - 1})
+            trainer.save(args=ocp.args.Composite(state=save(trainer.state), place=place))
+        trainer.assert_intact()
+        args = ocp.args.Composite(
+            state=gockpt.GoCkptRestore(trainer.target), place=ocp.args.JsonRestore()
+        )
+        restored = trainer.manager.restore(LABEL, args=args)
+        assert restored["place"] == {"epoch": LABEL}
+        assert not differing(bits_of(restored["state"]), trainer.given[LABEL])
+    with ocp.CheckpointManager(tmp_path) as stock:
+        restored = stock.restore(LABEL)
+        assert restored["place"] == {"epoch": LABEL}
+        assert not differing(bits_of(restored["state"]), trainer.given[LABEL])
+
+
+def test_max_to_keep(tmp_path: Path) -> None:
+    with Trainer(tmp_path, max_to_keep=2) as trainer:
+        trainer.run(16)
+        trainer.given = {label: trainer.given[label] for label in (12, 16)}
+        trainer.assert_intact()
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_best_fn_with_metrics(tmp_path: Path, mode: str) -> None:
+    loss = {0: 5.0, 4: 1.0, 8: 2.0, 12: 9.0, 16: 4.0}
+    options = {"best_fn": lambda metrics: metrics["loss"], "best_mode": mode, "max_to_keep": 2}
+    with Trainer(tmp_path, **options) as trainer:
+        while trainer.label <= 16:
+            trainer.update()
+            trainer.save(metrics={"loss": loss.get(trainer.label - 1, 0.0)})
+        trainer.manager.wait_until_finished()
+        best = sorted(loss, key=loss.__getitem__, reverse=mode == "max")[:2]
+        assert trainer.manager.best_step() == best[0]
+        assert sorted(trainer.manager.all_steps()) == sorted(best)
+        for label in best:
+            restored = trainer.manager.restore(label, args=gockpt.GoCkptRestore(trainer.target))
+            assert not differing(bits_of(restored), trainer.given[label])
+    with ocp.CheckpointManager(tmp_path) as stock:
+        assert sorted(stock.all_steps()) == sorted(best)
+        assert stock.metrics(best[0]) == {"loss": loss[best[0]]}

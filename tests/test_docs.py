@@ -1,0 +1,57 @@
+"""Every example in the documentation runs and tells the truth."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import gockpt_jax
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+FOUND = pkgutil.walk_packages(gockpt_jax.__path__, "gockpt_jax.")
+MODULES = sorted(m.name for m in FOUND if not m.name.endswith("__main__"))
+
+
+def examples_in(module: str) -> list[doctest.DocTest]:
+    found = doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(module))
+    return [test for test in found if test.examples]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if examples_in(m)])
+def test_docstring_examples(module, tmp_path, monkeypatch):
+    """Each docstring in a namespace of its own, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    output: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in examples_in(module):
+        runner.run(test, out=output.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(output)
+
+
+@pytest.mark.parametrize("name", ["GoCkptManager", "GoCkptState", "WindowOptions", "retain"])
+def test_what_a_user_meets_first_has_an_example(name):
+    assert ">>> " in getattr(gockpt_jax, name).__doc__
+
+
+def readme_blocks() -> list[tuple[int, str]]:
+    """The line number and the source of each Python block."""
+    text = README.read_text(encoding="utf-8")
+    blocks = re.finditer(r"^```(?:python|py)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [(text.count("\n", 0, block.start(1)), block[1]) for block in blocks]
+
+
+@pytest.mark.skipif(not README.exists(), reason="README.md has not been written yet")
+def test_readme_examples(tmp_path, monkeypatch):
+    """In their order, in one namespace, as a reader would paste them into one session."""
+    blocks = readme_blocks()
+    assert blocks, "the README shows no Python"
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "readme"}
+    for line, source in blocks:
+        code = compile("\n" * line + source, str(README), "exec")  # lines of tracebacks are right
+        exec(code, namespace)

@@ -1,0 +1,129 @@
+"""The rules of the house, read from the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gockpt_jax
+
+PACKAGE = Path(gockpt_jax.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+every_file = pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix()
+)
+
+# Imports run from higher to lower numbers only; rooms of one number do not know each other.
+RANKS = {
+    "errors": 0, "options": 0, "_compat": 0, "telemetry": 1, "training": 2, "transfer": 3,
+    "replay": 3, "window": 4, "storage": 5, "manager": 6, "cli": 7, "__main__": 8,
+}  # fmt: skip
+MAY_IMPORT_ORBAX = {"storage", "manager"}
+FOREIGN = {"jax", "jaxlib", "flax", "optax", "orbax"}
+MAX_PUBLIC_NAMES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 25, 400, 60
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room(path: Path) -> str:
+    """The first name below the package: a room, or a module of its own."""
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported, `from` targets included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value)) is not None:
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def test_every_room_has_its_rank():
+    rooms = {room(path) for path in FILES} - {"__init__"}
+    assert rooms <= RANKS.keys()
+    assert rooms >= {"manager", "options", "storage", "telemetry", "training", "window"}
+
+
+@every_file
+def test_imports_run_one_way(path):
+    if path == PACKAGE / "__init__.py":
+        return
+    for name in imports(parse(path)):
+        if name.startswith("gockpt_jax."):
+            imported = name.split(".")[1]
+            if imported != room(path):
+                assert RANKS[imported] < RANKS[room(path)], f"imports {name}"
+
+
+@every_file
+def test_orbax_is_imported_in_storage_and_the_manager_only(path):
+    if room(path) not in MAY_IMPORT_ORBAX:
+        assert [n for n in imports(parse(path)) if n.split(".")[0] == "orbax"] == []
+
+
+@every_file
+def test_nothing_private_of_others(path):
+    """What has no public name is asked for in `_compat.py`, where each entry says why."""
+    if path.name == "_compat.py":
+        return
+    tree = parse(path)
+    used = [*imports(tree), *filter(None, map(dotted, ast.walk(tree)))]
+    aliases = {"ocp", "jnp", "lax", "jex", "managers", *FOREIGN}
+    private = {
+        name
+        for name in used
+        if name.split(".")[0] in aliases
+        and any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    }
+    assert private == set()
+
+
+def test_few_public_names():
+    exported = {n for n in imports(parse(PACKAGE / "__init__.py")) if n.startswith("gockpt_jax.")}
+    public = {n for n in vars(gockpt_jax) if not n.startswith("_")}
+    rooms = {p.stem if p.is_file() else p.name for p in PACKAGE.iterdir()}
+    assert len(exported) <= MAX_PUBLIC_NAMES
+    # Nothing else may slip in, but for the rooms that importing them leaves there.
+    assert public - {n.rsplit(".", 1)[1] for n in exported} <= rooms
+
+
+@every_file
+def test_files_and_functions_stay_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+def public_definitions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    """Public functions and classes, and the public methods of public classes."""
+    for node in body:
+        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_definition and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node.body)
+
+
+@every_file
+def test_everything_public_says_what_it_is(path):
+    tree = parse(path)
+    assert ast.get_docstring(tree), "the module has no docstring"
+    silent = [n.name for n in public_definitions(tree.body) if not ast.get_docstring(n)]
+    assert silent == []

@@ -1,0 +1,257 @@
+"""The wrapped step: the user's own in all respects, unless a window is open."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gockpt_jax as gockpt
+from gockpt_jax.training.wrap import WrappedStep
+
+X = jnp.arange(8.0)
+
+
+def update(state, x):
+    m = 0.9 * state["m"] + jnp.tanh(x)
+    return {"m": m, "w": state["w"] - 0.1 * m}
+
+
+def fresh(size=8):
+    return {"m": jnp.zeros(size), "w": jnp.ones(size)}
+
+
+class Observer:
+    """Asks for the armed step at some updates, and keeps what it is told."""
+
+    def __init__(self, armed_at=()):
+        self.armed_at = armed_at
+        self.cuts: list[bool] = []
+        self.refusals: list[str] = []
+
+    def before_update(self, step, args, kwargs):
+        assert not any(x.is_deleted() for x in jax.tree.leaves((args, kwargs)))
+        if len(self.cuts) not in self.armed_at or step.program is None:
+            return False
+        step.arm()
+        step.program.wait_until_ready()
+        return True
+
+    def after_update(self, step, result, cut):
+        assert step.last_result is result
+        self.cuts.append(cut is not None)
+
+    def no_update(self, step, reason):
+        self.refusals.append(reason)
+
+
+def wrap(step, observer=None, *, state=0, state_out=None, arm="window", even_for_nothing=True):
+    return WrappedStep(
+        step, observer or Observer(), state=state, state_out=state_out, arm=arm,
+        even_for_nothing=even_for_nothing,
+    )  # fmt: skip
+
+
+def run(step, state, steps, batches=lambda n: X * n):
+    for n in range(steps):
+        state = step(state, batches(n))
+    return state
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# Unperturbed.
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("armed_at", [(), (3, 4, 6)])
+def test_results_are_the_users(arm, armed_at):
+    observer = Observer(armed_at)
+    jitted = jax.jit(update, donate_argnums=0)
+    state = run(wrap(jitted, observer, arm=arm), fresh(), 8)
+    assert_same(state, run(jitted, fresh(), 8))
+    assert observer.cuts == [n in armed_at for n in range(8)]
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_the_users_python_is_traced_no_more_often(arm):
+    traces = []
+
+    def counted():  # a new function each time: jit caches by function
+        traces.clear()
+
+        def step(state, x):
+            traces.append(x.shape)
+            return update(state, x)
+
+        return jax.jit(step, donate_argnums=0)
+
+    run(counted(), fresh(), 6)
+    alone = len(traces)
+    run(wrap(counted(), Observer((3, 4)), arm=arm), fresh(), 6)
+    assert len(traces) == alone == 1
+
+
+def test_the_users_executable_is_compiled_once():
+    jitted = jax.jit(update, donate_argnums=0)
+    run(wrap(jitted, Observer((3,))), fresh(), 6)
+    assert jitted._cache_size() == 1
+
+
+def test_not_armed_before_placements_settle():
+    """The second call may still see other shardings than the third."""
+    step = wrap(jax.jit(update, donate_argnums=0))
+    state, armed = fresh(), []
+    for n in range(4):
+        state = step(state, X * n)
+        armed.append(step.program is not None)
+    assert armed == [False, False, True, True]
+
+
+def test_changed_call_falls_back_to_the_users_step():
+    observer = Observer((3, 4, 5, 7))
+    jitted = jax.jit(update, donate_argnums=0)
+    batches = {4: X[:1]}
+    state = run(wrap(jitted, observer), fresh(), 8, lambda n: batches.get(n, X))
+    assert_same(state, run(jitted, fresh(), 8, lambda n: batches.get(n, X)))
+    (reason,) = observer.refusals
+    assert reason.startswith("the call changed")
+    # One odd batch is no reason to trace anew: the next update runs armed again.
+    assert observer.cuts == [n in (3, 5, 7) for n in range(8)]
+
+
+def test_shapes_that_never_settle_end_in_one_warning():
+    """Batches that are never padded: whenever the armed step is wanted, the shape is another."""
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), Observer({3, 4, 6, 7, 9, 10}))
+    with pytest.warns(
+        gockpt.SnapshotOnlyWarning, match="changed shape.*keep them the same"
+    ) as all_:
+        run(step, fresh(), 15, lambda n: jnp.ones(n + 1))
+    assert len(all_) == 1
+    assert step.why_not is not None
+
+
+def test_an_error_of_the_user_passes_through():
+    step = wrap(jax.jit(update))
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        step(fresh(), jnp.ones(3))
+    assert_same(run(step, fresh(), 4), run(jax.jit(update), fresh(), 4))
+
+
+# What it looks like from outside.
+
+
+def test_attributes_are_the_jitted_functions():
+    jitted = jax.jit(update, donate_argnums=0)
+    step = wrap(jitted)
+    assert step.__name__ == "update"
+    assert step.lower(fresh(), X).compile()(fresh(), X).keys() == {"m", "w"}
+    assert step.eval_shape(fresh(), X)["m"].shape == (8,)
+    assert step.trace(fresh(), X).jaxpr is not None
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = step.no_such
+
+
+@pytest.mark.parametrize(
+    "abstract",
+    [
+        lambda step: jax.eval_shape(step, fresh(), X),
+        lambda step: jax.jit(step)(fresh(), X),
+        lambda step: jax.make_jaxpr(step)(fresh(), X),
+        lambda step: jax.vmap(step)({k: x[None] for k, x in fresh().items()}, X[None]),
+    ],
+)
+def test_traces_are_no_updates(abstract):
+    observer = Observer()
+    abstract(wrap(jax.jit(update), observer))
+    assert observer.cuts == []
+
+
+class Callable:
+    """A step that has no name of its own."""
+
+    def __call__(self, state, x):
+        return update(state, x)
+
+
+@pytest.mark.parametrize("step", [functools.partial(update), Callable()])
+def test_steps_without_a_name(step):
+    observer = Observer((3,))
+    state = run(wrap(jax.jit(step), observer), fresh(), 5)
+    assert observer.cuts[3]
+    assert_same(state, run(jax.jit(update), fresh(), 5))
+
+
+# What cannot be wrapped, or not armed.
+
+
+@pytest.mark.parametrize("step", [None, 3, "step"])
+def test_not_callable(step):
+    with pytest.raises(gockpt.WrapError, match=f"needs a jitted train step.*{type(step).__name__}"):
+        wrap(step)
+
+
+def test_wrapped_twice():
+    with pytest.raises(gockpt.WrapError, match="wrapped already; wrap it once"):
+        wrap(wrap(jax.jit(update)))
+
+
+@pytest.mark.parametrize(("name", "places"), [("state", 0.5), ("state_out", ())])
+def test_places_are_checked_at_once(name, places):
+    with pytest.raises(gockpt.WrapError, match=f"`{name}` must be a position"):
+        wrap(jax.jit(update), **{name: places})
+
+
+def explicit_state():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    return jax.device_put(fresh(), NamedSharding(mesh, PartitionSpec("x")))
+
+
+def compiled():
+    return jax.jit(update).lower(fresh(), X).compile()
+
+
+def pmapped():
+    return jax.pmap(update)
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "batch", "reason", "remedy"),
+    [
+        pytest.param(compiled, fresh, X, "`Compiled`", r"before `.lower\(\)", id="compiled"),
+        pytest.param(lambda: update, fresh, X, "`function`", "`jax.jit` first", id="python"),
+        pytest.param(pmapped, lambda: {k: x[:, None] for k, x in fresh().items()}, X[:, None],
+                     "pmap", "jax.jit.*shardings", id="pmap"),
+        pytest.param(lambda: jax.jit(update), explicit_state, 2.0, "Explicit",
+                     "AxisType.Auto", id="explicit axes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_armed_warns_once_and_saves_snapshots(
+    tmp_path, make, first, batch, reason, remedy
+):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        gockpt.GoCkptManager(tmp_path, window=gockpt.WindowOptions(steps=2)) as manager,
+    ):
+        warnings.simplefilter("always", gockpt.SnapshotOnlyWarning)
+        step, state = manager.wrap(make()), first()
+        for n in range(9):
+            state = step(state, batch)
+            if n % 3 == 2:
+                manager.save(n, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        assert_same(manager.restore(8), jax.tree.map(np.asarray, state))
+        assert [r.kind for r in manager.reports] == ["snapshot"] * 3
+    messages = [str(w.message) for w in caught if w.category is gockpt.SnapshotOnlyWarning]
+    assert len(messages) == 1
+    assert re.search(f"cannot be armed, so its saves are snapshots: .*{reason}", messages[0])
+    assert re.search(remedy, messages[0])
+    assert re.search(reason, manager.last_report.reason)

@@ -1,0 +1,94 @@
+"""Byte budgets: what waits, and for whom."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+
+
+def acquire_on_a_thread(budget, num_bytes):
+    """Starts acquiring; the returned list is filled with the seconds waited once it has."""
+    waited, about_to = [], threading.Event()
+
+    def run():
+        about_to.set()
+        waited.append(budget.acquire(num_bytes))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert about_to.wait(60)
+    return thread, waited
+
+
+def test_waits_for_room_and_tells_how_long():
+    budget = ByteBudget(10)
+    assert budget.acquire(6) == 0.0
+    thread, waited = acquire_on_a_thread(budget, 5)
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert waited == []
+    assert budget.used_bytes == 6
+    budget.release(1)
+    thread.join(60)
+    assert waited[0] > 0.0
+    assert budget.used_bytes == 10
+
+
+def test_one_larger_than_the_limit_goes_alone():
+    budget = ByteBudget(10)
+    assert budget.acquire(25) == 0.0
+    assert not budget.try_acquire(1)
+    thread, waited = acquire_on_a_thread(budget, 30)
+    budget.release(25)
+    thread.join(60)
+    assert len(waited) == 1
+    assert budget.used_bytes == 30
+    assert budget.peak_bytes == 30
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "asked", "admitted"),
+    [(10, 6, 4, True), (10, 6, 5, False), (10, 0, 99, True), (None, 10**12, 10**12, True),
+     (10, 10, 0, True)],
+)  # fmt: skip
+def test_what_is_admitted_at_once(limit, used, asked, admitted):
+    budget = ByteBudget(limit)
+    budget.add(used)
+    assert budget.try_acquire(asked) is admitted
+    assert budget.used_bytes == used + (asked if admitted else 0)
+
+
+def test_added_bytes_count_but_do_not_wait():
+    budget = ByteBudget(10)
+    budget.add(8)
+    budget.add(8)
+    assert (budget.used_bytes, budget.peak_bytes) == (16, 16)
+    assert not budget.try_acquire(1)
+    budget.release(16)
+    assert (budget.used_bytes, budget.peak_bytes) == (0, 16)
+
+
+def test_the_limit_holds_for_many_threads():
+    budget, done = ByteBudget(7), []
+
+    def work(num_bytes):
+        for _ in range(50):
+            budget.acquire(num_bytes)
+            done.append(budget.used_bytes)
+            budget.release(num_bytes)
+
+    threads = [threading.Thread(target=work, args=(1 + n % 4,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(done) == 400
+    assert max(done) <= budget.peak_bytes <= 7
+    assert budget.used_bytes == 0
+
+
+def test_the_cpu_backend_does_not_tell_its_free_memory():
+    assert device_headroom_bytes() is None

@@ -1,0 +1,150 @@
+"""Staging and pulls: fresh buffers, owned shards, whole arrays on the host."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from gockpt_jax.transfer.pull import align, owned_shards, start_pull, start_scalar_pull
+from gockpt_jax.transfer.staging import device_bytes, owned_bytes, stage
+
+P = PartitionSpec
+MESH = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+VALUES = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
+LAYOUTS = {
+    "replicated": (P(), 1, 8),
+    "fsdp": (P("fsdp"), 4, 2),
+    "tensor": (P(None, "tensor"), 2, 4),
+    "both": (P("fsdp", "tensor"), 8, 1),
+    "both on one axis": (P(("fsdp", "tensor")), 8, 1),
+}
+every_layout = pytest.mark.parametrize(("spec", "parts", "replicas"), LAYOUTS.values(), ids=LAYOUTS)
+
+
+def put(values, spec):
+    return jax.device_put(values, NamedSharding(MESH, spec))
+
+
+def pointers(array):
+    return [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
+
+
+def assemble(array, chunks):
+    """The array from its chunks, each element exactly once."""
+    whole, times = np.zeros(array.shape, array.dtype), np.zeros(array.shape, int)
+    for chunk in chunks:
+        whole[chunk.index] = chunk.data
+        times[chunk.index] += 1
+    assert (times == 1).all()
+    return whole
+
+
+@every_layout
+def test_owned_shards_are_one_replica(spec, parts, replicas):
+    array = put(VALUES, spec)
+    shards = owned_shards(array)
+    assert len(shards) == parts
+    assert len(array.addressable_shards) == parts * replicas
+    assert sum(math.prod(s.data.shape) for s in shards) == VALUES.size
+    assert owned_bytes(array) == VALUES.nbytes
+    assert device_bytes(array) == VALUES.nbytes // parts
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_chunks_assemble_to_the_array(spec, parts, replicas, dtype):
+    array = put(VALUES.astype(jnp.dtype(dtype)), spec)
+    chunks = start_pull(array).result()
+    assert len(chunks) == parts
+    np.testing.assert_array_equal(assemble(array, chunks), np.asarray(array))
+
+
+def test_scalars_and_empty_arrays():
+    (chunk,) = start_scalar_pull(put(np.float32(2.5), P())).result()
+    assert chunk.data.shape == ()
+    assert chunk.data == 2.5
+    (chunk,) = start_pull(jnp.zeros((0, 3))).result()
+    assert chunk.data.shape == (0, 3)
+
+
+@every_layout
+def test_align_gives_the_leafs_placement(spec, parts, replicas):
+    leaf = put(VALUES, spec)
+    aligned = align(put(VALUES, P(None, "tensor")), leaf.sharding)
+    assert [s.index for s in owned_shards(aligned)] == [s.index for s in owned_shards(leaf)]
+    np.testing.assert_array_equal(aligned, VALUES)
+
+
+def test_align_moves_nothing_that_is_in_place():
+    """Equivalent is enough: specifications are spelt in many ways."""
+    array = put(VALUES, P("fsdp"))
+    assert align(array, NamedSharding(MESH, P("fsdp", None))) is array
+
+
+# Staging.
+
+
+def state():
+    key = jax.random.split(jax.random.key(3), 4)
+    return [
+        put(VALUES, P("fsdp")),
+        jax.device_put(VALUES, SingleDeviceSharding(jax.devices()[5])),
+        put(VALUES, P()),
+        jnp.arange(4),
+        put(VALUES.astype(jnp.bfloat16), P("fsdp", "tensor")),
+        put(np.float32(1.0), P()),
+        jax.device_put(key, NamedSharding(MESH, P("fsdp"))),
+    ]
+
+
+def test_staged_arrays_are_equal_in_new_buffers_of_the_same_placement():
+    arrays = state()
+    for original, copied in zip(arrays, stage(arrays), strict=True):
+        assert copied is not original
+        if jnp.issubdtype(original.dtype, jax.dtypes.prng_key):
+            original = jax.random.key_data(original)
+        assert copied.dtype == original.dtype
+        assert copied.sharding.is_equivalent_to(original.sharding, original.ndim)
+        assert set(pointers(copied)).isdisjoint(pointers(original))
+        np.testing.assert_array_equal(copied, original)
+
+
+def test_staged_copies_survive_donation():
+    donating = jax.jit(lambda arrays: [x + 1 for x in arrays], donate_argnums=0)
+    arrays = [put(VALUES, P("fsdp")), put(VALUES, P())]
+    staged = stage(arrays)
+    pulls = [start_pull(x) for x in staged]
+    donating(arrays)
+    assert all(x.is_deleted() for x in arrays)
+    for pull, copied in zip(pulls, staged, strict=True):
+        np.testing.assert_array_equal(assemble(copied, pull.result()), VALUES)
+
+
+def test_one_array_twice_is_staged_twice():
+    array = jnp.arange(4.0)
+    first, second = stage([array, array])
+    assert first.unsafe_buffer_pointer() != second.unsafe_buffer_pointer()
+    assert stage([]) == []
+
+
+def test_typed_keys_weigh_their_key_data():
+    keys = jax.random.split(jax.random.key(0), 4)
+    assert device_bytes(keys) == jax.random.key_data(keys).nbytes
+    assert device_bytes(jax.random.key(0, impl="rbg")) == 16
+
+
+@pytest.mark.parametrize("spec", [P(), P("fsdp"), P("fsdp", "tensor")])
+def test_no_transfer_is_implicit(spec):
+    """A user's `jax.transfer_guard("disallow")` is about their loop, and must not stop a window."""
+    array, other = put(VALUES, spec), put(VALUES, P(None, "tensor"))
+    stage([array])  # compiles, which may move constants
+    with jax.transfer_guard("disallow"):
+        (copied,) = stage([array])
+        chunks = start_pull(copied).result()
+        align(other, array.sharding)
+    np.testing.assert_array_equal(assemble(array, chunks), VALUES)

@@ -1,0 +1,187 @@
+"""Which update will be saved: call sequences of training loops."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gockpt_jax.window.predict import SavePredictor
+
+HORIZON = 4
+
+
+def every(interval):
+    return lambda label: label % interval == 0
+
+
+def loop(predictor, labels, saves, *, first_version=0):
+    """A loop: before each update a prediction, after it `save` with a label (None: no call).
+
+    Returns what was predicted before each update.
+    """
+    predicted = []
+    for version, label in enumerate(labels, start=first_version + 1):
+        predicted.append(predictor.next_save(version - 1, HORIZON))
+        if label is not None:
+            predictor.observe(version, label, saves(label))
+    return predicted
+
+
+@pytest.mark.parametrize("offset", [0, 1, 100])
+def test_policy_with_consecutive_labels(offset):
+    """From the third update on every save is seen at most HORIZON updates ahead, and no other."""
+    policy, labels = every(5), range(offset, offset + 23)
+    predicted = loop(SavePredictor(policy), labels, policy)
+    saved = [version for version, label in enumerate(labels, start=1) if policy(label)]
+    assert predicted[:2] == [None, None]
+    for version, target in enumerate(predicted[2:], start=2):
+        ahead = [v for v in saved if version < v <= version + HORIZON]
+        if version + HORIZON <= 23:
+            assert target == (ahead[0] if ahead else None)
+
+
+def test_a_label_before_the_update_it_names():
+    """A loop that starts at label 1000 after a restore: versions start at 0."""
+    predicted = loop(SavePredictor(every(10)), range(1000, 1012), every(10))
+    assert predicted[:2] == [None, None]
+    assert predicted[7:11] == [11, 11, 11, 11]
+
+
+def test_gated_saves_by_their_period():
+    """A loop that calls `save` only where it saves, so that the policy says yes to every label."""
+    labels = [n if n % 5 == 0 else None for n in range(1, 24)]
+    predicted = loop(SavePredictor(every(1)), labels, lambda _: True)
+    assert predicted[:11] == [None] * 11
+    assert predicted[11:15] == [15] * 4
+    assert predicted[15:20] == [None, *[20] * 4]
+
+
+def test_policy_without_foresight_goes_by_the_period_too():
+    predicted = loop(SavePredictor(None), range(1, 24), every(5))
+    assert predicted[:11] == [None] * 11
+    assert predicted[11:15] == [15] * 4
+
+
+def test_changed_period_is_followed_after_two_saves():
+    labels = [n if n in (3, 6, 13, 20) else None for n in range(1, 30)]
+    predicted = loop(SavePredictor(None), labels, lambda _: True)
+    assert predicted[6:9] == [9, 9, 9]
+    assert predicted[9:16] == [None] * 7  # the 9th did not come
+    assert predicted[16:20] == [20] * 4
+    assert predicted[23:27] == [27] * 4
+
+
+def test_interval_of_one():
+    """Every label is saved: the next one is always predicted."""
+    predicted = loop(SavePredictor(every(1)), range(6), every(1))
+    assert predicted == [None, None, 3, 4, 5, 6]
+
+
+def test_expected_save_comes_first_and_once():
+    predictor = SavePredictor(every(100))
+    loop(predictor, range(4), every(100))
+    predictor.expect(7)
+    assert [predictor.next_save(v, HORIZON) for v in (4, 5, 6)] == [7, 7, 7]
+    assert predictor.next_save(7, HORIZON) is None
+    predictor.expect(30)
+    assert predictor.next_save(20, HORIZON) is None  # not yet within the horizon
+    assert predictor.next_save(26, HORIZON) == 30
+
+
+def test_labels_that_jump_are_not_counted_on():
+    """Labels in tokens, or a step that is not saved every time: no policy, no wrong window."""
+    predicted = loop(SavePredictor(every(512)), range(0, 512 * 12, 128), every(512))
+    # By the period of the accepted saves instead: every fourth update.
+    assert predicted[:5] == [None] * 5
+    assert predicted[5:9] == [9] * 4
+
+
+def test_one_jump_is_forgotten_after_two_consecutive_labels():
+    predictor = SavePredictor(every(10))
+    loop(predictor, range(3, 7), every(10))
+    assert predictor.next_save(4, HORIZON) == 8
+    predictor.observe(5, 107, False)
+    assert predictor.next_save(5, HORIZON) is None
+    predictor.observe(6, 108, False)
+    assert predictor.next_save(6, HORIZON) == 8
+
+
+@pytest.mark.parametrize("again", [5, 6])
+def test_save_called_twice_at_one_version(again):
+    """A forced save beside the regular one tells nothing about the labels of other updates."""
+    predictor = SavePredictor(every(10))
+    loop(predictor, range(1, 6), every(10))
+    predictor.observe(5, again, True)
+    predictor.observe(5, again, True)
+    loop(predictor, range(6, 8), every(10), first_version=5)
+    assert predictor.next_save(7, HORIZON) == 10
+
+
+def test_period_counts_versions_not_calls():
+    predictor = SavePredictor(None)
+    for version in (5, 5, 10, 10):
+        predictor.observe(version, version, True)
+    assert predictor.next_save(11, HORIZON) == 15
+
+
+def test_no_update_is_predicted_before_the_first_save():
+    assert SavePredictor(every(1)).next_save(0, HORIZON) is None
+
+
+class TestAbandoned:
+    """Windows that were opened in vain."""
+
+    def predictor(self):
+        predictor = SavePredictor(every(5))
+        loop(predictor, range(1, 4), every(5))
+        return predictor
+
+    def test_one_is_forgiven(self, caplog):
+        predictor = self.predictor()
+        predictor.abandoned()
+        assert predictor.next_save(3, HORIZON) == 5
+        assert caplog.records == []
+
+    def test_two_in_a_row_end_predictions_with_one_warning(self, caplog):
+        predictor = self.predictor()
+        with caplog.at_level(logging.WARNING, logger="gockpt_jax"):
+            for _ in range(3):
+                predictor.abandoned()
+        assert predictor.next_save(3, HORIZON) is None
+        (record,) = caplog.records
+        assert "expect_save(in_steps=n)" in record.getMessage()
+
+    @pytest.mark.parametrize("remedy", ["expect", "save"])
+    def test_they_go_on_once_told(self, remedy):
+        predictor = self.predictor()
+        predictor.abandoned()
+        predictor.abandoned()
+        if remedy == "expect":
+            predictor.expect(6)
+            assert predictor.next_save(3, HORIZON) == 6
+        else:
+            predictor.observe(4, 4, True)
+            assert predictor.next_save(4, HORIZON) == 5
+
+    def test_a_save_between_forgives(self):
+        predictor = self.predictor()
+        predictor.abandoned()
+        predictor.observe(4, 4, True)
+        predictor.abandoned()
+        assert predictor.next_save(4, HORIZON) == 5
+
+
+def test_policy_is_asked_once_per_prediction_not_per_step():
+    asked = []
+
+    def policy(label):
+        asked.append(label)
+        return label % 50 == 0
+
+    predictor = SavePredictor(policy)
+    loop(predictor, range(1, 3), lambda _: False)
+    asked.clear()
+    for _ in range(5):
+        predictor.next_save(2, HORIZON)
+    assert len(asked) == HORIZON

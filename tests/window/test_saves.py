@@ -1,0 +1,223 @@
+"""Which saves are windows, which are snapshots, and what their reports tell."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from window.training_loop import (
+    BATCH,
+    SIZE,
+    STATE_BYTES,
+    Options,
+    assert_same,
+    fresh,
+    to_host,
+    train,
+    update,
+)
+
+from gockpt_jax import GoCkptManager, GoCkptSave, HostBudgetError, WindowOptions
+from gockpt_jax.telemetry import events
+
+
+def kinds(manager):
+    return [(r.step, r.kind, r.window_steps) for r in manager.reports]
+
+
+def test_fixed_steps_make_every_predictable_save_a_window(tmp_path):
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        saved = train(manager, range(16))
+        assert kinds(manager) == [
+            (0, "snapshot", 1), (5, "window", 3), (10, "window", 3), (15, "window", 3),
+        ]  # fmt: skip
+        assert "not predicted" in manager.reports[0].reason
+        assert all("`steps=3`" in r.reason for r in manager.reports[1:])
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
+def test_window_is_no_longer_than_the_saves_are_apart(tmp_path):
+    options = Options(save_interval_steps=3)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=8)) as manager:
+        saved = train(manager, range(10))
+        assert kinds(manager)[2:] == [(6, "window", 3), (9, "window", 3)]
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kind", "reason"),
+    [
+        (None, "snapshot", "one device copy of the state fits"),
+        (STATE_BYTES, "snapshot", "one device copy of the state fits"),
+        (STATE_BYTES - 1, "snapshot", "no window of at most 8 steps fits"),
+        (1, "snapshot", "no window of at most 8 steps fits"),
+    ],
+)
+def test_planned_saves_tell_why(tmp_path, budget, kind, reason):
+    """One leaf cannot be spread: what follows it weighs as much as what it saves."""
+    window = WindowOptions(device_budget_bytes=budget)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5), window=window) as manager:
+        train(manager, range(16))
+        assert [r.kind for r in manager.reports] == [kind] * 4
+        assert reason in manager.last_report.reason
+
+
+@jax.jit
+def narrow_update(state, batch):
+    """Adam's moments of eight leaves, with bf16 gradients: half as heavy as what they replay."""
+    g = {
+        k: jnp.sin(w + batch).astype(jnp.bfloat16).astype(jnp.float32)
+        for k, w in state["w"].items()
+    }
+    m = {k: 0.9 * x + 0.1 * g[k] for k, x in state["m"].items()}
+    v = {k: 0.99 * x + 0.01 * (g[k] * g[k]) for k, x in state["v"].items()}
+    w = {k: x - 0.01 * m[k] / (jnp.sqrt(v[k]) + 1e-8) for k, x in state["w"].items()}
+    return {"m": m, "v": v, "w": w}
+
+
+@pytest.mark.parametrize(("part", "steps"), [(1.0, 1), (0.99, 2), (0.7, 3), (0.5, 1)])
+def test_planner_takes_the_fewest_steps_that_keep_the_budget(tmp_path, part, steps):
+    """Of 24 leaves: 16 early, 8 late, and 4 leaves' worth retained by each of two armed steps."""
+    leaves = {str(i): jnp.ones(SIZE) for i in range(8)}
+    state, total = {k: jax.tree.map(jnp.copy, leaves) for k in "mvw"}, 24 * SIZE * 4
+    window = WindowOptions(device_budget_bytes=int(total * part))
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5), window=window) as manager:
+        step = manager.wrap(narrow_update)
+        for label in range(16):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+            wait_for_compilation(step)
+        manager.wait_until_finished()
+        report = manager.last_report
+        assert (report.kind, report.window_steps) == ("snapshot" if steps == 1 else "window", steps)
+        assert report.peak_device_bytes <= total * part
+        assert_same(manager.restore(15), state)
+
+
+def wait_for_compilation(step):
+    """Without a fixed K a window opens only if the armed step is compiled by then."""
+    if step.program is not None and step.program.is_armed:
+        step.program.wait_until_ready()
+
+
+def test_a_forced_save_is_a_snapshot_and_does_not_disturb(tmp_path):
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        step, state, saved = manager.wrap(update), fresh(), {}
+        for label in range(16):
+            state = step(state, BATCH)
+            if manager.save(label, force=label == 9, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        assert list(saved) == [0, 5, 9, 10, 15]
+        assert [r.kind for r in manager.reports] == [
+            "snapshot", "window", "snapshot", "snapshot", "window",
+        ]  # fmt: skip
+        assert "early" in manager.reports[2].reason
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
+def test_expected_save_is_a_window_though_nothing_foretold_it(tmp_path):
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for n in range(9):
+            if n == 5:
+                manager.expect_save(in_steps=4)
+            state = step(state, BATCH)
+        manager.save(77, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert kinds(manager) == [(77, "window", 3)]
+        assert_same(manager.restore(77), state)
+
+
+@pytest.mark.parametrize("in_steps", [0, -1, 1.5, "3", True])
+def test_expect_save_wants_a_positive_number(tmp_path, in_steps):
+    with GoCkptManager(tmp_path) as manager, pytest.raises(ValueError, match="`in_steps` must be"):
+        manager.expect_save(in_steps=in_steps)
+
+
+def test_window_status_and_explain(tmp_path, capsys):
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        manager.explain()
+        assert "no wrapped step has run" in capsys.readouterr().out
+        step, state, seen = manager.wrap(update), fresh(), []
+        for label in range(11):
+            state = step(state, BATCH)
+            seen.append(manager.window_status)
+            manager.save(label, args=GoCkptSave(state))
+            manager.wait_until_finished()
+        assert seen[:3] == ["idle"] * 3
+        assert seen[3:6] == ["idle", "window 2/3", "window 3/3"]
+        assert manager.window_status == "idle"
+        manager.explain()
+        text = capsys.readouterr().out
+        assert "1 groups leave early, 2 leaves are late" in text
+        for path in ("mu['w']", "nu['w']", "['params']['w']", "count"):
+            assert path in text
+
+
+# Reports.
+
+
+def test_reports_are_plausible_and_told_to_monitoring(tmp_path, caplog):
+    told: list[tuple[str, float]] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        listener := lambda name, secs, **_: told.append((name, secs))
+    )
+    jax.monitoring.register_event_listener(counter := lambda name, **_: told.append((name, 1)))
+    try:
+        options = Options(save_interval_steps=5)
+        with (
+            caplog.at_level(logging.INFO, logger="gockpt_jax"),
+            GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager,
+        ):
+            train(manager, range(11))
+            reports = manager.reports
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+        jax.monitoring.unregister_event_listener(counter)
+    assert manager.last_report is reports[-1]
+    window, leaf = reports[-1], SIZE * 4
+    assert (window.step, window.kind, window.window_steps) == (10, "window", 3)
+    assert window.state_bytes == STATE_BYTES
+    assert window.early_bytes == 2 * leaf
+    assert window.gradient_bytes == 2 * leaf  # one gradient, two armed steps
+    assert window.late_leaves == ()
+    assert window.error is None
+    assert window.written_bytes >= STATE_BYTES
+    assert STATE_BYTES <= window.peak_host_bytes <= 3 * STATE_BYTES
+    assert 2 * leaf <= window.peak_device_bytes <= 2 * STATE_BYTES
+    assert 0 <= window.barrier_secs <= window.stall_secs
+    for seconds in (window.drain_secs, window.write_secs, window.commit_secs):
+        assert 0 < seconds < 60
+    assert reports[0].early_bytes == reports[0].gradient_bytes == 0
+    names = [name for name, _ in told if name.startswith(events.PREFIX)]
+    assert names.count(events.SAVE_WINDOW) == 2
+    assert names.count(events.SAVE_SNAPSHOT) == 1
+    for name in (events.SAVE_STALL_SECS, events.SAVE_DRAIN_SECS, events.SAVE_COMMIT_SECS):
+        assert [secs for n, secs in told if n == name] != []
+        assert names.count(name) == 3
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO
+             and r.name == "gockpt_jax"]  # fmt: skip
+    assert len(lines) == 3
+    assert "step 10 saved: window, K=3" in lines[2]
+
+
+def test_an_oversized_state_is_refused_and_training_goes_on(tmp_path):
+    window = WindowOptions(host_budget_bytes=STATE_BYTES - 1)
+    with GoCkptManager(tmp_path, window=window) as manager:
+        state = manager.wrap(update)(fresh(), BATCH)
+        with pytest.raises(HostBudgetError, match=rf"{STATE_BYTES} bytes\. Give at least"):
+            manager.save(0, args=GoCkptSave(state))
+        assert manager.all_steps() == []
+        small = {"w": state["params"]["w"]}
+        assert manager.save(1, args=GoCkptSave(small))
+        manager.wait_until_finished()
+        assert_same(manager.restore(1), small)

@@ -1,0 +1,118 @@
+"""The worker thread: order, errors, and its end."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from gockpt_jax.window.worker import Worker
+
+
+@pytest.fixture
+def worker():
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "gockpt-worker"]
+
+
+def test_tasks_run_in_order_on_one_thread(worker):
+    ran = []
+    for n in range(200):
+        worker.submit(lambda n=n: ran.append((n, threading.current_thread())))
+    worker.wait_until_idle()
+    assert [n for n, _ in ran] == list(range(200))
+    assert {t for _, t in ran} == set(threads())
+    assert not threads()[0].daemon
+
+
+def test_idle_means_that_the_last_task_has_ended(worker):
+    started, go, ended = threading.Event(), threading.Event(), []
+    worker.submit(lambda: (started.set(), go.wait(60), ended.append(True)))
+    assert started.wait(60)
+    threading.Timer(0.05, go.set).start()
+    worker.wait_until_idle()
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("error", [ValueError("lost"), SystemExit(1), KeyboardInterrupt()])
+def test_survives_an_error_and_logs_it(worker, caplog, error):
+    def fail():
+        raise error
+
+    ran = []
+    with caplog.at_level(logging.ERROR, logger="gockpt_jax"):
+        worker.submit(fail)
+        worker.submit(lambda: ran.append(True))
+        worker.wait_until_idle()
+    assert ran == [True]
+    assert [r.exc_info[1] for r in caplog.records] == [error]
+
+
+def test_close_runs_what_is_left_and_ends_the_thread():
+    worker, ran = Worker(), []
+    for n in range(50):
+        worker.submit(lambda n=n: ran.append(n))
+    worker.close()
+    assert ran == list(range(50))
+    assert threads() == []
+    worker.close()  # again, and without a thread
+
+
+def test_used_after_close():
+    worker, ran = Worker(), []
+    for n in range(3):
+        worker.submit(lambda n=n: ran.append(n))
+        worker.close()
+    assert ran == [0, 1, 2]
+    assert threads() == []
+
+
+def test_unused_worker_has_no_thread():
+    worker = Worker()
+    worker.wait_until_idle()
+    worker.close()
+    assert threads() == []
+
+
+def test_tasks_are_dropped_once_run(worker):
+    """They hold chunks."""
+    import gc
+    import weakref
+
+    class Chunk:
+        pass
+
+    chunk = Chunk()
+    alive = weakref.ref(chunk)
+    worker.submit(lambda chunk=chunk: None)
+    del chunk
+    worker.wait_until_idle()
+    gc.collect()
+    assert alive() is None
+
+
+SCRIPT = """
+from gockpt_jax.window.worker import Worker
+worker = Worker()
+worker.submit(lambda: print("ran", flush=True))
+{ending}
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("raise ValueError('the loop')", 1)])
+def test_a_forgotten_worker_ends_with_the_main_thread(ending, code):
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(ending=ending)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == code, result.stderr
+    assert result.stdout == "ran\n"
+    assert ("the loop" in result.stderr) == (code == 1)
