@@ -18,7 +18,7 @@ from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.window.session import Session
 
 _ITEM = "state"
-_STOCK_ITEM = "default"
+_METRICS = "metrics"
 
 
 class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is untyped.
@@ -86,7 +86,7 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
             bool(options.enable_async_checkpointing) and not options.read_only
         )
         super().__init__(
-            directory,
+            _absolute(directory),
             options=self._told_of_commits(options),
             metadata=metadata,
             logger=logger,
@@ -137,8 +137,11 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
         Raises:
           ValueError: if it is less than 1.
         """
-        if in_steps < 1:
-            raise ValueError(f"`in_steps` must be at least 1, got {in_steps}.")
+        if isinstance(in_steps, bool) or not isinstance(in_steps, int) or in_steps < 1:
+            raise ValueError(
+                f"`in_steps` must be an integer of at least 1, got {in_steps!r}. Give the number "
+                "of calls of the wrapped step until the save."
+            )
         self._gockpt_session.predictor.expect(self._gockpt_session.version + in_steps)
 
     def explain(self, file: TextIO | None = None) -> None:
@@ -291,6 +294,12 @@ def _registry(given: Any, handler: GoCkptHandler) -> Any:
     return registry
 
 
+def _absolute(directory: Any) -> Any:
+    """Local paths made absolute, as Orbax demands; addresses of buckets as they are."""
+    path = epath.Path(directory)
+    return path if "://" in str(directory) else path.absolute()
+
+
 def _step_path(root: Any, step: int, options: ocp.CheckpointManagerOptions) -> Any:
     names = options.step_name_format or ocp.path.step.standard_name_format(
         step_prefix=options.step_prefix,
@@ -307,6 +316,6 @@ def _as_composite(args: Any) -> Any:
 
 def _only_item(composite: Any, *, asked_for: bool) -> Any:
     """What a bare call gets back: the item itself, where it is the only one."""
-    if asked_for or list(composite.keys()) == [_ITEM]:
+    if asked_for or set(composite.keys()) - {_METRICS} == {_ITEM}:
         return composite[_ITEM]
     return composite

@@ -49,19 +49,26 @@ class WindowOptions:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        _at_least("max_steps", self.max_steps, 1, "Use 1 for a device copy without a window.")
-        _at_least("steps", self.steps, 1, "Use None to let the planner choose.")
-        _at_least("device_budget_bytes", self.device_budget_bytes, 1, "Use None for the default.")
-        _at_least("host_budget_bytes", self.host_budget_bytes, 1, "Use None for no limit.")
-        _at_least("write_limit_bytes", self.write_limit_bytes, 1, "The default is 256 MiB.")
+        _positive("max_steps", self.max_steps, "Use 1 for a device copy without a window.")
+        _positive("write_limit_bytes", self.write_limit_bytes, "The default is 256 MiB.")
+        _positive_or_none("steps", self.steps, "Use None to let the planner choose.")
+        _positive_or_none(
+            "device_budget_bytes", self.device_budget_bytes, "Use None for the default."
+        )
+        _positive_or_none("host_budget_bytes", self.host_budget_bytes, "Use None for no limit.")
         if self.arm not in get_args(Arm):
             raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"`exact` must be True or False, got {self.exact!r}.")
 
 
-def _at_least(name: str, value: int | None, least: int, remedy: str) -> None:
-    if value is None:
-        return
+def _positive_or_none(name: str, value: int | None, remedy: str) -> None:
+    if value is not None:
+        _positive(name, value, remedy)
+
+
+def _positive(name: str, value: int, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"`{name}` must be an integer, got {value!r}. {remedy}")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}. {remedy}")
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {value}. {remedy}")

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from gockpt_jax.training.exact import is_exact, may_be_cut
+from gockpt_jax.training.exact import is_exact, is_identity, may_be_cut
 from gockpt_jax.training.flow import minimum_vertex_cut
 from gockpt_jax.training.graph import Op, Value
 
@@ -166,6 +166,8 @@ def _cut_leaf(leaf: Leaf, host_has: Mapping[Value, int]) -> _LeafCut | str:
             reads.add(host_has[value])
         elif value.op is None or not _repeatable(value.op, value, leaf.old.shape):
             sources.append(value)
+        elif is_identity(value.op) and value.site is not None and may_be_cut(value):
+            sources.append(value)  # a marked gradient, as a rule: there is no need to look behind
         else:
             for operand in value.op.inputs:
                 if not (operand.is_constant and operand.shape == ()):

@@ -6,6 +6,8 @@ as `div.full` and `sqrt.approx`), nor how wide arithmetic below fp32 is carried.
 may stand in a recipe; where the walk from a leaf meets anything else, the cut lies after it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,24 @@ _MOVES = frozenset(
 )
 PRODUCTS = frozenset(["mul", "square", "integer_pow"])
 SUMS = frozenset(["add", "sub", "add_any"])
+IDENTITIES = frozenset(["name", "copy", "copy_p", "sharding_constraint"])
+# What XLA moves, drops or merges while it folds scalar factors.
+_SEEN_THROUGH = IDENTITIES | frozenset(
+    [
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "neg",
+        "div",
+        "reduce_precision",
+        "stop_gradient",
+        "rev",
+        "slice",
+    ]
+)
 
 
 def is_exact(op: Op) -> bool:
@@ -58,7 +78,7 @@ def is_exact(op: Op) -> bool:
       False for everything that is not known to be exact, so that an unknown operation can only make
       a leaf late and never wrong.
     """
-    if op.name in _MOVES:
+    if op.name in _MOVES | IDENTITIES:
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
         return all(_full_width(v.dtype) for v in op.inputs) and op.params.get("y", 0) >= 0
@@ -75,34 +95,76 @@ def _full_width(dtype: jnp.dtype) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_)
 
 
+def is_identity(op: Op) -> bool:
+    """Whether an operation only says something about its operand."""
+    return op.name in IDENTITIES
+
+
 def may_be_cut(value: Value) -> bool:
     """Whether a value is the same number where it is returned and where the step goes on with it.
 
     A product is not: XLA folds a chain of scalar factors into one, `(x * a) * b` into
     `x * (a * b)`, and a division by a constant is such a factor. (A CPU with FMA moreover contracts
-    a product with the addition it feeds.) An addition or a select ends the chain.
+    a product with the addition it feeds.) It sees through whatever it erases: names, copies,
+    layouts, `x + 0`, the walls of a `shard_map`. Powers of two fold without rounding.
     """
-    op = value.op
-    if op is None:
-        return True
-    divides_by_constant = op.name == "div" and _constant_divisor(op) is not None
-    return op.name not in PRODUCTS and not divides_by_constant
+    stack, seen = [value], set[Value]()
+    while stack:
+        value = stack.pop()
+        op = value.op
+        if op is None or value in seen:
+            continue
+        seen.add(value)
+        if op.results:
+            stack.append(op.results[value.index])
+        elif _is_rounding_factor(op):
+            return False
+        elif op.name in _SEEN_THROUGH or _changes_nothing(op):
+            stack.extend(op.inputs)
+    return True
 
 
-def _constant_divisor(op: Op) -> np.ndarray | None:
-    divisor = op.inputs[1]
-    if divisor.op is not None and divisor.op.name == "broadcast_in_dim":
-        divisor = divisor.op.inputs[0]
-    return np.asarray(divisor.constant) if divisor.is_constant else None
+def _is_rounding_factor(op: Op) -> bool:
+    if op.name == "mul":
+        return not any(_is_power_of_two(_scalar_constant(v)) for v in op.inputs)
+    if op.name == "integer_pow":
+        return bool(op.params["y"] != 1)
+    if op.name == "div":
+        divisor = _scalar_constant(op.inputs[1])
+        return divisor is not None and not _is_power_of_two(divisor)
+    return op.name == "square"
+
+
+def _changes_nothing(op: Op) -> bool:
+    """Additions of zero, powers of one, and selections that are decided while compiling."""
+    if op.name in SUMS:
+        return any(_scalar_constant(v) == 0 for v in op.inputs)
+    if op.name == "select_n":
+        return _scalar_constant(op.inputs[0]) is not None
+    return op.name == "integer_pow" or op.name == "mul"  # those that `_is_rounding_factor` let pass
+
+
+def _scalar_constant(value: Value) -> Any:
+    """The one number of a constant, spread over a shape or not; `None` if it has several."""
+    while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
+        value = value.op.inputs[0]
+    if not value.is_constant:
+        return None
+    numbers: np.ndarray = np.asarray(value.constant).reshape(-1)
+    return numbers[0] if numbers.size and np.all(numbers == numbers[0]) else None
+
+
+def _is_power_of_two(number: Any) -> bool:
+    if number is None or not np.isfinite(np.float64(number)):
+        return False
+    mantissa, exponent = np.frexp(np.abs(np.float64(number)))
+    return bool(mantissa == 0.5 and abs(exponent) < 120)
 
 
 def _divides_by_power_of_two(op: Op) -> bool:
     """Such a division is a multiplication by an exact reciprocal (a mean over 8 micro-batches)."""
-    divisor = _constant_divisor(op)
-    if divisor is None or divisor.ndim or not all(_full_width(v.dtype) for v in op.inputs):
-        return False
-    mantissa, exponent = np.frexp(np.float64(divisor))
-    return bool(abs(mantissa) == 0.5 and abs(exponent) < 120)
+    full = all(_full_width(v.dtype) for v in op.inputs)
+    return full and _is_power_of_two(_scalar_constant(op.inputs[1]))
 
 
 def _convert_is_exact(op: Op) -> bool:

@@ -21,9 +21,19 @@ from gockpt_jax import _compat
 _SELECT = lax.select_n_p
 _NOTHING = object()
 # Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
-# others carry rules (a derivative, a rematerialisation) that opening would drop.
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr",
-          "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}  # fmt: skip
+# others carry rules (a derivative, a rematerialisation) that opening would drop. A gradient often
+# comes straight out of a rematerialised block: what made it must be seen.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+}
 _OPENABLE = frozenset({"jit", "pjit"})
 
 
@@ -47,12 +57,14 @@ class Value:
     Attributes:
       aval: Its abstract value (shape and dtype).
       op: The operation that makes it; `None` for inputs and constants.
+      index: Its position among that operation's results.
       site: Where the armed step can return it; `None` inside bodies that cannot be opened.
       constant: Its value where that is known while tracing.
     """
 
     aval: Any
     op: "Op | None" = None
+    index: int = 0
     site: Site | None = None
     constant: Any = _NOTHING
 
@@ -85,6 +97,8 @@ class Op:
     inputs: tuple[Value, ...]
     params: dict[str, Any]
     num_outputs: int
+    results: "tuple[Value, ...]" = ()
+    """Of a `shard_map`: what its body returns, seen from inside, on shapes of one shard."""
 
     @property
     def name(self) -> str:
@@ -169,7 +183,10 @@ def _apply(
             for var, *cases in zip(eqn.outvars, *branches, strict=True)
         ]
     op = Op(eqn.primitive, tuple(inputs), eqn.params, len(eqn.outvars))
-    return [Value(var.aval, op) for var in eqn.outvars]
+    if name == "shard_map":
+        body, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+        op.results = tuple(_walk(body, consts, [Value(v.aval) for v in body.invars], None))
+    return [Value(var.aval, op, i) for i, var in enumerate(eqn.outvars)]
 
 
 def can_open(eqn: Any) -> bool:

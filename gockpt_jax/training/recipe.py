@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from gockpt_jax.training.cut import Group, Leaf
-from gockpt_jax.training.exact import PRODUCTS, SUMS
+from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
 from gockpt_jax.training.graph import Value
 
 _FREE_OF_SHAPE = ("new_dtype", "weak_type", "y", "sharding", "accuracy")
@@ -156,7 +156,7 @@ def _instruction(value: Value, register: dict[Value, int]) -> Instruction:
     op = value.op
     assert op is not None
     operands = tuple(_operand(v, register) for v in op.inputs)
-    if op.name == "broadcast_in_dim":
+    if op.name == "broadcast_in_dim" or is_identity(op):
         return Instruction(None, (), operands, value.shape == ())
     params = tuple(sorted((k, v) for k, v in op.params.items() if k in _FREE_OF_SHAPE))
     return Instruction(op.primitive, params, operands, value.shape == ())

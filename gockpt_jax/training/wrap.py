@@ -197,7 +197,9 @@ def _settings(step: Any) -> tuple[_compat.JitSettings, str | None]:
     if not callable(getattr(step, "trace", None)):
         kind = type(step).__name__
         remedy = "pass the function that `jax.jit` returned, before `.lower().compile()`"
-        if kind == "function":
+        if kind == "function" and hasattr(step, "lower"):
+            kind, remedy = "jax.pmap", "use `jax.jit` with shardings over a mesh"
+        elif kind == "function":
             remedy = "wrap the function in `jax.jit` first"
         return _compat.JitSettings(), f"a `{kind}` has no program to trace; {remedy}"
     settings = _compat.jit_settings(step)

@@ -72,9 +72,10 @@ def test_watch_notices_a_window_that_stages_nothing(
 # Staging.
 
 DTYPES = [
-    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4", "int8",
-    "uint8", "int16", "uint16", "int32", "uint32", "bool", "complex64", "key",
+    "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16",
+    "uint16", "int32", "uint32", "bool", "complex64", "key",
 ]  # fmt: skip
+PACKED = ["int4", "uint4"]  # two elements to a byte
 PLACEMENTS = {
     "single": None,
     "replicated": PartitionSpec(),
@@ -94,7 +95,6 @@ def make_array(dtype: str, placement: str, shape: tuple[int, ...]) -> jax.Array:
     if dtype == "key":
         keys = jax.random.split(jax.random.key(1), shape) if shape else jax.random.key(1)
         return jax.device_put(keys, sharding)
-    # By a program, as a state is: this JAX cannot pass an int4 array from `device_put` to one.
     size = int(np.prod(shape, dtype=int))
     make = jax.jit(
         lambda: (jnp.arange(size) % 8).reshape(shape).astype(dtype), out_shardings=sharding
@@ -102,9 +102,10 @@ def make_array(dtype: str, placement: str, shape: tuple[int, ...]) -> jax.Array:
     return make()
 
 
+@pytest.mark.parametrize("dtypes", [DTYPES, PACKED], ids=["whole bytes", "packed"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_staging_makes_new_buffers(placement: str) -> None:
-    arrays = [make_array(d, placement, shape) for d in DTYPES for shape in ((8, 4), ())]
+def test_staging_makes_new_buffers(placement: str, dtypes: list[str]) -> None:
+    arrays = [make_array(d, placement, shape) for d in dtypes for shape in ((8, 4), ())]
     staged = stage(arrays)
     again = stage(arrays)
     taken = set().union(*map(pointers, arrays))

@@ -164,7 +164,7 @@ _ADAMW, _ADAMW_STATE = from_optax(optax.adamw(1e-2))
 UPDATES = {
     "worked example": Update(
         worked_example, state("m", "v", "w"), _MOMENTS, lambda s, g: [clipped(g)],
-        late={"w": "saves too little|does not repeat exactly"},
+        late={"w": "product"},
     ),
     "adam": Update(adam, state("m", "v", "w"), _MOMENTS),
     "optax.adamw": Update(_ADAMW, _ADAMW_STATE, _MOMENTS, late={"count": "small"}),
