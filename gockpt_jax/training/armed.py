@@ -1,7 +1,7 @@
 """The armed step: the user's own program with the cut values as trailing outputs.
 
-Nothing is rewritten. Where a cut value lies inside a `jit` call, that call alone is replaced by its
-body, which is what XLA's own inliner does with it later.
+Nothing is rewritten. Where a cut value lies inside a `jit` call, or in a branch decided while
+tracing, that call alone is replaced by its body, as XLA's own passes do later.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from gockpt_jax import _compat
-from gockpt_jax.training.graph import Site
+from gockpt_jax.training.graph import Site, body_of
 
 
 def with_outputs(closed: Any, sites: Sequence[Site]) -> Callable[..., list[jax.Array]]:
@@ -84,10 +84,11 @@ def _inline(
     path: tuple[int, ...],
 ) -> tuple[list[Any], list[Any]]:
     """A call's body in the caller's variables. One body may be called twice, so all are fresh."""
-    jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    closed, operands = body_of(eqn, invars)
+    jaxpr, _ = _compat.open_jaxpr(closed)
     inner: dict[Site, Any] = {}
     body, renamed_inside = _open(jaxpr, sites, inner, path)
-    fresh: dict[Any, Any] = dict(zip(jaxpr.invars, invars, strict=True))
+    fresh: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
     eqns = []
     for e in body:
         operands = [_renamed(a, fresh) for a in e.invars]

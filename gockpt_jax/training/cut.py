@@ -19,10 +19,10 @@ product with what it feeds, and would then go on with another number than the on
 (`exact.may_be_cut`).
 
 `v'` gives {c} as well, so `m` and `v` form one *group*: both leave early, one array follows them.
-`w'` ends in a division, is its own source, and has no cut: `w` is *late*. It is staged at the
-sealed version itself, and the walk from other leaves treats it as a source, since the host will not
-have it. This is the paper's scheme (arXiv 2511.07035, section 3) without its knowledge of Adam: the
-order "moments first, parameters last" comes out of the program.
+Back from `w'` there is only the product `lr * ...` between it and a division: `w` has no cut and is
+*late*. It is staged at the sealed version itself, and the walk from other leaves treats it as a
+source, since the host will not have it. This is the paper's scheme (arXiv 2511.07035, section 3)
+without its knowledge of Adam: "moments first, parameters last" comes out of the program.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from gockpt_jax.training.exact import is_exact, is_identity, may_be_cut
+from gockpt_jax.training.exact import SUMS, is_exact, is_identity, may_be_cut
 from gockpt_jax.training.flow import minimum_vertex_cut
 from gockpt_jax.training.graph import Op, Value
 
@@ -105,7 +105,7 @@ def find_cut(leaves: Sequence[Leaf], *, min_gain: float = MIN_GAIN, even_for_not
     """
     late = {j: reason for j, leaf in enumerate(leaves) if (reason := _unfit(leaf))}
     cuts = _cut_to_fixpoint(leaves, late)
-    candidates = [_group(members, cuts) for members in _connected(cuts)]
+    candidates = [_group(members, cuts, leaves) for members in _connected(cuts)]
     gains = [_gain(group, leaves) for group in candidates]
     if even_for_nothing and not any(gain >= min_gain for gain in gains):
         min_gain = 1.0
@@ -152,34 +152,56 @@ def _cut_to_fixpoint(leaves: Sequence[Leaf], late: dict[int, str]) -> dict[int, 
 def _cut_leaf(leaf: Leaf, host_has: Mapping[Value, int]) -> _LeafCut | str:
     if leaf.new is leaf.old:
         return _LeafCut((), frozenset())  # frozen: nothing to replay, nothing to retain
-    sources: list[Value] = []
-    uses: list[tuple[Value, Value]] = []
-    reads: set[int] = set()
+    walk = _walk_back([leaf], host_has)
+    if leaf.new in walk.sources:
+        return f"its new value comes out of {_describe(leaf.new)}"
+    cut = walk.minimum_cut([leaf.new])
+    if cut is None:
+        return "between what the host cannot repeat and it there is only a product, loop or branch"
+    return _LeafCut(tuple(cut), frozenset(walk.reads))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Walk:
+    """What lies between new values and what the host cannot repeat."""
+
+    sources: dict[Value, None]
+    uses: list[tuple[Value, Value]]
+    reads: set[int]  # leaves whose old values it meets
+    between: list[Value]  # everything else it meets
+
+    def minimum_cut(self, outputs: Sequence[Value]) -> list[Value] | None:
+        costs = {v: None if v in outputs else _cost(v) for v in self.between}
+        for operand, user in self.uses:
+            # `d + scatter(0, g)` becomes `scatter(d, g)`, unless the scattered value is returned.
+            if operand.op and user.op and operand.op.name.startswith("scatter"):
+                costs[operand] = None if user.op.name in SUMS else costs[operand]
+        return minimum_vertex_cut(list(self.sources), outputs, self.uses, costs)
+
+
+def _walk_back(leaves: Sequence[Leaf], host_has: Mapping[Value, int]) -> _Walk:
+    walk = _Walk({}, [], set(), [])
     seen: set[Value] = set()
-    stack = [leaf.new]
+    stack = [(leaf.new, leaf.old.shape) for leaf in leaves]
     while stack:
-        value = stack.pop()
+        value, shape = stack.pop()
         if value in seen:
             continue
         seen.add(value)
         if value in host_has:
-            reads.add(host_has[value])
-        elif value.op is None or not _repeatable(value.op, value, leaf.old.shape):
-            sources.append(value)
+            walk.reads.add(host_has[value])
+            continue
+        walk.between.append(value)
+        if value.op is None or not _repeatable(value.op, value, shape):
+            walk.sources[value] = None
         elif is_identity(value.op) and value.site is not None and may_be_cut(value):
-            sources.append(value)  # a marked gradient, as a rule: there is no need to look behind
+            walk.sources[value] = None  # a marked gradient, as a rule: no need to look behind
         else:
             for operand in value.op.inputs:
                 if not (operand.is_constant and operand.shape == ()):
-                    uses.append((operand, value))
-                    stack.append(operand)
-    if leaf.new in sources:
-        return f"its new value comes out of {_describe(leaf.new)}"
-    costs = {v: _cost(v, leaf.new) for v in seen if v not in host_has}
-    cut = minimum_vertex_cut(sources, leaf.new, uses, costs)
-    if cut is None:
-        return "between what the host cannot repeat and it there is only a product, loop or branch"
-    return _LeafCut(tuple(cut), frozenset(reads))
+                    walk.uses.append((operand, value))
+                    stack.append((operand, shape))
+    return walk
 
 
 def _repeatable(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
@@ -189,11 +211,9 @@ def _repeatable(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
     return all(v.shape in (value.shape, ()) for v in op.inputs) and is_exact(op)
 
 
-def _cost(value: Value, output: Value) -> int | None:
+def _cost(value: Value) -> int | None:
     """Bytes on the wire; `None`: cannot be cut here."""
-    if value is output or value.site is None or not may_be_cut(value):
-        return None
-    return value.nbytes
+    return value.nbytes if value.site is not None and may_be_cut(value) else None
 
 
 def _describe(value: Value) -> str:
@@ -224,8 +244,14 @@ def _connected(cuts: Mapping[int, _LeafCut]) -> Iterable[list[int]]:
     return members.values()
 
 
-def _group(members: Sequence[int], cuts: Mapping[int, _LeafCut]) -> Group:
+def _group(members: Sequence[int], cuts: Mapping[int, _LeafCut], leaves: Sequence[Leaf]) -> Group:
+    """Cuts a group once for all its leaves: their own cuts together may be more than it takes."""
     values = tuple(dict.fromkeys(v for j in members for v in cuts[j].values))
+    if len(members) > 1:
+        host_has = {leaves[j].old: j for j in members}
+        changing = [leaves[j] for j in members if leaves[j].new is not leaves[j].old]
+        together = _walk_back(changing, host_has).minimum_cut([x.new for x in changing])
+        values = values if together is None else tuple(together)
     return Group(
         tuple(members),
         retained=tuple(v for v in values if v.shape != ()),

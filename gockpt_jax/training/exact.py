@@ -6,6 +6,7 @@ as `div.full` and `sqrt.approx`), nor how wide arithmetic below fp32 is carried.
 may stand in a recipe; where the walk from a leaf meets anything else, the cut lies after it.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -49,21 +50,100 @@ _MOVES = frozenset(
 PRODUCTS = frozenset(["mul", "square", "integer_pow"])
 SUMS = frozenset(["add", "sub", "add_any"])
 IDENTITIES = frozenset(["name", "copy", "copy_p", "sharding_constraint"])
-# What XLA moves, drops or merges while it folds scalar factors.
-_SEEN_THROUGH = IDENTITIES | frozenset(
+# Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
+# an operation that we do not know can only make a leaf late.
+_ENDS = frozenset(
     [
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "transpose",
-        "broadcast_in_dim",
-        "convert_element_type",
-        "neg",
-        "div",
-        "reduce_precision",
-        "stop_gradient",
-        "rev",
-        "slice",
+        "dot_general",
+        "ragged_dot",
+        "conv_general_dilated",
+        "scan",
+        "while",
+        "cond",
+        "gather",
+        "sort",
+        "custom_call",
+        "ffi_call",
+        "scatter",
+        "scatter-add",
+        "scatter-mul",
+        "scatter-min",
+        "scatter-max",
+        "scatter_add",
+        "scatter_mul",
+        "scatter_min",
+        "scatter_max",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "cumlogsumexp",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "pow",
+        "tanh",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "logistic",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "lgamma",
+        "digamma",
+        "sign",
+        "round",
+        "floor",
+        "ceil",
+        "rem",
+        "nextafter",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "is_finite",
+        "random_bits",
+        "random_wrap",
+        "random_unwrap",
+        "threefry2x32",
+        "iota",
+        "argmax",
+        "argmin",
+        "top_k",
+        "psum",
+        "psum2",
+        "psum_invariant",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "ppermute",
+        "eigh",
+        "qr",
+        "cholesky",
+        "svd",
+        "lu",
+        "triangular_solve",
     ]
 )
 
@@ -106,7 +186,8 @@ def may_be_cut(value: Value) -> bool:
     A product is not: XLA folds a chain of scalar factors into one, `(x * a) * b` into
     `x * (a * b)`, and a division by a constant is such a factor. (A CPU with FMA moreover contracts
     a product with the addition it feeds.) It sees through whatever it erases: names, copies,
-    layouts, `x + 0`, the walls of a `shard_map`. Powers of two fold without rounding.
+    layouts, `x + 0`, the walls of a `shard_map`. Powers of two fold without rounding. So the walk
+    back from the value must come to an end of the chain before it comes to a factor.
     """
     stack, seen = [value], set[Value]()
     while stack:
@@ -119,7 +200,7 @@ def may_be_cut(value: Value) -> bool:
             stack.append(op.results[value.index])
         elif _is_rounding_factor(op):
             return False
-        elif op.name in _SEEN_THROUGH or _changes_nothing(op):
+        elif not _ends_chain(op, value):
             stack.extend(op.inputs)
     return True
 
@@ -135,13 +216,18 @@ def _is_rounding_factor(op: Op) -> bool:
     return op.name == "square"
 
 
-def _changes_nothing(op: Op) -> bool:
-    """Additions of zero, powers of one, and selections that are decided while compiling."""
+def _ends_chain(op: Op, value: Value) -> bool:
+    """Whether XLA cannot fold a factor in front of this operation with one behind it."""
+    constants = [_scalar_constant(v) for v in op.inputs]
     if op.name in SUMS:
-        return any(_scalar_constant(v) == 0 for v in op.inputs)
+        return not any(c == 0 for c in constants if c is not None)
     if op.name == "select_n":
-        return _scalar_constant(op.inputs[0]) is not None
-    return op.name == "integer_pow" or op.name == "mul"  # those that `_is_rounding_factor` let pass
+        return constants[0] is None  # else it is decided while compiling
+    if op.name in ("max", "min", "clamp"):
+        return not any(np.isinf(np.float64(c)) for c in constants if c is not None)
+    if op.name.startswith("reduce_") and op.name != "reduce_precision":
+        return op.inputs[0].shape != () and math.prod(op.inputs[0].shape) > math.prod(value.shape)
+    return op.name in _ENDS
 
 
 def _scalar_constant(value: Value) -> Any:

@@ -16,17 +16,17 @@ _UNLIMITED = 1 << 30
 
 def minimum_vertex_cut(
     sources: Sequence[Node],
-    sink: Node,
+    sinks: Sequence[Node],
     edges: Sequence[tuple[Node, Node]],
     costs: Mapping[Node, int | None],
 ) -> list[Node] | None:
-    """The cheapest set of nodes whose removal parts the sources from the sink.
+    """The cheapest set of nodes whose removal parts the sources from the sinks.
 
     Among equally cheap sets, the one nearest the sources.
 
     Args:
       sources: Nodes from which everything flows; each is also a candidate for the cut.
-      sink: The node that must be parted from them.
+      sinks: The nodes that must be parted from them.
       edges: Pairs (from, to). Edges at nodes that `costs` does not name are left out.
       costs: Cost of removing each node, in any unit; `None` for one that cannot be removed.
 
@@ -36,9 +36,9 @@ def minimum_vertex_cut(
     Example:
       >>> edges = [("g", "c"), ("norm", "c"), ("g", "h"), ("c", "m"), ("h", "m")]
       >>> costs = {"g": 9, "norm": 1, "c": 9, "h": 9, "m": None}
-      >>> minimum_vertex_cut(["g", "norm"], "m", edges, costs)
+      >>> minimum_vertex_cut(["g", "norm"], ["m"], edges, costs)
       ['g', 'norm']
-      >>> minimum_vertex_cut(["a", "b"], "m", [("a", "s"), ("b", "s"), ("s", "m")],
+      >>> minimum_vertex_cut(["a", "b"], ["m"], [("a", "s"), ("b", "s"), ("s", "m")],
       ...                    {"a": 4, "b": 4, "s": 4, "m": None})
       ['s']
     """
@@ -46,7 +46,7 @@ def minimum_vertex_cut(
         return []
     nodes = list(costs)
     enter = {node: 2 * i for i, node in enumerate(nodes)}  # a node is the edge enter -> enter + 1
-    start, end = 2 * len(nodes), 2 * enter[sink] // 2 + 1
+    start, end = 2 * len(nodes), 2 * len(nodes) + 1
     tails, heads, capacities = [], [], []
 
     def connect(tail: int, head: int, capacity: int) -> None:
@@ -63,7 +63,9 @@ def minimum_vertex_cut(
             connect(enter[tail] + 1, enter[head], _UNLIMITED)
     for source in sources:
         connect(start, enter[source], _UNLIMITED)
-    size = start + 1
+    for sink in sinks:
+        connect(enter[sink] + 1, end, _UNLIMITED)
+    size = end + 1
     capacity = csr_matrix((np.array(capacities, np.int32), (tails, heads)), shape=(size, size))
     flow = maximum_flow(capacity, start, end)
     if flow.flow_value >= _UNLIMITED:

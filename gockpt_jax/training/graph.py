@@ -171,10 +171,10 @@ def _apply(
     eqn: Any, inputs: list[Value], path: tuple[int, ...] | None, position: int
 ) -> list[Value]:
     name = eqn.primitive.name
-    if name in _CALLS and _CALLS[name] in eqn.params:
-        body, consts = _compat.open_jaxpr(eqn.params[_CALLS[name]])
+    if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
+        body, operands = body_of(eqn, inputs)
         inner = (*path, position) if path is not None and can_open(eqn) else None
-        return _walk(body, consts, inputs, inner)
+        return _walk(*_compat.open_jaxpr(body), operands, inner)
     if name == "cond" and not any(_is_extended(v.aval) for v in eqn.outvars):
         index, *operands = inputs
         branches = [_walk(*_compat.open_jaxpr(b), operands, None) for b in eqn.params["branches"]]
@@ -189,13 +189,30 @@ def _apply(
     return [Value(var.aval, op, i) for i, var in enumerate(eqn.outvars)]
 
 
+def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """What a call runs, and with which of its operands."""
+    if (branch := _decided_branch(eqn)) is not None:
+        return branch, operands[1:]
+    return eqn.params[_CALLS[eqn.primitive.name]], operands
+
+
 def can_open(eqn: Any) -> bool:
     """Whether a call may be replaced by its body in the armed program without losing anything."""
+    if (branch := _decided_branch(eqn)) is not None:
+        return not _compat.open_jaxpr(branch)[1]
     if eqn.primitive.name not in _OPENABLE:
         return False
     _, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
     placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return not consts and not any(isinstance(s, jax.sharding.Sharding) for s in placed)
+
+
+def _decided_branch(eqn: Any) -> Any | None:
+    """The branch of a `cond` that was decided while tracing; the compiler keeps it alone."""
+    if eqn.primitive.name != "cond" or not isinstance(eqn.invars[0], jex.Literal):
+        return None
+    branches = eqn.params["branches"]
+    return branches[min(max(int(eqn.invars[0].val), 0), len(branches) - 1)]
 
 
 def _is_extended(aval: Any) -> bool:

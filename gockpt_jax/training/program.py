@@ -139,6 +139,7 @@ class StepProgram:
 
     def wait_until_ready(self) -> None:
         """Returns when the armed step has been compiled, or has failed to."""
+        assert self.is_armed, "nobody has asked for the armed step to be compiled"
         concurrent.futures.wait([self._executable])
 
     def failure(self) -> BaseException | None:
@@ -155,6 +156,7 @@ class StepProgram:
           TypeError: before anything is dispatched, if the call is not the one that was traced.
           ValueError: likewise, for shardings.
         """
+        assert self.is_armed, "nobody has asked for the armed step to be compiled"
         flat, tree = _flatten(self._form.dynamic(args, kwargs))
         if tree != self._in_tree:
             raise TypeError(f"the arguments' structure changed, from {self._in_tree} to {tree}")

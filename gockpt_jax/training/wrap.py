@@ -67,6 +67,7 @@ class WrappedStep:
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0
         functools.update_wrapper(self, step, updated=())
+        self.__wrapped__ = getattr(step, "__wrapped__", step)
         if self.why_not is not None:
             self._warn(self.why_not)
 

@@ -102,11 +102,15 @@ def fill_blocks(groups: Sequence[ReplayGroup], size: StateBytes, steps: int, rea
 
 
 def peak_device_bytes(plan: Plan, groups: Sequence[ReplayGroup], size: StateBytes) -> int:
-    """Most bytes staged and retained at once: a block, beside what two steps in flight retain."""
+    """Most bytes staged and retained at once: a block, beside what two steps in flight retain.
+
+    The late leaves follow when no further step will retain anything: they need to fit by
+    themselves, and wait for what the last steps retained to be pulled.
+    """
     early = {j for block in plan.blocks for g in block for j in groups[g].leaves}
     last_block = sum(n for j, n in enumerate(size.leaves) if j not in early)
     blocks = [sum(_bytes(groups[g], size) for g in block) for block in plan.blocks]
-    return max([last_block, *blocks]) + 2 * size.retained
+    return max(last_block, max(blocks) + 2 * size.retained)
 
 
 def _bytes(group: ReplayGroup, size: StateBytes) -> int:

@@ -7,19 +7,17 @@ the hash of the state on disk: a killed process cannot be asked what it had give
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import contextlib
 import os
 import pathlib
 import resource
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import pytest
 
 
 def main() -> None:
@@ -120,8 +118,6 @@ def die_at(stage: str, nth: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **kwargs)
 
-    import pytest
-
     import gockpt_jax  # noqa: F401  All modules that hold the function by name.
 
     replace(pytest.MonkeyPatch(), owner, name, deadly)
@@ -179,14 +175,10 @@ def end(directory: pathlib.Path, where: str, how: str) -> None:
 
 
 def _at_shutdown(release: Callable[[], None]) -> None:
-    """Lets go of what is held back only when the interpreter is on its way out.
+    """Lets go of what is held back only when the interpreter is on its way out."""
+    from .places import wait_for_shutdown
 
-    Executors refuse work from then on, and the interpreter waits for their threads before the main
-    thread counts as ended; Orbax waits for the drain on one of them.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1) as executor, contextlib.suppress(RuntimeError):
-        while True:
-            executor.submit(time.sleep, 0.01).result()
+    wait_for_shutdown()
     release()
 
 

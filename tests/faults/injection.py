@@ -117,3 +117,27 @@ class Gate:
     def open(self) -> None:
         """All may pass."""
         self._open.set()
+
+
+class Passed:
+    """Tells when a function has been called.
+
+    Args:
+        monkeypatch: Puts the function back.
+        owner: The module or class that holds the function.
+        name: The function's name.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        self._called = threading.Event()
+        function = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._called.set()
+            return function(*args, **kwargs)
+
+        replace(monkeypatch, owner, name, noted)
+
+    def wait(self) -> None:
+        """Returns when it has."""
+        assert self._called.wait(LIMIT_SECS), "it was not called"

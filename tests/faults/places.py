@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.storage import writer
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.window.early import EarlyChunks
 
-from .injection import Fault, Gate
-from .trainer import Trainer
+from .injection import Fault, Gate, Passed
+from .trainer import LIMIT_SECS, Trainer
+
+
+def wait_for_shutdown() -> None:
+    """Returns when the main thread has left the program and waits for the other threads.
+
+    Nothing public tells: executors refuse work a moment later, the main thread counts as alive
+    until their threads have ended, and Orbax waits for a drain on one of those.
+    """
+    main = threading.main_thread().ident
+    while main is not None and main in sys._current_frames():
+        frames = traceback.walk_stack(sys._current_frames()[main])
+        if any(frame.f_code is threading._shutdown.__code__ for frame, _ in frames):
+            return
+        time.sleep(0.01)
 
 
 def _nothing() -> None:
@@ -57,10 +78,26 @@ def _reached(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 def _draining(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Save 8 has returned, none of its chunks is on the host."""
     trainer.run_undisturbed(6)
-    gate = Gate(patch, Pull, "result")
+    gate, written = Gate(patch, Pull, "result"), Passed(patch, writer, "_write_array_metadatas")
     gate.shut()
     trainer.run(8)
+    written.wait()
     return gate.open
+
+
+def _just_saved(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Save 8 has returned; the directory to write into does not exist yet."""
+    trainer.run_undisturbed(7)
+    to_thread, may_go_on = asyncio.to_thread, threading.Event()
+
+    async def late(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_go_on.wait(LIMIT_SECS)
+        return await to_thread(*args, **kwargs)
+
+    patch.setattr(asyncio, "to_thread", late)
+    trainer.run(8)
+    return may_go_on.set
 
 
 def _failed(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -78,9 +115,11 @@ def _sealed_and_failed(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[
     """Save 8 has returned; its early chunks will turn out to be lost."""
     trainer.run_undisturbed(6)
     gate, fault = Gate(patch, EarlyChunks, "land"), Fault(patch, Replayer, "apply")
+    written = Passed(patch, writer, "_write_array_metadatas")
     gate.shut()
     fault.arm()
     trainer.run(8)
+    written.wait()
     trainer.given.pop(8)
     return gate.open
 
@@ -92,6 +131,7 @@ PLACES: dict[str, Callable[[Trainer, pytest.MonkeyPatch], Callable[[], None]]] =
     "opened": _opened,
     "behind": _behind,
     "reached": _reached,
+    "just_saved": _just_saved,
     "draining": _draining,
     "failed": _failed,
     "sealed_and_failed": _sealed_and_failed,

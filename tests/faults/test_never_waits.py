@@ -87,6 +87,7 @@ EXITS = [
     ("behind", "return"),
     ("behind", "exit"),
     ("reached", "exception"),
+    ("just_saved", "return"),
     ("draining", "return"),
     ("draining", "exception"),
     ("failed", "exception"),

@@ -45,7 +45,7 @@ def all_cuts(sources, edges, costs):
 @given(problems())
 def test_cheapest_and_nearest_to_the_sources(problem):
     sources, edges, costs = problem
-    found = minimum_vertex_cut(sources, SINK, edges, costs)
+    found = minimum_vertex_cut(sources, [SINK], edges, costs)
     cuts = list(all_cuts(sources, edges, costs))
     if not cuts:
         assert found is None
@@ -61,14 +61,14 @@ def test_cheapest_and_nearest_to_the_sources(problem):
 
 
 def test_nothing_to_part():
-    assert minimum_vertex_cut([], SINK, [(0, SINK)], {0: 1, SINK: None}) == []
-    assert minimum_vertex_cut([0], SINK, [], {0: 1, SINK: None}) == []
+    assert minimum_vertex_cut([], [SINK], [(0, SINK)], {0: 1, SINK: None}) == []
+    assert minimum_vertex_cut([0], [SINK], [], {0: 1, SINK: None}) == []
 
 
 def test_edges_at_unnamed_nodes_are_left_out():
     """The walk ends at what the host has: such a node has no cost."""
     edges = [("state", SINK), ("g", SINK)]
-    assert minimum_vertex_cut(["g"], SINK, edges, {"g": 4, SINK: None}) == ["g"]
+    assert minimum_vertex_cut(["g"], [SINK], edges, {"g": 4, SINK: None}) == ["g"]
 
 
 def test_sizes_of_real_leaves():
@@ -76,7 +76,7 @@ def test_sizes_of_real_leaves():
     big = 8 * 2**30
     edges = [("g", "c"), ("flag", "c"), ("h", "c"), ("c", SINK)]
     costs = {"g": big, "flag": 1, "h": big, "c": big, SINK: None}
-    assert minimum_vertex_cut(["g", "flag", "h"], SINK, edges, costs) == ["c"]
+    assert minimum_vertex_cut(["g", "flag", "h"], [SINK], edges, costs) == ["c"]
     sources = list(range(400))
     costs = dict.fromkeys(sources, big) | {SINK: None}
-    assert minimum_vertex_cut(sources, SINK, [(s, SINK) for s in sources], costs) == sources
+    assert minimum_vertex_cut(sources, [SINK], [(s, SINK) for s in sources], costs) == sources

@@ -229,7 +229,7 @@ def pmapped():
         pytest.param(compiled, fresh, X, "`Compiled`", r"before `.lower\(\)", id="compiled"),
         pytest.param(lambda: update, fresh, X, "`function`", "`jax.jit` first", id="python"),
         pytest.param(pmapped, lambda: {k: x[:, None] for k, x in fresh().items()}, X[:, None],
-                     "pmap", "jax.jit.*shardings", id="pmap"),
+                     "pmap", "jax.jit.*mesh", id="pmap"),
         pytest.param(lambda: jax.jit(update), explicit_state, 2.0, "Explicit",
                      "AxisType.Auto", id="explicit axes"),
     ],
