@@ -47,31 +47,40 @@ def minimum_vertex_cut(
     nodes = list(costs)
     enter = {node: 2 * i for i, node in enumerate(nodes)}  # a node is the edge enter -> enter + 1
     start, end = 2 * len(nodes), 2 * len(nodes) + 1
-    tails, heads, capacities = [], [], []
-
-    def connect(tail: int, head: int, capacity: int) -> None:
-        tails.append(tail)
-        heads.append(head)
-        capacities.append(capacity)
-
     dearest = max((c for c in costs.values() if c is not None), default=1) or 1
-    for node, cost in costs.items():
-        scaled = _UNLIMITED if cost is None else max(1, cost * _CAPACITY_OF_DEAREST // dearest)
-        connect(enter[node], enter[node] + 1, scaled)
-    for tail, head in set(edges):
-        if tail in enter and head in enter:
-            connect(enter[tail] + 1, enter[head], _UNLIMITED)
-    for source in sources:
-        connect(start, enter[source], _UNLIMITED)
-    for sink in sinks:
-        connect(enter[sink] + 1, end, _UNLIMITED)
-    size = end + 1
-    capacity = csr_matrix((np.array(capacities, np.int32), (tails, heads)), shape=(size, size))
+    links = [
+        (enter[n], enter[n] + 1, _UNLIMITED if c is None else _scaled(c, dearest))
+        for n, c in costs.items()
+    ]
+    links += [
+        (enter[tail] + 1, enter[head], _UNLIMITED)
+        for tail, head in set(edges)
+        if tail in enter and head in enter
+    ]
+    links += [(start, enter[source], _UNLIMITED) for source in sources]
+    links += [(enter[sink] + 1, end, _UNLIMITED) for sink in sinks]
+    reached = _reached_behind_maximum_flow(links, start, end)
+    if reached is None:
+        return None
+    return [n for n in nodes if enter[n] in reached and enter[n] + 1 not in reached]
+
+
+def _scaled(cost: int, dearest: int) -> int:
+    return max(1, cost * _CAPACITY_OF_DEAREST // dearest)
+
+
+def _reached_behind_maximum_flow(
+    links: Sequence[tuple[int, int, int]], start: int, end: int
+) -> set[int] | None:
+    """What can still be reached from the start once the flow is at its most; `None`: no limit."""
+    tails, heads, capacities = zip(*links, strict=True)
+    capacity = csr_matrix(
+        (np.array(capacities, np.int32), (tails, heads)), shape=(end + 1, end + 1)
+    )
     flow = maximum_flow(capacity, start, end)
     if flow.flow_value >= _UNLIMITED:
         return None
     residual = capacity - flow.flow
     residual.data[residual.data < 0] = 0
     residual.eliminate_zeros()
-    reached = set(breadth_first_order(residual, start, return_predecessors=False).tolist())
-    return [n for n in nodes if enter[n] in reached and enter[n] + 1 not in reached]
+    return set(breadth_first_order(residual, start, return_predecessors=False).tolist())

@@ -171,7 +171,7 @@ UPDATES = {
     # The moments read the parameter, so all three leave together or not at all.
     "l2": Update(
         l2, state("m", "v", "w"), [["m", "v", "w"]],
-        lambda s, g: [g, _quotient_and_gradient(s, g + 0.1 * s["w"])[0]],
+        lambda s, g: [_quotient_and_gradient(s, g + 0.1 * s["w"])[0], g],
     ),
     "momentum": Update(momentum, state("m", "w"), [["m", "w"]]),
     "sgd with ema": Update(sgd_with_ema, state("ema", "w"), [["ema", "w"]]),
