@@ -28,6 +28,10 @@ class Replayer:
 
     def __init__(self, platform: str):
         self._fenced = platform != "cpu"
+        # Where training runs on the CPU backend, replay shares its devices' queues. A queue that is
+        # full of replays behind a step which waits for another device's part of a collective can
+        # keep the threads from which that part would run: then nothing moves again. One at a time.
+        self._one_at_a_time = platform == "cpu"
         self.device = replay_device()
 
     def apply(
@@ -57,7 +61,8 @@ class Replayer:
         program = _program(recipe, self._fenced, all(isinstance(x, jax.Array) for x in states))
         with jax.default_device(self.device):
             moved = [_on(self.device, x) for x in states]
-            return list(program(moved, list(retained), list(scalars), np.int32(0)))
+            new = list(program(moved, list(retained), list(scalars), np.int32(0)))
+        return jax.block_until_ready(new) if self._one_at_a_time else new
 
 
 def replay_device() -> jax.Device:

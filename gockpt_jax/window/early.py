@@ -76,6 +76,8 @@ class EarlyChunks:
             for g in self._landed:
                 if not self._groups[g].recipe.is_identity:
                     self._update_group(self._groups[g], values)
+        # Until then the retained values are in use.
+        jax.block_until_ready([leaf.flat for leaf in self._leaves.values()])
         self._host.release(moved)
 
     def _update_group(self, group: ReplayGroup, values: Mapping[int, Sequence[np.ndarray]]) -> None:
