@@ -10,6 +10,7 @@ from gockpt_jax.errors import StepMismatchError as StepMismatchError
 from gockpt_jax.errors import WrapError as WrapError
 from gockpt_jax.manager import GoCkptManager as GoCkptManager
 from gockpt_jax.options import WindowOptions as WindowOptions
+from gockpt_jax.storage.handler import GoCkptHandler as GoCkptHandler
 from gockpt_jax.storage.handler import GoCkptRestore as GoCkptRestore
 from gockpt_jax.storage.handler import GoCkptSave as GoCkptSave
 from gockpt_jax.telemetry.report import SaveReport as SaveReport

@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -12,16 +12,14 @@ from etils import epath
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
 from gockpt_jax.storage.policies import labels_to_save
-from gockpt_jax.telemetry.report import ReportLog, SaveReport
-from gockpt_jax.training.call import Places
-from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.window.session import Session
+from gockpt_jax.telemetry.report import PendingReport
+from gockpt_jax.window.face import WindowFace
 
 _ITEM = "state"
 _METRICS = "metrics"
 
 
-class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is untyped.
+class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is untyped.
     """A checkpoint manager that takes the state over the K steps that end at the save step.
 
     A stock manager in every other respect: retention, metrics, `Composite` arguments, stock save
@@ -65,23 +63,14 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
         handler_registry: Any = None,
         pytree_options: Mapping[str, Any] | None = None,
     ):
-        window = WindowOptions() if window is None else window
-        if not isinstance(window, WindowOptions):
-            raise TypeError(
-                f"`window` must be a `WindowOptions`, got {window!r}. For a fixed K pass "
-                "`window=gockpt.WindowOptions(steps=K)`."
-            )
         options = ocp.CheckpointManagerOptions() if options is None else options
-        self._gockpt_window_options = window
         self._gockpt_options = options
-        self._gockpt_log = ReportLog()
-        self._gockpt_session = Session(window, labels_to_save(options))
-        self._gockpt_handler = GoCkptHandler(
-            self._gockpt_session,
-            self._gockpt_log,
-            write_limit_bytes=window.write_limit_bytes,
-            **(pytree_options or {}),
-        )
+        handler = GoCkptHandler(window=window, **(pytree_options or {}))
+        self._gockpt_handler = handler
+        self._share_windows(handler)
+        predictor = self._gockpt_session.predictor
+        predictor.is_save_label, predictor.sees_every_call = labels_to_save(options), True
+        handler.has_manager = True
         self._gockpt_commits_later = (
             bool(options.enable_async_checkpointing) and not options.read_only
         )
@@ -92,65 +81,6 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
             logger=logger,
             handler_registry=_registry(handler_registry, self._gockpt_handler),
         )
-
-    # Training.
-
-    def wrap(
-        self, step: Callable[..., Any], *, state: Places = 0, state_out: Places | None = None
-    ) -> WrappedStep:
-        """Wraps a jitted train step, so that its updates are counted and its state can leave early.
-
-        State, optimizer, shardings, donation and the `jax.jit` call stay as they are, and outside
-        windows the very same executable runs. Several steps may be wrapped; they share one count.
-
-        Args:
-          step: What `jax.jit` returned.
-          state: Position or name of the state among the arguments, or several of them.
-          state_out: Position or name of the new state in the result; found by structure if `None`.
-
-        Returns:
-          A function to call in its place.
-
-        Raises:
-          WrapError: if `step` is not callable, is wrapped already, or a place is not one.
-
-        Warns:
-          SnapshotOnlyWarning: if the step cannot be armed; all its saves are then snapshots.
-        """
-        return WrappedStep(
-            step,
-            self._gockpt_session,
-            state=state,
-            state_out=state_out,
-            arm=self._gockpt_window_options.arm,
-            even_for_nothing=self._gockpt_window_options.steps is not None,
-        )
-
-    def expect_save(self, *, in_steps: int) -> None:
-        """Says that the save after the next `in_steps` updates will be accepted.
-
-        For saves that nothing can foresee: irregular ones, or the first.
-
-        Args:
-          in_steps: Updates until the save, at least 1.
-
-        Raises:
-          ValueError: if it is less than 1.
-        """
-        if isinstance(in_steps, bool) or not isinstance(in_steps, int) or in_steps < 1:
-            raise ValueError(
-                f"`in_steps` must be an integer of at least 1, got {in_steps!r}. Give the number "
-                "of calls of the wrapped step until the save."
-            )
-        self._gockpt_session.predictor.expect(self._gockpt_session.version + in_steps)
-
-    def explain(self, file: TextIO | None = None) -> None:
-        """Prints what of the last wrapped step leaves early, what is retained, what is late.
-
-        Args:
-          file: Where to; standard output if `None`.
-        """
-        print(self._gockpt_session.explain(), file=file)
 
     # Saving and restoring.
 
@@ -166,16 +96,17 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
         if "args" in kwargs:
             kwargs["args"] = _as_composite(kwargs["args"])
         self._gockpt_handler.label = step
-        before = self._gockpt_handler.pending
+        before = self._gockpt_pending
         try:
             accepted = bool(super().save(step, *args, **kwargs))
+            self._gockpt_session.end_save()
         except BaseException as error:
-            pending = self._gockpt_handler.pending
+            pending = self._gockpt_pending
             if pending is not None and pending is not before:
                 pending.failed(error)
             raise
         self._gockpt_session.predictor.observe(self._gockpt_session.version, step, accepted)
-        pending = self._gockpt_handler.pending
+        pending = self._gockpt_pending
         if pending is not None and pending is not before:
             pending.returned(started_at)
             if not self._gockpt_commits_later:
@@ -224,8 +155,8 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
         try:
             super().wait_until_finished()
         except BaseException as error:
-            if self._gockpt_handler.pending is not None:
-                self._gockpt_handler.pending.failed(error)
+            if self._gockpt_pending is not None:
+                self._gockpt_pending.failed(error)
             raise
 
     def close(self) -> None:
@@ -235,26 +166,9 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
         finally:
             self._gockpt_session.close()
 
-    # Telemetry.
-
     @property
-    def reports(self) -> tuple[SaveReport, ...]:
-        """A report for every save that has been committed or has failed, oldest first."""
-        return self._gockpt_log.all()
-
-    @property
-    def last_report(self) -> SaveReport | None:
-        """The newest of `reports`."""
-        return next(reversed(self.reports), None)
-
-    @property
-    def window_status(self) -> str:
-        """What the window is doing now, in a few words: "idle", "window 2/5"."""
-        status = self._gockpt_session.window_status
-        pending = self._gockpt_handler.pending
-        if status == "idle" and pending is not None and not pending.is_finished:
-            return f"draining step {pending.step}"
-        return status
+    def _gockpt_pending(self) -> PendingReport | None:
+        return self._gockpt_handler.pending
 
     def _told_of_commits(
         self, options: ocp.CheckpointManagerOptions
@@ -266,8 +180,8 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
         users = async_options.post_finalization_callback
 
         def committed() -> None:
-            if self._gockpt_handler.pending is not None:
-                self._gockpt_handler.pending.committed()
+            if self._gockpt_pending is not None:
+                self._gockpt_pending.committed()
             if users is not None:
                 users()
 
@@ -276,21 +190,22 @@ class GoCkptManager(ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is un
 
 
 def _registry(given: Any, handler: GoCkptHandler) -> Any:
-    """The user's handlers, ours for our own arguments, and stock's for stock arguments."""
+    """The user's handlers, and ours for our own and for stock arguments.
+
+    `None` stands for items of any name; what is registered for a name alone does not find it.
+    """
     registry = ocp.DefaultCheckpointHandlerRegistry(given)
-    ours = [(GoCkptSave, handler), (GoCkptRestore, handler)]
-    tree, standard = ocp.PyTreeCheckpointHandler(), ocp.StandardCheckpointHandler()
-    stock = [
-        (ocp.args.PyTreeSave, tree),
-        (ocp.args.PyTreeRestore, tree),
-        (ocp.args.StandardSave, standard),
-        (ocp.args.StandardRestore, standard),
-    ]
-    # Finalize takes the first entry of an item, restore without arguments the last: ours, then
-    # stock's. `None` stands for items of any other name.
-    for item, (args, item_handler) in itertools.product((_ITEM, None), (*ours, *stock)):
+    arguments = (
+        GoCkptSave,
+        GoCkptRestore,
+        ocp.args.PyTreeSave,
+        ocp.args.PyTreeRestore,
+        ocp.args.StandardSave,
+        ocp.args.StandardRestore,
+    )
+    for item, args in itertools.product((_ITEM, None), arguments):
         if not registry.has(item, args):
-            registry.add(item, args, item_handler)
+            registry.add(item, args, handler)
     return registry
 
 

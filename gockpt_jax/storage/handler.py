@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,53 +11,106 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.host_array import HostArray, HostShard
+from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats
-from gockpt_jax.telemetry.report import PendingReport, ReportLog, SaveRecord
+from gockpt_jax.telemetry.report import PendingReport, SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.window.session import Session
+from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.slots import ChunkSlot
 
 
-class GoCkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # Orbax is untyped.
+class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Saves trees of arrays through a window; restores like `ocp.StandardCheckpointHandler`.
 
+    For a stock manager: `ocp.CheckpointManager(directory, item_handlers={"state": handler})`, or
+    the handler alone, and `handler.wrap(train_step)`. It hears of accepted saves only, so it
+    foresees them by `expect_save`, by the policy given here, or by their period.
+
     Args:
-      session: Holds the window that `save` seals.
-      log: Where the reports go.
-      write_limit_bytes: Bytes handed to TensorStore at one time.
+      window: How the state leaves the device.
+      save_decision_policy: The policy that the manager was given.
       **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
+
+    Raises:
+      TypeError: if `window` is not a `WindowOptions`.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp
+      >>> handler = GoCkptHandler()
+      >>> with ocp.CheckpointManager(tempfile.mkdtemp(), item_handlers=handler) as manager:
+      ...     step = handler.wrap(jax.jit(lambda state: {"w": state["w"] * 0.5}))
+      ...     state = step({"w": jnp.ones(2)})
+      ...     saved = manager.save(0, args=GoCkptSave(state))
+      ...     restored = manager.restore(0, args=GoCkptRestore(state))
+      >>> restored["w"].tolist(), handler.last_report.kind
+      ([0.5, 0.5], 'snapshot')
     """
 
-    def __init__(self, session: Session, log: ReportLog, *, write_limit_bytes: int, **options: Any):
-        self._session = session
-        self._log = log
-        self._tree, self._writer = make_tree_handler(write_limit_bytes=write_limit_bytes, **options)
+    def __init__(
+        self,
+        *,
+        window: WindowOptions | None = None,
+        save_decision_policy: Any = None,
+        **options: Any,
+    ):
+        self._open_windows(window)
+        predictor = self._gockpt_session.predictor
+        predictor.is_save_label = labels_of_policy(save_decision_policy)
+        predictor.sees_every_call = False
+        limit = self._gockpt_window_options.write_limit_bytes
+        self._tree, self._writer = make_tree_handler(write_limit_bytes=limit, **options)
         self._standard = ocp.StandardCheckpointHandler()
+        self._stock_tree = ocp.PyTreeCheckpointHandler()
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
+        self.has_manager = False  # of ours, which knows labels, refused saves and commits
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
+        self._save = ""  # its directory
 
-    async def async_save(self, directory: Any, args: "GoCkptSave") -> Sequence[ocp.future.Future]:
-        """Seals the window (or takes a snapshot) and starts writing what becomes final."""
+    @property
+    def _gockpt_pending(self) -> PendingReport | None:
+        return self.pending
+
+    async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
+        """Seals the window (or takes a snapshot) and starts writing what becomes final.
+
+        Args:
+          directory: Of the item, within the save's temporary directory.
+          args: `GoCkptSave`, or stock's `StandardSave` or `PyTreeSave`.
+        """
         entered_at = time.perf_counter()
+        self._begin(directory)
         leaves, tree = jax.tree.flatten(args.item)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-        record, slots = self._session.seal([leaves[i] for i in positions])
-        self.pending = PendingReport(record, self.label, entered_at, self._log)
+        record, slots = self._gockpt_session.seal([leaves[i] for i in positions])
+        if self.pending is None or self.pending.record is not record:
+            self.pending = PendingReport(record, self.label, entered_at, self._gockpt_log)
         for i, promised in zip(positions, slots, strict=True):
-            leaves[i] = _host_array(leaves[i], promised, self._session.host)
-        stock = ocp.args.PyTreeSave(
-            jax.tree.unflatten(tree, leaves),
-            save_args=args.save_args,
-            custom_metadata=args.custom_metadata,
-        )
+            leaves[i] = _host_array(leaves[i], promised, self._gockpt_session.host)
+        stock = _as_tree_save(args, jax.tree.unflatten(tree, leaves))
         futures = await self._tree.async_save(directory, args=stock)
+        if not self.has_manager:
+            self._gockpt_session.predictor.observe(
+                self._gockpt_session.version, self.label, accepted=True
+            )
+            self.pending.returned(entered_at)
         return [_Written(futures or (), record, self._writer.take_stats())]
 
-    def save(self, directory: Any, args: "GoCkptSave") -> None:
+    def _begin(self, directory: Any) -> None:
+        """Items of one save lie in one directory; another directory is another save."""
+        save = str(directory).rpartition("/")[0]
+        if save != self._save:
+            self._gockpt_session.end_save()
+            self._save = save
+            if not self.has_manager:
+                digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
+                self.label = int(digits[-1]) if digits else -1
+
+    def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""
 
         async def save_and_wait() -> None:
@@ -65,9 +119,13 @@ class GoCkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # Orbax 
 
         asyncio.run(save_and_wait())
 
-    def restore(self, directory: Any, args: "GoCkptRestore | None" = None) -> Any:
+    def restore(self, directory: Any, args: Any = None) -> Any:
         """Restores as stock does; without a target, as it was saved."""
-        return self._standard.restore(directory, args=(args or GoCkptRestore()).as_stock())
+        if isinstance(args, ocp.args.PyTreeRestore):
+            return self._stock_tree.restore(directory, args=args)
+        args = GoCkptRestore() if args is None else args
+        stock = args.as_stock() if isinstance(args, GoCkptRestore) else args
+        return self._standard.restore(directory, args=stock)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
@@ -76,11 +134,16 @@ class GoCkptHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]  # Orbax 
     def finalize(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote."""
         self._tree.finalize(directory)
+        if not self.has_manager and self.pending is not None:
+            self.pending.committed()  # but for the rename
 
     def close(self) -> None:
-        """Closes the stock handlers inside."""
+        """Closes the stock handlers inside; drops an open window and ends the worker thread."""
+        if not self.has_manager:
+            self._gockpt_session.close()
         self._tree.close()
         self._standard.close()
+        self._stock_tree.close()
 
 
 @ocp.args.register_with_handler(GoCkptHandler, for_save=True)
@@ -125,6 +188,13 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         )
 
 
+def _as_tree_save(args: Any, item: Any) -> ocp.args.PyTreeSave:
+    """The same arguments for the stock tree handler, with another tree of the same structure."""
+    if isinstance(args, ocp.args.PyTreeSave):
+        return dataclasses.replace(args, item=item)
+    return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=args.custom_metadata)
+
+
 def _host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -> HostArray:
     spec = HostArray.spec_like(array)
     shards = []
@@ -142,7 +212,7 @@ def _release_when_known(slot: ChunkSlot, host: ByteBudget) -> None:
 
 
 class _Written(ocp.future.Future):  # type: ignore[misc]
-    """All of a save's writes, with the time at which the last one ended."""
+    """All of an item's writes, with the time at which the last one ended."""
 
     def __init__(self, futures: Sequence[Any], record: SaveRecord, stats: WriteStats):
         self._futures = futures
@@ -155,6 +225,6 @@ class _Written(ocp.future.Future):  # type: ignore[misc]
             for future in self._futures:
                 future.result(timeout)
         finally:
-            self._record.write_secs = self._stats.write_secs
-            self._record.written_bytes = self._stats.written_bytes
+            self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
+            self._record.written_bytes += self._stats.written_bytes
             self._record.written_at = time.perf_counter()

@@ -21,21 +21,22 @@ def labels_to_save(options: ocp.CheckpointManagerOptions) -> Callable[[int], boo
       it is asked (by time, by load, or a function of the user's).
     """
     if options.save_decision_policy is not None:
-        return _of_policy(options.save_decision_policy)
+        return labels_of_policy(options.save_decision_policy)
     if options.should_save_fn is not None:
         return None
     interval, steps = options.save_interval_steps, frozenset(options.save_on_steps or ())
     return lambda label: bool((interval and label % interval == 0) or label in steps)
 
 
-def _of_policy(policy: Any) -> Callable[[int], bool] | None:
+def labels_of_policy(policy: Any) -> Callable[[int], bool] | None:
+    """Which labels a policy will save; `None` if only it knows, when it is asked."""
     if isinstance(policy, managers.FixedIntervalPolicy):
         return lambda label: label % policy.interval == 0
     if isinstance(policy, managers.SpecificStepsPolicy):
         return lambda label: label in policy.steps
     if isinstance(policy, managers.AnySavePolicy):
         foreseen = [p for p in policy.policies if not isinstance(p, _WITHOUT_FORESIGHT)]
-        parts = [_of_policy(p) for p in foreseen]
+        parts = [labels_of_policy(p) for p in foreseen]
         known = [p for p in parts if p is not None]
         if len(known) == len(parts) and known:
             return lambda label: any(part(label) for part in known)

@@ -120,7 +120,7 @@ class PendingReport:
     """
 
     def __init__(self, record: SaveRecord, step: int, entered_at: float, log: "ReportLog"):
-        self._record = record
+        self.record = record
         self._entered_at = entered_at
         self._log = log
         self._waiting_for = {"return", "commit"}
@@ -130,7 +130,7 @@ class PendingReport:
     @property
     def step(self) -> int:
         """The save's label."""
-        return self._record.step
+        return self.record.step
 
     @property
     def is_finished(self) -> bool:
@@ -139,13 +139,13 @@ class PendingReport:
 
     def returned(self, started_at: float) -> None:
         """`save`, called at `started_at`, returns to the trainer."""
-        self._record.barrier_secs = self._entered_at - started_at
-        self._record.stall_secs += time.perf_counter() - started_at
+        self.record.barrier_secs = self._entered_at - started_at
+        self.record.stall_secs += time.perf_counter() - started_at
         self._done("return")
 
     def committed(self) -> None:
         """The checkpoint is visible."""
-        self._record.committed_at = time.perf_counter()
+        self.record.committed_at = time.perf_counter()
         self._done("commit")
 
     def failed(self, error: BaseException) -> None:
@@ -153,9 +153,9 @@ class PendingReport:
         with self._lock:
             if not self._waiting_for:
                 return
-            self._record.error = f"{type(error).__name__}: {error}"
+            self.record.error = f"{type(error).__name__}: {error}"
             self._waiting_for.clear()
-        self._log.add(self._record.report())
+        self._log.add(self.record.report())
 
     def _done(self, part: str) -> None:
         with self._lock:
@@ -164,7 +164,7 @@ class PendingReport:
             self._waiting_for.remove(part)
             if self._waiting_for:
                 return
-        self._log.add(self._record.report())
+        self._log.add(self.record.report())
 
 
 class ReportLog:

@@ -82,7 +82,7 @@ class StepProgram:
         self._traced = traced = step.trace(*args, **kwargs)
         self._flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
         self._static = form.static(args, kwargs)
-        _refuse_unsupported(traced, self._flat)
+        _refuse_hidden_arguments(traced, self._flat)
         self.out_tree: Any = jax.tree.structure(traced.out_info)
         self.positions: Positions = locate(form, args, kwargs, self.out_tree, state_out)
         graph = flatten(traced.jaxpr)
@@ -226,19 +226,12 @@ def _replay_groups(cut: Cut, leaves: Sequence[Leaf]) -> tuple[ReplayGroup, ...]:
     )
 
 
-def _refuse_unsupported(traced: Any, flat: Sequence[Any]) -> None:
+def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:
     if len(_compat.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
         raise CannotArmError(
             "its program takes arguments that the call does not show",
             "pass what it closes over as arguments",
         )
-    for leaf in flat:
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if any(t == jax.sharding.AxisType.Explicit for t in getattr(mesh, "axis_types", ())):
-            raise CannotArmError(
-                "its arrays live on a mesh with Explicit axes, which cannot be cut yet",
-                "make the mesh with `axis_types=(jax.sharding.AxisType.Auto,) * n`",
-            )
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

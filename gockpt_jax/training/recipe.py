@@ -18,6 +18,7 @@ from gockpt_jax.training.cut import Group, Leaf
 from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
 from gockpt_jax.training.graph import Value
 
+# What an operation keeps on a chunk. Placements (`sharding`) are those of the training mesh.
 _FREE_OF_SHAPE = ("new_dtype", "weak_type", "y", "sharding", "accuracy")
 
 
@@ -158,8 +159,10 @@ def _instruction(value: Value, register: dict[Value, int]) -> Instruction:
     operands = tuple(_operand(v, register) for v in op.inputs)
     if op.name == "broadcast_in_dim" or is_identity(op):
         return Instruction(None, (), operands, value.shape == ())
-    params = tuple(sorted((k, v) for k, v in op.params.items() if k in _FREE_OF_SHAPE))
-    return Instruction(op.primitive, params, operands, value.shape == ())
+    params = {k: v for k, v in op.params.items() if k in _FREE_OF_SHAPE}
+    if "sharding" in params:
+        params["sharding"] = None
+    return Instruction(op.primitive, tuple(sorted(params.items())), operands, value.shape == ())
 
 
 def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> Any:

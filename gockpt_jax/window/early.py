@@ -94,7 +94,7 @@ class EarlyChunks:
                 leaf.flat[shard] = chunk
 
     def finish(self, slots: Mapping[int, Sequence[ChunkSlot]]) -> None:
-        """The seal has been reached: what was replayed up to it is final."""
+        """The seal has been reached: what was replayed up to it is final, and is handed over."""
         for leaf, wanted in slots.items():
             early = self._leaves.pop(leaf)
             fill(
@@ -106,7 +106,6 @@ class EarlyChunks:
                     )
                 ],
             )
-        self.drop()
 
     def drop(self) -> None:
         """Forgets what was not asked for; the window was abandoned, or the save took a part."""

@@ -49,6 +49,7 @@ class OpenWindow:
         self._early = EarlyChunks(program.groups, replayer, host, self.record)
         self._placed: dict[int, Any] = {}  # sharding of each leaf that has left
         self._left: list[int] = []  # groups that have left, in that order
+        self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
         self._late: dict[int, str] = {}  # groups that left but became late, with the reason
         self._retained_bytes = retained_bytes
 
@@ -142,17 +143,20 @@ class OpenWindow:
             by their position in the program's state.
 
         Returns:
-          Slots for those of them that left early and were followed all the way.
+          Slots for those of them that left early, were followed all the way, and have not been
+          handed over to another item of the same save.
         """
         slots = {
             j: make_slots([s.index for s in owned_shards(arrays[j])])
             for g in self._left
             if g not in self._late
             for j in self.program.groups[g].leaves
-            if j in arrays and arrays[j].sharding.is_equivalent_to(self._placed[j], arrays[j].ndim)
+            if j in arrays
+            and j not in self._handed_over
+            and arrays[j].sharding.is_equivalent_to(self._placed[j], arrays[j].ndim)
         }
         self.record.late_leaves = tuple(self._late.values())
-        self.record.early_bytes = sum(s.data.nbytes for j in slots for s in owned_shards(arrays[j]))
+        self._handed_over.update(slots)
 
         def finish() -> None:
             try:

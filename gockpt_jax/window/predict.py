@@ -18,12 +18,16 @@ class SavePredictor:
     In order: what `expect` was told; the user's policy, once `save` has come with two consecutive
     labels at two consecutive versions; the period of the last two accepted saves.
 
-    Args:
+    Attributes:
       is_save_label: Whether the user's policy saves at a label, where that is known beforehand.
+      sees_every_call: Whether `observe` is told of calls that the policy refused, too. If it is,
+        only labels of consecutive calls tie labels to versions: a loop that calls `save` now and
+        then has a rule of its own. If not, any two saves do that lie as far apart in both.
     """
 
-    def __init__(self, is_save_label: Callable[[int], bool] | None):
-        self._is_save_label = is_save_label
+    def __init__(self, is_save_label: Callable[[int], bool] | None = None):
+        self.is_save_label = is_save_label
+        self.sees_every_call = True
         self._expected: int | None = None
         self._last_call: tuple[int, int] | None = None  # version, label
         self._consecutive = False
@@ -40,7 +44,8 @@ class SavePredictor:
     def observe(self, version: int, label: int, accepted: bool) -> None:
         """Told of every call of `save`."""
         if self._last_call is not None and version != self._last_call[0]:
-            self._consecutive = self._last_call == (version - 1, label - 1)
+            updates, labels = version - self._last_call[0], label - self._last_call[1]
+            self._consecutive = updates == labels and (updates == 1 or not self.sees_every_call)
         self._last_call = (version, label)
         self._cached = None
         if accepted:
@@ -90,18 +95,18 @@ class SavePredictor:
         return target
 
     def _by_policy(self, version: int, horizon: int) -> int | None:
-        if self._is_save_label is None or not self._consecutive or self._last_call is None:
+        if self.is_save_label is None or not self._consecutive or self._last_call is None:
             return None
         last_version, last_label = self._last_call
         label = last_label + version - last_version
         for ahead in range(1, horizon + 1):
-            if self._is_save_label(label + ahead):
+            if self.is_save_label(label + ahead):
                 return version + ahead
         return None
 
     def _by_period(self, version: int) -> int | None:
         # A policy that says no to the labels ahead knows better than the period of the past.
-        if len(self._accepted) < 2 or (self._is_save_label is not None and self._consecutive):
+        if len(self._accepted) < 2 or (self.is_save_label is not None and self._consecutive):
             return None
         period = self._accepted[1] - self._accepted[0]
         target = self._accepted[1] + period

@@ -13,7 +13,7 @@ the pull of a step's cut is started right behind the step. The worker takes them
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,12 +45,11 @@ class Session:
 
     Args:
       options: The user's.
-      is_save_label: Whether the user's policy saves at a label, where that is known beforehand.
     """
 
-    def __init__(self, options: WindowOptions, is_save_label: Callable[[int], bool] | None):
+    def __init__(self, options: WindowOptions):
         self.version = 0
-        self.predictor = SavePredictor(is_save_label)
+        self.predictor = SavePredictor()
         self.host = ByteBudget(None)
         self._options = options
         self._worker = Worker()
@@ -61,6 +60,7 @@ class Session:
         self._planner = Planner(options, self._device)
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
+        self._saving: tuple[OpenWindow | None, SaveRecord] | None = None  # between its items
 
     # What the wrapped step tells.
 
@@ -72,6 +72,7 @@ class Session:
             state is alive, and the next call goes on.
         """
         start = time.perf_counter()
+        self.end_save()
         self.surface_failure()
         if self._window is not None and self._window.target <= self.version:
             self.abandon("the predicted save did not come", mispredicted=True)
@@ -209,33 +210,52 @@ class Session:
         """
         state_bytes = sum(owned_bytes(a) for a in arrays)
         self._refuse_oversized(state_bytes)
-        window = self._sealing_window()
+        window, record = self._begin_save()
         slots: dict[int, list[ChunkSlot]] = {}
+        if window is not None:
+            new = window.program.new_state_leaves(window.step.last_result)
+            wanted = {id(a) for a in arrays}
+            early = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
+            slots = {id(new[j]): found for j, found in early.items()}
+        record.state_bytes += state_bytes
+        record.early_bytes += sum(owned_bytes(a) for a in arrays if id(a) in slots)
+        with events.span(events.SPAN_SEAL):
+            late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
+            slots.update(take_now(late, self._worker, device=self._device, host=self.host))
+        self._worker.submit(lambda: self._note_drained(record))
+        return record, [slots[id(a)] for a in arrays]
+
+    def _begin_save(self) -> tuple[OpenWindow | None, SaveRecord]:
+        """The window that is sealed now and the save's record; the same for all items of a save."""
+        if self._saving is not None:
+            return self._saving
+        window = self._sealing_window()
         if window is None:
             record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
             self._reset_peaks()
             self._planner.limit_device(stepped=self.version > 0)
         else:
             record = window.record
-            assert self._last_step is not None
-            new = window.program.new_state_leaves(self._last_step.last_result)
-            wanted = {id(a) for a in arrays}
-            early = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
-            slots = {id(new[j]): found for j, found in early.items()}
-            if not slots:
-                record.kind, record.window_steps = "snapshot", 1
-                record.reason = "; ".join(record.late_leaves) or (
-                    "the state given to `save` is not the one that the last wrapped step returned"
-                )
+        record.sealed_at = time.perf_counter()
         self._sealed_at = self.version
         self._why_snapshot = _NOT_PREDICTED
-        record.state_bytes = state_bytes
-        record.sealed_at = time.perf_counter()
-        with events.span(events.SPAN_SEAL):
-            late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
-            slots.update(take_now(late, self._worker, device=self._device, host=self.host))
-        self._worker.submit(lambda: self._note_drained(record))
-        return record, [slots[id(a)] for a in arrays]
+        self._saving = (window, record)
+        return self._saving
+
+    def end_save(self) -> None:
+        """All items have been sealed; what the save did not ask for is forgotten."""
+        if self._saving is None:
+            return
+        window, record = self._saving
+        self._saving = None
+        if window is None:
+            return
+        window.drop()
+        if not record.early_bytes:
+            record.kind, record.window_steps = "snapshot", 1
+            record.reason = "; ".join(record.late_leaves) or (
+                "the state given to `save` is not the one that the last wrapped step returned"
+            )
 
     def _refuse_oversized(self, state_bytes: int) -> None:
         limit = self._options.host_budget_bytes

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gockpt_jax as gockpt
 from gockpt_jax.training.wrap import WrappedStep
@@ -210,11 +209,6 @@ def test_places_are_checked_at_once(name, places):
         wrap(jax.jit(update), **{name: places})
 
 
-def explicit_state():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    return jax.device_put(fresh(), NamedSharding(mesh, PartitionSpec("x")))
-
-
 def compiled():
     return jax.jit(update).lower(fresh(), X).compile()
 
@@ -230,8 +224,6 @@ def pmapped():
         pytest.param(lambda: update, fresh, X, "`function`", "`jax.jit` first", id="python"),
         pytest.param(pmapped, lambda: {k: x[:, None] for k, x in fresh().items()}, X[:, None],
                      "pmap", "jax.jit.*mesh", id="pmap"),
-        pytest.param(lambda: jax.jit(update), explicit_state, 2.0, "Explicit",
-                     "AxisType.Auto", id="explicit axes"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_armed_warns_once_and_saves_snapshots(

@@ -1,0 +1,124 @@
+"""What a user sees of windows, wherever the saves come from: our manager, or stock's."""
+
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.telemetry.report import PendingReport, ReportLog, SaveReport
+from gockpt_jax.training.call import Places
+from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.window.session import Session
+
+
+class WindowFace:
+    """Wrapping steps, foreseeing saves, and what became of them.
+
+    A mixin: its attributes carry the package's name, since they live in classes of Orbax's.
+    """
+
+    _gockpt_window_options: WindowOptions
+    _gockpt_session: Session
+    _gockpt_log: ReportLog
+
+    def _open_windows(self, options: WindowOptions | None) -> None:
+        """Starts a session.
+
+        Raises:
+          TypeError: if `options` is not a `WindowOptions`.
+        """
+        options = WindowOptions() if options is None else options
+        if not isinstance(options, WindowOptions):
+            raise TypeError(
+                f"`window` must be a `WindowOptions`, got {options!r}. For a fixed K pass "
+                "`window=gockpt.WindowOptions(steps=K)`."
+            )
+        self._gockpt_window_options = options
+        self._gockpt_log = ReportLog()
+        self._gockpt_session = Session(options)
+
+    def _share_windows(self, other: "WindowFace") -> None:
+        """Takes part in another's session."""
+        self._gockpt_window_options = other._gockpt_window_options
+        self._gockpt_log = other._gockpt_log
+        self._gockpt_session = other._gockpt_session
+
+    @property
+    def _gockpt_pending(self) -> PendingReport | None:
+        """The report of the last save, which may not be complete."""
+        raise NotImplementedError
+
+    def wrap(
+        self, step: Callable[..., Any], *, state: Places = 0, state_out: Places | None = None
+    ) -> WrappedStep:
+        """Wraps a jitted train step, so that its updates are counted and its state can leave early.
+
+        State, optimizer, shardings, donation and the `jax.jit` call stay as they are, and outside
+        windows the very same executable runs. Several steps may be wrapped; they share one count.
+
+        Args:
+          step: What `jax.jit` returned.
+          state: Position or name of the state among the arguments, or several of them.
+          state_out: Position or name of the new state in the result; found by structure if `None`.
+
+        Returns:
+          A function to call in its place.
+
+        Raises:
+          WrapError: if `step` is not callable, is wrapped already, or a place is not one.
+
+        Warns:
+          SnapshotOnlyWarning: if the step cannot be armed; all its saves are then snapshots.
+        """
+        return WrappedStep(
+            step,
+            self._gockpt_session,
+            state=state,
+            state_out=state_out,
+            arm=self._gockpt_window_options.arm,
+            even_for_nothing=self._gockpt_window_options.steps is not None,
+        )
+
+    def expect_save(self, *, in_steps: int) -> None:
+        """Says that the save after the next `in_steps` updates will be accepted.
+
+        For saves that nothing can foresee: irregular ones, or the first.
+
+        Args:
+          in_steps: Updates until the save, at least 1.
+
+        Raises:
+          ValueError: if it is less than 1.
+        """
+        if isinstance(in_steps, bool) or not isinstance(in_steps, int) or in_steps < 1:
+            raise ValueError(
+                f"`in_steps` must be an integer of at least 1, got {in_steps!r}. Give the number "
+                "of calls of the wrapped step until the save."
+            )
+        self._gockpt_session.predictor.expect(self._gockpt_session.version + in_steps)
+
+    def explain(self, file: TextIO | None = None) -> None:
+        """Prints what of the last wrapped step leaves early, what is retained, what is late.
+
+        Args:
+          file: Where to; standard output if `None`.
+        """
+        print(self._gockpt_session.explain(), file=file)
+
+    @property
+    def reports(self) -> tuple[SaveReport, ...]:
+        """A report for every save that has been committed or has failed, oldest first."""
+        return self._gockpt_log.all()
+
+    @property
+    def last_report(self) -> SaveReport | None:
+        """The newest of `reports`."""
+        return next(reversed(self.reports), None)
+
+    @property
+    def window_status(self) -> str:
+        """What the window is doing now, in a few words: "idle", "window 2/5"."""
+        status = self._gockpt_session.window_status
+        pending = self._gockpt_pending
+        if status == "idle" and pending is not None and not pending.is_finished:
+            return f"draining step {pending.step}"
+        return status

@@ -1,0 +1,147 @@
+"""Windows through stock save arguments, several items, the stock manager, and explicit meshes."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import PROGRAMS
+
+import gockpt_jax as gockpt
+
+EVERY = ocp.checkpoint_managers.FixedIntervalPolicy(6)
+WINDOW = gockpt.WindowOptions(steps=4)
+UPDATES = 20  # labels 0, 6, 12, 18 are saved
+
+
+def to_host(tree: Any) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(got: Any, want: list[np.ndarray]) -> None:
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert np.asarray(a).tobytes() == b.tobytes()
+
+
+def half(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+
+SAVES = {
+    "StandardSave": lambda s: ocp.args.StandardSave(s),
+    "PyTreeSave": lambda s: ocp.args.PyTreeSave(s),
+    "another layout": lambda s: ocp.args.StandardSave({"p": s.params, "o": s.opt_state}),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("save", SAVES)
+def test_stock_save_arguments_get_windows(save: str, devices: int, tmp_path: Path) -> None:
+    job, given = PROGRAMS["clip_adamw"].build(devices), {}
+    options = ocp.CheckpointManagerOptions(save_interval_steps=6)
+    with gockpt.GoCkptManager(tmp_path, options=options, window=WINDOW) as manager:
+        step, state = manager.wrap(job.step), job.state
+        for label in range(UPDATES):
+            state = job.advance(step, state, label)
+            given[label] = to_host(SAVES[save](state).item)
+            manager.save(label, args=SAVES[save](state))
+        manager.wait_until_finished()
+        assert [(r.kind, r.window_steps) for r in manager.reports[1:]] == [("window", 4)] * 3
+        for label in manager.all_steps():
+            target = ocp.args.StandardRestore(SAVES[save](state).item)
+            assert_same(manager.restore(label, args=target), given[label])
+
+
+def test_items_of_one_save_share_a_window(tmp_path: Path) -> None:
+    """Also the same leaves twice, and leaves that no step has returned."""
+    job, given = PROGRAMS["ema"].build(8), {}
+    options = ocp.CheckpointManagerOptions(save_interval_steps=6)
+    with gockpt.GoCkptManager(tmp_path, options=options, window=WINDOW) as manager:
+        step, state = manager.wrap(job.step), job.state
+        for label in range(UPDATES):
+            state = job.advance(step, state, label)
+            items = {
+                "model": state.params,
+                "optimizer": (state.opt_state, state.params),
+                "half": half(state.params),
+            }
+            given[label] = {name: to_host(item) for name, item in items.items()}
+            args = {name: ocp.args.StandardSave(item) for name, item in items.items()}
+            manager.save(label, args=ocp.args.Composite(**args, n=ocp.args.JsonSave({"n": label})))
+        manager.wait_until_finished()
+        assert [(r.kind, r.error) for r in manager.reports[1:]] == [("window", None)] * 3
+        assert all(0 < r.early_bytes < r.state_bytes for r in manager.reports[1:])
+        for label in manager.all_steps():
+            args = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
+            args["n"] = ocp.args.JsonRestore()
+            restored = manager.restore(label, args=ocp.args.Composite(**args))
+            assert restored["n"] == {"n": label}
+            for name in items:
+                assert_same(restored[name], given[label][name])
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_handler_in_a_stock_manager(alone: bool, tmp_path: Path) -> None:
+    job, given = PROGRAMS["clip_adamw"].build(1), {}
+    handler = gockpt.GoCkptHandler(window=WINDOW, save_decision_policy=EVERY)
+
+    def args(x: Any) -> Any:
+        return x if alone else ocp.args.Composite(state=x)
+
+    options = ocp.CheckpointManagerOptions(save_decision_policy=EVERY)
+    handlers = handler if alone else {"state": handler}
+    with ocp.CheckpointManager(tmp_path, options=options, item_handlers=handlers) as manager:
+        step, state = handler.wrap(job.step), job.state
+        for label in range(UPDATES):
+            state = job.advance(step, state, label)
+            given[label] = to_host(state)
+            manager.save(label, args=args(gockpt.GoCkptSave(state)))
+        manager.wait_until_finished()
+        # It hears of accepted saves only: two of them tie labels to updates.
+        assert [r.kind for r in handler.reports] == ["snapshot", "snapshot", "window", "window"]
+        assert [r.step for r in handler.reports] == manager.all_steps()
+        for label in manager.all_steps():
+            restored = manager.restore(label, args=args(gockpt.GoCkptRestore(state)))
+            assert_same(restored if alone else restored.state, given[label])
+
+
+def test_explicit_mesh_axes(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    rows = NamedSharding(mesh, PartitionSpec("d", None))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            return (jnp.einsum("bi,ij->bj", x, p["w"], out_sharding=rows) + p["b"]).var()
+
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    options = ocp.CheckpointManagerOptions(save_interval_steps=6)
+    with jax.set_mesh(mesh), gockpt.GoCkptManager(
+        tmp_path, options=options, window=WINDOW
+    ) as manager:  # fmt: skip
+        params = {
+            "w": jax.device_put(jnp.ones((16, 24)), rows),
+            "b": jax.device_put(jnp.zeros(24), NamedSharding(mesh, PartitionSpec())),
+        }
+        state = (params, jax.jit(tx.init)(params))
+        step, given = manager.wrap(update, state=(0, 1)), {}
+        for label in range(UPDATES):
+            x = np.random.default_rng(label).standard_normal((32, 16), np.float32)
+            state = step(*state, jax.device_put(x, rows))
+            given[label] = to_host(state)
+            manager.save(label, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        assert [(r.kind, r.window_steps) for r in manager.reports[1:]] == [("window", 4)] * 3
+        for label in manager.all_steps():
+            restored = manager.restore(label, args=gockpt.GoCkptRestore(state))
+            assert_same(restored, given[label])
