@@ -1,29 +1,35 @@
-"""The plan of each step's windows, made once per program."""
+"""The plan of each step's windows, made once per program, and what the budgets admit."""
 
 import logging
 import weakref
+from collections.abc import Sequence
 
+import jax
+
+from gockpt_jax.errors import HostBudgetError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
-from gockpt_jax.transfer.staging import compile_ahead
+from gockpt_jax.transfer.staging import compile_ahead, owned_bytes
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 
 _log = logging.getLogger("gockpt_jax")
 
 
 class Planner:
-    """Plans for programs and keeps the device budget's limit.
+    """Plans for programs, keeps the device budget's limit, and admits saves to the host.
 
     Args:
       options: The user's.
       device: The budget for staged copies and retained values.
+      host: Accounts for bytes on the host.
     """
 
-    def __init__(self, options: WindowOptions, device: ByteBudget):
+    def __init__(self, options: WindowOptions, device: ByteBudget, host: ByteBudget):
         self._options = options
         self._device = device
+        self._host = host
         self._is_limited = False
         self._plans: weakref.WeakKeyDictionary[StepProgram, tuple[Plan, StateBytes]] = (
             weakref.WeakKeyDictionary()
@@ -67,6 +73,28 @@ class Planner:
         if not self._is_limited and self._options.device_budget_bytes is None:
             self._device.limit_bytes = device_headroom_bytes()
             self._is_limited = stepped
+
+    def admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:
+        """Whether the host budget has room for a window's state and retained values now."""
+        limit = self._options.host_budget_bytes
+        if limit is None:
+            return True
+        retained_bytes = 2 * size.retained * jax.local_device_count()
+        needed = sum(owned_bytes(a) for a in leaves) + retained_bytes
+        return self._host.used_bytes + needed <= limit
+
+    def refuse_oversized(self, state_bytes: int) -> None:
+        """Refuses a save that the host budget cannot hold even alone.
+
+        Raises:
+          HostBudgetError: if it cannot.
+        """
+        limit = self._options.host_budget_bytes
+        if limit is not None and state_bytes > limit:
+            raise HostBudgetError(
+                f"`host_budget_bytes={limit}` cannot hold what this process saves, {state_bytes} "
+                f"bytes. Give at least {state_bytes * 11 // 10}, or None for no limit."
+            )
 
 
 def _leaves_by_block(plan: Plan, program: StepProgram) -> list[list[int]]:

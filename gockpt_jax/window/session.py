@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax.errors import HostBudgetError, ReplayError
+from gockpt_jax.errors import ReplayError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.telemetry import events
@@ -29,7 +29,6 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.staging import owned_bytes
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
-from gockpt_jax.window.plan import StateBytes
 from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.slots import ChunkSlot
@@ -57,7 +56,7 @@ class Session:
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
-        self._planner = Planner(options, self._device)
+        self._planner = Planner(options, self._device, self.host)
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
         self._saving: tuple[OpenWindow | None, SaveRecord] | None = None  # between its items
@@ -136,7 +135,7 @@ class Session:
         if plan.steps == 1 or plan.steps < steps or not self._is_ready(program):
             return None
         leaves = program.new_state_leaves(step.last_result)
-        if not self._admits(leaves, size):
+        if not self._planner.admits(leaves, size):
             self._why_snapshot = "the host budget had no room when the window should have opened"
             return None
         self._reset_peaks()
@@ -155,13 +154,6 @@ class Session:
             self._why_snapshot = f"the armed step did not compile: {failure}"
             return False
         return True
-
-    def _admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:
-        limit = self._options.host_budget_bytes
-        if limit is None:
-            return True
-        needed = sum(owned_bytes(a) for a in leaves) + 2 * size.retained * jax.local_device_count()
-        return self.host.used_bytes + needed <= limit
 
     def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
@@ -209,7 +201,7 @@ class Session:
           HostBudgetError: if a snapshot cannot fit the host budget even alone.
         """
         state_bytes = sum(owned_bytes(a) for a in arrays)
-        self._refuse_oversized(state_bytes)
+        self._planner.refuse_oversized(state_bytes)
         window, record = self._begin_save()
         slots: dict[int, list[ChunkSlot]] = {}
         if window is not None:
@@ -255,14 +247,6 @@ class Session:
             record.kind, record.window_steps = "snapshot", 1
             record.reason = "; ".join(record.late_leaves) or (
                 "the state given to `save` is not the one that the last wrapped step returned"
-            )
-
-    def _refuse_oversized(self, state_bytes: int) -> None:
-        limit = self._options.host_budget_bytes
-        if limit is not None and state_bytes > limit:
-            raise HostBudgetError(
-                f"`host_budget_bytes={limit}` cannot hold what this process saves, {state_bytes} "
-                f"bytes. Give at least {state_bytes * 11 // 10}, or None for no limit."
             )
 
     def _reset_peaks(self) -> None:
