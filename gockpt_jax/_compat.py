@@ -5,6 +5,8 @@ attribute is missing, the caller takes the path that needs less.
 """
 
 import dataclasses
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,3 +81,15 @@ def close_jaxpr(jaxpr: Any, consts: list[Any], *, eqns: list[Any], outvars: list
 def committed(array: Any) -> bool:
     """Whether an array is pinned to its devices (`jax.Array.committed` came with jax 0.5)."""
     return bool(getattr(array, "committed", getattr(array, "_committed", True)))
+
+
+def before_shutdown(callback: Callable[[], None]) -> None:
+    """Has `callback` called when the main thread has ended, while executors still take work.
+
+    `atexit` is too late: it comes after the other threads have been joined, and a save of Orbax's
+    that loses its executors on the way waits 300 s for a directory that nobody makes (0.12.8).
+    `threading._register_atexit` is what `concurrent.futures` uses (Python 3.9 to 3.14).
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(callback)

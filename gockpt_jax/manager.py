@@ -1,19 +1,25 @@
 """`GoCkptManager`: an `ocp.CheckpointManager` whose saves leave the device over several steps."""
 
 import dataclasses
+import functools
 import itertools
+import logging
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
+from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
 from gockpt_jax.storage.policies import labels_to_save
 from gockpt_jax.telemetry.report import PendingReport
 from gockpt_jax.window.face import WindowFace
+
+_log = logging.getLogger("gockpt_jax")
 
 _ITEM = "state"
 _METRICS = "metrics"
@@ -65,6 +71,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
     ):
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
+        self._gockpt_quiet = False  # inside `save` and `close`, where a window's failure waits
         handler = GoCkptHandler(window=window, **(pytree_options or {}))
         self._gockpt_handler = handler
         self._share_windows(handler)
@@ -81,6 +88,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             logger=logger,
             handler_registry=_registry(handler_registry, self._gockpt_handler),
         )
+        _compat.before_shutdown(functools.partial(_finish_last_save, weakref.ref(self)))
 
     # Saving and restoring.
 
@@ -97,6 +105,9 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             kwargs["args"] = _as_composite(kwargs["args"])
         self._gockpt_handler.label = step
         before = self._gockpt_pending
+        if before is not None and not before.is_finished and not self.is_saving_in_progress():
+            self.wait_until_finished()  # at once: that save has ended, and not well
+        self._gockpt_quiet = True
         try:
             accepted = bool(super().save(step, *args, **kwargs))
             self._gockpt_session.end_save()
@@ -105,12 +116,16 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             if pending is not None and pending is not before:
                 pending.failed(error)
             raise
+        finally:
+            self._gockpt_quiet = False
         self._gockpt_session.predictor.observe(self._gockpt_session.version, step, accepted)
         pending = self._gockpt_pending
         if pending is not None and pending is not before:
             pending.returned(started_at)
             if not self._gockpt_commits_later:
                 pending.committed()
+        if not accepted:
+            self._gockpt_session.surface_failure()
         return accepted
 
     def restore(self, step: int | None, *args: Any, **kwargs: Any) -> Any:
@@ -157,10 +172,14 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         except BaseException as error:
             if self._gockpt_pending is not None:
                 self._gockpt_pending.failed(error)
+            self.reload()  # Orbax has dropped the steps that this save was to replace
             raise
+        if not self._gockpt_quiet:
+            self._gockpt_session.surface_failure()
 
     def close(self) -> None:
         """Waits for the last save, drops an open window and ends the worker thread."""
+        self._gockpt_quiet = True
         try:
             super().close()
         finally:
@@ -187,6 +206,16 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         told = dataclasses.replace(async_options, post_finalization_callback=committed)
         return dataclasses.replace(options, async_options=told)
+
+
+def _finish_last_save(manager: "weakref.ref[GoCkptManager]") -> None:
+    """The script ended without `close()`: its last save is committed all the same."""
+    alive = manager()
+    if alive is not None:
+        try:
+            alive.wait_until_finished()
+        except Exception:
+            _log.exception("the last save failed")
 
 
 def _registry(given: Any, handler: GoCkptHandler) -> Any:

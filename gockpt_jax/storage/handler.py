@@ -86,13 +86,24 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self._begin(directory)
         leaves, tree = jax.tree.flatten(args.item)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-        record, slots = self._gockpt_session.seal([leaves[i] for i in positions])
+        try:
+            record, slots = self._gockpt_session.seal([leaves[i] for i in positions])
+        except BaseException as error:
+            refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
+            PendingReport(refused, self.label, entered_at, self._gockpt_log).failed(error)
+            raise
         if self.pending is None or self.pending.record is not record:
             self.pending = PendingReport(record, self.label, entered_at, self._gockpt_log)
         for i, promised in zip(positions, slots, strict=True):
             leaves[i] = _host_array(leaves[i], promised, self._gockpt_session.host)
         stock = _as_tree_save(args, jax.tree.unflatten(tree, leaves))
-        futures = await self._tree.async_save(directory, args=stock)
+        try:
+            futures = await self._tree.async_save(directory, args=stock)
+        except BaseException:
+            for leaf in leaves:
+                for shard in leaf.shards if isinstance(leaf, HostArray) else ():
+                    shard.release()
+            raise
         if not self.has_manager:
             self._gockpt_session.predictor.observe(
                 self._gockpt_session.version, self.label, accepted=True

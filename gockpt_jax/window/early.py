@@ -72,13 +72,15 @@ class EarlyChunks:
         moved = sum(a.nbytes for arrays in values.values() for a in arrays)
         self._host.add(moved)
         self._record.gradient_bytes += moved
-        with events.span(events.SPAN_REPLAY):
-            for g in self._landed:
-                if not self._groups[g].recipe.is_identity:
-                    self._update_group(self._groups[g], values)
-        # Until then the retained values are in use.
-        jax.block_until_ready([leaf.flat for leaf in self._leaves.values()])
-        self._host.release(moved)
+        try:
+            with events.span(events.SPAN_REPLAY):
+                for g in self._landed:
+                    if not self._groups[g].recipe.is_identity:
+                        self._update_group(self._groups[g], values)
+            # Until then the retained values are in use.
+            jax.block_until_ready([leaf.flat for leaf in self._leaves.values()])
+        finally:
+            self._host.release(moved)
 
     def _update_group(self, group: ReplayGroup, values: Mapping[int, Sequence[np.ndarray]]) -> None:
         leaves = [self._leaves[j] for j in group.leaves]

@@ -164,6 +164,7 @@ class OpenWindow:
                     raise self._early.error
                 self._early.finish(slots)
             except BaseException as error:
+                self._early.drop()
                 for wanted in slots.values():
                     fail(wanted, error)
 

@@ -79,7 +79,8 @@ class Planner:
         limit = self._options.host_budget_bytes
         if limit is None:
             return True
-        retained_bytes = 2 * size.retained * jax.local_device_count()
+        local = {d for a in leaves for d in a.sharding.addressable_devices}
+        retained_bytes = 2 * size.retained * len(local)
         needed = sum(owned_bytes(a) for a in leaves) + retained_bytes
         return self._host.used_bytes + needed <= limit
 

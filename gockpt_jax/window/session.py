@@ -110,7 +110,13 @@ class Session:
         self._last_step = step
         if self._window is not None and cut is not None:
             start = time.perf_counter()
-            self._window.follow(cut)
+            try:
+                self._window.follow(cut)
+            except Exception as error:  # the old state is donated: the caller must get the new one
+                _log.warning("a window was given up, training is not affected: %r", error)
+                self._window.give_back_room()
+                self.abandon(f"its cut could not be pulled: {error!r}")
+                return
             self._window.record.stall_secs += time.perf_counter() - start
 
     # Opening and abandoning.
