@@ -15,136 +15,30 @@ import numpy as np
 
 from gockpt_jax.training.graph import Op, Value
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Select or move bits; exact for every dtype.
-_MOVES = frozenset(
-    [
-        "select_n",
-        "copy",
-        "copy_p",
-        "stop_gradient",
-        "max",
-        "min",
-        "neg",
-        "abs",
-        "sign",
-        "clamp",
-        "is_finite",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "round",
-        "floor",
-        "ceil",
-    ]
+_MOVES = _names(
+    """select_n copy copy_p stop_gradient max min neg abs sign clamp is_finite eq ne lt le gt ge
+    and or not xor shift_left shift_right_logical shift_right_arithmetic round floor ceil"""
 )
-PRODUCTS = frozenset(["mul", "square", "integer_pow"])
-SUMS = frozenset(["add", "sub", "add_any"])
-IDENTITIES = frozenset(["name", "copy", "copy_p", "sharding_constraint"])
+PRODUCTS = _names("mul square integer_pow")
+SUMS = _names("add sub add_any")
+IDENTITIES = _names("name copy copy_p sharding_constraint")
 # Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
 # an operation that we do not know can only make a leaf late.
-_ENDS = frozenset(
-    [
-        "dot_general",
-        "ragged_dot",
-        "conv_general_dilated",
-        "scan",
-        "while",
-        "cond",
-        "gather",
-        "sort",
-        "custom_call",
-        "ffi_call",
-        "scatter",
-        "scatter-add",
-        "scatter-mul",
-        "scatter-min",
-        "scatter-max",
-        "scatter_add",
-        "scatter_mul",
-        "scatter_min",
-        "scatter_max",
-        "cumsum",
-        "cumprod",
-        "cummax",
-        "cummin",
-        "cumlogsumexp",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "pow",
-        "tanh",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "lgamma",
-        "digamma",
-        "sign",
-        "round",
-        "floor",
-        "ceil",
-        "rem",
-        "nextafter",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "is_finite",
-        "random_bits",
-        "random_wrap",
-        "random_unwrap",
-        "threefry2x32",
-        "iota",
-        "argmax",
-        "argmin",
-        "top_k",
-        "psum",
-        "psum2",
-        "psum_invariant",
-        "all_gather",
-        "reduce_scatter",
-        "all_to_all",
-        "ppermute",
-        "eigh",
-        "qr",
-        "cholesky",
-        "svd",
-        "lu",
-        "triangular_solve",
-    ]
+_ENDS = _names(
+    """dot_general ragged_dot conv_general_dilated scan while cond gather sort custom_call ffi_call
+    scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul scatter_min
+    scatter_max cumsum cumprod cummax cummin cumlogsumexp sqrt rsqrt cbrt exp exp2 expm1 log log1p
+    pow tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc erf_inv
+    lgamma digamma sign round floor ceil rem nextafter eq ne lt le gt ge and or not xor is_finite
+    random_bits random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum2
+    psum_invariant all_gather reduce_scatter all_to_all ppermute eigh qr cholesky svd lu
+    triangular_solve"""
 )
 
 
@@ -218,13 +112,12 @@ def _is_rounding_factor(op: Op) -> bool:
 
 def _ends_chain(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
-    constants = [_scalar_constant(v) for v in op.inputs]
     if op.name in SUMS:
-        return not any(c == 0 for c in constants if c is not None)
+        return not any(_scalar_constant(v) == 0 for v in op.inputs)
     if op.name == "select_n":
-        return constants[0] is None  # else it is decided while compiling
+        return _scalar_constant(op.inputs[0]) is None  # else it is decided while compiling
     if op.name in ("max", "min", "clamp"):
-        return not any(np.isinf(np.float64(c)) for c in constants if c is not None)
+        return not any(_is_infinite(_scalar_constant(v)) for v in op.inputs)
     if op.name.startswith("reduce_") and op.name != "reduce_precision":
         return op.inputs[0].shape != () and math.prod(op.inputs[0].shape) > math.prod(value.shape)
     return op.name in _ENDS
@@ -238,6 +131,10 @@ def _scalar_constant(value: Value) -> Any:
         return None
     numbers: np.ndarray = np.asarray(value.constant).reshape(-1)
     return numbers[0] if numbers.size and np.all(numbers == numbers[0]) else None
+
+
+def _is_infinite(number: Any) -> bool:
+    return number is not None and bool(np.isinf(np.float64(number)))
 
 
 def _is_power_of_two(number: Any) -> bool:
