@@ -12,11 +12,11 @@ Every program is a user's own jitted step, with the state and the loop around it
     python_scalar  a leaf of the first state is a Python number
 """
 
-from . import calls, features, language, leaves, optimizers
+from . import calls, features, language, leaves, marked, optimizers
 from .common import Job, Program
 
 PROGRAMS: dict[str, Program] = {}
-for _family in (optimizers, features, leaves, language, calls):
+for _family in (optimizers, features, leaves, language, calls, marked):
     if _twice := PROGRAMS.keys() & _family.PROGRAMS.keys():
         raise ValueError(f"programs of two families share names: {sorted(_twice)}")
     PROGRAMS.update(_family.PROGRAMS)
