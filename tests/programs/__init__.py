@@ -21,4 +21,4 @@ for _family in (optimizers, features, leaves, language, calls, marked):
         raise ValueError(f"programs of two families share names: {sorted(_twice)}")
     PROGRAMS.update(_family.PROGRAMS)
 
-__all__ = ["PROGRAMS", "Job", "Program"]
+__all__ = ["PROGRAMS", "Job", "Program", "calls"]
