@@ -20,8 +20,8 @@ class WindowOptions:
         `None`: what the device reports as free, or the whole state where it reports nothing.
       host_budget_bytes: Bytes of host memory that pulled and replayed chunks may take in this
         process. `None`: no limit of ours (the state of this process is what a save needs).
-      write_limit_bytes: Bytes handed to TensorStore and not yet written. 256 MiB kept the extra
-        resident memory of a save below 270 MiB at full speed where no limit took six times as much.
+      write_limit_bytes: Bytes handed to TensorStore and not yet written. It copies and compresses
+        what it is handed, so this bounds the extra memory of a save.
       arm: `"window"` runs the user's own executable outside windows. `"always"` runs the armed one
         for every step, so that one executable defines the run.
       exact: Forbid replay of arithmetic that the host cannot repeat bit for bit. No plan lets such
