@@ -110,13 +110,13 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_quiet = True
         try:
             accepted = bool(super().save(step, *args, **kwargs))
-            self._gockpt_session.end_save()
         except BaseException as error:
             pending = self._gockpt_pending
             if pending is not None and pending is not before:
                 pending.failed(error)
             raise
         finally:
+            self._gockpt_session.end_save()  # a save that failed is tried again with a new seal
             self._gockpt_quiet = False
         self._gockpt_session.predictor.observe(self._gockpt_session.version, step, accepted)
         pending = self._gockpt_pending
