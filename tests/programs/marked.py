@@ -1,10 +1,11 @@
-"""The same updates with their gradients marked, in both ways that gockpt_jax offers."""
+"""The same updates with their gradients marked, in both ways that gockpt_jax offers.
+
+gockpt_jax is imported when a program is built: `programs` must load where it is not installed.
+"""
 
 from __future__ import annotations
 
 import optax
-
-import gockpt_jax as gockpt
 
 from .common import (
     LEARNING_RATE,
@@ -28,6 +29,8 @@ def _tx() -> optax.GradientTransformation:
 @PROGRAMS.program()
 def gockpt_state(layout: Layout) -> Job:
     """`GoCkptState` in place of `TrainState`."""
+    import gockpt_jax as gockpt
+
     tx = _tx()
 
     def init() -> gockpt.GoCkptState:
@@ -39,5 +42,7 @@ def gockpt_state(layout: Layout) -> Job:
 @PROGRAMS.program()
 def retained(layout: Layout) -> Job:
     """`retain(tx)` around a part of the chain: the mark lies behind the clipping."""
+    import gockpt_jax as gockpt
+
     tx = optax.chain(optax.clip_by_global_norm(0.5), gockpt.retain(optax.adamw(LEARNING_RATE)))
     return make_job(layout, lambda: init_train_state(tx), make_train_step())
