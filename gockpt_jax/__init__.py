@@ -14,6 +14,7 @@ from gockpt_jax.storage.handler import GoCkptHandler as GoCkptHandler
 from gockpt_jax.storage.handler import GoCkptRestore as GoCkptRestore
 from gockpt_jax.storage.handler import GoCkptSave as GoCkptSave
 from gockpt_jax.telemetry.report import SaveReport as SaveReport
+from gockpt_jax.training.jit import jit as jit
 from gockpt_jax.training.markers import GoCkptState as GoCkptState
 from gockpt_jax.training.markers import retain as retain
 

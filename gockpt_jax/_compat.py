@@ -4,9 +4,10 @@ Each entry says why it is needed and on which versions it was read. All of them 
 attribute is missing, the caller takes the path that needs less.
 """
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,6 +49,29 @@ def jit_settings(step: Any) -> JitSettings | None:
         compiler_options=dict(getattr(info, "compiler_options_kvs", ())) or None,
         keep_unused=bool(getattr(info, "keep_unused", False)),
     )
+
+
+def inner_jit(step: Any) -> str | None:
+    """The attribute in which an object holds the jitted function that it calls, if it does.
+
+    `nnx.jit` (flax 0.10 to 0.12) keeps it as `jitted_fn`, as does our own `jit`; `eqx.filter_jit`
+    (0.11 to 0.13) as `_cached`. Neither has another way to the program that a call runs.
+    """
+    for name in ("jitted_fn", "_cached"):
+        if jit_settings(getattr(step, name, None)) is not None:
+            return name
+    return None
+
+
+@contextlib.contextmanager
+def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute for a while, on frozen objects (Equinox's modules) too."""
+    before = getattr(owner, name)
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        object.__setattr__(owner, name, before)
 
 
 def specified_shardings(traced: Any, which: str) -> tuple[Any, ...] | None:

@@ -37,12 +37,60 @@ class CallForm:
       step: The jitted function.
       state: Positions or names of the state among the arguments.
       settings: What is known of its `jax.jit` call.
+      state_out: Positions or names of the new state in the result; found by structure if `None`.
+
+    Raises:
+      WrapError: if a place is not one.
     """
 
-    def __init__(self, step: Callable[..., Any], state: Places, settings: _compat.JitSettings):
+    can_locate = True
+    """Whether `locate` knows enough by now."""
+
+    def __init__(
+        self, step: Callable[..., Any], state: Places, settings: _compat.JitSettings,
+        state_out: Places | None = None,
+    ):  # fmt: skip
         self._places = as_places("state", state)
-        self._settings = settings
+        self._state_out = None if state_out is None else as_places("state_out", state_out)
+        self.settings = settings
         self._parameters = _parameters(step)
+
+    def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether this call is a trace (`eval_shape`, an outer `jit`) and not an update."""
+        state = self.state_of(args, kwargs)
+        leaf = _first_leaf(state)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            return False
+        abstract = (jax.core.Tracer, jax.ShapeDtypeStruct)
+        return any(isinstance(x, abstract) for x in jax.tree.leaves(state))
+
+    def locate(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any
+    ) -> "Positions":
+        """Follows numbered leaves through the call's structure, so that no array is compared.
+
+        Args:
+          args: Positional arguments of a call.
+          kwargs: Keyword arguments of it.
+          out_tree: Structure of the result.
+
+        Raises:
+          StepMismatchError: if the state is not found.
+        """
+        states = self.state_of(*self.numbered(args, kwargs))
+        result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        parts = self.new_state_of(result, states)
+        return Positions(
+            tuple(jax.tree.leaves(states)), tuple(jax.tree.leaves(parts)), leaf_paths(states)
+        )
+
+    def new_state_of(self, result: Any, states: Sequence[Any]) -> tuple[Any, ...]:
+        """The new state in a result, a part for each state argument.
+
+        Raises:
+          StepMismatchError: if a part is missing or its structure differs.
+        """
+        return state_in_result(result, states, self._state_out)
 
     def state_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The state arguments of one call, in the order of `state`.
@@ -72,13 +120,13 @@ class CallForm:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments without the static ones, as `jax.jit` flattens them."""
-        static, names = self._static_positions(len(args)), self._settings.static_argnames
+        static, names = self._static_positions(len(args)), self.settings.static_argnames
         positional = tuple(a for i, a in enumerate(args) if i not in static)
         return positional, {k: v for k, v in kwargs.items() if k not in names}
 
     def static(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The static arguments of a call: what its program was specialised to."""
-        static, names = self._static_positions(len(args)), self._settings.static_argnames
+        static, names = self._static_positions(len(args)), self.settings.static_argnames
         by_name = tuple((k, kwargs[k]) for k in sorted(kwargs) if k in names)
         return (*(a for i, a in enumerate(args) if i in static), *by_name)
 
@@ -93,7 +141,7 @@ class CallForm:
         return tuple(None if i in static else next(remaining) for i in range(len(args))), by_name
 
     def _static_positions(self, num_args: int) -> set[int]:
-        return {n + num_args if n < 0 else n for n in self._settings.static_argnums}
+        return {n + num_args if n < 0 else n for n in self.settings.static_argnums}
 
 
 def _parameters(step: Callable[..., Any]) -> dict[str, int]:
@@ -175,35 +223,23 @@ class Positions:
     paths: tuple[str, ...]
 
 
-def locate(
-    form: CallForm, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any,
-    state_out: Places | None,
-) -> Positions:  # fmt: skip
-    """Follows numbered leaves through the call's structure, so that no array is compared.
-
-    Args:
-      form: How the step is called.
-      args: Positional arguments of a call.
-      kwargs: Keyword arguments of it.
-      out_tree: Structure of the result.
-      state_out: As given to `wrap`.
-
-    Raises:
-      StepMismatchError: if the state is not found.
-    """
-    states = form.state_of(*form.numbered(args, kwargs))
-    result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    parts = state_in_result(result, states, state_out)
-    names = [
-        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(states)[0]
-    ]
-    return Positions(
-        tuple(jax.tree.leaves(states)),
-        tuple(jax.tree.leaves(parts)),
-        tuple(_short(n, len(states)) for n in names),
-    )
+def leaf_paths(states: tuple[Any, ...]) -> tuple[str, ...]:
+    """The path of each leaf of the state arguments, as `jax.tree_util.keystr` prints it."""
+    listed = jax.tree_util.tree_flatten_with_path(states)[0]
+    return tuple(_short(jax.tree_util.keystr(path), len(states)) for path, _ in listed)
 
 
 def _short(path: str, num_states: int) -> str:
     """Drops the index into the tuple of states where there is only one."""
     return path.removeprefix("[0]") if num_states == 1 else path
+
+
+def _first_leaf(tree: Any) -> Any:
+    """The first leaf without flattening the rest: this runs at every step."""
+    registry = jax.tree_util.default_registry
+    while (level := registry.flatten_one_level(tree)) is not None:
+        children = iter(level[0])
+        tree = next((c for c in children if c is not None), None)
+        if tree is None:
+            return None
+    return tree

@@ -10,7 +10,7 @@ import jax
 
 from gockpt_jax import _compat
 from gockpt_jax.training.armed import with_outputs
-from gockpt_jax.training.call import CallForm, Places, Positions, locate
+from gockpt_jax.training.call import CallForm, Positions
 from gockpt_jax.training.cut import Cut, Leaf, find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe
@@ -66,7 +66,6 @@ class StepProgram:
       form: How it is called.
       args: Positional arguments of a call, alive.
       kwargs: Keyword arguments of it.
-      state_out: Where the new state is in the result, as given to `wrap`.
       even_for_nothing: Whether leaves may leave early that gain no bytes.
 
     Raises:
@@ -76,7 +75,7 @@ class StepProgram:
 
     def __init__(
         self, step: Any, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any],
-        *, state_out: Places | None, even_for_nothing: bool,
+        *, even_for_nothing: bool,
     ):  # fmt: skip
         self._form = form
         self._traced = traced = step.trace(*args, **kwargs)
@@ -84,7 +83,7 @@ class StepProgram:
         self._static = form.static(args, kwargs)
         _refuse_hidden_arguments(traced, self._flat)
         self.out_tree: Any = jax.tree.structure(traced.out_info)
-        self.positions: Positions = locate(form, args, kwargs, self.out_tree, state_out)
+        self.positions: Positions = form.locate(args, kwargs, self.out_tree)
         graph = flatten(traced.jaxpr)
         leaves = [
             Leaf(path, graph.inputs[i], graph.outputs[o])
@@ -104,7 +103,7 @@ class StepProgram:
         self.is_armed = False
         self._executable: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
-    def arm(self, result: Any | None, settings: _compat.JitSettings) -> None:
+    def arm(self, result: Any | None) -> None:
         """Lowers the armed step on this thread and compiles it on another.
 
         Matmul precision, dtype promotion and `set_mesh` are thread-local, so lowering stays on the
@@ -113,9 +112,9 @@ class StepProgram:
         Args:
           result: A result of the user's own executable: the armed one returns the same placements.
             `None`: those the user gave to `jax.jit`.
-          settings: Further settings of the user's `jax.jit` call.
         """
         self.is_armed = True
+        settings = self._form.settings
         lowered = jax.jit(
             with_outputs(self._traced.jaxpr, self._sites),
             donate_argnums=self._donated,
@@ -157,9 +156,7 @@ class StepProgram:
           ValueError: likewise, for shardings.
         """
         assert self.is_armed, "nobody has asked for the armed step to be compiled"
-        flat, tree = _flatten(self._form.dynamic(args, kwargs))
-        if tree != self._in_tree:
-            raise TypeError(f"the arguments' structure changed, from {self._in_tree} to {tree}")
+        flat = self._flat_call(args, kwargs)
         if self._form.static(args, kwargs) != self._static:
             raise TypeError("a static argument changed")
         results = self._executable.result()(*flat)
@@ -167,8 +164,13 @@ class StepProgram:
         return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The state's leaves in a call's arguments."""
-        return jax.tree.leaves(self._form.state_of(args, kwargs))
+        """The state's leaves in a call's arguments.
+
+        Raises:
+          TypeError: if the call has another structure than the one that was traced.
+        """
+        flat = self._flat_call(args, kwargs)
+        return [flat[i] for i in self.positions.inputs]
 
     def new_state_leaves(self, result: Any) -> list[Any]:
         """The state's leaves in a result."""
@@ -188,6 +190,12 @@ class StepProgram:
             for j in sorted(self.late)
         ]
         return "\n".join(lines)
+
+    def _flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        flat, tree = _flatten(self._form.dynamic(args, kwargs))
+        if tree != self._in_tree:
+            raise TypeError(f"the arguments' structure changed, from {self._in_tree} to {tree}")
+        return flat
 
     def _input_specs(self) -> list[jax.ShapeDtypeStruct]:
         avals = [v.aval for v in _compat.open_jaxpr(self._traced.jaxpr)[0].invars]

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import jax
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError, WrapError
+from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import Arm
-from gockpt_jax.training.call import CallForm, Places, as_places
+from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import CannotArmError, StepProgram
 
 _log = logging.getLogger("gockpt_jax")
@@ -40,27 +40,29 @@ class WrappedStep:
     """A jitted train step that also counts updates and can return its cut.
 
     Everything else of the jitted function (`lower`, `trace`, `eval_shape`, `__wrapped__`, ...) is
-    its own. Made by `GoCkptManager.wrap`.
+    its own.
+
+    Args:
+      step: The jitted function.
+      observer: Is told of every update.
+      form: How it is called, and where its state is.
+      arm: Which steps run armed, as in `WindowOptions`.
+      even_for_nothing: Whether leaves may leave early that gain no bytes.
+
+    Warns:
+      SnapshotOnlyWarning: if the step has no program to arm.
     """
 
     def __init__(
-        self, step: Callable[..., Any], observer: StepObserver, *,
-        state: Places, state_out: Places | None, arm: Arm, even_for_nothing: bool,
+        self, step: Callable[..., Any], observer: StepObserver, form: CallForm, *,
+        arm: Arm, even_for_nothing: bool,
     ):  # fmt: skip
-        if not callable(step):
-            raise WrapError(f"`wrap` needs a jitted train step, got a `{type(step).__name__}`.")
-        if isinstance(step, WrappedStep):
-            raise WrapError("`wrap` was given a step that is wrapped already; wrap it once.")
-        if state_out is not None:
-            as_places("state_out", state_out)
         self.step = step
         self.program: StepProgram | None = None
         self.last_result: Any = None
-        self.why_not: str | None = None
+        self.why_not = _why_no_program(step)
         self._observer = observer
-        self._settings, self.why_not = _settings(step)
-        self._form = CallForm(step, state, self._settings)
-        self._state_out = state_out
+        self._form = form
         self._always = arm == "always"
         self._even_for_nothing = even_for_nothing
         self._last_shardings: list[Any] | None = None
@@ -78,8 +80,7 @@ class WrappedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the jitted function would."""
-        state = self._form.state_of(args, kwargs)
-        if _is_abstract(state):
+        if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
         if self.program is None and self.why_not is None:
             self._prepare(args, kwargs)
@@ -108,15 +109,19 @@ class WrappedStep:
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
             if wanted:
                 self._observer.no_update(self, f"the call changed: {_first_line(error)}")
-            self._refused += 1
-            if self._refused == _PATIENCE or self._always:
-                self._refused = 0
-                self._renew(args, kwargs)
+            self.call_changed(args, kwargs)
             return None, None
         self._refused = 0
         if not self._always:
             self._programs_left = _MAX_PROGRAMS
         return result, cut
+
+    def call_changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Told of a call that the program was not made for; enough of them are a new program."""
+        self._refused += 1
+        if self._refused == _PATIENCE or self._always:
+            self._refused = 0
+            self._renew(args, kwargs)
 
     def _renew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces the step anew for its changed arguments.
@@ -124,13 +129,15 @@ class WrappedStep:
         With `arm="always"` at once, so that the first steps, whose placement has not settled, are
         the only ones that another executable runs; a later odd batch runs unarmed.
         """
-        if not self._always:
+        if not self._always or not self._form.can_locate:
             self.program = None
         elif self._programs_left > 0:
             self._prepare(args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces, cuts and arms the step once the placement of its results has settled."""
+        if not self._form.can_locate:
+            return
         if not self._always:
             if self.last_result is None:
                 return
@@ -147,9 +154,8 @@ class WrappedStep:
         self._programs_left -= 1
         with self._giving_up_on_errors():
             self.program = StepProgram(
-                self.step, self._form, args, kwargs,
-                state_out=self._state_out, even_for_nothing=self._even_for_nothing,
-            )  # fmt: skip
+                self.step, self._form, args, kwargs, even_for_nothing=self._even_for_nothing
+            )
             _log.debug("analysed %s:\n%s", self.__name__, self.program.explain())
             if self._always:
                 self.arm()
@@ -158,7 +164,7 @@ class WrappedStep:
         """Starts compiling the armed step, unless that has been done."""
         if self.program is not None and not self.program.is_armed:
             with self._giving_up_on_errors():
-                self.program.arm(self.last_result, self._settings)
+                self.program.arm(self.last_result)
 
     @contextlib.contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:
@@ -193,37 +199,21 @@ def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _settings(step: Any) -> tuple[_compat.JitSettings, str | None]:
-    """What is known of the user's `jax.jit` call, and why the step cannot be armed, if so."""
-    if not callable(getattr(step, "trace", None)):
-        kind = type(step).__name__
+def _why_no_program(step: Any) -> str | None:
+    """Why a step cannot be armed; `None` if it can, as far as is known before it has run."""
+    if callable(getattr(step, "trace", None)):
+        if _compat.jit_settings(step) is None:
+            return "this version of JAX does not tell static arguments apart"
+        return None
+    kind = type(step).__name__
+    if hasattr(step, "as_text"):
         remedy = "pass the function that `jax.jit` returned, before `.lower().compile()`"
-        if kind == "function" and hasattr(step, "lower"):
-            kind, remedy = "jax.pmap", "use `jax.jit` with shardings over a mesh"
-        elif kind == "function":
-            remedy = "wrap the function in `jax.jit` first"
-        return _compat.JitSettings(), f"a `{kind}` has no program to trace; {remedy}"
-    settings = _compat.jit_settings(step)
-    if settings is None:
-        return _compat.JitSettings(), "this version of JAX does not tell static arguments apart"
-    return settings, None
-
-
-def _is_abstract(state: Any) -> bool:
-    """Whether this is a trace (`eval_shape`, an outer `jit`) and not an update."""
-    leaf = _first_leaf(state)
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-        return False
-    abstract = (jax.core.Tracer, jax.ShapeDtypeStruct)
-    return any(isinstance(x, abstract) for x in jax.tree.leaves(state))
-
-
-def _first_leaf(tree: Any) -> Any:
-    """The first leaf without flattening the rest: this runs at every step."""
-    registry = jax.tree_util.default_registry
-    while (level := registry.flatten_one_level(tree)) is not None:
-        children = iter(level[0])
-        tree = next((c for c in children if c is not None), None)
-        if tree is None:
-            return None
-    return tree
+    elif isinstance(step, functools.partial):
+        remedy = "wrap the jitted function, and bind arguments to the wrapped one"
+    elif kind == "function" and hasattr(step, "lower"):
+        kind, remedy = "jax.pmap", "use `jax.jit` with shardings over a mesh"
+    elif kind == "function":
+        remedy = "wrap the function in `jax.jit` first"
+    else:
+        remedy = "jit the function inside with `gockpt_jax.jit`"
+    return f"a `{kind}` has no program to trace; {remedy}"

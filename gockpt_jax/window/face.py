@@ -6,6 +6,7 @@ from typing import Any, TextIO
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.report import PendingReport, ReportLog, SaveReport
 from gockpt_jax.training.call import Places
+from gockpt_jax.training.nested import NestedStep, wrap_step
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.window.session import Session
 
@@ -49,16 +50,17 @@ class WindowFace:
 
     def wrap(
         self, step: Callable[..., Any], *, state: Places = 0, state_out: Places | None = None
-    ) -> WrappedStep:
+    ) -> WrappedStep | NestedStep:
         """Wraps a jitted train step, so that its updates are counted and its state can leave early.
 
         State, optimizer, shardings, donation and the `jax.jit` call stay as they are, and outside
         windows the very same executable runs. Several steps may be wrapped; they share one count.
 
         Args:
-          step: What `jax.jit` returned.
+          step: What `jax.jit` returned, or `nnx.jit`, `eqx.filter_jit`, `gockpt_jax.jit`.
           state: Position or name of the state among the arguments, or several of them.
-          state_out: Position or name of the new state in the result; found by structure if `None`.
+          state_out: Position or name of the new state in the result; `None`: found by structure, or
+            in the arguments themselves if the step updates them in place, as NNX does.
 
         Returns:
           A function to call in its place.
@@ -69,7 +71,7 @@ class WindowFace:
         Warns:
           SnapshotOnlyWarning: if the step cannot be armed; all its saves are then snapshots.
         """
-        return WrappedStep(
+        return wrap_step(
             step,
             self._gockpt_session,
             state=state,

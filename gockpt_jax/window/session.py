@@ -84,7 +84,12 @@ class Session:
         if step.program is not window.program:
             self.abandon("the step's program changed inside the window")
             return False
-        old = window.program.state_leaves(args, kwargs)
+        try:
+            old = window.program.state_leaves(args, kwargs)
+        except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
+            self.abandon(f"the call changed: {error}")
+            step.call_changed(args, kwargs)
+            return False
         previous = None if opening else window.program.new_state_leaves(step.last_result)
         try:
             window.leave(self.version, old, previous)

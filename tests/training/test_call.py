@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from gockpt_jax import StepMismatchError, WrapError, _compat
-from gockpt_jax.training.call import CallForm, as_places, locate, state_in_result
+from gockpt_jax.training.call import CallForm, as_places, state_in_result
 
 STATE = {"w": 1, "m": 2}
 
@@ -134,11 +134,12 @@ def test_locate_follows_leaves_through_static_arguments_and_keywords(state_out):
         return 0.0, params, opt_state
 
     jitted = jax.jit(update, static_argnums=0)
-    places = CallForm(jitted, ("params", "opt_state"), _compat.jit_settings(jitted))
+    settings = _compat.jit_settings(jitted)
+    places = CallForm(jitted, ("params", "opt_state"), settings, state_out)
     params, opt_state = {"b": jnp.ones(2), "a": jnp.ones(3)}, (jnp.ones(4),)
     args, kwargs = ("train", opt_state), {"params": params, "batch": jnp.ones(5)}
     traced = jitted.trace(*args, **kwargs)
-    found = locate(places, args, kwargs, jax.tree.structure(traced.out_info), state_out)
+    found = places.locate(args, kwargs, jax.tree.structure(traced.out_info))
     assert [traced.jaxpr.in_avals[i].shape for i in found.inputs] == [(3,), (2,), (4,)]
     outputs = jax.tree.leaves(traced.out_info)
     assert [outputs[i].shape for i in found.outputs] == [(3,), (2,), (4,)]
@@ -149,4 +150,4 @@ def test_paths_of_one_state_are_its_own():
     jitted = jax.jit(lambda s: s)
     places = CallForm(jitted, 0, _compat.jit_settings(jitted))
     state = {"w": jnp.ones(2)}
-    assert locate(places, (state,), {}, jax.tree.structure(state), None).paths == ("['w']",)
+    assert places.locate((state,), {}, jax.tree.structure(state)).paths == ("['w']",)

@@ -26,8 +26,8 @@ def fresh(size=6):
 def arm(jitted, *args, result=None, **kwargs):
     settings = _compat.jit_settings(jitted)
     form = CallForm(jitted, 0, settings)
-    program = StepProgram(jitted, form, args, kwargs, state_out=None, even_for_nothing=False)
-    program.arm(result, settings)
+    program = StepProgram(jitted, form, args, kwargs, even_for_nothing=False)
+    program.arm(result)
     program.wait_until_ready()
     assert program.failure() is None
     return program
@@ -143,7 +143,7 @@ def test_result_without_the_state_is_an_error():
     jitted = jax.jit(lambda s, x: jnp.sum(x))
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     with pytest.raises(StepMismatchError, match="holds no tree like the state"):
-        StepProgram(jitted, form, (fresh(), X), {}, state_out=None, even_for_nothing=False)
+        StepProgram(jitted, form, (fresh(), X), {}, even_for_nothing=False)
 
 
 def test_failure_to_compile_is_kept_for_who_asks():
@@ -151,9 +151,9 @@ def test_failure_to_compile_is_kept_for_who_asks():
     settings = _compat.jit_settings(jitted)
     program = StepProgram(
         jitted, CallForm(jitted, 0, settings), (fresh(), X), {},
-        state_out=None, even_for_nothing=False,
+        even_for_nothing=False,
     )  # fmt: skip
-    program.arm(None, settings)
+    program.arm(None)
     program.wait_until_ready()
     assert program.is_ready()
     assert "xla_no_such_option" in str(program.failure())

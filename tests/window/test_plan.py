@@ -130,7 +130,7 @@ def test_bytes_are_those_of_one_device():
     args = (state, jax.device_put(f32.astype(jnp.bfloat16), spread), jax.device_put(f32, whole))
     jitted = jax.jit(step)
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, args, {}, state_out=None, even_for_nothing=False)
+    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
     size = measure_bytes(program, jax.tree.leaves(state))
     assert size.leaves == (32, 256, 4, 256)
     assert size.retained == 16 + 256

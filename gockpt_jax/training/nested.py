@@ -1,0 +1,180 @@
+"""Steps whose `jax.jit` lies inside another object: `nnx.jit`, `eqx.filter_jit`, our own `jit`.
+
+Such an object turns the user's arguments into a tree of arrays, calls its jitted function and turns
+the result back (or updates the arguments in place). During a call of ours that jitted function is
+replaced by a `WrappedStep` around it. Where the state went is not read from the object's private
+layout: the arrays themselves are found again, by identity.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax import _compat
+from gockpt_jax.errors import StepMismatchError, WrapError
+from gockpt_jax.options import Arm
+from gockpt_jax.training.call import CallForm, Places, Positions, leaf_paths
+from gockpt_jax.training.wrap import StepObserver, WrappedStep
+
+
+def wrap_step(
+    step: Callable[..., Any], observer: StepObserver, *,
+    state: Places, state_out: Places | None, arm: Arm, even_for_nothing: bool,
+) -> "WrappedStep | NestedStep":  # fmt: skip
+    """Wraps a jitted train step, wherever its `jax.jit` lies.
+
+    Args:
+      step: What `jax.jit`, `nnx.jit`, `eqx.filter_jit` or `gockpt_jax.jit` returned.
+      observer: Is told of every update.
+      state: Positions or names of the state among the arguments.
+      state_out: Positions or names of the new state in the result; found if `None`.
+      arm: Which steps run armed, as in `WindowOptions`.
+      even_for_nothing: Whether leaves may leave early that gain no bytes.
+
+    Raises:
+      WrapError: if `step` is not callable, is wrapped already, or a place is not one.
+
+    Warns:
+      SnapshotOnlyWarning: if the step cannot be armed.
+    """
+    if not callable(step):
+        raise WrapError(f"`wrap` needs a jitted train step, got a `{type(step).__name__}`.")
+    if isinstance(step, WrappedStep | NestedStep):
+        raise WrapError("`wrap` was given a step that is wrapped already; wrap it once.")
+    attribute = _compat.inner_jit(step)
+    jitted = step if attribute is None else getattr(step, attribute)
+    settings = _compat.jit_settings(jitted) or _compat.JitSettings()
+    form = CallForm(step, state, settings, state_out)
+    if attribute is None:
+        return WrappedStep(step, observer, form, arm=arm, even_for_nothing=even_for_nothing)
+    inside = InnerForm(jitted, settings)
+    inner = WrappedStep(jitted, observer, inside, arm=arm, even_for_nothing=even_for_nothing)
+    return NestedStep(step, attribute, inner, outer_form=form, inner_form=inside)
+
+
+class InnerForm(CallForm):
+    """How a jitted function inside another object is called.
+
+    Args:
+      jitted: The function.
+      settings: What is known of its `jax.jit` call.
+    """
+
+    def __init__(self, jitted: Callable[..., Any], settings: _compat.JitSettings):
+        super().__init__(jitted, 0, settings)
+        self.old: Sequence[Any] = ()  # the state's leaves in the call that is under way
+        self.paths: Sequence[str] = ()
+        self.new_positions: Sequence[int | None] = ()  # in the result of the call before
+
+    @property
+    def can_locate(self) -> bool:  # type: ignore[override]
+        """Whether the call before was looked at, and left a state like the one given now."""
+        return len(self.old) == len(self.new_positions) > 0
+
+    def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """The object around it has looked."""
+        del args, kwargs
+        return False
+
+    def locate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any) -> Positions:
+        """Finds the state's arrays again, by identity.
+
+        Leaves that do not go through the program (functions, numbers, what the step does not
+        return) are not part of its state; saves take them as they are.
+
+        Raises:
+          StepMismatchError: if none of them does.
+        """
+        del out_tree
+        old_positions = _positions(self.old, jax.tree.leaves(self.dynamic(args, kwargs)))
+        unique: dict[int, tuple[int, str]] = {}  # leaves that share an array are one here
+        for old, new, path in zip(old_positions, self.new_positions, self.paths, strict=True):
+            if old is not None and new is not None:
+                unique.setdefault(old, (new, path))
+        if not unique:
+            raise StepMismatchError(
+                "no array of the state goes through the wrapped step. Say where the state is with "
+                "`wrap(step, state=..., state_out=...)`."
+            )
+        outputs, paths = zip(*unique.values(), strict=True)
+        return Positions(tuple(unique), outputs, paths)
+
+
+class NestedStep:
+    """A train step around a jitted function of its own; called in its place.
+
+    Everything else (`lower`, `trace`, `__wrapped__`, ...) is the step's own.
+
+    Args:
+      step: The object that the user made.
+      attribute: Where it holds its jitted function.
+      inner: That function, wrapped.
+      outer_form: How the user calls the step, and where the state is.
+      inner_form: How the step calls the function.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], attribute: str, inner: WrappedStep, *,
+        outer_form: CallForm, inner_form: InnerForm,
+    ):  # fmt: skip
+        self.step = step
+        self._attribute = attribute
+        self._inner = inner
+        self._outer_form = outer_form
+        self._inner_form = inner_form
+        self._mismatch: StepMismatchError | None = None
+        functools.update_wrapper(self, step, updated=())
+        self.__wrapped__ = getattr(step, "__wrapped__", step)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "step":  # not yet set: unpickling or a failed constructor
+            raise AttributeError(name)
+        return getattr(self.step, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one update, exactly as the user's step would."""
+        if self._outer_form.is_abstract(args, kwargs):
+            return self.step(*args, **kwargs)
+        if self._inner.program is not None or self._inner.why_not is not None:
+            self._inner_form.new_positions = ()  # what was seen once may not hold for a new program
+            with self._wrapped_inside():
+                return self.step(*args, **kwargs)
+        return self._call_and_look(args, kwargs)
+
+    def _call_and_look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs one update, and notes where the state's arrays go in and come out."""
+        if self._mismatch is not None:  # raised here, where the state is not yet donated
+            raise self._mismatch
+        form = self._inner_form
+        states = self._outer_form.state_of(args, kwargs)
+        form.old, form.paths = jax.tree.leaves(states), leaf_paths(states)
+        with self._wrapped_inside():
+            result = self.step(*args, **kwargs)
+        new = jax.tree.leaves(states)
+        try:
+            if all(a is b for a, b in zip(new, form.old, strict=False)):  # none changed in place
+                new = jax.tree.leaves(self._outer_form.new_state_of(result, states))
+        except StepMismatchError as error:
+            self._mismatch = error
+        form.old = ()  # donated
+        form.new_positions = _positions(new, jax.tree.leaves(self._inner.last_result))
+        return result
+
+    @contextlib.contextmanager
+    def _wrapped_inside(self) -> Iterator[None]:
+        """The step's own object, since it may know itself by identity, for one call."""
+        with _compat.attribute_set(self.step, self._attribute, self._inner):
+            yield
+
+
+def _positions(leaves: Sequence[Any], among: Sequence[Any]) -> list[int | None]:
+    """Where each array is, by identity; one that is there twice is found in turn."""
+    places: dict[int, list[int]] = {}
+    for i in reversed(range(len(among))):
+        if isinstance(among[i], jax.Array):
+            places.setdefault(id(among[i]), []).append(i)
+    found = (places.get(id(leaf), [None]) for leaf in leaves)
+    return [at.pop() if len(at) > 1 else at[0] for at in found]

@@ -1,0 +1,232 @@
+"""Steps whose `jax.jit` lies inside another object run as before, and their state is found."""
+
+from __future__ import annotations
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from training.test_wrap import Observer
+
+import gockpt_jax as gockpt
+from gockpt_jax.training.nested import NestedStep, wrap_step
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+TX = optax.adam(1e-2)
+
+
+def wrap(step, observer=None, *, state=(0, 1), state_out=None, arm="window"):
+    return wrap_step(
+        step, observer or Observer(), state=state, state_out=state_out, arm=arm,
+        even_for_nothing=False,
+    )  # fmt: skip
+
+
+class Net(nnx.Module):
+    """Layers with every kind of variable; the second layer is used under two names."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 4, rngs=rngs)
+        self.again = self.last
+
+    def __call__(self, x):
+        x = self.again(self.dropout(nnx.relu(self.norm(self.first(x)))))
+        return self.last(jnp.tile(x, 2))
+
+
+def nnx_state():
+    model = Net(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+
+def nnx_update(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def nnx_step(**options):
+    return nnx.jit(nnx_update, **options)
+
+
+def eqx_state():
+    model = eqx.nn.MLP(4, 4, 8, 2, activation=jax.nn.tanh, key=jax.random.key(0))
+    return model, TX.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def eqx_update(model, opt_state, x):
+    loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+    updates, opt_state = TX.update(grads, opt_state, model)
+    return eqx.apply_updates(model, updates), opt_state, loss
+
+
+def run_nnx(step, steps=6):
+    state = nnx_state()
+    losses = [step(*state, X * n) for n in range(steps)]
+    return losses, nnx.to_pure_dict(nnx.state(state, nnx.Not(nnx.RngState)))
+
+
+def run_eqx(step, steps=6):
+    (model, opt_state), losses = eqx_state(), []
+    for n in range(steps):
+        model, opt_state, loss = step(model, opt_state, X * n)
+        losses.append(loss)
+    return losses, eqx.filter((model, opt_state), eqx.is_array)
+
+
+KINDS = {
+    "nnx": (nnx_step, run_nnx),
+    "nnx donated": (functools.partial(nnx_step, donate_argnames=("model", "optimizer")), run_nnx),
+    "eqx": (lambda: eqx.filter_jit(eqx_update), run_eqx),
+    "eqx donated": (lambda: eqx.filter_jit(eqx_update, donate="all"), run_eqx),
+    "jit": (lambda: gockpt.jit(eqx_update, donate_argnums=(0, 1)), run_eqx),
+}
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_the_users(kind, arm):
+    make, run = KINDS[kind]
+    observer = Observer(armed_at={3, 4})
+    wrapped = wrap(make(), observer, arm=arm)
+    assert isinstance(wrapped, NestedStep)
+    jax.tree.map(np.testing.assert_array_equal, run(wrapped), run(make()))
+    assert observer.cuts == [False, False, False, True, True, False]
+    assert observer.refusals == []
+
+
+@pytest.mark.parametrize("kind", ["nnx", "eqx", "jit"])
+def test_the_state_is_found(kind):
+    make, run = KINDS[kind]
+    wrapped = wrap(make())
+    _, state = run(wrapped)
+    program = wrapped._inner.program
+    found = program.new_state_leaves(wrapped._inner.last_result)
+    there = {id(x) for x in found}
+    assert len(there) == len(found)
+    assert all(id(x) in there for x in jax.tree.leaves(state))
+    assert len(set(program.positions.paths)) == len(found)
+    assert program.groups
+
+
+def test_the_users_object_is_as_it_was():
+    step = nnx_step()
+    inside, wrapped, state = step.jitted_fn, wrap(step), nnx_state()
+    wrapped(*state, X)
+    assert step.jitted_fn is inside
+    with pytest.raises(TypeError):
+        wrapped(*state, "no array")
+    assert step.jitted_fn is inside
+    assert wrapped.fun is nnx_update
+    assert wrapped.__name__ == "nnx_update"
+
+
+def test_the_users_python_is_traced_no_more_often():
+    traced = []
+
+    def update(model, optimizer, x):
+        traced.append(x.shape)
+        return nnx_update(model, optimizer, x)
+
+    run_nnx(wrap(nnx.jit(update), Observer(armed_at={4})))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("kind", ["eqx", "jit"])
+def test_traces_are_no_updates(kind):
+    observer = Observer()
+    wrapped, (model, opt_state) = wrap(KINDS[kind][0](), observer), eqx_state()
+    arrays, static = eqx.partition((model, opt_state), eqx.is_array)
+    shapes = jax.eval_shape(lambda a: wrapped(*eqx.combine(a, static), X)[2], arrays)
+    assert shapes.shape == ()
+    assert observer.cuts == []
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_a_changed_state_is_found_again(arm):
+    """Layers are added in mid-run: the refused calls run the user's step, then windows go on."""
+    observer = Observer({3, 4, 5, 9})
+    wrapped, state = wrap(eqx.filter_jit(eqx_update), observer, arm=arm), eqx_state()
+    for n in range(11):
+        if n == 4:
+            model = eqx.nn.MLP(4, 4, 8, 3, activation=jax.nn.tanh, key=jax.random.key(1))
+            state = [model, TX.init(eqx.filter(model, eqx.is_inexact_array))]
+        *state, _ = wrapped(*state, X)
+    assert observer.cuts[3:] == [True, *(False,) * 5, True, False]
+    program = wrapped._inner.program
+    found = {id(x) for x in program.new_state_leaves(wrapped._inner.last_result)}
+    assert found == {id(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)}
+
+
+def test_cached_partial():
+    observer = Observer(armed_at={3})
+    state = nnx_state()
+    step = nnx.cached_partial(wrap(nnx_step(), observer), *state)
+    losses = [step(X * n) for n in range(6)]
+    np.testing.assert_array_equal(losses, run_nnx(nnx_step())[0])
+    assert observer.cuts == [n == 3 for n in range(6)]
+
+
+def test_a_state_that_does_not_come_back_is_told_before_an_update_is_lost():
+    step = eqx.filter_jit(lambda *args: {"new": eqx_update(*args)}, donate="all")
+    observer = Observer()
+    wrapped, state = wrap(step, observer), eqx_state()
+    *state, _ = wrapped(*state, X)["new"]
+    with pytest.raises(gockpt.StepMismatchError, match="no tree like the state"):
+        wrapped(*state, X)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+    assert observer.cuts == [False]
+
+
+def test_a_state_that_is_not_in_the_program():
+    wrapped, state = wrap(nnx_step(), state=3), nnx_state()
+    step = wrap(eqx.filter_jit(lambda name, x: (name, x)), state=0)
+    for _ in range(2):
+        step("name", X)
+    with pytest.raises(gockpt.StepMismatchError, match="no array of the state goes through"):
+        step("name", X)
+    with pytest.raises(gockpt.StepMismatchError, match="`state=3` names no argument"):
+        wrapped(*state, X)
+
+
+# `jit`.
+
+
+def test_jit_is_jax_jit_for_arrays():
+    step = gockpt.jit(lambda s, x, n: s * x + n, static_argnames="n", donate_argnums=0)
+    state = jnp.ones(3)
+    np.testing.assert_array_equal(step(state, 2.0, n=1), [3.0, 3.0, 3.0])
+    assert state.is_deleted()
+    assert step.lower(jnp.ones(3), 2.0, n=1).compile() is not None
+    assert step.eval_shape(jnp.ones(3), 2.0, n=1).shape == (3,)
+    assert step.trace(jnp.ones(3), 2.0, n=1).jaxpr is not None
+
+
+def test_equal_static_leaves_share_a_program():
+    traced = []
+
+    def scaled(tree):
+        traced.append(tree["name"])
+        return tree | {"w": tree["w"] * 2}
+
+    step = gockpt.jit(scaled)
+    tree = {"w": jnp.ones(2), "name": "a", "f": jnp.tanh}
+    for _ in range(2):
+        tree = step(tree)
+    assert traced == ["a"]
+    assert tree["f"] is jnp.tanh
+    step(tree | {"name": "b"})
+    assert traced == ["a", "b"]
+
+
+def test_unhashable_leaves_are_named():
+    with pytest.raises(TypeError, match=r"leaf of type `bytearray`.*nor hashable"):
+        gockpt.jit(lambda t: t)({"w": 1.0, "b": bytearray(b"x")})
