@@ -15,7 +15,7 @@ from etils import epath
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
-from gockpt_jax.storage.policies import labels_to_save
+from gockpt_jax.storage.policies import arrange
 from gockpt_jax.telemetry.report import PendingReport
 from gockpt_jax.window.face import WindowFace
 
@@ -75,15 +75,14 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         handler = GoCkptHandler(window=window, **(pytree_options or {}))
         self._gockpt_handler = handler
         self._share_windows(handler)
-        predictor = self._gockpt_session.predictor
-        predictor.is_save_label, predictor.sees_every_call = labels_to_save(options), True
+        self._gockpt_session.predictor.sees_every_call = True
         handler.has_manager = True
         self._gockpt_commits_later = (
             bool(options.enable_async_checkpointing) and not options.read_only
         )
         super().__init__(
             _absolute(directory),
-            options=self._told_of_commits(options),
+            options=self._told_of_commits(arrange(options, self._gockpt_session)),
             metadata=metadata,
             logger=logger,
             handler_registry=_registry(handler_registry, self._gockpt_handler),

@@ -1,39 +1,63 @@
-"""What an Orbax save policy says about labels that have not come yet."""
+"""What an Orbax save policy says about saves that have not come yet, and how that is arranged."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
+from gockpt_jax.window.session import Session
+
+SaveLabels = Callable[[int], bool]
+
 # Neither speaks of the future: the first save cannot be seen coming, a preemption may not be asked.
 _WITHOUT_FORESIGHT = (managers.InitialSavePolicy, managers.PreemptionCheckpointingPolicy)
+# Say yes when the time has come, whatever the label.
+_START_DRIVEN = (managers.ContinuousCheckpointingPolicy,)
 
 
-def labels_to_save(options: ocp.CheckpointManagerOptions) -> Callable[[int], bool] | None:
-    """Which labels a manager with these options will save.
+def arrange(
+    options: ocp.CheckpointManagerOptions, session: Session
+) -> ocp.CheckpointManagerOptions:
+    """Has a manager's policy answer early enough for windows, and tells the predictor of it.
 
     Args:
-      options: Of the manager.
+      options: The user's.
+      session: Whose windows end at the saves.
+
+    Returns:
+      The options to build the manager with. They save at the same labels, but for policies by time
+      or load: those start a window, at whose end the save is.
+    """
+    if options.save_decision_policy is not None:
+        session.predictor.is_save_label = labels_of_policy(options.save_decision_policy)
+        policy = _start_windows(options.save_decision_policy, session)
+        return dataclasses.replace(options, save_decision_policy=policy)
+    if options.should_save_fn is not None:
+        asked = AskedAhead(options.should_save_fn)
+        session.predictor.is_save_label = asked.will_save
+        return dataclasses.replace(options, should_save_fn=asked)
+    interval, steps = options.save_interval_steps, frozenset(options.save_on_steps or ())
+    session.predictor.is_save_label = lambda label: bool(
+        (interval and label % interval == 0) or label in steps
+    )
+    return options
+
+
+def labels_of_policy(policy: Any) -> SaveLabels | None:
+    """Which labels a policy will save.
 
     Returns:
       A function of the label that has no side effects; `None` if only the policy itself knows, when
-      it is asked (by time, by load, or a function of the user's).
+      it is asked (one of the user's own).
     """
-    if options.save_decision_policy is not None:
-        return labels_of_policy(options.save_decision_policy)
-    if options.should_save_fn is not None:
-        return None
-    interval, steps = options.save_interval_steps, frozenset(options.save_on_steps or ())
-    return lambda label: bool((interval and label % interval == 0) or label in steps)
-
-
-def labels_of_policy(policy: Any) -> Callable[[int], bool] | None:
-    """Which labels a policy will save; `None` if only it knows, when it is asked."""
     if isinstance(policy, managers.FixedIntervalPolicy):
         return lambda label: label % policy.interval == 0
     if isinstance(policy, managers.SpecificStepsPolicy):
         return lambda label: label in policy.steps
+    if isinstance(policy, _START_DRIVEN):
+        return lambda label: False
     if isinstance(policy, managers.AnySavePolicy):
         foreseen = [p for p in policy.policies if not isinstance(p, _WITHOUT_FORESIGHT)]
         parts = [labels_of_policy(p) for p in foreseen]
@@ -41,3 +65,71 @@ def labels_of_policy(policy: Any) -> Callable[[int], bool] | None:
         if len(known) == len(parts) and known:
             return lambda label: any(part(label) for part in known)
     return None
+
+
+class AskedAhead:
+    """A `should_save_fn` that is asked once for each label, some steps before it comes.
+
+    Args:
+      should_save: The user's: of a label and the last saved one. Asked ahead, it is told of the
+        last label that it has accepted.
+    """
+
+    def __init__(self, should_save: Callable[[int, int | None], bool]):
+        self._should_save = should_save
+        self._answers: dict[int, bool] = {}
+        self._last_saved: int | None = None
+
+    def will_save(self, label: int) -> bool:
+        """The answer for a label that has not come yet."""
+        if label not in self._answers:
+            accepted = [x for x, yes in self._answers.items() if yes and x < label]
+            self._answers[label] = bool(
+                self._should_save(label, max(accepted, default=self._last_saved))
+            )
+        return self._answers[label]
+
+    def __call__(self, label: int, last_saved: int | None) -> bool:
+        """The answer for a label that has come; the one given before, if it was asked ahead."""
+        self._last_saved = last_saved
+        answer = self._answers.get(label)
+        if answer is None:
+            answer = self._answers[label] = bool(self._should_save(label, last_saved))
+        self._answers = {x: yes for x, yes in self._answers.items() if x >= label}
+        return answer
+
+
+class StartsWindow:
+    """A policy by time or load: its yes starts a window, and the save is where the window ends.
+
+    Args:
+      policy: The user's.
+      session: Opens the window.
+    """
+
+    def __init__(self, policy: Any, session: Session):
+        self._policy = policy
+        self._session = session
+        self._until: int | None = None  # the version at which a started window ends
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        """As Orbax asks it; may be asked more than once at a step."""
+        version = self._session.version
+        if self._until is not None and version <= self._until:
+            return version == self._until
+        if not self._policy.should_save(step, previous_steps, context=context):
+            return False
+        ahead = self._session.window_steps - 1
+        if ahead < 1 or not self._session.predictor.is_called_every_update:
+            return True
+        self._until = version + ahead
+        self._session.predictor.expect(self._until)
+        return False
+
+
+def _start_windows(policy: Any, session: Session) -> Any:
+    if isinstance(policy, _START_DRIVEN):
+        return StartsWindow(policy, session)
+    if isinstance(policy, managers.AnySavePolicy):
+        return managers.AnySavePolicy([_start_windows(p, session) for p in policy.policies])
+    return policy

@@ -61,6 +61,10 @@ class Planner:
             plan = fill_blocks(program.groups, size, steps, f"the save was {steps - 1} steps away")
         return plan, size
 
+    def steps_of(self, program: StepProgram) -> int:
+        """K of the program's plan; 1 before it has one. The same on all processes."""
+        return self._plans[program][0].steps if program in self._plans else 1
+
     def limit_device(self, *, stepped: bool) -> None:
         """Sets the device budget: what the user said, else what the steps leave free.
 

@@ -31,6 +31,7 @@ class SavePredictor:
         self._expected: int | None = None
         self._last_call: tuple[int, int] | None = None  # version, label
         self._consecutive = False
+        self.is_called_every_update = False
         self._accepted: list[int] = []  # versions of the last two accepted saves
         self._abandoned = 0
         self._cached: tuple[int, int | None] | None = None  # computed at, predicted
@@ -45,6 +46,7 @@ class SavePredictor:
         """Told of every call of `save`."""
         if self._last_call is not None and version != self._last_call[0]:
             updates, labels = version - self._last_call[0], label - self._last_call[1]
+            self.is_called_every_update = updates == 1
             self._consecutive = updates == labels and (updates == 1 or not self.sees_every_call)
         self._last_call = (version, label)
         self._cached = None

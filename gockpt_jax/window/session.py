@@ -287,6 +287,12 @@ class Session:
     # For the face.
 
     @property
+    def window_steps(self) -> int:
+        """K of the next window as far as it is known; 1 if there is none to be had."""
+        program = None if self._last_step is None else self._last_step.program
+        return 1 if program is None else self._planner.steps_of(program)
+
+    @property
     def window_status(self) -> str:
         """What the window is doing, in a few words."""
         if self._window is None:

@@ -1,0 +1,261 @@
+"""How saves are foreseen: which saves of a loop are windows, and which are snapshots."""
+
+from __future__ import annotations
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import checkpoint_managers as managers
+from window.training_loop import BATCH, Options, assert_same, fresh, to_host, train, update
+
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+
+K = 3
+Any, Every, Steps = (
+    managers.AnySavePolicy, managers.FixedIntervalPolicy, managers.SpecificStepsPolicy,
+)  # fmt: skip
+NOT_LABELS = [managers.InitialSavePolicy(), managers.PreemptionCheckpointingPolicy()]
+
+
+def kinds(manager):
+    return {r.step: f"{r.kind} {r.window_steps}" for r in manager.reports}
+
+
+def expected(snapshots, windows):
+    return {s: "snapshot 1" for s in snapshots} | {s: f"window {K}" for s in windows}
+
+
+def run(manager, labels, *, call=lambda n: True, force=lambda n: False, before=None):
+    """A loop that calls `save` where `call` says so; returns what was saved, on the host."""
+    step, state, saved = manager.wrap(update), fresh(), {}
+    for n, label in enumerate(labels):
+        if before is not None:
+            before(n)
+        state = step(state, BATCH)
+        if call(n) and manager.save(label, args=GoCkptSave(state), force=force(n)):
+            saved[label] = to_host(state)
+            manager.wait_until_finished()
+    return saved
+
+
+def check(manager, saved):
+    for label, state in saved.items():
+        assert_same(manager.restore(label), state)
+
+
+@pytest.mark.parametrize(
+    ("policy", "snapshots", "windows"),
+    [
+        (Every(5), [0], [5, 10, 15]),
+        (Steps([7, 13]), [], [7, 13]),
+        (Any([Every(7), Steps([4]), *NOT_LABELS]), [0], [4, 7, 14]),
+        (Any([Every(20), managers.InitialSavePolicy()]), [0], []),
+    ],
+)
+def test_policies_of_labels(tmp_path, policy, snapshots, windows):
+    options = Options(save_decision_policy=policy)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(18))
+        assert kinds(manager) == expected(snapshots, windows)
+        check(manager, saved)
+
+
+@pytest.mark.parametrize(
+    ("options", "snapshots", "windows"),
+    [
+        (Options(save_interval_steps=5), [0], [5, 10, 15]),
+        (Options(save_interval_steps=9, save_on_steps=[6, 13]), [0], [6, 9, 13]),
+    ],
+)
+def test_options_of_labels(tmp_path, options, snapshots, windows):
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(18))
+        assert kinds(manager) == expected(snapshots, windows)
+        check(manager, saved)
+
+
+def test_a_function_of_labels_is_asked_once_for_each(tmp_path):
+    """A function with a memory of its own: asked twice it would say something else."""
+    asked = collections.Counter()
+
+    def should_save(label, last_saved):
+        asked[label] += 1
+        return asked.total() % 6 == 1 and (last_saved is None or last_saved < label)
+
+    options = Options(should_save_fn=should_save)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(18))
+        assert set(asked.values()) == {1}
+        assert kinds(manager) == expected([0], [6, 12])
+        check(manager, saved)
+
+
+# By time or load: the policy's yes starts the window.
+
+
+def test_a_start_driven_policy(tmp_path):
+    """Saves are waited for, so that the policy says yes whenever it is asked."""
+    policy = managers.ContinuousCheckpointingPolicy()
+    options = Options(save_decision_policy=policy)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(14))
+        assert kinds(manager) == expected([0, 1], [4, 7, 10, 13])
+        check(manager, saved)
+
+
+def test_a_start_driven_policy_beside_labels(tmp_path):
+    policy = Any([Every(6), managers.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)])
+    options = Options(save_decision_policy=policy)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(14))
+        assert kinds(manager) == expected([0], [6, 12])
+        check(manager, saved)
+
+
+def test_should_save_may_be_asked_too(tmp_path):
+    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        said = []
+
+        def ask(label):
+            said.append(manager.should_save(label) == manager.should_save(label))
+            return True
+
+        saved = run(manager, range(12), call=ask)
+        assert all(said)
+        assert kinds(manager) == expected([0, 1], [4, 7, 10])
+        check(manager, saved)
+
+
+def test_a_start_driven_policy_in_a_loop_that_rarely_calls_save(tmp_path):
+    """It would not be called where the window ends: the save is at once, and then has a period."""
+    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(16), call=lambda n: n % 4 == 3)
+        assert kinds(manager) == expected([3, 7], [11, 15])
+        check(manager, saved)
+
+
+# By the period of saves, or told.
+
+UPDATES = range(1, 22)
+
+
+@pytest.mark.parametrize(
+    ("labels", "snapshots", "windows"),
+    [
+        pytest.param(range(21), [4, 9], [14, 19], id="loop indices"),
+        pytest.param(range(1001, 1022), [1005, 1010], [1015, 1020], id="update counts"),
+        pytest.param([n // 5 for n in range(21)], [0, 1], [2, 3], id="epochs"),
+        pytest.param([512 * n for n in UPDATES], [2560, 5120], [7680, 10240], id="examples"),
+    ],
+)
+def test_saves_gated_by_the_loop(tmp_path, labels, snapshots, windows):
+    """`save` is called every fifth update, with whatever the loop counts."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, labels, call=lambda n: n % 5 == 4)
+        assert kinds(manager) == expected(snapshots, windows)
+        check(manager, saved)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 1000])
+def test_two_consecutive_labels_tie_labels_to_updates(tmp_path, offset):
+    """A run that goes on at any label: two calls of `save`, then the policy is counted on."""
+    options = Options(save_decision_policy=Every(5))
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        labels = range(offset, offset + 16)
+        saved = run(manager, labels)
+        due = [x for x in labels if x % 5 == 0]
+        late = [x for x in due if x < offset + 4]
+        assert kinds(manager) == expected(late, [x for x in due if x not in late])
+        check(manager, saved)
+
+
+def test_a_save_that_is_expected_and_forced(tmp_path):
+    """A forced save at the version that the window ends at is that window's."""
+    options = Options(save_interval_steps=1000)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+
+        def expect(n):
+            if n in (5, 10):
+                manager.expect_save(in_steps=4)
+
+        saved = run(manager, range(16), force=lambda n: n in (8, 12, 13), before=expect)
+        # Expected after the 9th and 14th update; the 13th label is forced, the 12th came early.
+        assert kinds(manager) == expected([0, 12], [8]) | {13: "snapshot 1"}
+        check(manager, saved)
+
+
+def test_two_windows_in_vain(tmp_path, caplog):
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(32), call=lambda n: n < 6 or n > 23)
+        # At 10 and 15 nobody called; from then on nothing is predicted until a save is accepted.
+        assert kinds(manager) == expected([0, 25], [5, 30])
+        check(manager, saved)
+    assert [r.levelname for r in caplog.records if r.name == "gockpt_jax"].count("WARNING") == 1
+
+
+# Continuity.
+
+
+@jax.jit
+def sgd(state, x):
+    grads = jax.grad(lambda w: jnp.sum(jnp.cosh(w["a"] * x) + jnp.cosh(w["b"] + x)))(state["w"])
+    m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], grads)
+    v = jax.tree.map(lambda v, g: 0.99 * v + g * g, state["v"], grads)
+    w = jax.tree.map(lambda w, m: w - state["rate"] * m, state["w"], m)
+    return {"m": m, "v": v, "w": w, "rate": state["rate"]}
+
+
+def start():
+    w = {"a": jnp.ones(64), "b": jnp.ones(64)}
+    zeros = jax.tree.map(jnp.zeros_like, w)
+    return {"m": zeros, "v": jax.tree.map(jnp.copy, zeros), "w": w, "rate": jnp.float32(0.01)}
+
+
+def inject_rate(state):
+    return state | {"rate": jnp.float32(0.001)}
+
+
+def prune(state):
+    return state | {"w": state["w"] | {"a": jnp.where(state["w"]["a"] > 0.9, state["w"]["a"], 0)}}
+
+
+def restore_moments(state):
+    return state | {"m": start()["m"]}
+
+
+@pytest.mark.parametrize("at", [9, 10])
+@pytest.mark.parametrize(
+    ("edit", "path"),
+    [(inject_rate, None), (prune, "['w']['a']"), (restore_moments, "['m']['a']")],
+)
+def test_edited_leaves_become_late(tmp_path, edit, path, at):
+    """Before the first or second step of the window of save 10, when `a` or nothing had left."""
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        step, state, saved = manager.wrap(sgd), start(), {}
+        for label in range(16):
+            if label == at:
+                state = edit(state)
+            state = step(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        check(manager, saved)
+        report = next(r for r in manager.reports if r.step == 10)
+        assert report.kind == "window"
+        late = (f"{path}: replaced between two steps of the window",)
+        assert report.late_leaves == (late if path and at == 10 else ())
+        assert manager.last_report.late_leaves == ()
+
+
+def test_stock_arguments_are_foreseen_alike(tmp_path):
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        train(manager, range(11), save_args=lambda s, _: {"args": ocp.args.StandardSave(s)})
+        assert kinds(manager) == expected([0], [5, 10])
