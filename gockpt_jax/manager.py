@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Mapping
@@ -71,6 +72,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
     ):
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
+        self._gockpt_closed = False
         self._gockpt_quiet = False  # inside `save` and `close`, where a window's failure waits
         handler = GoCkptHandler(window=window, **(pytree_options or {}))
         self._gockpt_handler = handler
@@ -98,8 +100,19 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         Raises:
           HostBudgetError: if the host budget cannot hold the state.
+          RuntimeError: if the manager is closed.
+          TypeError: if the state is not given as `args`, or the label is no integer.
+          ValueError: if the label is negative, or the state has been donated to a later step.
         """
         started_at = time.perf_counter()
+        step = _as_label(step)
+        if args or "items" in kwargs:
+            raise TypeError(
+                "`save` takes the state by name, as in `save(step, args=GoCkptSave(state))`; got "
+                f"a `{type(args[0] if args else kwargs['items']).__name__}` by position."
+            )
+        if self._gockpt_closed:
+            raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
         if "args" in kwargs:
             kwargs["args"] = _as_composite(kwargs["args"])
         self._gockpt_handler.label = step
@@ -108,7 +121,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             self.wait_until_finished()  # at once: that save has ended, and not well
         self._gockpt_quiet = True
         try:
-            accepted = bool(super().save(step, *args, **kwargs))
+            accepted = bool(super().save(step, **kwargs))
         except BaseException as error:
             pending = self._gockpt_pending
             if pending is not None and pending is not before:
@@ -178,7 +191,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     def close(self) -> None:
         """Waits for the last save, drops an open window and ends the worker thread."""
-        self._gockpt_quiet = True
+        self._gockpt_quiet = self._gockpt_closed = True
         try:
             super().close()
         finally:
@@ -251,9 +264,29 @@ def _step_path(root: Any, step: int, options: ocp.CheckpointManagerOptions) -> A
     return ocp.path.step.build_step_path(epath.Path(root), names, step)
 
 
+def _as_label(step: Any) -> int:
+    """Orbax would write the checkpoints of other labels, and never find them again."""
+    try:
+        label = operator.index(step)
+    except TypeError:
+        label = -1
+    if isinstance(step, bool) or label < 0:
+        kind = ValueError if isinstance(step, int) else TypeError
+        raise kind(
+            f"`step` must be a non-negative integer, got {step!r}. Pass the label of the state, "
+            "for example the loop's index."
+        )
+    return label
+
+
 def _as_composite(args: Any) -> Any:
     if args is None or isinstance(args, ocp.args.Composite):
         return args
+    if not isinstance(args, ocp.args.CheckpointArgs):
+        raise TypeError(
+            f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
+            "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
+        )
     return ocp.args.Composite(**{_ITEM: args})
 
 

@@ -85,6 +85,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         entered_at = time.perf_counter()
         self._begin(directory)
         leaves, tree = jax.tree.flatten(args.item)
+        _refuse_donated(args.item)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         try:
             record, slots = self._gockpt_session.seal([leaves[i] for i in positions])
@@ -204,6 +205,15 @@ def _as_tree_save(args: Any, item: Any) -> ocp.args.PyTreeSave:
     if isinstance(args, ocp.args.PyTreeSave):
         return dataclasses.replace(args, item=item)
     return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=args.custom_metadata)
+
+
+def _refuse_donated(item: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"the state given to `save` is gone: {jax.tree_util.keystr(path)} was donated to a "
+                "later step, or deleted. Save what the step returned, before the next step."
+            )
 
 
 def _host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -> HostArray:

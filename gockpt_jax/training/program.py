@@ -194,7 +194,10 @@ class StepProgram:
     def _flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         flat, tree = _flatten(self._form.dynamic(args, kwargs))
         if tree != self._in_tree:
-            raise TypeError(f"the arguments' structure changed, from {self._in_tree} to {tree}")
+            raise TypeError(
+                f"its arguments are not those it was traced for: {tree.num_leaves} leaves, where "
+                f"there were {self._in_tree.num_leaves}, or other containers"
+            )
         return flat
 
     def _input_specs(self) -> list[jax.ShapeDtypeStruct]:

@@ -146,9 +146,9 @@ class WrappedStep:
             if not settled:
                 return
         if self._programs_left == 0:
-            self._give_up(
-                f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times",
-                "keep them the same from call to call",
+            self.give_up(
+                f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times; "
+                "keep them the same from call to call"
             )
             return
         self._programs_left -= 1
@@ -175,15 +175,16 @@ class WrappedStep:
         except StepMismatchError:
             raise  # the user's to mend, and early in the run
         except CannotArmError as error:
-            reason, remedy = error.reason, error.remedy
+            why = str(error)
         except Exception as error:
             _log.debug("analysis failed", exc_info=error)
-            reason, remedy = f"its analysis failed with {error!r}", "please report it"
-        self.program = None
-        self._give_up(reason, remedy)
+            why = f"its analysis failed with {error!r}; please report it"
+        self.give_up(why)
 
-    def _give_up(self, reason: str, remedy: str) -> None:
-        self.why_not = f"{reason}; {remedy}"
+    def give_up(self, why: str) -> None:
+        """No windows from now on; one warning."""
+        self.program = None
+        self.why_not = why.rstrip(".")
         self._warn(self.why_not)
 
     def _warn(self, reason: str) -> None:

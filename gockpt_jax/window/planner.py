@@ -47,7 +47,10 @@ class Planner:
         self.limit_device(stepped=True)
         leaves = program.new_state_leaves(step.last_result)
         size = measure_bytes(program, leaves)
-        plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
+        if program.groups:
+            plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
+        else:
+            plan = Plan(1, (), _why_all_late(program, size))
         _log.debug("planned %s", plan)
         self._plans[program] = (plan, size)
         if plan.steps > 1:
@@ -100,6 +103,12 @@ class Planner:
                 f"`host_budget_bytes={limit}` cannot hold what this process saves, {state_bytes} "
                 f"bytes. Give at least {state_bytes * 11 // 10}, or None for no limit."
             )
+
+
+def _why_all_late(program: StepProgram, size: StateBytes) -> str:
+    largest = max(program.late, key=lambda j: size.leaves[j])
+    path, why = program.positions.paths[largest], program.late[largest]
+    return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"
 
 
 def _leaves_by_block(plan: Plan, program: StepProgram) -> list[list[int]]:

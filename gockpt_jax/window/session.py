@@ -149,10 +149,15 @@ class Session:
         if not self._planner.admits(leaves, size):
             self._why_snapshot = "the host budget had no room when the window should have opened"
             return None
+        try:
+            replayer = Replayer(_platform(leaves))
+        except ReplayError as error:
+            step.give_up(str(error))
+            return None
         self._reset_peaks()
         return OpenWindow(
             step, program, plan, target, retained_bytes=size.retained, worker=self._worker,
-            device=self._device, host=self.host, replayer=Replayer(_platform(leaves)),
+            device=self._device, host=self.host, replayer=replayer,
         )  # fmt: skip
 
     def _is_ready(self, program: StepProgram) -> bool:
