@@ -319,4 +319,6 @@ class Session:
 
 
 def _platform(leaves: Sequence[jax.Array]) -> str:
-    return str(next(iter(leaves[0].devices())).platform)
+    # Not `devices()`: another wrapped step may have run last, and these are donated.
+    device: Any = next(iter(leaves[0].sharding.device_set))
+    return str(device.platform)
