@@ -1,7 +1,7 @@
 """MaxText's loop: the manager hears every label, and saves a `Composite` with one item, `items`.
 
-The state's layout comes from logical axes and goes to `jax.jit` on both sides; the state is donated;
-`block_until_ready` comes before a save.
+The state's layout comes from logical axes and goes to `jax.jit` on both sides; the state is
+donated; `block_until_ready` comes before a save.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import optax
 import orbax.checkpoint as ocp
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from integrations.loops import WINDOW, run_both
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from integrations.loops import WINDOW, run_both
 
 RULES = (("batch", ("data", "fsdp")), ("embed", "fsdp"))
 BATCH = PartitionSpec(("data", "fsdp"))
