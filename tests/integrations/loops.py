@@ -51,7 +51,7 @@ class WithWindows(Recording, gockpt_jax.GoCkptManager):
 class Without(Recording, ocp.CheckpointManager):
     """Stock Orbax, called as ours is. It decides and records, but writes next to nothing."""
 
-    def __init__(self, directory, *, window=None, **kwargs):
+    def __init__(self, directory, *, window=None, item_names=None, **kwargs):
         super().__init__(directory, **kwargs)
 
     def written(self, args):

@@ -49,13 +49,12 @@ class LLaMA(nn.Module):
 
 
 def train_step(train_state, rng, batch):
-    rng, dropout_rng = jax.random.split(rng)
-    keep = jax.random.bernoulli(dropout_rng, 0.9, batch[:, 1:].shape)
+    rng, _ = jax.random.split(rng)  # the other key is for dropout
 
     def loss_fn(params):
         logits = train_state.apply_fn({"params": params}, batch[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
-        return jnp.sum(losses * keep) / jnp.sum(keep)
+        return losses.mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(train_state.params)
     train_state = train_state.apply_gradients(grads=grads)

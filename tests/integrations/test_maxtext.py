@@ -41,8 +41,9 @@ class Transformer(nn.Module):
 def create_orbax_checkpoint_manager(gockpt, directory):
     return gockpt.GoCkptManager(  # was: ocp.CheckpointManager(
         directory,
+        item_names=("items",),
         options=ocp.CheckpointManagerOptions(create=True, save_interval_steps=PERIOD),
-        window=WINDOW,  # new; item_names=("items",) is gone: ours takes items of any name
+        window=WINDOW,  # new
     )
 
 
