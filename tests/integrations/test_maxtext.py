@@ -7,6 +7,7 @@ donated; `block_until_ready` comes before a save.
 from __future__ import annotations
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from integrations.loops import WINDOW, run_both
+import gockpt_jax
+from integrations.loops import WINDOW, assert_same, bits, run_both
 
 RULES = (("batch", ("data", "fsdp")), ("embed", "fsdp"))
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -58,6 +60,18 @@ def maybe_save_checkpoint(manager, state, step=None):
     manager.save(step, args=args, force=force)
 
 
+def load_state_if_possible(manager, shapes, shardings):
+    step = manager.latest_step()
+    if step is None:
+        return None, 0
+    target = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+    args = ocp.args.PyTreeRestore(item=target, restore_args=restore_args)
+    return manager.restore(step, args=ocp.args.Composite(items=args))["items"], step + 1
+
+
 def train_step(state, batch, rng):
     def loss_fn(params):
         logits = state.apply_fn({"params": params}, batch)
@@ -88,17 +102,19 @@ def setup(mesh):
         out_shardings=(state_mesh_shardings, None),
         donate_argnums=0,
     )
-    return init, p_train_step
+    return init, p_train_step, jax.eval_shape(init, jax.random.key(0)), state_mesh_shardings
 
 
 def train(directory, gockpt, steps=18):
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     manager = create_orbax_checkpoint_manager(gockpt, directory)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES), manager:
-        init, p_train_step = setup(mesh)
+        init, p_train_step, shapes, state_mesh_shardings = setup(mesh)
         p_train_step = manager.wrap(p_train_step)  # new
-        state, init_rng = init(jax.random.key(0)), jax.random.key(1)
-        for step in np.arange(0, steps):  # labels are numpy's integers
+        state, start_step = load_state_if_possible(manager, shapes, state_mesh_shardings)
+        state = init(jax.random.key(0)) if state is None else state
+        init_rng = jax.random.key(1)
+        for step in np.arange(start_step, steps):  # labels are numpy's integers
             tokens = np.random.default_rng(step).integers(VOCABULARY, size=(8, LENGTH))
             batch = jax.device_put(tokens.astype(np.int32), NamedSharding(mesh, BATCH))
             nextrng = jax.random.fold_in(init_rng, step)
@@ -114,3 +130,7 @@ def test_maxtext(tmp_path):
     assert run.snapshots == [0, 17]  # the first, and the forced one at the end
     windows = [r for r in run.manager.reports if r.kind == "window"]
     assert all(0 < r.early_bytes < r.state_bytes for r in windows)
+    for later in (15, 17):
+        shutil.rmtree(run.manager.directory / str(later))
+    again = train(run.manager.directory, gockpt_jax)  # from label 10
+    assert_same(bits(again), bits(run.final))
