@@ -7,7 +7,7 @@ import logging
 import operator
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -40,6 +40,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
       metadata: As in `ocp.CheckpointManager`.
       logger: As in `ocp.CheckpointManager`.
       handler_registry: Handlers of further items, as in `ocp.CheckpointManager`.
+      item_names: Taken for the sake of loops that give it; items may have any name without it.
       pytree_options: Keywords of `ocp.PyTreeCheckpointHandler` for the state (`use_ocdbt`, ...).
 
     Raises:
@@ -68,8 +69,10 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         metadata: Mapping[str, Any] | None = None,
         logger: Any = None,
         handler_registry: Any = None,
+        item_names: Sequence[str] | None = None,
         pytree_options: Mapping[str, Any] | None = None,
     ):
+        del item_names  # stock and a registry do not go together with it
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
         self._gockpt_closed = False

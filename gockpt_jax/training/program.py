@@ -163,6 +163,13 @@ class StepProgram:
         num_outputs = self.out_tree.num_leaves
         return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
 
+    def replays_like(self, other: "StepProgram") -> bool:
+        """Whether cut and recipes are those of another program: a window may follow either."""
+        mine, theirs = (
+            (p.positions.paths, p.leaf_specs, p.groups, p.cut_arrays) for p in (self, other)
+        )
+        return mine == theirs
+
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The state's leaves in a call's arguments.
 

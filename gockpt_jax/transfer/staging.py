@@ -35,6 +35,13 @@ def owned_bytes(array: jax.Array) -> int:
     return device_bytes(array) * len([s for s in array.addressable_shards if s.replica_id == 0])
 
 
+def owned_bytes_at_most(array: jax.Array) -> int:
+    """As `owned_bytes`, of donated arrays too; too many where processes hold the same shards."""
+    shard_size = math.prod(array.sharding.shard_shape(array.shape))
+    shards = math.prod(array.shape) // max(shard_size, 1)
+    return device_bytes(array) * min(shards, len(array.sharding.addressable_devices))
+
+
 def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [jax.random.key_data(x) if is_typed_key(x) else jnp.copy(x) for x in arrays]
 

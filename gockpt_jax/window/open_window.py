@@ -23,7 +23,7 @@ class OpenWindow:
     """A window between its opening and its seal.
 
     Args:
-      step: The wrapped step whose updates it follows.
+      step: The wrapped step whose updates it follows; another one later, if it has the same cut.
       program: Its program, armed.
       plan: What leaves at which version.
       target: The version that will be saved.

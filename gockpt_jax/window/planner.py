@@ -11,7 +11,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
-from gockpt_jax.transfer.staging import compile_ahead, owned_bytes
+from gockpt_jax.transfer.staging import compile_ahead, owned_bytes_at_most
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 
 _log = logging.getLogger("gockpt_jax")
@@ -82,13 +82,18 @@ class Planner:
             self._is_limited = stepped
 
     def admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:
-        """Whether the host budget has room for a window's state and retained values now."""
+        """Whether the host budget has room for a window's state and retained values now.
+
+        Args:
+          leaves: Of the state, or of an earlier one, which may be donated.
+          size: Its bytes.
+        """
         limit = self._options.host_budget_bytes
         if limit is None:
             return True
         local = {d for a in leaves for d in a.sharding.addressable_devices}
         retained_bytes = 2 * size.retained * len(local)
-        needed = sum(owned_bytes(a) for a in leaves) + retained_bytes
+        needed = sum(owned_bytes_at_most(a) for a in leaves) + retained_bytes
         return self._host.used_bytes + needed <= limit
 
     def refuse_oversized(self, state_bytes: int) -> None:

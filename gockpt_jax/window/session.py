@@ -78,19 +78,20 @@ class Session:
         opening = self._window is None
         if opening and step.last_result is not None:
             self._window = self._open(step)
-        window = self._window
+        window, program = self._window, step.program
         if window is None:
             return False
-        if step.program is not window.program:
+        if program is None or not self._can_follow(window, step, program):
             self.abandon("the step's program changed inside the window")
             return False
         try:
-            old = window.program.state_leaves(args, kwargs)
+            old = program.state_leaves(args, kwargs)
         except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
             self.abandon(f"the call changed: {error}")
             step.call_changed(args, kwargs)
             return False
-        previous = None if opening else window.program.new_state_leaves(step.last_result)
+        previous = None if opening else window.program.new_state_leaves(window.step.last_result)
+        window.step, window.program = step, program
         try:
             window.leave(self.version, old, previous)
         except Exception as error:  # out of device memory, as a rule: training must go on
@@ -170,6 +171,15 @@ class Session:
             self._why_snapshot = f"the armed step did not compile: {failure}"
             return False
         return True
+
+    def _can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:
+        """Whether a window goes on with this step; another step may have opened it."""
+        if program is window.program:
+            return True
+        if not program.replays_like(window.program):
+            return False
+        self._planner.prepare(step)
+        return program.is_armed and self._is_ready(program)
 
     def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
@@ -324,4 +334,6 @@ class Session:
 
 
 def _platform(leaves: Sequence[jax.Array]) -> str:
-    return str(next(iter(leaves[0].devices())).platform)
+    # Not `devices()`: another wrapped step may have run last, and these are donated.
+    device: Any = next(iter(leaves[0].sharding.device_set))
+    return str(device.platform)

@@ -1,0 +1,1 @@
+"""Training loops in the shape of programs that people run, at toy size."""

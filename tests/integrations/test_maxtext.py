@@ -1,0 +1,136 @@
+"""MaxText's loop: the manager hears every label, and saves a `Composite` with one item, `items`.
+
+The state's layout comes from logical axes and goes to `jax.jit` on both sides; the state is
+donated; `block_until_ready` comes before a save.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gockpt_jax
+from integrations.loops import WINDOW, assert_same, bits, run_both
+
+RULES = (("batch", ("data", "fsdp")), ("embed", "fsdp"))
+BATCH = PartitionSpec(("data", "fsdp"))
+VOCABULARY, LENGTH, PERIOD = 32, 8, 5
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        def kernel(*axes):
+            return nn.with_logical_partitioning(nn.initializers.normal(0.1), axes)
+
+        x = nn.Embed(VOCABULARY, 16, embedding_init=kernel("vocab", "embed"))(tokens)
+        x = nn.with_logical_constraint(x, ("batch", None, None))
+        x = x + nn.Dense(16, kernel_init=kernel("mlp", "embed"))(
+            nn.gelu(nn.Dense(32, kernel_init=kernel("embed", "mlp"))(x))
+        )
+        return nn.Dense(VOCABULARY, kernel_init=kernel("embed", "vocab"))(nn.LayerNorm()(x))
+
+
+def create_orbax_checkpoint_manager(gockpt, directory):
+    return gockpt.GoCkptManager(  # was: ocp.CheckpointManager(
+        directory,
+        item_names=("items",),
+        options=ocp.CheckpointManagerOptions(create=True, save_interval_steps=PERIOD),
+        window=WINDOW,  # new
+    )
+
+
+def maybe_save_checkpoint(manager, state, step=None):
+    force = step is None  # the last save, at the end of the run
+    step = int(state.step) - 1 if force else step
+    if force and step in manager.all_steps():
+        return
+    if force or step % PERIOD == 0:
+        jax.block_until_ready(state)  # windows do not need it: delete it, training then goes on
+    args = ocp.args.Composite(items=ocp.args.PyTreeSave(item=state))
+    manager.save(step, args=args, force=force)
+
+
+def load_state_if_possible(manager, shapes, shardings):
+    step = manager.latest_step()
+    if step is None:
+        return None, 0
+    target = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )
+    restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+    args = ocp.args.PyTreeRestore(item=target, restore_args=restore_args)
+    return manager.restore(step, args=ocp.args.Composite(items=args))["items"], step + 1
+
+
+def train_step(state, batch, rng):
+    def loss_fn(params):
+        logits = state.apply_fn({"params": params}, batch)
+        noise = 1e-2 * jax.random.normal(rng, logits.shape)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            (logits + noise)[:, :-1], batch[:, 1:]
+        )
+        return losses.mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
+
+
+@functools.cache
+def setup(mesh):
+    model, tx = Transformer(), optax.adamw(1e-2, b1=0.9, b2=0.95)
+
+    def init_state(rng):
+        params = model.init(rng, jnp.zeros((8, LENGTH), int))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    boxed = jax.eval_shape(init_state, jax.random.key(0))
+    state_mesh_shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, RULES)
+    init = jax.jit(lambda rng: nn.unbox(init_state(rng)), out_shardings=state_mesh_shardings)
+    p_train_step = jax.jit(
+        train_step,
+        in_shardings=(state_mesh_shardings, NamedSharding(mesh, BATCH), None),
+        out_shardings=(state_mesh_shardings, None),
+        donate_argnums=0,
+    )
+    return init, p_train_step, jax.eval_shape(init, jax.random.key(0)), state_mesh_shardings
+
+
+def train(directory, gockpt, steps=18):
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    manager = create_orbax_checkpoint_manager(gockpt, directory)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES), manager:
+        init, p_train_step, shapes, state_mesh_shardings = setup(mesh)
+        p_train_step = manager.wrap(p_train_step)  # new
+        state, start_step = load_state_if_possible(manager, shapes, state_mesh_shardings)
+        state = init(jax.random.key(0)) if state is None else state
+        init_rng = jax.random.key(1)
+        for step in np.arange(start_step, steps):  # labels are numpy's integers
+            tokens = np.random.default_rng(step).integers(VOCABULARY, size=(8, LENGTH))
+            batch = jax.device_put(tokens.astype(np.int32), NamedSharding(mesh, BATCH))
+            nextrng = jax.random.fold_in(init_rng, step)
+            state, metrics = p_train_step(state, batch, nextrng)
+            maybe_save_checkpoint(manager, state, step)
+        maybe_save_checkpoint(manager, state)
+    return state, metrics
+
+
+def test_maxtext(tmp_path):
+    run = run_both(train, tmp_path)
+    assert run.windows == [5, 10, 15]
+    assert run.snapshots == [0, 17]  # the first, and the forced one at the end
+    windows = [r for r in run.manager.reports if r.kind == "window"]
+    assert all(0 < r.early_bytes < r.state_bytes for r in windows)
+    for later in (15, 17):
+        shutil.rmtree(run.manager.directory / str(later))
+    again = train(run.manager.directory, gockpt_jax)  # from label 10
+    assert_same(bits(again), bits(run.final))

@@ -1,0 +1,90 @@
+"""Two wrapped steps in turn: one count of updates, one window at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from window.training_loop import BATCH, Options, assert_same, fresh, to_host, update
+
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.transfer.staging import owned_bytes, owned_bytes_at_most
+
+
+@pytest.mark.parametrize("host_budget_bytes", [None, 100_000])
+def test_a_window_opens_after_another_step_has_donated_the_state(tmp_path, host_budget_bytes):
+    """Also when the plan is made: the results that a step last returned are gone by then."""
+    window = WindowOptions(steps=3, host_budget_bytes=host_budget_bytes)
+    options = Options(save_interval_steps=6)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        plain = manager.wrap(jax.jit(update.__wrapped__, donate_argnums=0))
+        extra = manager.wrap(jax.jit(norm_too, donate_argnums=0))
+        state, saved = jax.tree.map(jnp.array, fresh()), {}
+        for label in range(19):
+            if label % 6 in (3, 4):  # a window opens right after these
+                state, _ = extra(state, BATCH)
+            else:
+                state = plain(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
+        assert kinds == [(0, "snapshot", 1), *((n, "window", 3) for n in (6, 12, 18))]
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
+def norm_too(state, batch):
+    return update(state, batch), jnp.linalg.norm(batch)
+
+
+def weight_decay_too(state, batch):
+    new = update(state, batch)
+    return new | {"params": {"w": 0.5 * new["params"]["w"]}}, None
+
+
+def slower_moments(state, batch):
+    """Not the recipe of `update`: the moments that have left could not be brought on."""
+    new = update(state, batch)
+    moments = jax.tree.map(lambda a, b: 0.5 * (a + b), new["opt"][0].mu, state["opt"][0].mu)
+    return new | {"opt": (new["opt"][0]._replace(mu=moments), *new["opt"][1:])}, None
+
+
+@pytest.mark.parametrize(
+    ("other", "steps"), [(norm_too, 4), (weight_decay_too, 4), (slower_moments, 2)]
+)
+def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
+    """With any other step it is given up, and what is left of the way is a shorter one."""
+    options = Options(save_interval_steps=6)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        plain = manager.wrap(jax.jit(update.__wrapped__, donate_argnums=0))
+        extra = manager.wrap(jax.jit(other, donate_argnums=0))
+        state, saved = jax.tree.map(jnp.array, fresh()), {}
+        for label in range(25):
+            if label in (1, 2, 3, 11, 16, 17, 18):  # the middle, the end
+                state, _ = extra(state, BATCH)
+            else:
+                state = plain(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
+        assert kinds == [
+            (0, "snapshot", 1), (6, "window", 3), (12, "window", steps), (18, "window", 4),
+            (24, "window", 4),
+        ]  # fmt: skip
+        assert all(r.early_bytes > 0 for r in manager.reports if r.kind == "window")
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
+@pytest.mark.parametrize("spec", [(), ("a",), ("a", "b"), (("a", "b"),), (None, "b")])
+def test_bytes_of_a_donated_array(spec):
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    placed = jax.NamedSharding(mesh, jax.P(*spec))
+    for array in (np.ones((8, 4), np.float32), jax.random.split(jax.random.key(0), (8, 2))):
+        placed_array = jax.device_put(array, placed)
+        want = owned_bytes(placed_array)
+        placed_array.delete()
+        assert owned_bytes_at_most(placed_array) == want
