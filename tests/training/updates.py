@@ -168,10 +168,11 @@ UPDATES = {
     ),
     "adam": Update(adam, state("m", "v", "w"), _MOMENTS),
     "optax.adamw": Update(_ADAMW, _ADAMW_STATE, _MOMENTS, late={"count": "small"}),
-    # The moments read the parameter, so all three leave together or not at all.
+    # The moments read the parameter. It would retain an array for itself alone, so it is late, and
+    # what the moments read of it is in the one array that follows them.
     "l2": Update(
-        l2, state("m", "v", "w"), [["m", "v", "w"]],
-        lambda s, g: [_quotient_and_gradient(s, g + 0.1 * s["w"])[0], g],
+        l2, state("m", "v", "w"), _MOMENTS, lambda s, g: [g + 0.1 * s["w"]],
+        late={"w": "saves too little"},
     ),
     "momentum": Update(momentum, state("m", "w"), [["m", "w"]]),
     "sgd with ema": Update(sgd_with_ema, state("ema", "w"), [["ema", "w"]]),

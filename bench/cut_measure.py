@@ -1,0 +1,175 @@
+"""One optimizer on one model: every candidate's cut, armed and replayed."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.cut import REPLAYED, STEPS
+from bench.cut_order import measure_order
+from bench.cut_programs import batch, make_step
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.training.armed import with_outputs
+from gockpt_jax.training.cut import WHERE, Cut, find_cut
+from gockpt_jax.training.graph import Value, flatten
+from gockpt_jax.training.recipe import make_recipe
+from gockpt_jax.training.walk import Leaf
+
+Arrays = list[np.ndarray]
+
+
+def measure(optimizer: str, model: str, isa: str, directory: Path) -> dict[str, float]:
+    """Figures by name: `<candidate>/<figure>`, or `<candidate>/<isa>/<figure>`."""
+    step, first = make_step(optimizer, model)
+    traced = step.trace(first(), batch(0))
+    graph = flatten(traced.jaxpr)
+    size = len(jax.tree.leaves(first()))
+    leaves = [Leaf(str(i), graph.inputs[i], graph.outputs[i]) for i in range(size)]
+    params = sum(x.nbytes for x in jax.tree.leaves(first()[0]))
+    plain = _run(functools.partial(_call_plain, step, jax.tree.structure(first())), first(), size)
+    figures: dict[str, float] = {}
+    done: dict[Any, tuple[Any, ...]] = {}
+    for where in WHERE:
+        cut = find_cut(leaves, even_for_nothing=False, where=where)
+        sites = tuple(v.site for v in cut.values)
+        if sites not in done:
+            armed = jax.jit(
+                with_outputs(traced.jaxpr, list(sites)), donate_argnums=tuple(range(size))
+            )
+            run = _run(functools.partial(_call_armed, armed), first(), size)
+            torn = _torn(_evaluated(cut, leaves), cut, run, size)
+            done[sites] = (run, torn)
+        run, torn = done[sites]
+        figures |= _figures(cut, leaves, params, where)
+        figures[f"{where}/{isa}/perturbed"] = _differing(run[-1][:size], plain[-1][:size])
+        figures[f"{where}/{isa}/torn"] = torn
+        if where == "gradient":
+            order = measure_order(cut, leaves)
+            figures |= {f"{where}/order/{name}": value for name, value in order.items()}
+            figures[f"{where}/{isa}/torn by recipes"] = _torn(
+                _recipes(cut, leaves, "cpu"), cut, run, size
+            )
+            path = directory / f"{model}-{optimizer.replace(' ', '')}.npz"
+            if isa == "avx":
+                np.savez(path, *(x for arrays in run for x in arrays))
+            else:
+                theirs = _restored(path, run)
+                fenced = _torn(_recipes(cut, leaves, "gpu"), cut, theirs, size)
+                figures[f"{where}/fenced"] = fenced
+    return figures
+
+
+def _figures(cut: Cut, leaves: Sequence[Leaf], params: int, where: str) -> dict[str, float]:
+    retained = {v for g in cut.groups for v in g.retained}
+    early = [j for g in cut.groups for j in g.leaves]
+    return {
+        f"{where}/retained": round(sum(v.nbytes for v in retained) / params, 3),
+        f"{where}/early bytes": round(sum(leaves[j].old.nbytes for j in early) / params, 3),
+        f"{where}/scalars": len({v for g in cut.groups for v in g.scalars}),
+        f"{where}/early": len(early),
+        f"{where}/late": len(cut.late),
+    }
+
+
+def _call_plain(step: Any, tree: Any, state: list[Any], tokens: Any) -> list[Any]:
+    return jax.tree.leaves(step(jax.tree.unflatten(tree, state), tokens)[0])
+
+
+def _call_armed(armed: Any, state: list[Any], tokens: Any) -> list[Any]:
+    results = armed(*state, tokens)
+    return [*results[: len(state)], *results[len(state) + 1 :]]  # without the loss
+
+
+def _run(step: Callable[[list[Any], Any], list[Any]], first: Any, size: int) -> list[Arrays]:
+    """The state at every version, followed by what the step to it retained."""
+    flat = jax.tree.leaves(first)
+    seen = [[_host(x) for x in flat]]
+    for n in range(STEPS):
+        results = step(flat, batch(n))
+        seen.append([_host(x) for x in results])
+        flat = results[:size]
+    return seen
+
+
+def _restored(path: Path, like: list[Arrays]) -> list[Arrays]:
+    """The run of another process; NumPy stores bf16 as plain bytes."""
+    with np.load(path) as stored:
+        arrays = iter([stored[name] for name in stored.files])
+    return [[next(arrays).view(x.dtype) for x in each] for each in like]
+
+
+def _host(x: Any) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.array(jax.random.key_data(x) if is_key else x)
+
+
+def _differing(got: Arrays, want: Arrays) -> int:
+    return sum(_differing_elements(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _differing_elements(a: np.ndarray, b: np.ndarray) -> int:
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    bits = f"u{a.itemsize}"
+    return int((a.reshape(-1).view(bits) != b.reshape(-1).view(bits)).sum())
+
+
+Replay = Callable[[dict[int, Any], dict[Value, Any]], dict[int, Any]]
+
+
+def _torn(replay: Replay, cut: Cut, run: list[Arrays], size: int) -> int:
+    """Elements of the early leaves that differ after the last updates."""
+    early = sorted(j for g in cut.groups for j in g.leaves)
+    state: dict[int, Any] = {j: run[STEPS - REPLAYED][j] for j in early}
+    for version in range(STEPS - REPLAYED + 1, STEPS + 1):
+        state = replay(state, dict(zip(cut.values, run[version][size:], strict=True)))
+    return _differing([np.asarray(state[j]) for j in early], [run[STEPS][j] for j in early])
+
+
+def _recipes(cut: Cut, leaves: Sequence[Leaf], trained_on: str) -> Replay:
+    """As the library replays: one recipe per group, on flat chunks."""
+    recipes = [make_recipe(group, leaves) for group in cut.groups]
+    replayer = Replayer(trained_on)
+
+    def replay(state: dict[int, Any], values: dict[Value, Any]) -> dict[int, Any]:
+        new: dict[int, Any] = {}
+        for group, recipe in zip(cut.groups, recipes, strict=True):
+            old = [np.asarray(state[j]).reshape(-1) for j in group.leaves]
+            retained = [values[v].reshape(-1) for v in group.retained]
+            scalars = [values[v] for v in group.scalars]
+            new_chunks = replayer.apply(recipe, old, retained, scalars)
+            for j, x in zip(group.leaves, new_chunks, strict=True):
+                new[j] = np.asarray(x).reshape(leaves[j].old.shape)
+        return new
+
+    return replay
+
+
+def _evaluated(cut: Cut, leaves: Sequence[Leaf]) -> Replay:
+    """All groups in one program, on whole leaves: also what a recipe could not do on chunks."""
+    early = sorted(j for g in cut.groups for j in g.leaves)
+
+    @jax.jit
+    def run(old: list[Any], values: list[Any]) -> list[Any]:
+        env = dict(zip((leaves[j].old for j in early), old, strict=True))
+        env.update(zip(cut.values, values, strict=True))
+
+        def read(value: Value) -> Any:
+            if value.is_constant:
+                return jnp.asarray(value.constant, value.dtype)
+            if value not in env:
+                op = value.op
+                assert op is not None
+                env[value] = op.primitive.bind(*map(read, op.inputs), **op.params)
+            return env[value]
+
+        return [read(leaves[j].new) for j in early]
+
+    def replay(state: dict[int, Any], values: dict[Value, Any]) -> dict[int, Any]:
+        new = run([state[j] for j in early], list(values.values()))
+        return dict(zip(early, new, strict=True))
+
+    return replay
