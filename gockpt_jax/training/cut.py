@@ -137,7 +137,10 @@ def _cut(
         early, values = _cheapest([leaves[j] for j in members], [walks[j] for j in members],
                                   min_gain, rule)  # fmt: skip
         had = {leaf.old for leaf in early}
-        cut.update((known[x.old], walk_back(x, had, rule, stop=values)) for x in early)
+        for leaf in early:
+            walk = walk_back(leaf, had, rule, stop=values)
+            assert walk.sources.keys() <= values, "the cut parts a leaf from what it needs"
+            cut[known[leaf.old]] = walk
     return dict(sorted(cut.items()))
 
 
