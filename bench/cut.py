@@ -1,9 +1,10 @@
-"""Where to cut: what each candidate retains, and what differs because of it.
+"""The cut: what is retained for each optimizer, and what differs because of it.
 
-For each optimizer, model and candidate, in a process with fused multiply-add (FMA) and in one
-without (`--xla_cpu_max_isa=AVX`): 8 steps of the user's own executable, 8 steps of the armed one,
-and the last 5 updates of every early leaf replayed from what the armed steps returned. Counted are
-the elements that are not equal in every bit.
+For each optimizer and model, in a process with fused multiply-add (FMA) and in one without
+(`--xla_cpu_max_isa=AVX`): 8 steps of the user's own executable, 8 steps of the armed one, and the
+last 5 updates of every early leaf replayed from what the armed steps returned. Counted are the
+elements that are not equal in every bit. `results/cut_candidates.json` is from when there were four
+candidates for where to cut (docs/decisions/0006-where-to-cut.md).
 """
 
 import argparse
@@ -94,9 +95,11 @@ def _record(command: str, figures: dict[str, float]) -> dict[str, Any]:
             f"Counts, not times: one run each, on {datetime.date.today()}.",
             "perturbed: elements of the state that differ from the user's own executable's "
             f"after {STEPS} armed steps; torn: elements of early leaves that differ from the "
-            f"device's after {REPLAYED} replayed updates; retained: bytes of large cut values over "
-            "bytes of the parameters; fenced: torn, where a process with FMA replays what one "
-            "without FMA trained.",
+            f"device's after {REPLAYED} replayed updates; by: the largest difference over the "
+            "leaf's largest value; retained, early bytes: over bytes of the parameters; fenced: "
+            "torn, where a process with FMA replays what one without FMA trained.",
+            "order: groups that leave as wholes, or leaves one by one; the largest block over an "
+            "even share, and the gradients moved over those retained in one step, at K = 5.",
         ],
     }  # fmt: skip
 
@@ -110,12 +113,13 @@ def _cpu() -> str:
 
 
 def print_table(figures: dict[str, float]) -> None:
-    """One line per model, optimizer and candidate."""
+    """One line per model and optimizer."""
     rows: dict[tuple[str, ...], dict[str, float]] = {}
     for key, value in figures.items():
-        *row, name = key.split("/", 3)
+        *row, name = key.split("/", 2)
         rows.setdefault(tuple(row), {})[name] = value
-    names = sorted({name for row in rows.values() for name in row})
-    print(f"{'':44}", *(f"{name:>13}" for name in names))
+    names = ["retained", "early bytes", "scalars", "early", "late"]
+    names += [f"{isa}/{name}" for isa in ISAS for name in ("perturbed", "torn")] + ["fenced"]
+    print(f"{'':32}", *(f"{name:>13}" for name in names))
     for row, values in rows.items():
-        print(f"{' '.join(row):44}", *(f"{values.get(name, ''):>13}" for name in names))
+        print(f"{' '.join(row):32}", *(f"{values.get(name, ''):>13}" for name in names))

@@ -1,4 +1,4 @@
-"""One optimizer on one model: every candidate's cut, armed and replayed."""
+"""One optimizer on one model: its cut, armed and replayed."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from bench.cut_order import measure_order
 from bench.cut_programs import batch, make_step
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.armed import with_outputs
-from gockpt_jax.training.cut import WHERE, Cut, find_cut
+from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import Value, flatten
 from gockpt_jax.training.recipe import make_recipe
 from gockpt_jax.training.walk import Leaf
@@ -23,55 +23,40 @@ Arrays = list[np.ndarray]
 
 
 def measure(optimizer: str, model: str, isa: str, directory: Path) -> dict[str, float]:
-    """Figures by name: `<candidate>/<figure>`, or `<candidate>/<isa>/<figure>`."""
+    """Figures by name; those that depend on the process are `<isa>/<figure>`."""
     step, first = make_step(optimizer, model)
     traced = step.trace(first(), batch(0))
     graph = flatten(traced.jaxpr)
     size = len(jax.tree.leaves(first()))
     leaves = [Leaf(str(i), graph.inputs[i], graph.outputs[i]) for i in range(size)]
-    params = sum(x.nbytes for x in jax.tree.leaves(first()[0]))
+    cut = find_cut(leaves, even_for_nothing=False)
+    sites = [v.site for v in cut.values if v.site is not None]
+    armed = jax.jit(with_outputs(traced.jaxpr, sites), donate_argnums=tuple(range(size)))
+    run = _run(functools.partial(_call_armed, armed), first(), size)
     plain = _run(functools.partial(_call_plain, step, jax.tree.structure(first())), first(), size)
-    figures: dict[str, float] = {}
-    done: dict[Any, tuple[Any, ...]] = {}
-    for where in WHERE:
-        cut = find_cut(leaves, even_for_nothing=False, where=where)
-        sites = tuple(v.site for v in cut.values)
-        if sites not in done:
-            armed = jax.jit(
-                with_outputs(traced.jaxpr, list(sites)), donate_argnums=tuple(range(size))
-            )
-            run = _run(functools.partial(_call_armed, armed), first(), size)
-            torn = _torn(_evaluated(cut, leaves), cut, run, size)
-            done[sites] = (run, torn)
-        run, torn = done[sites]
-        figures |= _figures(cut, leaves, params, where)
-        figures[f"{where}/{isa}/perturbed"] = _differing(run[-1][:size], plain[-1][:size])
-        figures[f"{where}/{isa}/torn"] = torn
-        if where == "gradient":
-            order = measure_order(cut, leaves)
-            figures |= {f"{where}/order/{name}": value for name, value in order.items()}
-            figures[f"{where}/{isa}/torn by recipes"] = _torn(
-                _recipes(cut, leaves, "cpu"), cut, run, size
-            )
-            path = directory / f"{model}-{optimizer.replace(' ', '')}.npz"
-            if isa == "avx":
-                np.savez(path, *(x for arrays in run for x in arrays))
-            else:
-                theirs = _restored(path, run)
-                fenced = _torn(_recipes(cut, leaves, "gpu"), cut, theirs, size)
-                figures[f"{where}/fenced"] = fenced
-    return figures
+    perturbed = _differing(run[-1][:size], plain[-1][:size])
+    torn = _torn(_recipes(cut, leaves, "cpu"), cut, run, size)
+    figures = {f"{isa}/perturbed": perturbed[0], f"{isa}/perturbed by": perturbed[1]}
+    figures |= {f"{isa}/torn": torn[0], f"{isa}/torn by": torn[1]}
+    path = directory / f"{model}-{optimizer.replace(' ', '')}.npz"
+    if isa == "avx":
+        np.savez(path, *(x for arrays in run for x in arrays))
+        params = sum(x.nbytes for x in jax.tree.leaves(first()[0]))
+        return figures | _figures(cut, leaves, params)
+    theirs = _restored(path, run)
+    return figures | {"fenced": _torn(_recipes(cut, leaves, "gpu"), cut, theirs, size)[0]}
 
 
-def _figures(cut: Cut, leaves: Sequence[Leaf], params: int, where: str) -> dict[str, float]:
+def _figures(cut: Cut, leaves: Sequence[Leaf], params: int) -> dict[str, float]:
     retained = {v for g in cut.groups for v in g.retained}
     early = [j for g in cut.groups for j in g.leaves]
-    return {
-        f"{where}/retained": round(sum(v.nbytes for v in retained) / params, 3),
-        f"{where}/early bytes": round(sum(leaves[j].old.nbytes for j in early) / params, 3),
-        f"{where}/scalars": len({v for g in cut.groups for v in g.scalars}),
-        f"{where}/early": len(early),
-        f"{where}/late": len(cut.late),
+    order = {f"order/{name}": value for name, value in measure_order(cut, leaves).items()}
+    return order | {
+        "retained": round(sum(v.nbytes for v in retained) / params, 3),
+        "early bytes": round(sum(leaves[j].old.nbytes for j in early) / params, 3),
+        "scalars": len({v for g in cut.groups for v in g.scalars}),
+        "early": len(early),
+        "late": len(cut.late),
     }
 
 
@@ -107,20 +92,23 @@ def _host(x: Any) -> np.ndarray:
     return np.array(jax.random.key_data(x) if is_key else x)
 
 
-def _differing(got: Arrays, want: Arrays) -> int:
-    return sum(_differing_elements(a, b) for a, b in zip(got, want, strict=True))
-
-
-def _differing_elements(a: np.ndarray, b: np.ndarray) -> int:
-    assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    bits = f"u{a.itemsize}"
-    return int((a.reshape(-1).view(bits) != b.reshape(-1).view(bits)).sum())
+def _differing(got: Arrays, want: Arrays) -> tuple[int, float]:
+    """How many elements differ, and by how much at most, over the leaf's largest value."""
+    count, worst = 0, 0.0
+    for a, b in zip(got, want, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        bits = f"u{a.itemsize}"
+        if found := int((a.reshape(-1).view(bits) != b.reshape(-1).view(bits)).sum()):
+            wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+            largest = np.abs(wide_b).max() or 1.0
+            count, worst = count + found, max(worst, np.abs(wide_a - wide_b).max() / largest)
+    return count, float(f"{worst:.1e}")
 
 
 Replay = Callable[[dict[int, Any], dict[Value, Any]], dict[int, Any]]
 
 
-def _torn(replay: Replay, cut: Cut, run: list[Arrays], size: int) -> int:
+def _torn(replay: Replay, cut: Cut, run: list[Arrays], size: int) -> tuple[int, float]:
     """Elements of the early leaves that differ after the last updates."""
     early = sorted(j for g in cut.groups for j in g.leaves)
     state: dict[int, Any] = {j: run[STEPS - REPLAYED][j] for j in early}
@@ -144,32 +132,5 @@ def _recipes(cut: Cut, leaves: Sequence[Leaf], trained_on: str) -> Replay:
             for j, x in zip(group.leaves, new_chunks, strict=True):
                 new[j] = np.asarray(x).reshape(leaves[j].old.shape)
         return new
-
-    return replay
-
-
-def _evaluated(cut: Cut, leaves: Sequence[Leaf]) -> Replay:
-    """All groups in one program, on whole leaves: also what a recipe could not do on chunks."""
-    early = sorted(j for g in cut.groups for j in g.leaves)
-
-    @jax.jit
-    def run(old: list[Any], values: list[Any]) -> list[Any]:
-        env = dict(zip((leaves[j].old for j in early), old, strict=True))
-        env.update(zip(cut.values, values, strict=True))
-
-        def read(value: Value) -> Any:
-            if value.is_constant:
-                return jnp.asarray(value.constant, value.dtype)
-            if value not in env:
-                op = value.op
-                assert op is not None
-                env[value] = op.primitive.bind(*map(read, op.inputs), **op.params)
-            return env[value]
-
-        return [read(leaves[j].new) for j in early]
-
-    def replay(state: dict[int, Any], values: dict[Value, Any]) -> dict[int, Any]:
-        new = run([state[j] for j in early], list(values.values()))
-        return dict(zip(early, new, strict=True))
 
     return replay

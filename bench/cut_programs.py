@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sm3": lambda: optax.sm3(RATE),
     "yogi": lambda: optax.yogi(RATE),
 }
-QUICK = ("adamw, clipped", "adam, l2", "lamb", "lion", "muon", "sgd, momentum")
+QUICK = ("adam, l2", "adamw, clipped", "lamb", "lion", "sgd, momentum")
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, BATCH = 32, 4, 2, 67, 16, 8
 

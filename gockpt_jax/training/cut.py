@@ -41,19 +41,12 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from gockpt_jax.training.flow import minimum_cut
 from gockpt_jax.training.graph import Value
-from gockpt_jax.training.walk import Leaf, Rule, Walk, walk_back, why_unfit
+from gockpt_jax.training.walk import Leaf, Walk, walk_back, why_unfit
 
 MIN_GAIN = 1.2
 """Bytes of a leaf over bytes retained for it, below which a window moves more than it spreads."""
 _ANY_GAIN = 0.99
 """A gain of 1, where the scalars count for something too."""
-
-WHERE = {
-    "gradient": Rule(),
-    "earliest": Rule(far=True, products=True, sources_only=True),
-    "latest": Rule(products=True, nearest_end=True),
-    "bytes": Rule(far=True, products=True),
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,10 +86,7 @@ class Cut:
         return tuple(dict.fromkeys((*retained, *scalars)))
 
 
-def find_cut(
-    leaves: Sequence[Leaf], *, min_gain: float = MIN_GAIN, even_for_nothing: bool,
-    where: str = "gradient",
-) -> Cut:  # fmt: skip
+def find_cut(leaves: Sequence[Leaf], *, min_gain: float = MIN_GAIN, even_for_nothing: bool) -> Cut:
     """Finds the leaves that can be repeated exactly from little.
 
     Args:
@@ -104,22 +94,19 @@ def find_cut(
       min_gain: A leaf leaves early only if its bytes are at least this many times what must be
         retained for it in every armed step, beside what is retained for others.
       even_for_nothing: If no leaf gains as much, take those that lose nothing (a gain of 1).
-      where: The candidate.
 
     Returns:
       The groups, and a reason for each leaf outside them.
     """
-    rule = WHERE[where]
     unfit = {j: reason for j, leaf in enumerate(leaves) if (reason := why_unfit(leaf))}
     known = {leaf.old: j for j, leaf in enumerate(leaves) if j not in unfit}
-    walks = {j: walk_back(leaves[j], known, rule) for j in known.values()}
-    parts = {}
-    for gain in (min_gain, _ANY_GAIN) if even_for_nothing else (min_gain,):
-        if not parts:
-            parts = _cut(leaves, known, walks, gain, rule)
+    walks = {j: walk_back(leaves[j], known) for j in known.values()}
+    parts = _cut(leaves, known, walks, min_gain)
+    if even_for_nothing and not parts:
+        parts = _cut(leaves, known, walks, _ANY_GAIN)
     had = {leaves[j].old for j in parts}
     late = {
-        j: unfit.get(j) or _why_late(leaf, had, min_gain, rule)
+        j: unfit.get(j) or _why_late(leaf, had, min_gain)
         for j, leaf in enumerate(leaves)
         if j not in parts
     }
@@ -128,30 +115,29 @@ def find_cut(
 
 
 def _cut(
-    leaves: Sequence[Leaf], known: Mapping[Value, int], walks: Mapping[int, Walk], min_gain: float,
-    rule: Rule,
-) -> dict[int, Walk]:  # fmt: skip
+    leaves: Sequence[Leaf], known: Mapping[Value, int], walks: Mapping[int, Walk], min_gain: float
+) -> dict[int, Walk]:
     """Each leaf that leaves early, with the walk from it to the cut."""
     cut: dict[int, Walk] = {}
     for members in _connected(walks, known):
         early, values = _cheapest([leaves[j] for j in members], [walks[j] for j in members],
-                                  min_gain, rule)  # fmt: skip
+                                  min_gain)  # fmt: skip
         had = {leaf.old for leaf in early}
         for leaf in early:
-            walk = walk_back(leaf, had, rule, stop=values)
+            walk = walk_back(leaf, had, stop=values)
             assert walk.sources.keys() <= values, "the cut parts a leaf from what it needs"
             cut[known[leaf.old]] = walk
     return dict(sorted(cut.items()))
 
 
 def _cheapest(
-    leaves: Sequence[Leaf], walks: Iterable[Walk], min_gain: float, rule: Rule
+    leaves: Sequence[Leaf], walks: Iterable[Walk], min_gain: float
 ) -> tuple[list[Leaf], set[Value]]:
     """Of leaves whose walks meet: those that leave early, and the values retained for them."""
     walk = Walk()
     for each in walks:
         walk.add(each)
-    cuttable = walk.cuttable_bytes(rule)
+    cuttable = walk.cuttable_bytes()
     links: dict[tuple[Hashable, Hashable], float | None] = {}
     for value in (*walk.reads, *walk.between):  # retaining it
         links[(value, "in"), (value, "out")] = (
@@ -165,17 +151,17 @@ def _cheapest(
         price = links.get(((leaf.new, "in"), "end")) or 0.0
         links[(leaf.new, "in"), "end"] = price + leaf.old.nbytes
         links[(leaf.new, "in"), (leaf.old, "in")] = None
-    wet = minimum_cut(links, "start", "end", nearest_end=rule.nearest_end)
+    wet = minimum_cut(links, "start", "end")
     early = [leaf for leaf in leaves if (leaf.new, "in") not in wet]
     return early, {v for v in cuttable if (v, "in") in wet and (v, "out") not in wet}
 
 
-def _why_late(leaf: Leaf, had: Collection[Value], min_gain: float, rule: Rule) -> str:
+def _why_late(leaf: Leaf, had: Collection[Value], min_gain: float) -> str:
     """Why a leaf that might be replayed is not, given the old values that the host has."""
-    walk = walk_back(leaf, {*had, leaf.old}, rule)
+    walk = walk_back(leaf, {*had, leaf.old})
     if leaf.new in walk.sources:
         return f"its new value comes out of {_describe(leaf.new)}"
-    early, values = _cheapest([leaf], [walk], min_gain / 1024, rule)
+    early, values = _cheapest([leaf], [walk], min_gain / 1024)
     if not early:
         return "between what the host cannot repeat and it there is only a product, loop or branch"
     gain = leaf.old.nbytes / max(1, sum(v.nbytes for v in values))

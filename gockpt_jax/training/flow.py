@@ -16,8 +16,7 @@ _UNLIMITED = 1 << 30
 
 
 def minimum_cut(
-    links: Mapping[tuple[Node, Node], float | None], start: Node, end: Node,
-    *, nearest_end: bool = False,
+    links: Mapping[tuple[Node, Node], float | None], start: Node, end: Node
 ) -> set[Node]:
     """Parts the start from the end where the links between them are narrowest.
 
@@ -53,9 +52,6 @@ def minimum_cut(
     residual = capacity - flow.flow
     residual.data[residual.data < 0] = 0
     residual.eliminate_zeros()
-    if nearest_end:
-        reaching = breadth_first_order(residual.T.tocsr(), number[end], return_predecessors=False)
-        return set(nodes) - {list(nodes)[i] for i in reaching.tolist()}
     reached = breadth_first_order(residual, number[start], return_predecessors=False)
     side = set(reached.tolist())
     return {node for node, i in number.items() if i in side}

@@ -20,26 +20,6 @@ class Leaf:
     new: Value
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rule:
-    """One of the candidates for where to cut.
-
-    Attributes:
-      far: Walk on through layouts and conversions, to the operation that made the number.
-      products: Products and what XLA folds may be cut.
-      sources_only: Nothing but the sources may be cut.
-      nearest_end: Among equally small cuts take the one nearest the new values.
-    """
-
-    far: bool = False
-    products: bool = False
-    sources_only: bool = False
-    nearest_end: bool = False
-
-
-_LAYOUTS = frozenset(("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"))
-
-
 @dataclasses.dataclass(slots=True)
 class Walk:
     """What lies between new values and what the host cannot repeat.
@@ -62,7 +42,7 @@ class Walk:
         for field in dataclasses.fields(self):
             getattr(self, field.name).update(getattr(other, field.name))
 
-    def cuttable_bytes(self, rule: Rule) -> dict[Value, int]:
+    def cuttable_bytes(self) -> dict[Value, int]:
         """The values that can be returned by the armed step and are then the numbers it uses."""
         # `d + scatter(0, g)` becomes `scatter(d, g)`, unless the scattered value is returned.
         folded = {
@@ -74,12 +54,11 @@ class Walk:
         return {
             v: v.nbytes
             for v in (*self.reads, *self.between)
-            if v.site is not None and (rule.products or (v not in folded and may_be_cut(v)))
-            if not rule.sources_only or v in self.sources or v in self.reads
+            if v.site is not None and v not in folded and may_be_cut(v)
         }
 
 
-def walk_back(leaf: Leaf, known: Collection[Value], rule: Rule, stop: Collection[Value] = ()) -> Walk:
+def walk_back(leaf: Leaf, known: Collection[Value], stop: Collection[Value] = ()) -> Walk:
     """Walks back from a leaf's new value through operations that the host repeats bit for bit.
 
     Args:
@@ -92,9 +71,9 @@ def walk_back(leaf: Leaf, known: Collection[Value], rule: Rule, stop: Collection
     """
     walk = Walk()
     seen: set[Value] = set()
-    stack = [(leaf.new, leaf.old.shape)]
+    stack = [leaf.new]
     while stack:
-        value, shape = stack.pop()
+        value = stack.pop()
         if value in seen:
             continue
         seen.add(value)
@@ -102,25 +81,18 @@ def walk_back(leaf: Leaf, known: Collection[Value], rule: Rule, stop: Collection
             walk.reads[value] = None
             continue
         walk.between[value] = None
-        if value in stop or _ends_walk(value, shape, rule):
+        if value in stop or _ends_walk(value, leaf.old.shape):
             walk.sources[value] = None
             continue
         assert value.op is not None
         for operand in value.op.inputs:
             if not (operand.is_constant and operand.shape == ()):
                 walk.uses[operand, value] = None
-                stack.append((operand, _shape_behind(operand, value, shape)))
+                stack.append(operand)
     return walk
 
 
-def _shape_behind(operand: Value, value: Value, shape: tuple[int, ...]) -> tuple[int, ...]:
-    assert value.op is not None
-    return operand.shape if value.op.name in _LAYOUTS else shape
-
-
-def _ends_walk(value: Value, shape: tuple[int, ...], rule: Rule) -> bool:
-    if rule.far and value.op is not None and value.op.name in _LAYOUTS:
-        return False
+def _ends_walk(value: Value, shape: tuple[int, ...]) -> bool:
     if value.op is None or not _repeatable(value.op, value, shape):
         return True
     # A marked gradient, as a rule: no need to look behind.
