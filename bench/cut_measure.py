@@ -12,7 +12,6 @@ import numpy as np
 from bench.cut import REPLAYED, STEPS
 from bench.cut_order import measure_order
 from bench.cut_programs import batch, make_step
-from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import Value, flatten
@@ -35,7 +34,7 @@ def measure(optimizer: str, model: str, isa: str, directory: Path) -> dict[str, 
     run = _run(functools.partial(_call_armed, armed), first(), size)
     plain = _run(functools.partial(_call_plain, step, jax.tree.structure(first())), first(), size)
     perturbed = _differing(run[-1][:size], plain[-1][:size])
-    torn = _torn(_recipes(cut, leaves, "cpu"), cut, run, size)
+    torn = _torn(_recipes(cut, leaves), cut, run, size)
     figures = {f"{isa}/perturbed": perturbed[0], f"{isa}/perturbed by": perturbed[1]}
     figures |= {f"{isa}/torn": torn[0], f"{isa}/torn by": torn[1]}
     path = directory / f"{model}-{optimizer.replace(' ', '')}.npz"
@@ -44,7 +43,7 @@ def measure(optimizer: str, model: str, isa: str, directory: Path) -> dict[str, 
         params = sum(x.nbytes for x in jax.tree.leaves(first()[0]))
         return figures | _figures(cut, leaves, params)
     theirs = _restored(path, run)
-    return figures | {"fenced": _torn(_recipes(cut, leaves, "gpu"), cut, theirs, size)[0]}
+    return figures | {"fenced": _torn(_recipes(cut, leaves, np.int32(0)), cut, theirs, size)[0]}
 
 
 def _figures(cut: Cut, leaves: Sequence[Leaf], params: int) -> dict[str, float]:
@@ -117,19 +116,18 @@ def _torn(replay: Replay, cut: Cut, run: list[Arrays], size: int) -> tuple[int, 
     return _differing([np.asarray(state[j]) for j in early], [run[STEPS][j] for j in early])
 
 
-def _recipes(cut: Cut, leaves: Sequence[Leaf], trained_on: str) -> Replay:
-    """As the library replays: one recipe per group, on flat chunks."""
-    recipes = [make_recipe(group, leaves) for group in cut.groups]
-    replayer = Replayer(trained_on)
+def _recipes(cut: Cut, leaves: Sequence[Leaf], fence: Any = None) -> Replay:
+    """One program per group, on flat leaves; `fence` as for an accelerator's run, or none."""
+    updates = [jax.jit(make_recipe(group, leaves).apply) for group in cut.groups]
 
     def replay(state: dict[int, Any], values: dict[Value, Any]) -> dict[int, Any]:
         new: dict[int, Any] = {}
-        for group, recipe in zip(cut.groups, recipes, strict=True):
-            old = [np.asarray(state[j]).reshape(-1) for j in group.leaves]
+        for group, update in zip(cut.groups, updates, strict=True):
+            old = [state[j].reshape(-1) for j in group.leaves]
             retained = [values[v].reshape(-1) for v in group.retained]
             scalars = [values[v] for v in group.scalars]
-            new_chunks = replayer.apply(recipe, old, retained, scalars)
-            for j, x in zip(group.leaves, new_chunks, strict=True):
+            chunks = update(old, retained, scalars, fence)
+            for j, x in zip(group.leaves, chunks, strict=True):
                 new[j] = np.asarray(x).reshape(leaves[j].old.shape)
         return new
 
