@@ -7,7 +7,7 @@ elements that are not equal in every bit. `results/cut_candidates.json` is from 
 candidates for where to cut (docs/decisions/0006-where-to-cut.md).
 """
 
-import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -15,7 +15,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,24 +23,25 @@ STEPS, REPLAYED = 8, 5
 ISAS = {"avx": "--xla_cpu_max_isa=AVX", "fma": ""}
 
 
-def main(argv: Sequence[str]) -> None:
-    """Measures, writes the record and prints the table."""
-    parser = argparse.ArgumentParser(prog="python -m bench cut", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="six optimizers on the MLP")
-    parser.add_argument("--out", type=Path, help="where to write the record")
-    parser.add_argument("--child", nargs=3, metavar=("ISA", "MODEL", "DIRECTORY"),
-                        help=argparse.SUPPRESS)  # fmt: skip
-    options = parser.parse_args(argv)
-    if options.child:
-        _child(*options.child, quick=options.quick)
-        return
-    figures = _measure(quick=options.quick)
-    command = "python -m bench cut" + (" --quick" if options.quick else "")
-    record = _record(command, figures)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print_table(figures)
+@dataclasses.dataclass(frozen=True)
+class CutRecord:
+    """What was counted, by figure."""
+
+    figures: dict[str, float]
+
+    def write(self, path: Path) -> None:
+        """Writes the record as one JSON object."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_as_json(self.figures), indent=1) + "\n", encoding="utf-8")
+
+    def show(self) -> None:
+        """Prints one line per model and optimizer."""
+        _print_table(self.figures)
+
+
+def run(quick: bool) -> CutRecord:
+    """Measures all optimizers on both models; if `quick`, a few on the MLP."""
+    return CutRecord(_measure(quick=quick))
 
 
 def _measure(*, quick: bool) -> dict[str, float]:
@@ -52,8 +52,7 @@ def _measure(*, quick: bool) -> dict[str, float]:
         for isa, flags in ISAS.items():
             children = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "bench", "cut", "--child", isa, model, directory]
-                    + ["--quick"] * quick,
+                    [sys.executable, "-m", "bench.cut", isa, model, directory, str(int(quick))],
                     env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
                 )
                 for model in models
@@ -66,7 +65,7 @@ def _measure(*, quick: bool) -> dict[str, float]:
     return dict(sorted(figures.items()))
 
 
-def _child(isa: str, model: str, directory: str, *, quick: bool) -> None:
+def _child(isa: str, model: str, directory: str, quick: bool) -> None:
     from bench import cut_measure, cut_programs
 
     figures: dict[str, float] = {}
@@ -77,14 +76,14 @@ def _child(isa: str, model: str, directory: str, *, quick: bool) -> None:
     Path(directory, f"{isa}-{model}.json").write_text(json.dumps(figures))
 
 
-def _record(command: str, figures: dict[str, float]) -> dict[str, Any]:
+def _as_json(figures: dict[str, float]) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     packages = ("jax", "jaxlib", "optax", "numpy", "scipy")
     return {
         "name": "cut",
-        "command": command,
+        "command": " ".join(["python -m bench", *sys.argv[1:]]),
         "commit": commit,
         "versions": {"python": platform.python_version()}
         | {name: metadata.version(name) for name in packages},
@@ -112,8 +111,7 @@ def _cpu() -> str:
         return platform.processor()
 
 
-def print_table(figures: dict[str, float]) -> None:
-    """One line per model and optimizer."""
+def _print_table(figures: dict[str, float]) -> None:
     rows: dict[tuple[str, ...], dict[str, float]] = {}
     for key, value in figures.items():
         *row, name = key.split("/", 2)
@@ -123,3 +121,7 @@ def print_table(figures: dict[str, float]) -> None:
     print(f"{'':32}", *(f"{name:>13}" for name in names))
     for row, values in rows.items():
         print(f"{' '.join(row):32}", *(f"{values.get(name, ''):>13}" for name in names))
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:4], quick=sys.argv[4] == "1")
