@@ -177,7 +177,7 @@ def _describe(value: Value) -> str:
 
 
 def _connected(walks: Mapping[int, Walk], known: Mapping[Value, int]) -> Iterable[list[int]]:
-    """Sets of leaves that read each other's old values or whose walks meet in a large value."""
+    """Sets of leaves that read each other's old values or whose walks end at one large value."""
     parent = {j: j for j in walks}
 
     def find(j: int) -> int:
@@ -188,7 +188,7 @@ def _connected(walks: Mapping[int, Walk], known: Mapping[Value, int]) -> Iterabl
 
     first_with: dict[Value, int] = {}
     for j, walk in walks.items():
-        met = [first_with.setdefault(v, j) for v in walk.between if v.shape != ()]
+        met = [first_with.setdefault(v, j) for v in walk.sources if v.shape != ()]
         for k in (*(known[v] for v in walk.reads), *met):
             parent[find(j)] = find(k)
     members: dict[int, list[int]] = defaultdict(list)
