@@ -6,7 +6,7 @@ A worked example. One matrix `w` under clipped Adam; what XLA runs after the bac
     c  = select(norm < 1, g, g / norm)  # clipping
     m' = 0.9 * m + 0.1 * c              # first moment
     v' = 0.999 * v + 0.001 * c * c      # second moment
-    w' = w - lr * m' / (sqrt(v') + eps)
+    w' = w - lr * (m' / (sqrt(v') + eps))
 
 Walk back from `m'` through exact elementwise operations (`walk.py`, `exact.py`). The walk ends at
 `m` itself, which the host will hold; at literals; and at what the host cannot repeat: `g` (opaque)
