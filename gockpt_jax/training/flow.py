@@ -1,86 +1,61 @@
-"""Minimum vertex cuts, on SciPy's maximum flow."""
+"""Minimum cuts, on SciPy's maximum flow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
 import numpy as np
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-Node = TypeVar("Node")
+Node = TypeVar("Node", bound=Hashable)
 
-# SciPy's flow takes int32 capacities. Costs are scaled so that the dearest fits this many times.
-_CAPACITY_OF_DEAREST = 1 << 16
+# SciPy's flow takes int32 capacities. Widths are scaled so that the widest link becomes the first
+# number, or less where there are so many links that their sum would come near the second.
+_WIDEST = 1 << 16
 _UNLIMITED = 1 << 30
 
 
-def minimum_vertex_cut(
-    sources: Sequence[Node],
-    sinks: Sequence[Node],
-    edges: Sequence[tuple[Node, Node]],
-    costs: Mapping[Node, int | None],
-) -> list[Node] | None:
-    """The cheapest set of nodes whose removal parts the sources from the sinks.
-
-    Among equally cheap sets, the one nearest the sources.
+def minimum_cut(
+    links: Mapping[tuple[Node, Node], float | None], start: Node, end: Node
+) -> set[Node]:
+    """Parts the start from the end where the links between them are narrowest.
 
     Args:
-      sources: Nodes from which everything flows; each is also a candidate for the cut.
-      sinks: The nodes that must be parted from them.
-      edges: Pairs (from, to). Edges at nodes that `costs` does not name are left out.
-      costs: Cost of removing each node, in any unit; `None` for one that cannot be removed.
+      links: Width of each link (from, to), in any unit; `None` for one that cannot be cut. Widths
+        are compared to 16 bits; the narrowest still count as something.
+      start: Where everything flows from.
+      end: Where it flows to; some link on each way there can be cut.
 
     Returns:
-      The set, in the order of `costs`; `None` if none exists; empty if there are no sources.
+      The start's side: the links that leave it are the cut. Among equally narrow cuts the one
+      nearest the start, so the smallest such side.
 
     Example:
-      >>> edges = [("g", "c"), ("norm", "c"), ("g", "h"), ("c", "m"), ("h", "m")]
-      >>> costs = {"g": 9, "norm": 1, "c": 9, "h": 9, "m": None}
-      >>> minimum_vertex_cut(["g", "norm"], ["m"], edges, costs)
-      ['g', 'norm']
-      >>> minimum_vertex_cut(["a", "b"], ["m"], [("a", "s"), ("b", "s"), ("s", "m")],
-      ...                    {"a": 4, "b": 4, "s": 4, "m": None})
-      ['s']
+      >>> links = {("s", "g"): None, ("g", "c"): 9, ("c", "m"): 9, ("c", "v"): 9,
+      ...          ("m", "t"): None, ("v", "t"): None}
+      >>> sorted(minimum_cut(links, "s", "t"))
+      ['g', 's']
     """
-    if not sources:
-        return []
-    nodes = list(costs)
-    enter = {node: 2 * i for i, node in enumerate(nodes)}  # a node is the edge enter -> enter + 1
-    start, end = 2 * len(nodes), 2 * len(nodes) + 1
-    dearest = max((c for c in costs.values() if c is not None), default=1) or 1
-    links = [
-        (enter[n], enter[n] + 1, _UNLIMITED if c is None else _scaled(c, dearest))
-        for n, c in costs.items()
-    ]
-    links += [
-        (enter[tail] + 1, enter[head], _UNLIMITED)
-        for tail, head in set(edges)
-        if tail in enter and head in enter
-    ]
-    links += [(start, enter[source], _UNLIMITED) for source in sources]
-    links += [(enter[sink] + 1, end, _UNLIMITED) for sink in sinks]
-    reached = _reached_behind_maximum_flow(links, start, end)
-    if reached is None:
-        return None
-    return [n for n in nodes if enter[n] in reached and enter[n] + 1 not in reached]
-
-
-def _scaled(cost: int, dearest: int) -> int:
-    return max(1, cost * _CAPACITY_OF_DEAREST // dearest)
-
-
-def _reached_behind_maximum_flow(
-    links: Sequence[tuple[int, int, int]], start: int, end: int
-) -> set[int] | None:
-    """What can still be reached from the start once the flow is at its most; `None`: no limit."""
-    tails, heads, capacities = zip(*links, strict=True)
+    nodes = dict.fromkeys((start, end, *(node for link in links for node in link)))
+    number = {node: i for i, node in enumerate(nodes)}
+    widths = [width for width in links.values() if width is not None]
+    scale = min(_WIDEST, _UNLIMITED // (len(widths) + 1)) / max(widths, default=1.0)
     capacity = csr_matrix(
-        (np.array(capacities, np.int32), (tails, heads)), shape=(end + 1, end + 1)
+        (
+            np.array([_scaled(width, scale) for width in links.values()], np.int32),
+            ([number[tail] for tail, _ in links], [number[head] for _, head in links]),
+        ),
+        shape=(len(number), len(number)),
     )
-    flow = maximum_flow(capacity, start, end)
-    if flow.flow_value >= _UNLIMITED:
-        return None
+    flow = maximum_flow(capacity, number[start], number[end])
+    assert flow.flow_value < _UNLIMITED, "a way from the start to the end has no link to cut"
     residual = capacity - flow.flow
     residual.data[residual.data < 0] = 0
     residual.eliminate_zeros()
-    return set(breadth_first_order(residual, start, return_predecessors=False).tolist())
+    reached = breadth_first_order(residual, number[start], return_predecessors=False)
+    side = set(reached.tolist())
+    return {node for node, i in number.items() if i in side}
+
+
+def _scaled(width: float | None, scale: float) -> int:
+    return _UNLIMITED if width is None else max(1, int(width * scale))

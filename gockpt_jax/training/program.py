@@ -11,9 +11,10 @@ import jax
 from gockpt_jax import _compat
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.call import CallForm, Positions
-from gockpt_jax.training.cut import Cut, Leaf, find_cut
+from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe
+from gockpt_jax.training.walk import Leaf
 
 
 class CannotArmError(Exception):

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gockpt_jax.training.cut import Group, Leaf
+from gockpt_jax.training.cut import Group
 from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
 from gockpt_jax.training.graph import Value
+from gockpt_jax.training.walk import Leaf
 
 # What an operation keeps on a chunk. Placements (`sharding`) are those of the training mesh.
 _FREE_OF_SHAPE = ("new_dtype", "weak_type", "y", "sharding", "accuracy")

@@ -66,7 +66,7 @@ def frozen(layout: Layout) -> Job:
 
 @PROGRAMS.program()
 def zero_size(layout: Layout) -> Job:
-    """Parameters with no elements, with no dimensions, and with one element."""
+    """Odd parameters: no elements, no dimensions, one element, prime lengths, in bf16."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE))
 
     def init() -> TrainState:
@@ -75,14 +75,18 @@ def zero_size(layout: Layout) -> Job:
             "empty_rows": jnp.zeros((0, 8)),
             "gain": jnp.float32(1.0),
             "shift": jnp.zeros((1,)),
+            "primes": jnp.ones((3, 5, 7)),
+            "prime": jnp.ones((13,)),
+            "narrow": jnp.ones((11, 3), jnp.bfloat16),
         }
         return TrainState.create(apply_fn=MODEL.apply, params=params, tx=tx)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
-        names = ("empty", "empty_rows", "gain", "shift")
+        names = ("empty", "empty_rows", "gain", "shift", "primes", "prime", "narrow")
         model_params = {name: p for name, p in params.items() if name not in names}
         logits = MODEL.apply({"params": model_params}, batch) * params["gain"] + params["shift"]
         penalty = params["empty"].sum() + params["empty_rows"].sum() + params["shift"].sum() ** 2
+        penalty += sum(jnp.sin(params[name]).sum() for name in ("primes", "prime", "narrow"))
         return cross_entropy(logits, batch["y"]) + penalty
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:

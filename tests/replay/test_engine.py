@@ -14,9 +14,10 @@ import pytest
 
 from gockpt_jax import ReplayError
 from gockpt_jax.replay.engine import Replayer, replay_device
-from gockpt_jax.training.cut import Leaf, find_cut
+from gockpt_jax.training.cut import find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe
+from gockpt_jax.training.walk import Leaf
 
 SIZE = 1001
 

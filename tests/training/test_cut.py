@@ -130,6 +130,17 @@ def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
     assert found.groups == [["a", "b"], ["c", "d"]]
 
 
+def test_what_the_host_can_make_itself_does_not_join_groups():
+    """The ones that a sum's gradient begins with are one value, shared by all leaves."""
+
+    def step(s, g, h):
+        ones = jnp.ones(N) * 1.5
+        return {"a": s["a"] + ones * g, "b": s["b"] + ones * h, "c": s["c"] - g, "d": s["d"] - h}
+
+    found = analyse(step, state("a", "b", "c", "d"), gradient(0), gradient(1))
+    assert found.groups == [["a", "c"], ["b", "d"]]
+
+
 def test_typed_key_is_late_and_the_rest_is_not():
     def step(s, g):
         new = momentum({"m": s["m"], "w": s["w"]}, g)

@@ -12,9 +12,10 @@ import pytest
 from flax.training.train_state import TrainState
 
 from gockpt_jax import GoCkptState, retain
-from gockpt_jax.training.cut import Leaf, find_cut
+from gockpt_jax.training.cut import find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.markers import GRADIENT
+from gockpt_jax.training.walk import Leaf
 
 TX = optax.adamw(1e-2)
 X = jnp.arange(1.0, 7.0)

@@ -6,7 +6,7 @@ An update is a jitted function `(state, *data) -> state`, or `(state, aux)`, of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.training.armed import with_outputs
-from gockpt_jax.training.cut import Cut, Leaf, find_cut
+from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import Graph, Value, flatten
+from gockpt_jax.training.walk import Leaf
 
 N = 24  # elements of a leaf
 
@@ -63,11 +64,29 @@ class Analysis:
 
     def run(self) -> tuple[list[jax.Array], dict[Value, jax.Array]]:
         """One step: the new leaves, and the cut values as the armed step returns them."""
+        return self._armed()(self.args)
+
+    def run_many(
+        self, updates: int, data: Callable[[int], list[Any]]
+    ) -> Iterator[tuple[list[jax.Array], dict[Value, jax.Array]]]:
+        """The first leaves, and then what each update gives; `data(n)` is what it is given."""
+        armed = self._armed()
+        leaves, cut = jax.tree.leaves(self.args[0]), {}
+        yield leaves, cut
+        for n in range(updates):
+            leaves, cut = armed((leaves, data(n)))
+            yield leaves, cut
+
+    def _armed(self) -> Callable[[Any], tuple[list[jax.Array], dict[Value, jax.Array]]]:
         values = self.cut.values
         armed = jax.jit(with_outputs(self.jaxpr, [v.site for v in values if v.site is not None]))
-        results = armed(*jax.tree.leaves(self.args))
-        cut = results[len(results) - len(values) :]
-        return results[: len(self.leaves)], dict(zip(values, cut, strict=True))
+
+        def run(args: Any) -> tuple[list[jax.Array], dict[Value, jax.Array]]:
+            results = armed(*jax.tree.leaves(args))
+            cut = results[len(results) - len(values) :]
+            return results[: len(self.leaves)], dict(zip(values, cut, strict=True))
+
+        return run
 
 
 def analyse(

@@ -58,7 +58,7 @@ def worked_example(s: State, g: jax.Array) -> State:
     c = clipped(g)
     m = 0.9 * s["m"] + 0.1 * c
     v = 0.999 * s["v"] + 0.001 * c * c
-    return {"m": m, "v": v, "w": s["w"] - 0.01 * m / (jnp.sqrt(v) + 1e-8)}
+    return {"m": m, "v": v, "w": s["w"] - 0.01 * (m / (jnp.sqrt(v) + 1e-8))}
 
 
 def adam(s: State, g: jax.Array) -> State:
@@ -164,14 +164,15 @@ _ADAMW, _ADAMW_STATE = from_optax(optax.adamw(1e-2))
 UPDATES = {
     "worked example": Update(
         worked_example, state("m", "v", "w"), _MOMENTS, lambda s, g: [clipped(g)],
-        late={"w": "product"},
+        late={"w": "saves too little"},
     ),
     "adam": Update(adam, state("m", "v", "w"), _MOMENTS),
     "optax.adamw": Update(_ADAMW, _ADAMW_STATE, _MOMENTS, late={"count": "small"}),
-    # The moments read the parameter, so all three leave together or not at all.
+    # The moments read the parameter. It would retain an array for itself alone, so it is late, and
+    # what the moments read of it is in the one array that follows them.
     "l2": Update(
-        l2, state("m", "v", "w"), [["m", "v", "w"]],
-        lambda s, g: [_quotient_and_gradient(s, g + 0.1 * s["w"])[0], g],
+        l2, state("m", "v", "w"), _MOMENTS, lambda s, g: [g + 0.1 * s["w"]],
+        late={"w": "saves too little"},
     ),
     "momentum": Update(momentum, state("m", "w"), [["m", "w"]]),
     "sgd with ema": Update(sgd_with_ema, state("ema", "w"), [["ema", "w"]]),

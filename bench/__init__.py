@@ -1,0 +1,1 @@
+"""Benchmarks of gockpt_jax: `python -m bench NAME [--quick] [--out FILE]`."""

@@ -1,0 +1,118 @@
+"""From a leaf's new value back to what the host cannot repeat."""
+
+import dataclasses
+import math
+from collections.abc import Collection
+
+import jax
+import jax.numpy as jnp
+
+from gockpt_jax.training.exact import SUMS, is_exact, is_identity, may_be_cut
+from gockpt_jax.training.graph import Op, Value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of the state: its value going into the step and coming out."""
+
+    path: str
+    old: Value
+    new: Value
+
+
+@dataclasses.dataclass(slots=True)
+class Walk:
+    """What lies between new values and what the host cannot repeat.
+
+    Attributes:
+      sources: Values that the host cannot compute from other values: it is sent them, or something
+        that is computed from them.
+      uses: Pairs of a value and another that is computed from it.
+      reads: Old values of leaves, which the host has if these leaves have left.
+      between: Every value it meets but `reads`, sources included.
+    """
+
+    sources: dict[Value, None] = dataclasses.field(default_factory=dict)
+    uses: dict[tuple[Value, Value], None] = dataclasses.field(default_factory=dict)
+    reads: dict[Value, None] = dataclasses.field(default_factory=dict)
+    between: dict[Value, None] = dataclasses.field(default_factory=dict)
+
+    def add(self, other: "Walk") -> None:
+        """Takes in what another walk has met."""
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).update(getattr(other, field.name))
+
+    def cuttable_bytes(self) -> dict[Value, int]:
+        """The values that can be returned by the armed step and are then the numbers it uses."""
+        # `d + scatter(0, g)` becomes `scatter(d, g)`, unless the scattered value is returned.
+        folded = {
+            operand
+            for operand, user in self.uses
+            if operand.op and user.op
+            if operand.op.name.startswith("scatter") and user.op.name in SUMS
+        }
+        return {
+            v: v.nbytes
+            for v in (*self.reads, *self.between)
+            if v.site is not None and v not in folded and may_be_cut(v)
+        }
+
+
+def walk_back(leaf: Leaf, known: Collection[Value], stop: Collection[Value] = ()) -> Walk:
+    """Walks back from a leaf's new value through operations that the host repeats bit for bit.
+
+    Args:
+      leaf: The leaf. Its shape is that of every value on the way, scalars aside.
+      known: Old values of leaves: the walk does not go behind them.
+      stop: Further values that it does not go behind.
+
+    Returns:
+      What it meets.
+    """
+    walk = Walk()
+    seen: set[Value] = set()
+    stack = [leaf.new]
+    while stack:
+        value = stack.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in known:
+            walk.reads[value] = None
+            continue
+        walk.between[value] = None
+        if value in stop or _ends_walk(value, leaf.old.shape):
+            walk.sources[value] = None
+            continue
+        assert value.op is not None
+        for operand in value.op.inputs:
+            if not (operand.is_constant and operand.shape == ()):
+                walk.uses[operand, value] = None
+                stack.append(operand)
+    return walk
+
+
+def _ends_walk(value: Value, shape: tuple[int, ...]) -> bool:
+    if value.op is None or not _repeatable(value.op, value, shape):
+        return True
+    # A marked gradient, as a rule: no need to look behind.
+    return is_identity(value.op) and value.site is not None and may_be_cut(value)
+
+
+def _repeatable(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
+    """Exact, elementwise over the leaf's shape (or on scalars), one result."""
+    if op.num_outputs != 1 or value.shape not in (shape, ()):
+        return False
+    return all(v.shape in (value.shape, ()) for v in op.inputs) and is_exact(op)
+
+
+def why_unfit(leaf: Leaf) -> str | None:
+    """Why a leaf cannot be replayed whatever its program does; `None` if it may be."""
+    old, new = leaf.old, leaf.new
+    if jnp.issubdtype(old.dtype, jax.dtypes.extended):
+        return "a typed PRNG key has no arithmetic to repeat"
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return f"its shape or dtype changes, from {old.aval.str_short()} to {new.aval.str_short()}"
+    if math.prod(old.shape) <= 1:
+        return "it is as small as what would be retained for it"
+    return None
