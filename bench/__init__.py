@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench NAME [--quick] [--out FILE]` (ARCHITECTURE, section 9)."""
