@@ -26,11 +26,13 @@ class Record:
       name: Of the benchmark.
       samples: What was measured, by figure. A figure is the median of its samples.
       notes: What a reader must know: sizes, what was left out, what limits a figure.
+      commit: What is measured, as it was at the beginning.
     """
 
     name: str
     samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
+    commit: str = dataclasses.field(default_factory=lambda: _commit())
 
     @property
     def figures(self) -> dict[str, float]:
@@ -42,7 +44,7 @@ class Record:
         return {
             "name": self.name,
             "command": " ".join(["python -m bench", *sys.argv[1:]]),
-            "commit": _commit(),
+            "commit": self.commit,
             "versions": _versions(),
             "hardware": hardware(),
             "figures": {name: _rounded(value) for name, value in self.figures.items()},

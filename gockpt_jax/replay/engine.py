@@ -7,6 +7,7 @@ threads, one core each.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -140,12 +141,13 @@ class Replayer:
 
     def scratch_bytes(self, shards: Sequence[ShardReplay]) -> int:
         """Bytes that `apply` needs beside the shards while it runs."""
-        largest = 0
-        for shard in shards:
-            itemsize = sum(x.itemsize for x in shard.states)
-            sizes = {size for _, size in cut_up(shard.size)}
-            largest = max(largest, sum(sizes) * itemsize)
-        return largest * self.threads
+        wanted = {
+            (size, tuple(shard.states[i].itemsize for i in shard.spec.changed))
+            for shard in shards
+            if shard.updates
+            for _, size in cut_up(shard.size)
+        }
+        return self.threads * sum(size * sum(itemsizes) for size, itemsizes in wanted)
 
     def compile_ahead(self, specs: Sequence[tuple[ReplaySpec, int]], max_updates: int) -> None:
         """Compiles the programs for shards to come, on a thread of its own.
@@ -221,8 +223,13 @@ class Replayer:
 
 
 def default_threads() -> int:
-    """Cores that replay takes unless it is told."""
-    return max(1, (os.cpu_count() or 1) // 2)
+    """Cores that replay takes unless it is told: a quarter of them, eight at most.
+
+    Beside a training step on the same two cores, a second and a fourth thread replayed no faster
+    than one, and the step paid for them (bench/results/replay-beside-training-*.json). Eight read
+    and write what a host's memory gives.
+    """
+    return min(8, max(1, (os.cpu_count() or 1) // 4))
 
 
 def replay_device() -> jax.Device:
@@ -286,9 +293,13 @@ def _next(pieces: collections.deque[_Piece]) -> _Piece | None:
 
 def _side_by_side(work: Callable[[], None], threads: int) -> None:
     """Runs the same work on this thread and on further ones; returns when all have ended."""
-    helpers = [threading.Thread(target=work, name="gockpt-replay") for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers: list[threading.Thread] = []
+    # None may be had any more, while the interpreter ends: then this thread does it all.
+    with contextlib.suppress(RuntimeError):
+        for _ in range(threads - 1):
+            helper = threading.Thread(target=work, name="gockpt-replay")
+            helper.start()
+            helpers.append(helper)
     work()
     for helper in helpers:
         helper.join()
