@@ -60,7 +60,7 @@ class Record:
         path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
 
     def show(self) -> None:
-        """Prints the figures as a table."""
+        """Prints the notes, and last the figures as a table."""
         from rich.console import Console
         from rich.table import Table
 

@@ -32,7 +32,7 @@ def run(quick: bool) -> Record:
     here, there = cores[: (len(cores) + 1) // 2], cores[(len(cores) + 1) // 2 :] or cores
     os.sched_setaffinity(0, here)  # before JAX sizes its pools
     record = Record("replay_beside_training")
-    steps, rounds = (10, 5) if quick else (25, 9)
+    steps, rounds = (10, 5) if quick else (20, 7)
     record.notes += [
         f"training: an MLP of width {_WIDTH} with Adam on cores {here}, median of {steps} steps per"
         f" phase; replay: {_PARAMETERS / 1e6:.0f} M fp32 parameters, AdamW, one pending update,"
