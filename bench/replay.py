@@ -8,6 +8,7 @@ updated by one jitted, donating program, and with `torch.optim.AdamW(fused=True)
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,10 +109,10 @@ def _contenders(
             "copy": _copy(four, pool, threads),
             "replay_1": lambda: replayer.apply(one),
             f"replay_{PENDING}": lambda: replayer.apply(four),
-            "whole_tree": _whole_tree(sizes),
+            "whole_tree": _whole_tree(one),
         }
         try:
-            contenders["torch"] = _torch(sizes)
+            contenders["torch"] = _torch(one)
         except ImportError:
             record.notes.append("torch is not installed: its figure is left out.")
         yield contenders
@@ -146,26 +147,30 @@ def pending_shards(sizes: Sizes, updates: int) -> list[ShardReplay]:
         ShardReplay(
             recipe,
             (pulled(0.01), pulled(0.01), pulled(0.01)),
-            tuple(Update((pulled(0.1 * n),), scalars) for n in range(updates)),
+            tuple(Update((pulled(0.1 + n),), scalars) for n in range(updates)),
         )
         for _ in range(sizes.leaves)
     ]
 
 
 def _copy(shards: list[ShardReplay], pool: Any, threads: int) -> Callable[[], Any]:
-    """Copies as many bytes as the state has, each thread its part of each array."""
-    sources = [x for shard in shards for x in shard.states]
-    targets = [np.ones_like(x) for x in sources]
-    bounds = np.linspace(0, sources[0].size, threads + 1, dtype=int)
+    """Copies as many bytes as the state has, each thread its part of each array.
+
+    From one pending gradient to the next, which are alike: no further memory is needed.
+    """
+    arrays = [[update.retained[0] for update in shard.updates] for shard in shards]
+    pairs = [pair for gradients in arrays for pair in itertools.pairwise(gradients)]
+    assert len(pairs) == sum(len(shard.states) for shard in shards)
+    bounds = np.linspace(0, shards[0].size, threads + 1, dtype=int)
 
     def part(n: int) -> None:
-        for a, b in zip(targets, sources, strict=True):
+        for b, a in pairs:
             np.copyto(a[bounds[n] : bounds[n + 1]], b[bounds[n] : bounds[n + 1]])
 
     return lambda: list(pool.map(part, range(threads)))
 
 
-def _whole_tree(sizes: Sizes) -> Callable[[], Any]:
+def _whole_tree(shards: list[ShardReplay]) -> Callable[[], Any]:
     """One program over all leaves, the old ones donated: what a user would write."""
 
     def update(states: Any, gradients: Any) -> Any:
@@ -173,9 +178,8 @@ def _whole_tree(sizes: Sizes) -> Callable[[], Any]:
         return [adamw(s, g, scales) for s, g in zip(states, gradients, strict=True)]
 
     step = jax.jit(update, donate_argnums=0)
-    make = lambda: jnp.full(sizes.elements, 0.01) + 0  # noqa: E731
-    held = [[tuple(make() for _ in range(3)) for _ in range(sizes.leaves)]]
-    gradients = [make() for _ in range(sizes.leaves)]
+    held = [[tuple(jnp.full(x.size, 0.01) + 0 for x in shard.states) for shard in shards]]
+    gradients = [jax.device_put(s.updates[0].retained[0], may_alias=True) for s in shards]
 
     def once() -> None:
         held[0] = jax.block_until_ready(step(held[0], gradients))
@@ -183,13 +187,18 @@ def _whole_tree(sizes: Sizes) -> Callable[[], Any]:
     return once
 
 
-def _torch(sizes: Sizes) -> Callable[[], Any]:
+def _torch(shards: list[ShardReplay]) -> Callable[[], Any]:
+    """Torch's fused AdamW, on the very memory that replay works on."""
     import torch
 
-    parameters = [torch.full((sizes.elements,), 0.01) for _ in range(sizes.leaves)]
-    for parameter in parameters:
-        parameter.grad = torch.full((sizes.elements,), 0.01)
+    parameters, state = [], {}
+    for shard in shards:
+        p, m, v, g = map(torch.from_numpy, (*shard.states, shard.updates[0].retained[0]))
+        p.grad = g
+        parameters.append(p)
+        state[p] = {"step": torch.tensor(9.0), "exp_avg": m, "exp_avg_sq": v}
     optimizer = torch.optim.AdamW(
         parameters, lr=RATE, betas=(B1, B2), eps=EPS, weight_decay=DECAY, fused=True
     )
+    optimizer.state.update(state)
     return optimizer.step

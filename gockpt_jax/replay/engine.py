@@ -26,7 +26,7 @@ from gockpt_jax.training.recipe import Recipe
 Program = Callable[..., list[jax.Array]]
 
 _ZERO = np.zeros((), np.int32)
-_MAX_PADDED_SIZE = 64 * 1024  # a larger piece is cut again: copies of it would need fresh memory
+_MAX_PADDED_SIZE = 32 * 1024  # a larger piece is cut again: copies of it would need fresh memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
