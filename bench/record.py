@@ -77,7 +77,10 @@ class Record:
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 1
+    contenders: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Times contenders in turns, so that a disturbance of the machine meets them all.
 
@@ -85,6 +88,7 @@ def interleaved(
       contenders: Functions that return when their work is done.
       repeats: Timed calls of each.
       warm_up: Calls of each before that.
+      clock: Seconds; `time.process_time` for those of all cores together.
 
     Returns:
       Seconds of each call, by contender; the n-th samples of all lie close together in time.
@@ -92,10 +96,10 @@ def interleaved(
     secs: dict[str, list[float]] = {name: [] for name in contenders}
     for n in range(warm_up + repeats):
         for name, run in contenders.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if n >= warm_up:
-                secs[name].append(time.perf_counter() - start)
+                secs[name].append(clock() - start)
     return secs
 
 

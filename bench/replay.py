@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,11 +85,17 @@ def run(quick: bool) -> Record:
         "parameter), over those of np.copyto.",
         f"fused_speedup_*: parameter updates per second with {PENDING} pending updates, over "
         f"{PENDING} single updates of the other.",
+        "cpu_ns_per_parameter/*: processor time of all cores together; less moved by other work on "
+        "the machine than the ratios of wall time are.",
         "extra_memory_ratio: growth of the resident set during replay, over the state's bytes.",
     ]
     with _contenders(sizes, threads, record) as contenders:
         secs = interleaved(contenders, sizes.repeats)
+        cpu_secs = interleaved(contenders, sizes.repeats, warm_up=0, clock=time.process_time)
     _conclude(record, secs, sizes)
+    for name, values in cpu_secs.items():
+        cost = [1e9 * s / sizes.parameters for s in values]
+        record.samples[f"cpu_ns_per_parameter/{name}"] = cost
     return record
 
 

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +21,14 @@ import numpy as np
 
 from gockpt_jax.errors import ReplayError
 from gockpt_jax.replay.memory import result_view
-from gockpt_jax.replay.programs import CHUNK_SIZES, FUSED_UPDATES, ReplaySpec, program_for
+from gockpt_jax.replay.programs import FUSED_UPDATES, ReplaySpec, cut_up, fused, program_for
 from gockpt_jax.training.recipe import Recipe
+
+_log = logging.getLogger("gockpt_jax")
 
 Program = Callable[..., list[jax.Array]]
 
 _ZERO = np.zeros((), np.int32)
-_MAX_PADDED_SIZE = 32 * 1024  # a larger piece is cut again: copies of it would need fresh memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -168,7 +170,10 @@ class Replayer:
             for spec, updates, size in wanted:
                 if not threading.main_thread().is_alive():
                     return  # nobody will ask for it
-                self._program(spec, updates, size)
+                try:
+                    self._program(spec, updates, size)
+                except Exception as error:  # it surfaces where the program is needed
+                    _log.debug("a replay program did not compile ahead: %r", error)
 
         threading.Thread(target=compile_all, name="gockpt-compile-replay", daemon=False).start()
 
@@ -245,35 +250,6 @@ def replay_device() -> jax.Device:
             "replay needs JAX's CPU backend beside the accelerator, but `JAX_PLATFORMS` excludes "
             "it. Unset `JAX_PLATFORMS`, or add cpu to it (for example `JAX_PLATFORMS=cuda,cpu`)."
         ) from error
-
-
-def cut_up(elements: int) -> Iterator[tuple[slice, int]]:
-    """Cuts a shard into pieces for which there are programs.
-
-    Args:
-      elements: Of the shard.
-
-    Yields:
-      Parts that follow each other, and the size of the program for each; the last part may be
-      shorter than its program's size.
-    """
-    start = 0
-    for size in CHUNK_SIZES:
-        while elements - start >= size:
-            yield slice(start, start + size), size
-            start += size
-        left = elements - start
-        if left and (size == CHUNK_SIZES[-1] or (size // 2 < left and size <= _MAX_PADDED_SIZE)):
-            yield slice(start, elements), size
-            return
-
-
-def fused(updates: int) -> Iterator[int]:
-    """Splits a number of updates into numbers for which there are programs."""
-    for count in FUSED_UPDATES:
-        while updates >= count:
-            yield count
-            updates -= count
 
 
 def _padded(part: np.ndarray, size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ kept for the process, since the next manager meets the same recipes.
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +19,13 @@ from jax.sharding import SingleDeviceSharding
 from gockpt_jax.training.recipe import Recipe
 
 CHUNK_SIZES = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024, 1024)
-"""Elements of a chunk, largest first. The largest costs 0.1 ms to dispatch and 0.8 ms to run; its
-results fit the last-level cache, from where they are written back."""
+"""Elements of a piece, largest first. The largest runs long enough to be worth a dispatch, and its
+results still fit the cache, from where they are copied back (docs/decisions/0010)."""
 
 FUSED_UPDATES = (4, 2, 1)
 """Updates in one program, largest first."""
+
+_MAX_PADDED_SIZE = 32 * 1024  # a larger piece is cut again: copies of it would need fresh memory
 
 # One core per program: how many cores replay takes is how many of them run side by side.
 _COMPILER_OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
@@ -58,6 +60,35 @@ class _Key:
     size: int
     fenced: bool
     device: jax.Device
+
+
+def cut_up(elements: int) -> Iterator[tuple[slice, int]]:
+    """Cuts a shard into pieces for which there are programs.
+
+    Args:
+      elements: Of the shard.
+
+    Yields:
+      Parts that follow each other, and the size of the program for each; the last part may be
+      shorter than its program's size.
+    """
+    start = 0
+    for size in CHUNK_SIZES:
+        while elements - start >= size:
+            yield slice(start, start + size), size
+            start += size
+        left = elements - start
+        if left and (size == CHUNK_SIZES[-1] or (size // 2 < left and size <= _MAX_PADDED_SIZE)):
+            yield slice(start, elements), size
+            return
+
+
+def fused(updates: int) -> Iterator[int]:
+    """Splits a number of updates into numbers for which there are programs."""
+    for count in FUSED_UPDATES:
+        while updates >= count:
+            yield count
+            updates -= count
 
 
 _programs: dict[_Key, concurrent.futures.Future[Any]] = {}

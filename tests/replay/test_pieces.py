@@ -11,9 +11,9 @@ import pytest
 from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
 
 from gockpt_jax.replay import engine, programs
-from gockpt_jax.replay.engine import Replayer, cut_up, fused
+from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.memory import own
-from gockpt_jax.replay.programs import CHUNK_SIZES, FUSED_UPDATES, ReplaySpec
+from gockpt_jax.replay.programs import CHUNK_SIZES, FUSED_UPDATES, ReplaySpec, cut_up, fused
 
 SIZES = [0, 1, 7, 509, 512, 513, 1024, 8191, 8192 + 5000, 65537, CHUNK_SIZES[0] + 77_777]
 LARGE = 2 * 8192 + 1024 + 5  # two chunks of one size, a smaller one, and a tail
