@@ -2,8 +2,8 @@
 
 A shard is flat here: a recipe is elementwise, so its shape does not matter. It is cut into pieces
 of a few sizes, for which there are programs. A piece's updates are applied in one pass: read from
-the shard, computed into a buffer that stays in cache, copied back. Pieces run side by side on a few
-threads, one core each.
+the shard, computed into a buffer that stays in cache, copied back. Pieces run side by side from a few
+threads.
 """
 
 import collections
@@ -101,7 +101,7 @@ class Replayer:
       platform: Where training runs. For an accelerator's run, products are fenced off from the
         additions they feed, because accelerators do not contract them and the CPU backend would.
         A run on the CPU backend contracts as its own compiler does, and so does its replay.
-      threads: Cores that replay may take; `None`: the default. One where training itself runs on
+      threads: How many pieces run side by side; `None`: the default. One where training itself runs on
         the CPU backend.
     """
 
@@ -228,10 +228,10 @@ class Replayer:
 
 
 def default_threads() -> int:
-    """Cores that replay takes unless it is told: a quarter of them, eight at most.
+    """Threads that replay runs on unless it is told: a quarter of the cores, eight at most.
 
     Beside a training step on the same two cores, a second and a fourth thread replayed no faster
-    than one, and the step paid for them (bench/results/replay-beside-training-*.json). Eight read
+    than one, and the step paid for them (docs/decisions/0012). Eight read
     and write what a host's memory gives.
     """
     return min(8, max(1, (os.cpu_count() or 1) // 4))

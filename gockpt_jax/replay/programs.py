@@ -27,7 +27,8 @@ FUSED_UPDATES = (4, 2, 1)
 
 _MAX_PADDED_SIZE = 32 * 1024  # a larger piece is cut again: copies of it would need fresh memory
 
-# One core per program: how many cores replay takes is how many of them run side by side.
+# No operation is split over cores, so that replay's threads say how many it takes. (Operations of
+# one program that do not read each other may still run side by side.)
 _COMPILER_OPTIONS: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
 
 
