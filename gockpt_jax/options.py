@@ -24,7 +24,8 @@ class WindowOptions:
         what it is handed, so this bounds the extra memory of a save.
       replay_threads: Threads from which replay runs its programs while a window is open; each keeps
         one to two cores busy. `None`: a quarter of the host's cores, eight at most; more of them
-        replay hardly faster and disturb the step. Where training itself runs on the CPU backend it is always one.
+        replay hardly faster and disturb the step. Where training itself runs on the CPU backend it
+        is always one.
       arm: `"window"` runs the user's own executable outside windows. `"always"` runs the armed one
         for every step, so that one executable defines the run.
       exact: Forbid replay of arithmetic that the host cannot repeat bit for bit. No plan lets such

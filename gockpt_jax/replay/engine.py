@@ -2,8 +2,8 @@
 
 A shard is flat here: a recipe is elementwise, so its shape does not matter. It is cut into pieces
 of a few sizes, for which there are programs. A piece's updates are applied in one pass: read from
-the shard, computed into a buffer that stays in cache, copied back. Pieces run side by side from a few
-threads.
+the shard, computed into a buffer that stays in cache, copied back. Pieces run side by side on a
+few threads.
 """
 
 import collections
@@ -101,8 +101,8 @@ class Replayer:
       platform: Where training runs. For an accelerator's run, products are fenced off from the
         additions they feed, because accelerators do not contract them and the CPU backend would.
         A run on the CPU backend contracts as its own compiler does, and so does its replay.
-      threads: How many pieces run side by side; `None`: the default. One where training itself runs on
-        the CPU backend.
+      threads: How many pieces run side by side; `None`: the default. One where training itself
+        runs on the CPU backend.
     """
 
     def __init__(self, platform: str, threads: int | None = None):
