@@ -1,1 +1,1 @@
-"""Benchmarks of gockpt_jax: `python -m bench NAME [--quick] [--out FILE]`."""
+"""Benchmarks: `python -m bench NAME [--quick] [--out FILE]` (ARCHITECTURE, section 9)."""

@@ -4,8 +4,12 @@ import argparse
 import importlib
 from pathlib import Path
 
-# Each module has `run(quick: bool)`, which returns a record to be written and shown.
-BENCHMARKS = {"cut": "bench.cut"}
+# Each module has `run(quick: bool) -> Record`; its first line is its help.
+BENCHMARKS = {
+    "cut": "bench.cut",
+    "replay": "bench.replay",
+    "replay_beside_training": "bench.replay_beside_training",
+}
 
 
 def main() -> None:

@@ -7,41 +7,42 @@ elements that are not equal in every bit. `results/cut_candidates.json` is from 
 candidates for where to cut (docs/decisions/0006-where-to-cut.md).
 """
 
-import dataclasses
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+
+from bench.record import Record
 
 STEPS, REPLAYED = 8, 5
 ISAS = {"avx": "--xla_cpu_max_isa=AVX", "fma": ""}
+NOTES = [
+    "Counts, not times: one run each.",
+    "perturbed: elements of the state that differ from the user's own executable's after "
+    f"{STEPS} armed steps; torn: elements of early leaves that differ from the device's after "
+    f"{REPLAYED} replayed updates; by: the largest difference over the leaf's largest value; "
+    "retained, early bytes: over bytes of the parameters; fenced: torn, where a process with FMA "
+    "replays what one without FMA trained.",
+    "order: groups that leave as wholes, or leaves one by one; the largest block over an even "
+    "share, and the gradients moved over those retained in one step, at K = 5.",
+]
 
 
-@dataclasses.dataclass(frozen=True)
-class CutRecord:
-    """What was counted, by figure."""
-
-    figures: dict[str, float]
-
-    def write(self, path: Path) -> None:
-        """Writes the record as one JSON object."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_as_json(self.figures), indent=1) + "\n", encoding="utf-8")
+class CutRecord(Record):
+    """Counts of one run each; as a table, a line for each model and optimizer."""
 
     def show(self) -> None:
-        """Prints one line per model and optimizer."""
+        """Prints the table."""
         _print_table(self.figures)
 
 
 def run(quick: bool) -> CutRecord:
     """Measures all optimizers on both models; if `quick`, a few on the MLP."""
-    return CutRecord(_measure(quick=quick))
+    samples = {name: [count] for name, count in _measure(quick=quick).items()}
+    return CutRecord("cut", samples, [*NOTES, f"On {datetime.date.today()}."])
 
 
 def _measure(*, quick: bool) -> dict[str, float]:
@@ -74,41 +75,6 @@ def _child(isa: str, model: str, directory: str, quick: bool) -> None:
         figures |= {f"{model}/{optimizer}/{name}": value for name, value in found.items()}
         print(isa, model, optimizer, flush=True)
     Path(directory, f"{isa}-{model}.json").write_text(json.dumps(figures))
-
-
-def _as_json(figures: dict[str, float]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    packages = ("jax", "jaxlib", "optax", "numpy", "scipy")
-    return {
-        "name": "cut",
-        "command": " ".join(["python -m bench", *sys.argv[1:]]),
-        "commit": commit,
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in packages},
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count()},
-        "figures": figures,
-        "samples": {},
-        "notes": [
-            f"Counts, not times: one run each, on {datetime.date.today()}.",
-            "perturbed: elements of the state that differ from the user's own executable's "
-            f"after {STEPS} armed steps; torn: elements of early leaves that differ from the "
-            f"device's after {REPLAYED} replayed updates; by: the largest difference over the "
-            "leaf's largest value; retained, early bytes: over bytes of the parameters; fenced: "
-            "torn, where a process with FMA replays what one without FMA trained.",
-            "order: groups that leave as wholes, or leaves one by one; the largest block over an "
-            "even share, and the gradients moved over those retained in one step, at K = 5.",
-        ],
-    }  # fmt: skip
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(x.split(": ")[1] for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def _print_table(figures: dict[str, float]) -> None:

@@ -22,6 +22,10 @@ class WindowOptions:
         process. `None`: no limit of ours (the state of this process is what a save needs).
       write_limit_bytes: Bytes handed to TensorStore and not yet written. It copies and compresses
         what it is handed, so this bounds the extra memory of a save.
+      replay_threads: Threads from which replay runs its programs while a window is open; each keeps
+        one to two cores busy. `None`: a quarter of the host's cores, eight at most; more of them
+        replay hardly faster and disturb the step. Where training itself runs on the CPU backend it
+        is always one.
       arm: `"window"` runs the user's own executable outside windows. `"always"` runs the armed one
         for every step, so that one executable defines the run.
       exact: Forbid replay of arithmetic that the host cannot repeat bit for bit. No plan lets such
@@ -44,6 +48,7 @@ class WindowOptions:
     device_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     write_limit_bytes: int = 256 * 2**20
+    replay_threads: int | None = None
     arm: Arm = "window"
     exact: bool = False
 
@@ -56,6 +61,7 @@ class WindowOptions:
             "device_budget_bytes", self.device_budget_bytes, "Use None for the default."
         )
         _positive_or_none("host_budget_bytes", self.host_budget_bytes, "Use None for no limit.")
+        _positive_or_none("replay_threads", self.replay_threads, "Use None for the default.")
         if self.arm not in get_args(Arm):
             raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
         if not isinstance(self.exact, bool):

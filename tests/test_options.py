@@ -15,6 +15,7 @@ REMEDIES = {
     "device_budget_bytes": "Use None for",
     "host_budget_bytes": "Use None for",
     "write_limit_bytes": "The default is",
+    "replay_threads": "Use None for",
 }
 
 
@@ -50,12 +51,17 @@ def test_flags_are_flags(value):
 
 def test_least_values_and_defaults_are_accepted():
     least = WindowOptions(
-        max_steps=1, steps=1, device_budget_bytes=1, host_budget_bytes=1, write_limit_bytes=1
+        max_steps=1,
+        steps=1,
+        device_budget_bytes=1,
+        host_budget_bytes=1,
+        write_limit_bytes=1,
+        replay_threads=1,
     )
     assert least.steps == 1
     assert WindowOptions() == WindowOptions(
         max_steps=8, steps=None, device_budget_bytes=None, host_budget_bytes=None,
-        write_limit_bytes=256 * 2**20, arm="window", exact=False,
+        write_limit_bytes=256 * 2**20, replay_threads=None, arm="window", exact=False,
     )  # fmt: skip
 
 

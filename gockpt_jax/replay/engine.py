@@ -1,68 +1,240 @@
-"""Replay: updates applied to chunks on the CPU backend.
+"""Replay: updates applied to shards on the CPU backend, where the shards lie.
 
-Chunks are flat here: a recipe is elementwise, so a shard's shape does not matter, and leaves of the
-same size and recipe share one compiled program.
+A shard is flat here: a recipe is elementwise, so its shape does not matter. It is cut into pieces
+of a few sizes, for which there are programs. A piece's updates are applied in one pass: read from
+the shard, computed into a buffer that stays in cache, copied back. Pieces run side by side on a
+few threads.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.errors import ReplayError
+from gockpt_jax.replay.memory import result_view
+from gockpt_jax.replay.programs import FUSED_UPDATES, ReplaySpec, cut_up, fused, program_for
 from gockpt_jax.training.recipe import Recipe
 
-Flat = jax.Array | np.ndarray
+_log = logging.getLogger("gockpt_jax")
+
+Program = Callable[..., list[jax.Array]]
+
+_ZERO = np.zeros((), np.int32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """What one update brings to a shard.
+
+    Attributes:
+      retained: Cut values, each of shape (size of the shard,).
+      scalars: Captured scalars, shape ().
+    """
+
+    retained: tuple[np.ndarray, ...]
+    scalars: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardReplay:
+    """Updates to be applied to one local shard of a group.
+
+    Attributes:
+      recipe: The group's program.
+      states: The group's leaves, shape (size,) each; written in place.
+      updates: The updates, in order.
+    """
+
+    recipe: Recipe
+    states: tuple[np.ndarray, ...]
+    updates: tuple[Update, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the shard."""
+        return self.states[0].size
+
+    @property
+    def spec(self) -> ReplaySpec:
+        """What its programs are made from."""
+        first = self.updates[0]
+        return ReplaySpec(
+            self.recipe,
+            tuple(x.dtype for x in self.states),
+            tuple(x.dtype for x in first.retained),
+            tuple(x.dtype for x in first.scalars),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a shard and the programs that bring it up to date.
+
+    Attributes:
+      shard: Where it belongs.
+      part: Its elements.
+      size: Elements that the programs take; more than the part has, if it must be padded.
+      changed: Positions of the states that change.
+      programs: In order, with the number of updates that each applies.
+    """
+
+    shard: ShardReplay
+    part: slice
+    size: int
+    changed: tuple[int, ...]
+    programs: tuple[tuple[int, Program], ...]
 
 
 class Replayer:
-    """Applies recipes to host chunks.
+    """Applies updates to shards.
 
     Args:
       platform: Where training runs. For an accelerator's run, products are fenced off from the
         additions they feed, because accelerators do not contract them and the CPU backend would.
         A run on the CPU backend contracts as its own compiler does, and so does its replay.
+      threads: How many pieces run side by side; `None`: the default. One where training itself
+        runs on the CPU backend.
     """
 
-    def __init__(self, platform: str):
+    def __init__(self, platform: str, threads: int | None = None):
         self._fenced = platform != "cpu"
         # Where training runs on the CPU backend, replay shares its devices' queues. A queue that is
         # full of replays behind a step which waits for another device's part of a collective can
         # keep the threads from which that part would run: then nothing moves again. One at a time.
-        self._one_at_a_time = platform == "cpu"
+        self.threads = 1 if platform == "cpu" else threads or default_threads()
         self.device = replay_device()
 
-    def apply(
-        self, recipe: Recipe, states: Sequence[Flat], retained: Sequence[Flat],
-        scalars: Sequence[Flat],
-    ) -> list[jax.Array]:  # fmt: skip
-        """Applies one update to one chunk of a group.
+    def apply(self, shards: Sequence[ShardReplay]) -> None:
+        """Applies updates to shards, in place; returns when all is done.
 
         Args:
-          recipe: The group's program.
-          states: Old chunks of the group's leaves, 1-d and of one length. Those that are JAX arrays
-            are donated: only replay's own results are.
-          retained: Chunks of the cut values, likewise.
-          scalars: Captured scalars, shape ().
-
-        Returns:
-          New chunks, on the CPU backend.
+          shards: No two share memory that is written.
 
         Raises:
-          ReplayError: if the chunks do not fit together.
+          ReplayError: if the arrays of a shard do not fit together.
         """
-        sizes = {x.size for x in (*states, *retained)}
-        if len(sizes) > 1:
+        pieces = collections.deque(
+            piece for shard in shards if shard.updates for piece in self._pieces(shard)
+        )
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            results: dict[Any, list[jax.Array]] = {}
+            try:
+                # Guards are per thread, and the user's is for the training loop.
+                with jax.transfer_guard("allow"):
+                    while not errors and (piece := _next(pieces)) is not None:
+                        self._replay(piece, results)
+            except BaseException as error:
+                errors.append(error)
+
+        _side_by_side(work, min(self.threads, len(pieces)))
+        if errors:
+            raise errors[0]
+
+    def scratch_bytes(self, shards: Sequence[ShardReplay]) -> int:
+        """Bytes that `apply` needs beside the shards while it runs."""
+        wanted = {
+            (size, tuple(shard.states[i].itemsize for i in shard.spec.changed))
+            for shard in shards
+            if shard.updates
+            for _, size in cut_up(shard.size)
+        }
+        return self.threads * sum(size * sum(itemsizes) for size, itemsizes in wanted)
+
+    def compile_ahead(self, specs: Sequence[tuple[ReplaySpec, int]], max_updates: int) -> None:
+        """Compiles the programs for shards to come, on a thread of its own.
+
+        Args:
+          specs: Pairs of what a shard's programs are made from, and the size of the shard.
+          max_updates: The most updates that will be pending at once.
+        """
+        wanted = {
+            (spec, updates, size): None  # a set that keeps its order
+            for updates in FUSED_UPDATES
+            if updates <= max_updates
+            for spec, elements in specs
+            for _, size in cut_up(elements)
+        }
+
+        def compile_all() -> None:
+            for spec, updates, size in wanted:
+                if not threading.main_thread().is_alive():
+                    return  # nobody will ask for it
+                try:
+                    self._program(spec, updates, size)
+                except Exception as error:  # it surfaces where the program is needed
+                    _log.debug("a replay program did not compile ahead: %r", error)
+
+        threading.Thread(target=compile_all, name="gockpt-compile-replay", daemon=False).start()
+
+    def _program(self, spec: ReplaySpec, updates: int, size: int) -> Program:
+        program: Program = program_for(spec, updates, size, fenced=self._fenced, device=self.device)
+        return program
+
+    def _pieces(self, shard: ShardReplay) -> Iterator[_Piece]:
+        arrays = [*shard.states, *(x for update in shard.updates for x in update.retained)]
+        if len(sizes := {x.size for x in arrays}) > 1:
             raise ReplayError(
                 f"replay got chunks of different sizes {sorted(sizes)}; please report"
             )
-        program = _program(recipe, self._fenced, all(isinstance(x, jax.Array) for x in states))
-        with jax.default_device(self.device):
-            moved = [_on(self.device, x) for x in states]
-            new = list(program(moved, list(retained), list(scalars), np.int32(0)))
-        return jax.block_until_ready(new) if self._one_at_a_time else new
+        spec, counts = shard.spec, list(fused(len(shard.updates)))
+        programs: dict[int, tuple[tuple[int, Program], ...]] = {}
+        for part, size in cut_up(shard.size):
+            if size not in programs:
+                programs[size] = tuple((n, self._program(spec, n, size)) for n in counts)
+            yield _Piece(shard, part, size, spec.changed, programs[size])
+
+    def _replay(self, piece: _Piece, results: dict[Any, list[jax.Array]]) -> None:
+        """Applies all updates to a piece while it is in cache.
+
+        Args:
+          piece: The piece.
+          results: This thread's buffers, by what they are for; each program run hands them on.
+        """
+        shard = piece.shard
+        states = [_padded(x[piece.part], piece.size) for x in shard.states]
+        dtypes = tuple(states[i].dtype for i in piece.changed)
+        buffers = results.get((piece.size, dtypes)) or self._new_buffers(piece.size, dtypes)
+        updates = iter(shard.updates)
+        for count, program in piece.programs:
+            arguments = [
+                ([_padded(x[piece.part], piece.size) for x in u.retained], list(u.scalars))
+                for u in itertools.islice(updates, count)
+            ]
+            buffers = jax.block_until_ready(program(states, arguments, buffers, _ZERO))
+            for i, result in zip(piece.changed, buffers, strict=True):
+                np.copyto(states[i], result_view(result), casting="no")
+        results[piece.size, dtypes] = buffers
+        for i in piece.changed:
+            part = shard.states[i][piece.part]
+            if part.size < piece.size:
+                np.copyto(part, states[i][: part.size])
+
+    def _new_buffers(self, size: int, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
+        # Copied: memory of NumPy's own could not be handed on.
+        return [
+            jax.device_put(np.zeros(size, dtype), self.device, may_alias=False) for dtype in dtypes
+        ]
+
+
+def default_threads() -> int:
+    """Threads that replay runs on unless it is told: a quarter of the cores, eight at most.
+
+    Beside a training step on the same two cores, a second and a fourth thread replayed no faster
+    than one, and the step paid for them (docs/decisions/0012). Eight read
+    and write what a host's memory gives.
+    """
+    return min(8, max(1, (os.cpu_count() or 1) // 4))
 
 
 def replay_device() -> jax.Device:
@@ -80,21 +252,30 @@ def replay_device() -> jax.Device:
         ) from error
 
 
-def _on(device: jax.Device, chunk: Flat) -> jax.Array:
-    return chunk if isinstance(chunk, jax.Array) else jax.device_put(chunk, device)
+def _padded(part: np.ndarray, size: int) -> np.ndarray:
+    if part.size == size:
+        return part
+    padded = np.zeros(size, part.dtype)
+    padded[: part.size] = part
+    return padded
 
 
-@functools.lru_cache(maxsize=512)
-def _program(recipe: Recipe, fenced: bool, donate: bool) -> Callable[..., Sequence[jax.Array]]:
-    """One program per recipe; `jax.jit` compiles it once per chunk size."""
+def _next(pieces: collections.deque[_Piece]) -> _Piece | None:
+    try:
+        return pieces.popleft()
+    except IndexError:
+        return None
 
-    def replay(
-        states: list[jax.Array],
-        retained: list[jax.Array],
-        scalars: list[jax.Array],
-        zero: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        return recipe.apply(states, retained, scalars, jnp.asarray(zero) if fenced else None)
 
-    # Imported buffers (numpy views) cannot be donated; XLA's own are, so that no fresh pages fault.
-    return jax.jit(replay, donate_argnums=(0,) if donate else ())
+def _side_by_side(work: Callable[[], None], threads: int) -> None:
+    """Runs the same work on this thread and on further ones; returns when all have ended."""
+    helpers: list[threading.Thread] = []
+    # None may be had any more, while the interpreter ends: then this thread does it all.
+    with contextlib.suppress(RuntimeError):
+        for _ in range(threads - 1):
+            helper = threading.Thread(target=work, name="gockpt-replay")
+            helper.start()
+            helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,9 +32,13 @@ class HostChunk:
 class Pull:
     """A started transfer of one array's owned shards."""
 
-    def __init__(self, indices: Sequence[Box], shards: Sequence[jax.Array]):
+    def __init__(self, indices: Sequence[Box], shards: Sequence[Any]):
         self._indices = indices
         self._shards = shards
+
+    def is_ready(self) -> bool:
+        """Whether `result` would return at once."""
+        return all(shard.is_ready() for shard in self._shards)
 
     def result(self) -> list[HostChunk]:
         """Waits for the transfer; called on the worker thread."""

@@ -119,6 +119,7 @@ class OpenWindow:
                     pulls.setdefault(i, start_pull(align(cut[i], placement)))
                 for i in group.scalars:
                     pulls.setdefault(i, start_scalar_pull(cut[i]))
+        self._early.expect(pulls)
         self._submit(lambda: self._early.update(pulls), self._retained_bytes)
 
     def _submit(self, task: Any, device_bytes_held: int) -> None:

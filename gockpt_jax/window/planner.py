@@ -1,13 +1,18 @@
 """The plan of each step's windows, made once per program, and what the budgets admit."""
 
 import logging
+import math
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
-from gockpt_jax.errors import HostBudgetError
+from gockpt_jax.errors import HostBudgetError, ReplayError
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
@@ -53,9 +58,26 @@ class Planner:
             plan = Plan(1, (), _why_all_late(program, size))
         _log.debug("planned %s", plan)
         self._plans[program] = (plan, size)
-        if plan.steps > 1:
-            step.arm()
-            compile_ahead([[leaves[j] for j in block] for block in _leaves_by_block(plan, program)])
+        if plan.steps == 1:
+            return
+        try:
+            replayer = self.replayer(leaves)
+        except ReplayError as error:
+            step.give_up(str(error))
+            return
+        step.arm()
+        compile_ahead([[leaves[j] for j in block] for block in _leaves_by_block(plan, program)])
+        replayer.compile_ahead(_replay_specs(program, leaves), plan.steps - 1)
+
+    def replayer(self, leaves: Sequence[jax.Array]) -> Replayer:
+        """Replays for a run whose state has these leaves.
+
+        Raises:
+          ReplayError: if there is no CPU backend.
+        """
+        # Not `devices()`: another wrapped step may have run last, and these are donated.
+        device: Any = next(iter(leaves[0].sharding.device_set))
+        return Replayer(device.platform, self._options.replay_threads)
 
     def plan_for(self, program: StepProgram, steps: int) -> tuple[Plan, StateBytes]:
         """The program's plan, with K at most `steps`; and the bytes it was made for."""
@@ -121,3 +143,27 @@ def _leaves_by_block(plan: Plan, program: StepProgram) -> list[list[int]]:
     early = [[j for g in block for j in program.groups[g].leaves] for block in plan.blocks]
     gone = {j for block in early for j in block}
     return [*early, [j for j in range(len(program.leaf_specs)) if j not in gone]]
+
+
+def _replay_specs(
+    program: StepProgram, leaves: Sequence[jax.Array]
+) -> list[tuple[ReplaySpec, int]]:
+    """What the replay programs of all groups are made from, with the sizes of their shards."""
+    specs = {
+        (
+            ReplaySpec(
+                group.recipe,
+                tuple(np.dtype(program.leaf_specs[j].dtype) for j in group.leaves),
+                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.retained),
+                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.scalars),
+            ),
+            _shard_size(leaves[group.leaves[0]]),
+        ): None  # a set that keeps its order
+        for group in program.groups
+        if not group.recipe.is_identity
+    }
+    return list(specs)
+
+
+def _shard_size(array: jax.Array) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape))

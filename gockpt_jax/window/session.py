@@ -20,7 +20,6 @@ import jax
 
 from gockpt_jax.errors import ReplayError
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import StepProgram
@@ -49,7 +48,7 @@ class Session:
     def __init__(self, options: WindowOptions):
         self.version = 0
         self.predictor = SavePredictor()
-        self.host = ByteBudget(None)
+        self.host = ByteBudget(options.host_budget_bytes)  # counts; nobody waits for it
         self._options = options
         self._worker = Worker()
         self._device = ByteBudget(options.device_budget_bytes)
@@ -150,15 +149,10 @@ class Session:
         if not self._planner.admits(leaves, size):
             self._why_snapshot = "the host budget had no room when the window should have opened"
             return None
-        try:
-            replayer = Replayer(_platform(leaves))
-        except ReplayError as error:
-            step.give_up(str(error))
-            return None
         self._reset_peaks()
         return OpenWindow(
             step, program, plan, target, retained_bytes=size.retained, worker=self._worker,
-            device=self._device, host=self.host, replayer=replayer,
+            device=self._device, host=self.host, replayer=self._planner.replayer(leaves),
         )  # fmt: skip
 
     def _is_ready(self, program: StepProgram) -> bool:
@@ -331,9 +325,3 @@ class Session:
             error = self._window.error
             self.abandon("the manager was closed" if error is None else f"it failed: {error!r}")
         self._worker.close()
-
-
-def _platform(leaves: Sequence[jax.Array]) -> str:
-    # Not `devices()`: another wrapped step may have run last, and these are donated.
-    device: Any = next(iter(leaves[0].sharding.device_set))
-    return str(device.platform)

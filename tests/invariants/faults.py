@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.replay.engine import Replayer, ShardReplay, Update
 from gockpt_jax.window.early import EarlyChunks
 
 NOTHING = "nothing"
@@ -23,58 +22,50 @@ class Injected:
     times: int = 0
 
 
-Apply = Callable[..., list[Any]]
+Apply = Callable[[Replayer, Sequence[ShardReplay]], None]
 
 
 def _replay_off(apply: Apply, injected: Injected) -> Apply:
     """Chunks stay at the version at which they left: a torn checkpoint."""
 
-    def faulty(self: Replayer, recipe: Any, states: Sequence[Any], *values: Any) -> list[Any]:
+    def faulty(self: Replayer, shards: Sequence[ShardReplay]) -> None:
         injected.times += 1
-        return list(states)
 
     return faulty
 
 
-def _once(change: Callable[[Callable[[], list[Any]], Any], list[Any] | None]) -> Any:
-    """A fault that strikes one call of `Replayer.apply`: the first that it would make a difference.
+def _once(change: Callable[[Sequence[Update]], Sequence[Update]]) -> Any:
+    """A fault that strikes the updates of one shard: the first where it would make a difference.
 
     A gradient may be zero (an embedding row that no batch has met), and then nothing is lost with
     it; the scale of a moment may be such that twice is once.
     """
 
     def plant(apply: Apply, injected: Injected) -> Apply:
-        def faulty(
-            self: Replayer, recipe: Any, states: Sequence[Any], retained: Any, scalars: Any
-        ) -> list[Any]:
-            old = [np.array(x) for x in states]  # apply() donates its arrays
-            new = apply(self, recipe, states, retained, scalars)
-            if injected.times:
-                return new
-            right = [np.array(x) for x in new]
-            wrong = change(lambda xs: apply(self, recipe, xs, retained, scalars), (old, right))
-            if all(np.array_equal(a, b) for a, b in zip(wrong, right, strict=True)):
-                return new
-            injected.times += 1
-            return [jax.device_put(x, self.device) for x in wrong]
+        def faulty(self: Replayer, shards: Sequence[ShardReplay]) -> None:
+            for shard in shards:
+                old = [x.copy() for x in shard.states]
+                apply(self, [shard])
+                if injected.times or not shard.updates:
+                    continue
+                wrong = dataclasses.replace(
+                    shard, states=tuple(old), updates=tuple(change(shard.updates))
+                )
+                apply(self, [wrong])
+                if not all(map(np.array_equal, wrong.states, shard.states)):
+                    injected.times += 1
+                    for x, y in zip(shard.states, wrong.states, strict=True):
+                        x[:] = y
 
         return faulty
 
     return plant
 
 
-def _dropped(apply: Any, chunks: Any) -> list[Any]:
-    return chunks[0]
-
-
-def _twice(apply: Any, chunks: Any) -> list[Any]:
-    return [np.array(x) for x in apply(chunks[1])]
-
-
 def _nothing(apply: Apply, injected: Injected) -> Apply:
-    def sound(self: Replayer, *args: Any) -> list[Any]:
+    def sound(self: Replayer, shards: Sequence[ShardReplay]) -> None:
         injected.times += 1
-        return apply(self, *args)
+        apply(self, shards)
 
     return sound
 
@@ -82,8 +73,8 @@ def _nothing(apply: Apply, injected: Injected) -> Apply:
 _REPLAY = {
     NOTHING: _nothing,
     "replay_off": _replay_off,
-    "gradient_dropped": _once(_dropped),
-    "gradient_twice": _once(_twice),
+    "gradient_dropped": _once(lambda updates: updates[1:]),
+    "gradient_twice": _once(lambda updates: (*updates, updates[-1])),
 }
 
 

@@ -11,8 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from gockpt_jax.replay.engine import Replayer
-
 
 def _leaves(tree: Any) -> dict[str, jax.Array]:
     paths = jax.tree_util.tree_leaves_with_path(tree)
@@ -65,8 +63,8 @@ class PullWatch:
 
     On the trainer's thread none may share memory with the live state, which the next step may
     donate: the arguments of the running call until they are donated, from then on the last result.
-    Other threads may read only what the trainer's thread has started, and what replay has made: by
-    the time they run, the trainer is some steps further. The trainer's thread is watched inside
+    Other threads may read only what the trainer's thread has started: by the time they
+    run, the trainer is some steps further. The trainer's thread is watched inside
     `live` only: the test's own copies are its own business.
     """
 
@@ -84,7 +82,7 @@ class PullWatch:
 
     def __enter__(self) -> "PullWatch":
         array_type = type(jax.numpy.zeros(()))
-        start, read, replay = array_type.copy_to_host_async, np.asarray, Replayer.apply
+        start, read = array_type.copy_to_host_async, np.asarray
 
         def copy_to_host_async(array: jax.Array) -> None:
             self._look(array, "copy_to_host_async")
@@ -96,15 +94,8 @@ class PullWatch:
                 self._look(value, "np.asarray")
             return read(value, *args, **kwargs)
 
-        def apply(replayer: Replayer, *args: Any) -> list[jax.Array]:
-            new = replay(replayer, *args)
-            for array in new:
-                self._may_be_read(array)
-            return new
-
         self._patch.setattr(array_type, "copy_to_host_async", copy_to_host_async)
         self._patch.setattr(np, "asarray", asarray)
-        self._patch.setattr(Replayer, "apply", apply)
         return self
 
     def __exit__(self, *_: object) -> None:

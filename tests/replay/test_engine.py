@@ -11,32 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
 
 from gockpt_jax import ReplayError
-from gockpt_jax.replay.engine import Replayer, replay_device
-from gockpt_jax.training.cut import find_cut
-from gockpt_jax.training.graph import flatten
-from gockpt_jax.training.recipe import Recipe, make_recipe
-from gockpt_jax.training.walk import Leaf
+from gockpt_jax.replay.engine import Replayer
 
 SIZE = 1001
-
-
-def moments(state, g):
-    m, v = state
-    return 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * (g * g)
-
-
-def recipe_of(update, *args) -> Recipe:
-    graph = flatten(jax.jit(update).trace(*args).jaxpr)
-    leaves = [Leaf(str(i), graph.inputs[i], new) for i, new in enumerate(graph.outputs)]
-    (group,) = find_cut(leaves, even_for_nothing=True).groups
-    return make_recipe(group, leaves)
-
-
-def numbers(seed, size=SIZE):
-    rng = np.random.default_rng(seed)
-    return rng.standard_normal(size).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -44,53 +24,57 @@ def recipe():
     return recipe_of(moments, (jnp.zeros(SIZE), jnp.zeros(SIZE)), jnp.zeros(SIZE))
 
 
-def test_several_updates_are_the_steps_own(recipe):
+@pytest.mark.parametrize("updates", [1, 2, 3, 4, 5])
+def test_several_updates_are_the_steps_own(recipe, updates):
     step = jax.jit(moments)
     state = [numbers(0), np.abs(numbers(1))]
-    expected, replayer = [jnp.asarray(x) for x in state], Replayer("cpu")
-    for n in range(5):
-        g = numbers(n + 2)
+    gradients = [numbers(n + 2) for n in range(updates)]
+    expected = [jnp.asarray(x) for x in state]
+    for g in gradients:
         expected = step(expected, g)
-        state = replayer.apply(recipe, state, [g], [])
-    for got, want in zip(state, expected, strict=True):
+    for got, want in zip(
+        replayed(Replayer("cpu"), recipe, state, gradients), expected, strict=True
+    ):
         np.testing.assert_array_equal(got, want)
-        assert got.devices() == {replay_device()}
 
 
 def test_fence_changes_no_bit_where_nothing_is_contracted(recipe):
-    state, g = [numbers(0), np.abs(numbers(1))], numbers(2)
-    plain = Replayer("cpu").apply(recipe, state, [g], [])
-    fenced = Replayer("gpu").apply(recipe, state, [g], [])
+    state, g = [numbers(0), np.abs(numbers(1))], [numbers(2)]
+    plain = replayed(Replayer("cpu"), recipe, state, g)
+    fenced = replayed(Replayer("gpu"), recipe, state, g)
     for a, b in zip(plain, fenced, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_its_own_results_are_donated_and_what_was_pulled_is_not(recipe):
-    """Pulled chunks are views of memory that XLA does not own; its own results it may reuse."""
-    replayer, g = Replayer("cpu"), numbers(2)
-    pulled = [numbers(0), np.abs(numbers(1))]
-    before = [x.copy() for x in pulled]
-    first = replayer.apply(recipe, pulled, [g], [])
-    for kept, x in zip(before, pulled, strict=True):
-        np.testing.assert_array_equal(kept, x)
-    retained = jnp.asarray(g)
-    replayer.apply(recipe, first, [retained], [])
-    assert all(x.is_deleted() for x in first)
-    assert not retained.is_deleted()
 
 
 def test_scalars_are_captured_per_update():
     update = lambda state, g, rate: (state[0] - jnp.sqrt(rate) * g,)  # noqa: E731
     recipe = recipe_of(update, (jnp.zeros(SIZE),), jnp.zeros(SIZE), jnp.float32(4))
     assert recipe.num_scalars == 1
-    (got,) = Replayer("cpu").apply(recipe, [numbers(0)], [numbers(1)], [np.float32(3.0)])
+    (got,) = replayed(Replayer("cpu"), recipe, [numbers(0)], [numbers(1)], [np.float32(3.0)])
     np.testing.assert_allclose(got, numbers(0) - 3 * numbers(1), rtol=1e-6)
 
 
 def test_chunks_that_do_not_fit_together(recipe):
     with pytest.raises(ReplayError, match=r"different sizes \[10, 1001\]; please report"):
-        Replayer("cpu").apply(recipe, [numbers(0), numbers(1)], [numbers(2, 10)], [])
+        replayed(Replayer("cpu"), recipe, [numbers(0), numbers(1)], [numbers(2, 10)])
     assert issubclass(ReplayError, RuntimeError)
+
+
+def test_one_at_a_time_where_training_shares_the_queues():
+    assert Replayer("cpu", threads=4).threads == 1
+    assert Replayer("gpu", threads=4).threads == 4
+    assert Replayer("gpu").threads >= 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_on_any_thread_reaches_the_caller(recipe, monkeypatch, threads):
+    def broken(*args):
+        raise MemoryError("on a thread")
+
+    monkeypatch.setattr(Replayer, "_new_buffers", broken)
+    shard = shard_of(recipe, [numbers(0, 9000), numbers(1, 9000)], [numbers(2, 9000)])
+    with pytest.raises(MemoryError, match="on a thread"):
+        Replayer("gpu", threads).apply([shard] * 4)
 
 
 def test_no_cpu_backend_names_the_variable(monkeypatch):
@@ -111,16 +95,17 @@ CONTRACTION = """
     import numpy as np
     import jax, jax.numpy as jnp
     from gockpt_jax.replay.engine import Replayer
-    from test_engine import SIZE, moments, numbers, recipe_of
+    from replay_helpers import moments, numbers, recipe_of, replayed
+
+    SIZE = 1001
 
     recipe = recipe_of(moments, (jnp.zeros(SIZE), jnp.zeros(SIZE)), jnp.zeros(SIZE))
     f32 = np.float32
     m, v = numbers(0), np.abs(numbers(1))
-    fenced, plain, expected = ([m, v] for _ in range(3))
-    for n in range(4):
-        g = numbers(n + 2)
-        fenced = Replayer("gpu").apply(recipe, fenced, [g], [])
-        plain = Replayer("cpu").apply(recipe, plain, [g], [])
+    gradients, expected = [numbers(n + 2) for n in range(4)], [m, v]
+    fenced = replayed(Replayer("gpu"), recipe, [m, v], gradients)
+    plain = replayed(Replayer("cpu"), recipe, [m, v], gradients)
+    for g in gradients:
         # NumPy rounds each product before it adds.
         expected = [f32(0.9) * expected[0] + f32(0.1) * g,
                     f32(0.999) * expected[1] + f32(0.001) * (g * g)]

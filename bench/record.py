@@ -1,0 +1,173 @@
+"""What every benchmark shares: timing, and the record that it writes."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
+
+
+@dataclasses.dataclass
+class Record:
+    """The outcome of one benchmark.
+
+    Attributes:
+      name: Of the benchmark.
+      samples: What was measured, by figure. A figure is the median of its samples.
+      notes: What a reader must know: sizes, what was left out, what limits a figure.
+      commit: What is measured, as it was at the beginning.
+    """
+
+    name: str
+    samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    commit: str = dataclasses.field(default_factory=lambda: _commit())
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The median of each figure's samples."""
+        return {name: statistics.median(values) for name, values in self.samples.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """The record with all that is needed to repeat it."""
+        return {
+            "name": self.name,
+            "command": " ".join(["python -m bench", *sys.argv[1:]]),
+            "commit": self.commit,
+            "versions": _versions(),
+            "hardware": hardware(),
+            "figures": {name: _rounded(value) for name, value in self.figures.items()},
+            "samples": {
+                name: [_rounded(v) for v in values] for name, values in self.samples.items()
+            },
+            "notes": self.notes,
+        }
+
+    def write(self, path: Path) -> None:
+        """Writes the record as one JSON object."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+
+    def show(self) -> None:
+        """Prints the notes, and last the figures as a table."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"bench {self.name}")
+        for column in ("figure", "median", "least", "most", "samples"):
+            table.add_column(column, justify="left" if column == "figure" else "right")
+        for name, values in self.samples.items():
+            numbers = (statistics.median(values), min(values), max(values))
+            table.add_row(name, *(f"{x:.4g}" for x in numbers), str(len(values)))
+        console = Console()
+        for note in self.notes:
+            console.print(f"- {note}", markup=False, highlight=False)
+        console.print(table)
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Times contenders in turns, so that a disturbance of the machine meets them all.
+
+    Args:
+      contenders: Functions that return when their work is done.
+      repeats: Timed calls of each.
+      warm_up: Calls of each before that.
+      clock: Seconds; `time.process_time` for those of all cores together.
+
+    Returns:
+      Seconds of each call, by contender; the n-th samples of all lie close together in time.
+    """
+    secs: dict[str, list[float]] = {name: [] for name in contenders}
+    for n in range(warm_up + repeats):
+        for name, run in contenders.items():
+            start = clock()
+            run()
+            if n >= warm_up:
+                secs[name].append(clock() - start)
+    return secs
+
+
+def ratios(numerator: Sequence[float], denominator: Sequence[float], scale: float = 1.0) -> Any:
+    """The ratios of samples that lie close together in time."""
+    return [scale * a / b for a, b in zip(numerator, denominator, strict=True)]
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Measures by how much this process's resident memory grows at most.
+
+    Yields:
+      A function that returns, in bytes, the peak since the block began over what was resident then.
+    """
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak (Linux)
+    yield lambda: max(0, _status_bytes("VmHWM") - before)
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as far as figures depend on it."""
+    import jax
+
+    model = platform.processor()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    with contextlib.suppress(OSError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "devices": sorted({d.device_kind for d in jax.devices()}),
+        "system": platform.platform(terse=True),
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    changed = (
+        " with changes" if git("status", "--porcelain", "--", "gockpt_jax", "bench/*.py") else ""
+    )
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

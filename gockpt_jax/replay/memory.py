@@ -1,0 +1,51 @@
+"""Host memory that replay works in: chunks that were pulled, and its own results.
+
+NumPy's views of JAX arrays are read-only, for good reason: others may hold the array. Nobody else
+holds these. A pulled chunk is the landing place of a copy that was made for the checkpoint alone,
+so its updates are applied where it lies: there is no second copy of the state on the host, and no
+fresh pages fault (docs/decisions/0010).
+"""
+
+import ctypes
+import re
+
+import jax
+import numpy as np
+
+_SUB_BYTE = re.compile(r"(u?int|float)[1-7](_|$)")
+
+
+def own(data: np.ndarray) -> np.ndarray:
+    """A pulled chunk as flat memory that may be written.
+
+    Args:
+      data: Of any shape and dtype; nobody else reads it, and nobody writes it.
+
+    Returns:
+      The same memory, shape (size,), kept alive by the result; a copy only where the elements do
+      not lie in order.
+    """
+    if not data.flags.c_contiguous:
+        return np.array(data, order="C").reshape(-1)
+    if data.flags.writeable or not data.size:
+        return data.reshape(-1)
+    return _writable(data.ctypes.data, data.nbytes, data.dtype, data)
+
+
+def result_view(result: jax.Array) -> np.ndarray:
+    """A finished result as NumPy sees it, for as long as the caller holds `result`.
+
+    `np.asarray` would do the same, but the view that JAX then keeps stops the buffer from being
+    donated again.
+    """
+    if _SUB_BYTE.match(str(result.dtype)):  # packed there, one byte each here
+        return np.asarray(result)
+    return _writable(result.unsafe_buffer_pointer(), result.nbytes, result.dtype, None)
+
+
+def _writable(
+    address: int, num_bytes: int, dtype: np.dtype, owner: np.ndarray | None
+) -> np.ndarray:
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    memory.owner = owner  # type: ignore[attr-defined]  # ctypes arrays take attributes
+    return np.frombuffer(memoryview(memory), np.uint8).view(dtype)

@@ -1,0 +1,228 @@
+"""Replay in pieces: the same bits whatever the piece, the fusion and the threads."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
+
+from gockpt_jax.replay import engine, programs
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.replay.memory import own
+from gockpt_jax.replay.programs import CHUNK_SIZES, FUSED_UPDATES, ReplaySpec, cut_up, fused
+
+SIZES = [0, 1, 7, 509, 512, 513, 1024, 8191, 8192 + 5000, 65537, CHUNK_SIZES[0] + 77_777]
+LARGE = 2 * 8192 + 1024 + 5  # two chunks of one size, a smaller one, and a tail
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return recipe_of(moments, (jnp.zeros(8), jnp.zeros(8)), jnp.zeros(8))
+
+
+def narrow(state, g):
+    """A bf16 moment beside an fp32 one, and a leaf that is only read."""
+    m, total, mask = state
+    total = jnp.where(mask > 0, total + 0.25 * g, total)
+    return (m.astype(jnp.float32) * 0.9 + 0.1 * g).astype(jnp.bfloat16), total, mask
+
+
+def factors(state, g):
+    """Nothing but factors for the first: two updates in a row invite the compiler to fold them."""
+    decayed, seen = state
+    return decayed * 0.9, seen + decayed + g
+
+
+def state_of(update, size):
+    if update is narrow:
+        mask = (numbers(5, size) > 0).astype(np.float32)
+        return [numbers(3, size).astype(jnp.bfloat16), numbers(4, size), mask]
+    return [numbers(0, size), np.abs(numbers(1, size))]
+
+
+def one_by_one(update, state, gradients):
+    """The step's own way: whole arrays, one update per program."""
+    step, state = jax.jit(update), [jnp.asarray(x) for x in state]
+    for g in gradients:
+        state = step(state, g)
+    return state
+
+
+def assert_same_bits(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_array_equal(np.array(a).view(np.uint8), np.array(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_shard_is_cut_up_once_and_whole(size):
+    pieces = list(cut_up(size))
+    assert [i for part, _ in pieces for i in range(size)[part]] == list(range(size))
+    assert {program for _, program in pieces} <= set(CHUNK_SIZES)
+    for part, program in pieces[:-1]:
+        assert part.stop - part.start == program
+    assert all(program < 2 * size or program == CHUNK_SIZES[-1] for _, program in pieces)
+
+
+@pytest.mark.parametrize("updates", range(10))
+def test_updates_are_fused_into_few_numbers(updates):
+    assert sum(fused(updates)) == updates
+    assert set(fused(updates)) <= set(FUSED_UPDATES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_pieces_are_the_whole_bit_for_bit(recipe, platform, size):
+    state, gradients = state_of(moments, size), [numbers(n + 2, size) for n in range(3)]
+    got = replayed(Replayer(platform, threads=2), recipe, state, gradients)
+    assert_same_bits(got, one_by_one(moments, state, gradients))
+
+
+@pytest.mark.parametrize("update", [moments, narrow, factors])
+@pytest.mark.parametrize("updates", [2, 4, 7])
+def test_fused_is_single_bit_for_bit(update, updates):
+    state = state_of(update, LARGE)
+    gradients = [numbers(n + 10, LARGE) for n in range(updates)]
+    recipe, replayer = recipe_of(update, state, gradients[0]), Replayer("gpu", threads=2)
+    single = shard_of(recipe, state, gradients)
+    for g in gradients:
+        single = shard_of(recipe, single.states, [g])
+        replayer.apply([single])
+    assert_same_bits(replayed(replayer, recipe, state, gradients), single.states)
+    assert_same_bits(single.states, one_by_one(update, state, gradients))
+
+
+def test_shape_0d_is_a_shard_of_one(recipe):
+    shard = shard_of(recipe, [np.float32([1]), np.float32([2])], [np.float32([3])])
+    Replayer("cpu").apply([shard])
+    want = one_by_one(moments, [np.float32(1), np.float32(2)], [np.float32(3)])
+    assert [float(x[0]) for x in shard.states] == [float(x) for x in want]
+
+
+def test_what_is_only_read_is_not_written():
+    state = state_of(narrow, LARGE)
+    recipe = recipe_of(narrow, state, numbers(0, LARGE))
+    shard = shard_of(recipe, state, [numbers(0, LARGE)])
+    shard.states[2].flags.writeable = False
+    Replayer("gpu", threads=2).apply([shard])
+    assert shard.spec.changed == (0, 1)
+
+
+def test_threads_share_the_pieces_and_change_nothing(recipe):
+    state, g = state_of(moments, LARGE), [numbers(9, LARGE)]
+    shards = [shard_of(recipe, state, g) for _ in range(8)]
+    before = threading.active_count()
+    Replayer("gpu", threads=4).apply(shards)
+    assert threading.active_count() == before
+    for shard in shards:
+        assert_same_bits(shard.states, one_by_one(moments, state, g))
+
+
+# Compilations.
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    keys = []
+    compile_one = programs._compile
+    monkeypatch.setattr(programs, "_compile", lambda key: keys.append(key) or compile_one(key))
+    monkeypatch.setattr(programs, "_programs", {})
+    return keys
+
+
+def test_a_thousand_leaves_compile_a_handful(compiled):
+    """Every leaf traced by itself: equal recipes are one, and sizes fall into a few."""
+    sizes = np.random.default_rng(0).integers(1, 20_000, 1000)
+    recipes = [recipe_of(moments, (jnp.zeros(n), jnp.zeros(n)), jnp.zeros(n)) for n in (5, 6)]
+    shards = [
+        shard_of(recipes[n % 2], [np.ones(s, np.float32)] * 2, [np.ones(s, np.float32)] * 3)
+        for n, s in enumerate(sizes)
+    ]
+    Replayer("gpu", threads=2).apply(shards)
+    assert 0 < len(compiled) <= len(CHUNK_SIZES) * len(FUSED_UPDATES)
+    (m,) = {x.tobytes() for shard in shards for x in shard.states[0].reshape(-1, 1)[:3]}
+    assert m == np.float32(one_by_one(moments, [np.ones(1)] * 2, [np.ones(1)] * 3)[0]).tobytes()
+
+
+def test_what_was_compiled_ahead_is_not_compiled_again(compiled, recipe):
+    spec = shard_of(recipe, state_of(moments, LARGE), [numbers(2, LARGE)]).spec
+    replayer = Replayer("gpu", threads=2)
+    replayer.compile_ahead([(spec, LARGE)], max_updates=3)
+    for thread in threading.enumerate():
+        if thread.name == "gockpt-compile-replay":
+            thread.join()
+    ahead = len(compiled)
+    assert ahead == len({size for _, size in cut_up(LARGE)}) * 2  # one update, and two
+    replayed(replayer, recipe, state_of(moments, LARGE), [numbers(n, LARGE) for n in range(3)])
+    assert len(compiled) == ahead
+
+
+def test_a_compilation_that_failed_is_tried_again(compiled, recipe, monkeypatch):
+    def failing(key):
+        raise MemoryError("no room to compile")
+
+    state, g = state_of(moments, 100), [numbers(2, 100)]
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "_compile", failing)
+        with pytest.raises(MemoryError, match="no room"):
+            replayed(Replayer("cpu"), recipe, state, g)
+    assert_same_bits(replayed(Replayer("cpu"), recipe, state, g), one_by_one(moments, state, g))
+
+
+# Memory.
+
+
+def test_pulled_memory_is_written_where_it_lies():
+    staged = jnp.arange(12.0).reshape(3, 4) + 0
+    pulled = np.asarray(staged)
+    flat = own(pulled)
+    assert (flat.shape, flat.ctypes.data) == ((12,), pulled.ctypes.data)
+    del staged, pulled
+    flat += 1
+    np.testing.assert_array_equal(flat, np.arange(12.0) + 1)
+
+
+@pytest.mark.parametrize("data", [np.zeros((0, 3)), np.array(5.0), np.arange(3)[::-1]])
+def test_odd_memory_is_owned_too(data):
+    data.flags.writeable = False
+    flat = own(data)
+    np.testing.assert_array_equal(flat, data.reshape(-1))
+    assert flat.size == 0 or flat.flags.writeable
+
+
+def test_scratch_is_a_small_part_of_a_large_shard(recipe):
+    size = 50_000_000
+    nothing = np.broadcast_to(np.float32(0), size)
+    shard = engine.ShardReplay(recipe, (nothing, nothing), (engine.Update((nothing,), ()),))
+    assert Replayer("gpu", threads=1).scratch_bytes([shard]) < 0.02 * 2 * 4 * size
+    assert ReplaySpec is type(shard.spec)
+
+
+# Faults: what the tests above look at would show them.
+
+
+def _swapped(updates, states):
+    states[0][: 2 * 8192] = np.roll(states[0][: 2 * 8192], 8192)
+    return updates
+
+
+FAULTS = {
+    "chunks_swapped": _swapped,
+    "gradient_dropped": lambda updates, states: updates[1:],
+    "gradient_twice": lambda updates, states: (*updates, updates[-1]),
+    "gradients_swapped": lambda updates, states: updates[::-1],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(recipe, fault):
+    state, gradients = state_of(moments, LARGE), [numbers(n + 2, LARGE) for n in range(4)]
+    shard = shard_of(recipe, state, gradients)
+    wrong = FAULTS[fault](shard.updates, shard.states)
+    Replayer("gpu", threads=2).apply([engine.ShardReplay(recipe, shard.states, tuple(wrong))])
+    with pytest.raises(AssertionError):
+        assert_same_bits(shard.states, one_by_one(moments, state, gradients))

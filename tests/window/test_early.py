@@ -1,0 +1,140 @@
+"""Early chunks: which updates they are given, and which of them in one pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from window.training_loop import assert_same
+
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.training.cut import Leaf, find_cut
+from gockpt_jax.training.graph import flatten
+from gockpt_jax.training.program import ReplayGroup
+from gockpt_jax.training.recipe import make_recipe
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.pull import start_pull
+from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.slots import make_slots
+
+SIZE = 100
+LEAF_BYTES = SIZE * 4
+
+
+@jax.jit
+def update(m, g):
+    return 0.9 * m + 0.1 * g
+
+
+def gradient(n):
+    return jnp.sin(jnp.arange(SIZE) + n)
+
+
+def group_of(leaf: int) -> ReplayGroup:
+    graph = flatten(update.trace(gradient(0), gradient(1)).jaxpr)
+    leaves = [Leaf("m", graph.inputs[0], graph.outputs[0])]
+    (group,) = find_cut(leaves, even_for_nothing=True).groups
+    return ReplayGroup((leaf,), (leaf,), (), make_recipe(group, leaves))
+
+
+class Watched(Replayer):
+    """Tells how many updates each shard was given in one pass."""
+
+    def __init__(self):
+        super().__init__("cpu")
+        self.passes = []
+
+    def apply(self, shards):
+        self.passes.append([len(shard.updates) for shard in shards])
+        super().apply(shards)
+
+
+@dataclasses.dataclass
+class Window:
+    """Two groups, of which one leaves before the first update and one before the third."""
+
+    early: EarlyChunks
+    replayer: Watched
+    host: ByteBudget
+    expected: list[jax.Array]
+
+    def land(self, leaf):
+        self.early.land([leaf], {leaf: start_pull(self.expected[leaf] + 0)})
+
+    def update(self, n):
+        cut = {leaf: start_pull(gradient(n + leaf)) for leaf in (0, 1)}
+        self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
+        return cut
+
+    def finish(self):
+        index = self.expected[0].addressable_shards[0].index
+        slots = {leaf: make_slots([index]) for leaf in (0, 1)}
+        self.early.finish(slots)
+        return [slots[leaf][0].data.result() for leaf in (0, 1)]
+
+
+@pytest.fixture
+def window():
+    host, replayer = ByteBudget(None), Watched()
+    record = SaveRecord(kind="window", reason="")
+    early = EarlyChunks([group_of(0), group_of(1)], replayer, host, record)
+    return Window(early, replayer, host, [gradient(7), gradient(8)])
+
+
+def run(window, *, behind, updates=6):
+    """Updates are taken in as they come, or, if replay is behind, when all have landed."""
+    window.land(0)
+    tasks = []
+    for n in range(updates):
+        if n == 2:
+            # Its copy is made at this version, whenever it lands.
+            tasks.append((window.early.land, [1], {1: start_pull(window.expected[1] + 0)}))
+        cut = window.update(n)
+        jax.block_until_ready([gradient(n)])
+        window.early.expect(cut)
+        tasks.append((window.early.update, cut))
+        if not behind:
+            for task, *args in tasks:
+                task(*args)
+            tasks.clear()
+    for task, *args in tasks:
+        task(*args)
+    return window.finish()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_chunks_get_the_updates_that_came_after_they_left(window, behind):
+    assert_same(run(window, behind=behind), [np.asarray(x) for x in window.expected])
+    assert window.host.used_bytes == 2 * LEAF_BYTES
+
+
+def test_updates_are_applied_as_they_come_if_replay_keeps_up(window):
+    run(window, behind=False)
+    assert window.replayer.passes == [[1], [1], [1, 1], [1, 1], [1, 1], [1, 1]]
+
+
+def test_updates_that_are_there_are_applied_together_and_four_at_most(window):
+    run(window, behind=True)
+    assert window.replayer.passes == [[4, 2], [2, 2]]
+
+
+def test_updates_are_not_gathered_where_the_host_has_no_room(window):
+    window.host.limit_bytes = 4 * LEAF_BYTES
+    run(window, behind=True)
+    assert len(window.replayer.passes) == 6
+
+
+def test_what_was_gathered_is_given_back_when_the_window_is_dropped(window):
+    window.land(0)
+    cuts = [window.update(n) for n in range(2)]
+    for cut in cuts:
+        window.early.expect(cut)
+    jax.block_until_ready(window.expected)
+    window.early.update(cuts[0])
+    assert window.replayer.passes == []
+    window.early.drop()
+    assert window.host.used_bytes == 0
