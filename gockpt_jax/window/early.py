@@ -5,7 +5,7 @@ update always meets the chunks that left before it and no others, and nothing ne
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -26,6 +26,11 @@ class _Early:
     indices: list[Box]
     shapes: list[tuple[int, ...]]
     flat: list[jax.Array | np.ndarray]
+
+    def chunks(self) -> list[HostChunk]:
+        """As they are now, in their shapes."""
+        parts = zip(self.indices, self.shapes, self.flat, strict=True)
+        return [HostChunk(index, np.asarray(flat).reshape(shape)) for index, shape, flat in parts]
 
 
 class EarlyChunks:
@@ -95,19 +100,22 @@ class EarlyChunks:
             for leaf, chunk in zip(leaves, new, strict=True):
                 leaf.flat[shard] = chunk
 
-    def finish(self, slots: Mapping[int, Sequence[ChunkSlot]]) -> None:
-        """The seal has been reached: what was replayed up to it is final, and is handed over."""
+    def finish(
+        self, slots: Mapping[int, Sequence[ChunkSlot]],
+        check: Callable[[Mapping[int, Sequence[HostChunk]]], None] | None = None,
+    ) -> None:  # fmt: skip
+        """The seal has been reached: what was replayed up to it is final, and is handed over.
+
+        Args:
+          slots: Of each leaf that is wanted.
+          check: Called with its chunks before any is handed over; raises if one is wrong.
+        """
+        final = {leaf: self._leaves[leaf].chunks() for leaf in slots}
+        if check is not None:
+            check(final)
         for leaf, wanted in slots.items():
-            early = self._leaves.pop(leaf)
-            fill(
-                wanted,
-                [
-                    HostChunk(index, np.asarray(flat).reshape(shape))
-                    for index, shape, flat in zip(
-                        early.indices, early.shapes, early.flat, strict=True
-                    )
-                ],
-            )
+            del self._leaves[leaf]
+            fill(wanted, final.pop(leaf))
 
     def drop(self) -> None:
         """Forgets what was not asked for; the window was abandoned, or the save took a part."""

@@ -11,6 +11,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.transfer.staging import compile_ahead, owned_bytes
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 
@@ -52,7 +53,11 @@ class Planner:
         self._plans[program] = (plan, size)
         if plan.steps > 1:
             step.arm()
-            compile_ahead([[leaves[j] for j in block] for block in _leaves_by_block(plan, program)])
+            blocks = _leaves_by_block(plan, program)
+            compile_ahead([[leaves[j] for j in block] for block in blocks])
+            if self._options.audit is not None:
+                early = [leaves[j] for j in sorted(j for block in blocks[:-1] for j in block)]
+                compile_samples_ahead(early, self._options.audit.fraction)
 
     def plan_for(self, program: StepProgram, steps: int) -> tuple[Plan, StateBytes]:
         """The program's plan, with K at most `steps`; and the bytes it was made for."""
