@@ -87,7 +87,8 @@ def difference(replayed: np.ndarray, true: np.ndarray) -> Difference:
     distance = ulp_distance(replayed, true)
     if replayed.dtype.kind == "c":
         replayed, true = _pairs(replayed), _pairs(true)
-    a, b = replayed.astype(np.float64), true.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # NaN that signals
+        a, b = replayed.astype(np.float64), true.astype(np.float64)
     finite = np.isfinite(a) & np.isfinite(b) & (distance > 0)
     return Difference(
         max_ulps=int(distance.max()),
@@ -102,7 +103,8 @@ def scale_of(flat: np.ndarray) -> float:
     for start in range(0, flat.size, _PIECE):
         piece = flat[start : start + _PIECE]
         piece = _pairs(piece) if piece.dtype.kind == "c" else piece
-        magnitudes = np.abs(piece.astype(np.float64))
+        with np.errstate(invalid="ignore"):  # NaN that signals
+            magnitudes = np.abs(piece.astype(np.float64))
         largest = max(largest, float(np.max(magnitudes[np.isfinite(magnitudes)], initial=0.0)))
     return largest
 
