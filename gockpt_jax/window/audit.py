@@ -38,6 +38,7 @@ class _Box:
 
 
 _Pair = tuple[_Box, jax.Array]  # with the shard itself
+_NAMED = 5  # leaves in an error's text
 
 
 def _cuts(pairs: Sequence[_Pair]) -> list[Cut]:
@@ -223,7 +224,10 @@ class PendingAudit:
     def _failed(self, failures: Sequence[tuple[int, str, str]]) -> AuditError:
         _, _, worst = max(failures)
         paths = sorted({path for _, path, _ in failures})
-        others = f" (and {len(failures) - 1} more chunks, of {paths})" if len(failures) > 1 else ""
+        others = ""
+        if len(failures) > 1:
+            named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
+            others = f" (and {len(failures) - 1} more chunks, of {named})"
         follows = 'Pass `on_failure="demote"` to have such leaves leave late.'
         if self._options.on_failure == "demote":
             follows = "Programs of several processes do not demote: the next window tries again."

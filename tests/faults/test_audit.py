@@ -341,19 +341,3 @@ def test_samples_keep_the_device_budget(tmp_path: Path, fraction: float, devices
         wanted = max(LEAF_BYTES * fraction, 4096 * devices)
         assert report.audit.compared_bytes == wanted
         assert report.peak_device_bytes <= budget
-
-
-def test_sample_larger_than_the_budget_is_taken_in_parts(tmp_path: Path) -> None:
-    """Leaves of no more than 4 KiB are compared whole, and together are more than the budget."""
-    with Trainer(tmp_path / "wide") as trainer:
-        trainer.run(8)
-        trainer.manager.wait_until_finished()
-        wide = trainer.report(8)
-    limit = wide.peak_device_bytes // 3
-    window = gockpt.WindowOptions(steps=WINDOW_STEPS, device_budget_bytes=limit)
-    with Trainer(tmp_path / "tight", window=window) as trainer:
-        trainer.run(8)
-        trainer.assert_intact()
-        assert trainer.report(8).audit == wide.audit
-        trainer.settle()
-        assert trainer.bytes_in_flight() == (0, 0)
