@@ -16,9 +16,9 @@ class Audit:
     donated it.
 
     Attributes:
-      fraction: Part of each shard of each early leaf that one save compares, at least 4 KiB. It
-        moves on with every window, so all is looked at once in about `1 / fraction` windows. The
-        default adds 1.6% to the bytes that leave early.
+      fraction: Part of the bytes that left early which one save compares, in boxes of at least
+        4 KiB. They move on with every window, so all is looked at once in about `1 / fraction`
+        windows. The default adds 1.6% to the bytes that leave early.
       max_ulps: Units in the last place by which a replayed element may differ. Replay repeats what
         IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides.
       on_failure: `"demote"`: the leaf and those it is updated with are late from then on, so that

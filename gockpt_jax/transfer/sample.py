@@ -1,4 +1,4 @@
-"""Samples: small boxes of live arrays, packed into fresh device buffers and pulled.
+"""Samples: small boxes of live arrays, copied into fresh device buffers and pulled.
 
 They are taken where the state is sealed, for the audit. Like staging, a sample is a copy made by a
 program that donates nothing, so a later step may do with the arrays what it likes.
@@ -21,6 +21,21 @@ from gockpt_jax.transfer.staging import SUB_BYTE, is_typed_key
 
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
+
+FEW_BOXES = 32
+"""How many boxes a sample has at most, unless its fraction demands more. Each costs the trainer's
+thread a few dispatches; shards that are more than this take turns, with larger boxes."""
+
+
+def share_out(shards: int, fraction: float) -> tuple[int, float]:
+    """How many of the shards give a box to one sample, and which part of its shard a box is.
+
+    Example:
+      >>> share_out(10, 1 / 64), share_out(640, 1 / 64), share_out(640, 0.5)
+      ((10, 0.015625), (32, 0.3125), (320, 1.0))
+    """
+    boxes = min(shards, max(FEW_BOXES, math.ceil(shards * fraction)))
+    return boxes, min(1.0, fraction * shards / max(1, boxes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,18 +105,14 @@ Cut = tuple[jax.Array, Grid, int]
 class Sample:
     """Boxes on their way to the host."""
 
-    def __init__(self, runs: list[tuple[list[int], list[int], Pull]]):
-        self._runs = runs  # positions among those asked for, their lengths, their pull
+    def __init__(self, pulls: list[Pull]):
+        self._pulls = pulls
 
     def result(self) -> list[np.ndarray]:
         """Waits for them, once; the elements of each, flat, in the order asked for."""
-        found: dict[int, np.ndarray] = {}
-        while self._runs:
-            positions, lengths, pull = self._runs.pop()
-            (packed,) = pull.result()
-            parts = np.split(packed.data, np.cumsum(lengths)[:-1])
-            found.update(zip(positions, parts, strict=True))
-        return [found[i] for i in sorted(found)]
+        found = [pull.result()[0].data for pull in self._pulls]
+        self._pulls.clear()
+        return found
 
 
 def sample_bytes(cuts: Sequence[Cut]) -> int:
@@ -114,15 +125,15 @@ def sample_bytes(cuts: Sequence[Cut]) -> int:
 
 def start_sample(cuts: Sequence[Cut]) -> Sample:
     """Copies boxes on their devices and starts the pulls; returns at once."""
-    runs = []
-    for positions in _together([shard for shard, _, _ in cuts]):
-        shards, grids, boxes = zip(*(cuts[i] for i in positions), strict=True)
-        starts = [n for grid, box in zip(grids, boxes, strict=True) for n in grid.start(box)]
-        # Explicitly: the user's transfer guard may forbid what happens by itself.
-        placed = jax.device_put(np.asarray(starts, np.int32), shards[0].sharding)
-        packed = _program(shards, grids).result()(list(shards), placed)
-        runs.append((positions, [math.prod(g.sizes) for g in grids], start_pull(packed)))
-    return Sample(runs)
+    starts = [np.asarray(grid.start(box), np.int32) for _, grid, box in cuts]
+    # Explicitly: the user's transfer guard may forbid what happens by itself.
+    placed = jax.device_put(starts, [shard.sharding for shard, _, _ in cuts])
+    return Sample(
+        [
+            start_pull(_program(shard, grid).result()(shard, start))
+            for (shard, grid, _), start in zip(cuts, placed, strict=True)
+        ]
+    )
 
 
 def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float) -> None:
@@ -130,56 +141,60 @@ def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float) -> None:
 
     Args:
       arrays: Arrays like those that will be sampled together; only looked at before this returns.
-      fraction: Of each shard.
+      fraction: Of all their bytes.
     """
     shards = [s.data for a in arrays if can_be_sampled(a) for s in owned_shards(a)]
-    grids = [grid_of(s.shape, s.dtype.itemsize, fraction) for s in shards]
-    for positions in _together(shards):
-        _program([shards[i] for i in positions], [grids[i] for i in positions])
+    _, part = share_out(len(shards), fraction)
+    for shard in shards:
+        _program(shard, grid_of(shard.shape, shard.dtype.itemsize, part))
 
 
-# Compiled programs by what they take; kept for the process, like those of staging.
+# Compiled programs by what they take; kept for the process, like those of staging. Leaves of one
+# shape share one. One for many boxes would take seconds to compile: 26 ms per box on the CPU
+# backend.
 _programs: dict[Hashable, concurrent.futures.Future[Any]] = {}
+_lock = threading.Lock()
+_wanted: list[tuple[jax.ShapeDtypeStruct, Grid, concurrent.futures.Future[Any]]] = []
+_thread: threading.Thread | None = None
 
 
-def _program(arrays: Sequence[Any], grids: Sequence[Grid]) -> concurrent.futures.Future[Any]:
-    """The program that packs a box of each array into one buffer; arrays or specifications."""
-    key = _key(arrays, grids)
-    if key not in _programs:
-        _programs[key] = found = concurrent.futures.Future[Any]()
-        specs = [_spec(a) for a in arrays]
-
-        def compile_one() -> None:
-            try:
-                found.set_result(_compile(specs, grids))
-            except BaseException as error:  # handed to whoever asks for the program
-                found.set_exception(error)
-
-        # Never on the trainer's thread: under its `set_mesh`, JAX refuses a single device.
-        name = "gockpt-compile-samples"
-        threading.Thread(target=compile_one, name=name, daemon=False).start()
-    return _programs[key]
+def _program(shard: jax.Array, grid: Grid) -> concurrent.futures.Future[Any]:
+    """The program that copies a box of an array like this one."""
+    global _thread
+    key = (shard.shape, shard.dtype, shard.sharding, grid.sizes)
+    with _lock:
+        if key not in _programs:
+            _programs[key] = found = concurrent.futures.Future[Any]()
+            _wanted.append((_spec(shard), grid, found))
+            # Never on the trainer's thread: under its `set_mesh`, JAX refuses a single device.
+            if _thread is None:
+                name = "gockpt-compile-samples"
+                _thread = threading.Thread(target=_compile_wanted, name=name, daemon=False)
+                _thread.start()
+        return _programs[key]
 
 
-def _compile(arrays: list[jax.ShapeDtypeStruct], grids: Sequence[Grid]) -> Any:
-    def pack(shards: Sequence[jax.Array], starts: jax.Array) -> jax.Array:
-        boxes, at = [], 0
-        for shard, grid in zip(shards, grids, strict=True):
-            start = [starts[at + n] for n in range(shard.ndim)]
-            at += shard.ndim
-            box = lax.dynamic_slice(shard, start, grid.sizes)
-            boxes.append(lax.reshape(box, (math.prod(grid.sizes),)))
-        return lax.concatenate(boxes, 0)
+def _compile_wanted() -> None:
+    global _thread
+    while True:
+        with _lock:
+            if not _wanted:
+                _thread = None
+                return
+            spec, grid, found = _wanted.pop(0)
+        try:
+            found.set_result(_compile(spec, grid))
+        except BaseException as error:  # handed to whoever asks for the program
+            found.set_exception(error)
 
-    ndims = sum(a.ndim for a in arrays)
-    starts = jax.ShapeDtypeStruct((ndims,), np.int32, sharding=arrays[0].sharding)
-    return jax.jit(pack).lower(arrays, starts).compile()
 
+def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:
+    def cut(x: jax.Array, start: jax.Array) -> jax.Array:
+        box = lax.dynamic_slice(x, [start[n] for n in range(x.ndim)], grid.sizes)
+        return lax.reshape(box, (math.prod(grid.sizes),))
 
-def _key(arrays: Sequence[Any], grids: Sequence[Grid]) -> Hashable:
-    return tuple(
-        (a.shape, a.dtype, a.sharding, g.sizes) for a, g in zip(arrays, grids, strict=True)
-    )
+    start = jax.ShapeDtypeStruct((len(grid.shape),), np.int32, sharding=shard.sharding)
+    return jax.jit(cut).lower(shard, start).compile()
 
 
 def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
@@ -189,11 +204,3 @@ def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
 def _device(shard: jax.Array) -> jax.Device:
     (device,) = shard.devices()
     return device
-
-
-def _together(shards: Sequence[jax.Array]) -> list[list[int]]:
-    """Positions of the shards that one program packs: of one device and one dtype."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for i, shard in enumerate(shards):
-        groups[_device(shard), shard.dtype].append(i)
-    return list(groups.values())

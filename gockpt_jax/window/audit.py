@@ -22,6 +22,7 @@ from gockpt_jax.transfer.sample import (
     can_be_sampled,
     grid_of,
     sample_bytes,
+    share_out,
     start_sample,
 )
 from gockpt_jax.window.worker import Worker
@@ -62,7 +63,7 @@ class Auditor:
         self._worker = worker
         self._device = device
         self._host = host
-        self._turns: collections.Counter[str] = collections.Counter()  # windows seen, by path
+        self._turns: collections.Counter[Any] = collections.Counter()  # by what is saved together
         self._demoted: dict[str, str] = {}  # reasons, by path; the worker thread writes
 
     def demoted(self, paths: Sequence[str]) -> str | None:
@@ -70,7 +71,7 @@ class Auditor:
         return next((self._demoted[p] for p in paths if p in self._demoted), None)
 
     def sample(self, leaves: Mapping[str, jax.Array], record: SaveRecord) -> "PendingAudit | None":
-        """Takes a box of each shard of leaves that left early; returns at once.
+        """Takes boxes of leaves that left early; returns at once.
 
         Waits only while the device budget is used up.
 
@@ -86,7 +87,7 @@ class Auditor:
         if options is None or not sampled:
             return None
         pending = PendingAudit(options, self._demote, self._host, record)
-        pairs = [pair for path, a in sampled.items() for pair in self._next_boxes(path, a, options)]
+        pairs = self._next_boxes(sampled, options.fraction)
         try:
             with events.span(events.SPAN_AUDIT):
                 for batch in self._batches(pairs):
@@ -96,12 +97,23 @@ class Auditor:
             raise
         return pending
 
-    def _next_boxes(self, path: str, array: jax.Array, options: Audit) -> Iterator[_Pair]:
-        turn = self._turns[path]
-        self._turns[path] += 1
-        for number, shard in enumerate(owned_shards(array)):
-            grid = grid_of(shard.data.shape, array.dtype.itemsize, options.fraction)
-            yield _Box(path, number, grid, turn % grid.count), shard.data
+    def _next_boxes(self, leaves: Mapping[str, jax.Array], fraction: float) -> list[_Pair]:
+        """What has its turn: first one shard of each leaf, on different devices, then another."""
+        order: list[tuple[int, int, str, int, jax.Shard]] = []
+        for i, (path, array) in enumerate(leaves.items()):
+            owned = owned_shards(array)
+            order += [((n - i) % len(owned), i, path, n, shard) for n, shard in enumerate(owned)]
+        order.sort(key=lambda entry: entry[:2])
+        number, part = share_out(len(order), fraction)
+        first = self._turns[frozenset(leaves)]
+        self._turns[frozenset(leaves)] += number
+        pairs = []
+        for at in range(first, first + number):
+            _, _, path, n, shard = order[at % len(order)]
+            grid = grid_of(shard.data.shape, shard.data.dtype.itemsize, part)
+            # Each time round, the box is the next one.
+            pairs.append((_Box(path, n, grid, at // len(order) % grid.count), shard.data))
+        return pairs
 
     def _batches(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
         """All at once, unless the device budget is smaller than that."""

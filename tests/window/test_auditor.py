@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import Audit, AuditError
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.sample import FEW_BOXES
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.worker import Worker
 
@@ -49,6 +55,27 @@ def test_sample_comes_in_parts_that_fit_the_budget(worker, limit, peak):
     pending.drop()
     pending.drop()
     assert auditor._host.used_bytes == 0
+
+
+def test_more_shards_than_boxes_take_turns(worker):
+    """All is looked at once in about 1 / fraction samples, spread over leaves and devices."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("a"))
+    leaves = {f"leaf {n}": jax.device_put(jnp.zeros((8, 8192)), rows) for n in range(20)}
+    auditor, _, _ = audit_of(worker)
+    seen = {path: np.zeros((8, 8192), int) for path in leaves}
+    for turn in range(12):
+        pairs = auditor._next_boxes(leaves, 1 / 8)
+        assert len(pairs) == FEW_BOXES
+        assert sum(math.prod(box.grid.sizes) for box, _ in pairs) == 20 * 8 * 8192 // 8
+        devices = collections.Counter(d for _, shard in pairs for d in shard.devices())
+        assert set(devices.values()) <= {3, 4, 5}
+        if not turn:
+            assert {box.path for box, _ in pairs} == set(leaves)
+        for box, shard in pairs:
+            assert shard is leaves[box.path].addressable_shards[box.number].data
+            seen[box.path][box.number, box.grid.run(box.box)] += 1
+    assert min(s.min() for s in seen.values()) >= 1
 
 
 def test_error_names_the_worst_and_counts_the_others(worker):
