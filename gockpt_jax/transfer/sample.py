@@ -6,6 +6,7 @@ program that donates nothing, so a later step may do with the arrays what it lik
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import threading
 from collections import defaultdict
@@ -13,11 +14,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from gockpt_jax.transfer.pull import Pull, owned_shards, start_pull
-from gockpt_jax.transfer.staging import SUB_BYTE, is_typed_key
+from gockpt_jax.transfer.staging import SUB_BYTE
 
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
@@ -95,7 +97,13 @@ def grid_of(shape: tuple[int, ...], itemsize: int, fraction: float) -> Grid:
 
 def can_be_sampled(array: jax.Array) -> bool:
     """Whether an array has elements of whole bytes: no typed keys, no packed numbers."""
-    return not is_typed_key(array) and SUB_BYTE.match(str(array.dtype)) is None
+    return _has_whole_bytes(array.dtype)
+
+
+@functools.cache
+def _has_whole_bytes(dtype: Any) -> bool:
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return not is_key and SUB_BYTE.match(str(dtype)) is None
 
 
 Cut = tuple[jax.Array, Grid, int]
