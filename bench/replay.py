@@ -24,6 +24,7 @@ from gockpt_jax.replay.memory import own
 from gockpt_jax.training.cut import Group
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe
+from gockpt_jax.training.walk import Leaf
 
 B1, B2, EPS, DECAY, RATE = 0.9, 0.999, 1e-8, 0.01, 1e-3
 PENDING = 4

@@ -3,12 +3,14 @@
 The public names. Start at `GoCkptManager`.
 """
 
+from gockpt_jax.errors import AuditError as AuditError
 from gockpt_jax.errors import HostBudgetError as HostBudgetError
 from gockpt_jax.errors import ReplayError as ReplayError
 from gockpt_jax.errors import SnapshotOnlyWarning as SnapshotOnlyWarning
 from gockpt_jax.errors import StepMismatchError as StepMismatchError
 from gockpt_jax.errors import WrapError as WrapError
 from gockpt_jax.manager import GoCkptManager as GoCkptManager
+from gockpt_jax.options import Audit as Audit
 from gockpt_jax.options import WindowOptions as WindowOptions
 from gockpt_jax.storage.handler import GoCkptHandler as GoCkptHandler
 from gockpt_jax.storage.handler import GoCkptRestore as GoCkptRestore

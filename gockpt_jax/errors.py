@@ -13,6 +13,10 @@ class ReplayError(RuntimeError):
     """Replay could not bring a chunk to the sealed version; the save fails, nothing is written."""
 
 
+class AuditError(RuntimeError):
+    """Replay made other values than the device; the save fails, nothing of it becomes visible."""
+
+
 class HostBudgetError(ValueError):
     """The host budget cannot hold the state; nothing was saved, earlier checkpoints are intact."""
 

@@ -4,6 +4,61 @@ import dataclasses
 from typing import Literal, get_args
 
 Arm = Literal["window", "always"]
+OnFailure = Literal["raise", "demote"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Audit:
+    """How replayed chunks are compared with the device's own values at the sealed version.
+
+    A failed audit always fails the save: nothing of it becomes visible, and `AuditError` is raised
+    by the next call of the manager. The true leaf cannot be written any more, for the next step has
+    donated it.
+
+    Attributes:
+      fraction: Part of the bytes that left early which one save compares, in boxes of at least
+        4 KiB. They move on with every window, so all is looked at once in about `1 / fraction`
+        windows. The default adds 1.6% to the bytes that leave early.
+      max_ulps: Units in the last place by which a replayed element may differ. Replay repeats what
+        IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides.
+      on_failure: `"demote"`: the leaf and those it is updated with are late from then on, so that
+        later saves are right. `"raise"`: later windows try again. Programs of several processes
+        always do the latter.
+
+    Raises:
+      ValueError: if a value is out of its range; the message names it.
+
+    Example:
+      >>> WindowOptions(audit=Audit(fraction=1.0, on_failure="demote")).audit.max_ulps
+      0
+      >>> Audit(fraction=2.0)
+      Traceback (most recent call last):
+        ...
+      ValueError: `fraction` must be above 0 and at most 1, got 2.0. Use `audit=None` for no audit.
+    """
+
+    fraction: float = 1 / 64
+    max_ulps: int = 0
+    on_failure: OnFailure = "raise"
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant."""
+        is_number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
+        if not (is_number and 0 < self.fraction <= 1):
+            raise ValueError(
+                f"`fraction` must be above 0 and at most 1, got {self.fraction!r}. Use "
+                "`audit=None` for no audit."
+            )
+        is_count = isinstance(self.max_ulps, int) and not isinstance(self.max_ulps, bool)
+        if not (is_count and self.max_ulps >= 0):
+            raise ValueError(
+                f"`max_ulps` must be an integer of at least 0, got {self.max_ulps!r}. Use 0 for "
+                "equality."
+            )
+        if self.on_failure not in get_args(OnFailure):
+            raise ValueError(
+                f"`on_failure` must be one of {get_args(OnFailure)}, got {self.on_failure!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +85,8 @@ class WindowOptions:
         for every step, so that one executable defines the run.
       exact: Forbid replay of arithmetic that the host cannot repeat bit for bit. No plan lets such
         a leaf leave early at present, so both values give the same checkpoint.
+      audit: What is compared with the device at every seal, and what a difference leads to; `None`:
+        nothing.
 
     Raises:
       ValueError: if a value is out of its range; the message names it.
@@ -51,6 +108,7 @@ class WindowOptions:
     replay_threads: int | None = None
     arm: Arm = "window"
     exact: bool = False
+    audit: Audit | None = Audit()
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -66,6 +124,8 @@ class WindowOptions:
             raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
         if not isinstance(self.exact, bool):
             raise ValueError(f"`exact` must be True or False, got {self.exact!r}.")
+        if not isinstance(self.audit, Audit | None):
+            raise ValueError(f"`audit` must be an `Audit` or None, got {self.audit!r}.")
 
 
 def _positive_or_none(name: str, value: int | None, remedy: str) -> None:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gockpt_jax import GoCkptManager, WindowOptions
+from gockpt_jax import Audit, GoCkptManager, WindowOptions
 
 REMEDIES = {
     "max_steps": "Use 1 for",
@@ -43,6 +43,33 @@ def test_bad_choice_names_the_choices(value):
         WindowOptions(arm=value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        *(
+            ("fraction", v, "Use `audit=None` for no audit.")
+            for v in (0, -0.5, 1.5, True, "1", None)
+        ),
+        *(("max_ulps", v, "Use 0 for equality.") for v in (-1, 0.5, True, None)),
+        *(("on_failure", v, "got") for v in ("ignore", None, True)),
+    ],
+)
+def test_bad_audit_names_the_field_what_came_and_what_to_do(name, value, remedy):
+    with pytest.raises(ValueError) as error:
+        Audit(**{name: value})
+    assert f"`{name}` must be" in str(error.value)
+    assert f"got {value!r}." in str(error.value)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize("value", [True, 0, "demote", {"fraction": 1.0}])
+def test_audit_is_options_or_none(value):
+    with pytest.raises(ValueError, match="`audit` must be an `Audit` or None"):
+        WindowOptions(audit=value)
+    assert WindowOptions(audit=None).audit is None
+    assert Audit(fraction=1, max_ulps=3, on_failure="demote").fraction == 1
+
+
 @pytest.mark.parametrize("value", [0, "no", None])
 def test_flags_are_flags(value):
     with pytest.raises(ValueError, match="`exact`"):
@@ -62,6 +89,7 @@ def test_least_values_and_defaults_are_accepted():
     assert WindowOptions() == WindowOptions(
         max_steps=8, steps=None, device_budget_bytes=None, host_budget_bytes=None,
         write_limit_bytes=256 * 2**20, replay_threads=None, arm="window", exact=False,
+        audit=Audit(fraction=1 / 64, max_ulps=0, on_failure="raise"),
     )  # fmt: skip
 
 

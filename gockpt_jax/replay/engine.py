@@ -231,7 +231,7 @@ def default_threads() -> int:
     """Threads that replay runs on unless it is told: a quarter of the cores, eight at most.
 
     Beside a training step on the same two cores, a second and a fourth thread replayed no faster
-    than one, and the step paid for them (docs/decisions/0012). Eight read
+    than one, and the step paid for them (docs/decisions/0011). Eight read
     and write what a host's memory gives.
     """
     return min(8, max(1, (os.cpu_count() or 1) // 4))

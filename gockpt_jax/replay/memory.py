@@ -3,7 +3,7 @@
 NumPy's views of JAX arrays are read-only, for good reason: others may hold the array. Nobody else
 holds these. A pulled chunk is the landing place of a copy that was made for the checkpoint alone,
 so its updates are applied where it lies: there is no second copy of the state on the host, and no
-fresh pages fault (docs/decisions/0010).
+fresh pages fault (docs/decisions/0009).
 """
 
 import ctypes

@@ -20,7 +20,7 @@ from gockpt_jax.training.recipe import Recipe
 
 CHUNK_SIZES = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024, 1024)
 """Elements of a piece, largest first. The largest runs long enough to be worth a dispatch, and its
-results still fit the cache, from where they are copied back (docs/decisions/0010)."""
+results still fit the cache, from where they are copied back (docs/decisions/0009)."""
 
 FUSED_UPDATES = (4, 2, 1)
 """Updates in one program, largest first."""

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         _refuse_donated(args.item)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         try:
-            record, slots = self._gockpt_session.seal([leaves[i] for i in positions])
+            record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
         except BaseException as error:
             refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
             PendingReport(refused, self.label, entered_at, self._gockpt_log).failed(error)
@@ -97,7 +97,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             self.pending = PendingReport(record, self.label, entered_at, self._gockpt_log)
         for i, promised in zip(positions, slots, strict=True):
             leaves[i] = _host_array(leaves[i], promised, self._gockpt_session.host)
-        stock = _as_tree_save(args, jax.tree.unflatten(tree, leaves))
+        stock = _as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
         try:
             futures = await self._tree.async_save(directory, args=stock)
         except BaseException:
@@ -200,11 +200,18 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         )
 
 
-def _as_tree_save(args: Any, item: Any) -> ocp.args.PyTreeSave:
-    """The same arguments for the stock tree handler, with another tree of the same structure."""
+def _as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.args.PyTreeSave:
+    """The same arguments for the stock tree handler, with another tree of the same structure.
+
+    The audit's figures go beside the user's metadata, where that is a dictionary. They are not
+    known yet: Orbax writes metadata after the last chunk, when the worker has filled them in.
+    """
+    metadata = args.custom_metadata
+    if audit is not None and isinstance(metadata, dict | None):
+        metadata = {"gockpt_jax": {"audit": audit}, **(metadata or {})}
     if isinstance(args, ocp.args.PyTreeSave):
-        return dataclasses.replace(args, item=item)
-    return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=args.custom_metadata)
+        return dataclasses.replace(args, item=item, custom_metadata=metadata)
+    return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=metadata)
 
 
 def _refuse_donated(item: Any) -> None:

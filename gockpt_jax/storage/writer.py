@@ -267,8 +267,9 @@ def _named_in_errors(name: str, box: tuple[slice, ...] | None = None) -> Iterato
     try:
         yield
     except Exception as error:
-        where = f"`{name}`" if box is None else f"`{name}`, box {box}"
-        error.add_note(f"gockpt_jax: while saving {where}.")
+        if not getattr(error, "__notes__", ()):  # one that all chunks share would be named by each
+            where = f"`{name}`" if box is None else f"`{name}`, box {box}"
+            error.add_note(f"gockpt_jax: while saving {where}.")
         raise
 
 

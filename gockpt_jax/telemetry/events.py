@@ -17,6 +17,7 @@ WINDOW_ABANDONED = PREFIX + "window/abandoned"
 SPAN_STAGE = "gockpt/stage"
 SPAN_PULL = "gockpt/pull"
 SPAN_REPLAY = "gockpt/replay"
+SPAN_AUDIT = "gockpt/audit"
 SPAN_SEAL = "gockpt/seal"
 
 

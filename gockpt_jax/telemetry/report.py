@@ -16,6 +16,41 @@ SaveKind = Literal["window", "snapshot"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AuditFigures:
+    """What a comparison of replayed chunks with the device's own has shown.
+
+    The same figures are in the checkpoint's custom metadata, under `gockpt_jax`, `audit`.
+
+    Attributes:
+      chunks: Boxes that were compared.
+      compared_bytes: Their bytes.
+      max_ulps: Largest difference of an element, in units in the last place.
+      max_relative_error: Largest absolute difference over the largest magnitude of its leaf (of the
+        shard in which it was found).
+      worst_leaf: Path of the leaf with the largest difference; `None` if there was none.
+    """
+
+    chunks: int = 0
+    compared_bytes: int = 0
+    max_ulps: int = 0
+    max_relative_error: float = 0.0
+    worst_leaf: str | None = None
+
+    def plus(self, other: "AuditFigures | None") -> "AuditFigures":
+        """The figures of both."""
+        if other is None:
+            return self
+        worse = other if other.max_ulps > self.max_ulps else self
+        return AuditFigures(
+            chunks=self.chunks + other.chunks,
+            compared_bytes=self.compared_bytes + other.compared_bytes,
+            max_ulps=worse.max_ulps,
+            max_relative_error=max(self.max_relative_error, other.max_relative_error),
+            worst_leaf=worse.worst_leaf,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveReport:
     """One save, after its commit.
 
@@ -38,6 +73,7 @@ class SaveReport:
       written_bytes: Bytes handed to TensorStore.
       peak_host_bytes: Most bytes of chunks and retained values on the host at once.
       peak_device_bytes: Most bytes staged and retained on one device at once, by our accounting.
+      audit: What was compared with the device; `None` if nothing was replayed, or without audit.
       error: What failed, in words; `None` for a committed checkpoint.
     """
 
@@ -57,6 +93,7 @@ class SaveReport:
     written_bytes: int = 0
     peak_host_bytes: int = 0
     peak_device_bytes: int = 0
+    audit: AuditFigures | None = None
     error: str | None = None
 
 
@@ -82,7 +119,21 @@ class SaveRecord:
     written_bytes: int = 0
     peak_host_bytes: int = 0
     peak_device_bytes: int = 0
+    audit: AuditFigures | None = None
     error: str | None = None
+
+    def drained(self, *, peak_host_bytes: int, peak_device_bytes: int) -> None:
+        """The last chunk is on the host."""
+        self.drained_at = time.perf_counter()
+        self.peak_host_bytes = peak_host_bytes
+        self.peak_device_bytes = peak_device_bytes
+
+    def nothing_left_early(self) -> None:
+        """The save asked for nothing that the window had taken: it was a snapshot after all."""
+        self.kind, self.window_steps = "snapshot", 1
+        self.reason = "; ".join(self.late_leaves) or (
+            "the state given to `save` is not the one that the last wrapped step returned"
+        )
 
     def report(self) -> SaveReport:
         """The finished report."""
@@ -103,6 +154,7 @@ class SaveRecord:
             written_bytes=self.written_bytes,
             peak_host_bytes=self.peak_host_bytes,
             peak_device_bytes=self.peak_device_bytes,
+            audit=self.audit,
             error=self.error,
         )
 

@@ -49,7 +49,7 @@ def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 # Compiled copy programs by what they copy. Kept for the process: a manager that is opened again, or
 # a second one, meets the same blocks.
 _programs: dict[Hashable, Any] = {}
-_SUB_BYTE = re.compile(r"(u?int|float)[1-7](_|$)")
+SUB_BYTE = re.compile(r"(u?int|float)[1-7](_|$)")
 
 
 def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -107,6 +107,6 @@ def _program(arrays: Sequence[Any]) -> Any:
         # Two threads may both come here; they compile the same program, and either will do.
         program = jax.jit(_copy)
         # Compiled ahead it refuses placed sub-byte arrays (jax 0.10.2, CPU: "layouts disagree").
-        packed = any(_SUB_BYTE.match(str(a.dtype)) for a in arrays)
+        packed = any(SUB_BYTE.match(str(a.dtype)) for a in arrays)
         _programs[key] = program if packed else program.lower([_spec(a) for a in arrays]).compile()
     return _programs[key]

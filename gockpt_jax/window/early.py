@@ -7,7 +7,7 @@ needs a lock.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,11 @@ class _Early:
     indices: list[Box]
     shapes: list[tuple[int, ...]]
     flat: list[np.ndarray]
+
+    def chunks(self) -> list[HostChunk]:
+        """As they are now, in their shapes."""
+        parts = zip(self.indices, self.shapes, self.flat, strict=True)
+        return [HostChunk(index, flat.reshape(shape)) for index, shape, flat in parts]
 
 
 class EarlyChunks:
@@ -138,20 +143,23 @@ class EarlyChunks:
         self._host.release(sum(num_bytes for _, num_bytes in self._pending))
         self._pending.clear()
 
-    def finish(self, slots: Mapping[int, Sequence[ChunkSlot]]) -> None:
-        """The seal has been reached: what was replayed up to it is final, and is handed over."""
+    def finish(
+        self, slots: Mapping[int, Sequence[ChunkSlot]],
+        check: Callable[[Mapping[int, Sequence[HostChunk]]], None] | None = None,
+    ) -> None:  # fmt: skip
+        """The seal has been reached: what was replayed up to it is final, and is handed over.
+
+        Args:
+          slots: Of each leaf that is wanted.
+          check: Called with its chunks before any is handed over; raises if one is wrong.
+        """
         assert not self._pending, "an update waits for one that has come or will never come"
+        final = {leaf: self._leaves[leaf].chunks() for leaf in slots}
+        if check is not None:
+            check(final)
         for leaf, wanted in slots.items():
-            early = self._leaves.pop(leaf)
-            fill(
-                wanted,
-                [
-                    HostChunk(index, flat.reshape(shape))
-                    for index, shape, flat in zip(
-                        early.indices, early.shapes, early.flat, strict=True
-                    )
-                ],
-            )
+            del self._leaves[leaf]
+            fill(wanted, final.pop(leaf))
 
     def drop(self) -> None:
         """Forgets what was not asked for; the window was abandoned, or the save took a part."""

@@ -11,8 +11,16 @@ from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.pull import Pull, align, owned_shards, start_pull, start_scalar_pull
+from gockpt_jax.transfer.pull import (
+    HostChunk,
+    Pull,
+    align,
+    owned_shards,
+    start_pull,
+    start_scalar_pull,
+)
 from gockpt_jax.transfer.staging import device_bytes, stage
+from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.plan import Plan
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
@@ -32,12 +40,13 @@ class OpenWindow:
       device: Budget for staged copies and retained values.
       host: Accounts for bytes on the host.
       replayer: Applies the recipes.
+      auditor: Compares what was replayed, and knows what must not leave early any more.
     """
 
     def __init__(
         self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
         retained_bytes: int, worker: Worker, device: ByteBudget, host: ByteBudget,
-        replayer: Replayer,
+        replayer: Replayer, auditor: Auditor,
     ):  # fmt: skip
         self.step = step
         self.program = program
@@ -46,6 +55,7 @@ class OpenWindow:
         self.record = SaveRecord(kind="window", reason=plan.reason, window_steps=plan.steps)
         self._worker = worker
         self._device = device
+        self._auditor = auditor
         self._early = EarlyChunks(program.groups, replayer, host, self.record)
         self._placed: dict[int, Any] = {}  # sharding of each leaf that has left
         self._left: list[int] = []  # groups that have left, in that order
@@ -58,6 +68,10 @@ class OpenWindow:
         """What went wrong on the worker thread, if anything."""
         return self._early.error
 
+    def status(self, version: int) -> str:
+        """How far it is at a version, in a few words."""
+        return f"window {version - (self.target - self.plan.steps)}/{self.plan.steps}"
+
     def leave(self, version: int, old: Sequence[Any], previous: Sequence[Any] | None) -> None:
         """Stages the block of this version and starts its pull.
 
@@ -68,7 +82,9 @@ class OpenWindow:
         """
         if previous is not None:
             self._check_continuity(old, previous)
-        block = self.plan.blocks[version - (self.target - self.plan.steps + 1)]
+        self._heed_demotions()
+        planned = self.plan.blocks[version - (self.target - self.plan.steps + 1)]
+        block = [g for g in planned if g not in self._late]
         leaves = [j for g in block for j in self.program.groups[g].leaves]
         if leaves:
             self._send(block, {j: old[j] for j in leaves})
@@ -82,6 +98,15 @@ class OpenWindow:
                 if old[j] is not previous[j] and g not in self._late:
                     path = self.program.positions.paths[j]
                     self._late[g] = f"{path}: replaced between two steps of the window"
+
+    def _heed_demotions(self) -> None:
+        """The audit of the last save may still be running while this window is open."""
+        paths = self.program.positions.paths
+        for block in self.plan.blocks:
+            for g in block:
+                reason = self._auditor.demoted([paths[j] for j in self.program.groups[g].leaves])
+                if reason is not None:
+                    self._late.setdefault(g, reason)
 
     def _send(self, block: Sequence[int], arrays: Mapping[int, jax.Array]) -> None:
         num_bytes = sum(device_bytes(a) for a in arrays.values())
@@ -136,7 +161,9 @@ class OpenWindow:
 
         self._worker.submit(run)
 
-    def seal(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[ChunkSlot]]:
+    def seal(
+        self, arrays: Mapping[int, jax.Array]
+    ) -> tuple[dict[int, list[ChunkSlot]], dict[str, Any] | None]:
         """The state at the save step is reached; its early chunks are final after this.
 
         Args:
@@ -145,8 +172,10 @@ class OpenWindow:
 
         Returns:
           Slots for those of them that left early, were followed all the way, and have not been
-          handed over to another item of the same save.
+          handed over to another item of the same save. And what their audit has shown, which is
+          complete once a slot is; `None` if there is none.
         """
+        self._heed_demotions()
         slots = {
             j: make_slots([s.index for s in owned_shards(arrays[j])])
             for g in self._left
@@ -157,20 +186,29 @@ class OpenWindow:
             and arrays[j].sharding.is_equivalent_to(self._placed[j], arrays[j].ndim)
         }
         self.record.late_leaves = tuple(self._late.values())
+        paths = self.program.positions.paths
+        audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
         self._handed_over.update(slots)
+
+        def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
+            if audit is not None:
+                audit.check({paths[j]: chunks for j, chunks in final.items()})
 
         def finish() -> None:
             try:
                 if self._early.error is not None:
                     raise self._early.error
-                self._early.finish(slots)
+                self._early.finish(slots, check)
             except BaseException as error:
                 self._early.drop()
                 for wanted in slots.values():
                     fail(wanted, error)
+            finally:
+                if audit is not None:
+                    audit.drop()
 
         self._worker.submit(finish)
-        return slots
+        return slots, None if audit is None else audit.metadata
 
     def drop(self) -> None:
         """Forgets everything; earlier checkpoints are untouched."""

@@ -16,6 +16,7 @@ from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.transfer.staging import compile_ahead, owned_bytes_at_most
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 
@@ -66,8 +67,12 @@ class Planner:
             step.give_up(str(error))
             return
         step.arm()
-        compile_ahead([[leaves[j] for j in block] for block in _leaves_by_block(plan, program)])
+        blocks = _leaves_by_block(plan, program)
+        compile_ahead([[leaves[j] for j in block] for block in blocks])
         replayer.compile_ahead(_replay_specs(program, leaves), plan.steps - 1)
+        if self._options.audit is not None:
+            early = [leaves[j] for j in sorted(j for block in blocks[:-1] for j in block)]
+            compile_samples_ahead(early, self._options.audit.fraction)
 
     def replayer(self, leaves: Sequence[jax.Array]) -> Replayer:
         """Replays for a run whose state has these leaves.

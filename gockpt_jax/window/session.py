@@ -26,6 +26,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.staging import owned_bytes
+from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.planner import Planner
@@ -56,6 +57,7 @@ class Session:
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
         self._planner = Planner(options, self._device, self.host)
+        self._auditor = Auditor(options.audit, self._worker, device=self._device, host=self.host)
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
         self._saving: tuple[OpenWindow | None, SaveRecord] | None = None  # between its items
@@ -153,6 +155,7 @@ class Session:
         return OpenWindow(
             step, program, plan, target, retained_bytes=size.retained, worker=self._worker,
             device=self._device, host=self.host, replayer=self._planner.replayer(leaves),
+            auditor=self._auditor,
         )  # fmt: skip
 
     def _is_ready(self, program: StepProgram) -> bool:
@@ -206,7 +209,9 @@ class Session:
 
     # Saving.
 
-    def seal(self, arrays: Sequence[jax.Array]) -> tuple[SaveRecord, list[list[ChunkSlot]]]:
+    def seal(
+        self, arrays: Sequence[jax.Array]
+    ) -> tuple[SaveRecord, list[list[ChunkSlot]], dict[str, Any] | None]:
         """Takes the state at the save step.
 
         Args:
@@ -215,7 +220,8 @@ class Session:
             now.
 
         Returns:
-          The save's record, and for each array its slots.
+          The save's record; for each array its slots; what the audit of those that left early has
+          shown, complete once their slots are.
 
         Raises:
           HostBudgetError: if a snapshot cannot fit the host budget even alone.
@@ -224,18 +230,23 @@ class Session:
         self._planner.refuse_oversized(state_bytes)
         window, record = self._begin_save()
         slots: dict[int, list[ChunkSlot]] = {}
+        audit: dict[str, Any] | None = None
         if window is not None:
             new = window.program.new_state_leaves(window.step.last_result)
             wanted = {id(a) for a in arrays}
-            early = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
+            early, audit = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
             slots = {id(new[j]): found for j, found in early.items()}
         record.state_bytes += state_bytes
         record.early_bytes += sum(owned_bytes(a) for a in arrays if id(a) in slots)
         with events.span(events.SPAN_SEAL):
             late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
             slots.update(take_now(late, self._worker, device=self._device, host=self.host))
-        self._worker.submit(lambda: self._note_drained(record))
-        return record, [slots[id(a)] for a in arrays]
+        self._worker.submit(
+            lambda: record.drained(
+                peak_host_bytes=self.host.peak_bytes, peak_device_bytes=self._device.peak_bytes
+            )
+        )
+        return record, [slots[id(a)] for a in arrays], audit
 
     def _begin_save(self) -> tuple[OpenWindow | None, SaveRecord]:
         """The window that is sealed now and the save's record; the same for all items of a save."""
@@ -264,19 +275,11 @@ class Session:
             return
         window.drop()
         if not record.early_bytes:
-            record.kind, record.window_steps = "snapshot", 1
-            record.reason = "; ".join(record.late_leaves) or (
-                "the state given to `save` is not the one that the last wrapped step returned"
-            )
+            record.nothing_left_early()
 
     def _reset_peaks(self) -> None:
         self._device.reset_peak()
         self.host.reset_peak()
-
-    def _note_drained(self, record: SaveRecord) -> None:
-        record.drained_at = time.perf_counter()
-        record.peak_host_bytes = self.host.peak_bytes
-        record.peak_device_bytes = self._device.peak_bytes
 
     def _sealing_window(self) -> OpenWindow | None:
         """The open window, if this is the version it was opened for and it is sound."""
@@ -304,11 +307,7 @@ class Session:
     @property
     def window_status(self) -> str:
         """What the window is doing, in a few words."""
-        if self._window is None:
-            return "idle"
-        window = self._window
-        done = self.version - (window.target - window.plan.steps)
-        return f"window {done}/{window.plan.steps}"
+        return "idle" if self._window is None else self._window.status(self.version)
 
     def explain(self) -> str:
         """What leaves early, what is retained, what is late and why."""

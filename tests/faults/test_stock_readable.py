@@ -21,7 +21,7 @@ import gockpt_jax as gockpt
 
 from .processes import environment
 from .states import Bits, bits_of, differing
-from .trainer import LIMIT_SECS, Trainer
+from .trainer import LIMIT_SECS, WINDOW_STEPS, Trainer
 
 CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]
 LABEL = 8
@@ -82,19 +82,29 @@ def files_of(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "asynchronous"), [*((program, True) for program in CASES), (CASES[0], False)]
+    ("program", "asynchronous", "audit"),
+    [
+        *((program, True, gockpt.Audit()) for program in CASES),
+        (CASES[0], False, gockpt.Audit()),
+        (CASES[0], True, None),
+    ],
 )
-def test_files_are_those_of_a_stock_save(tmp_path: Path, program: str, asynchronous: bool) -> None:
+def test_files_are_those_of_a_stock_save(
+    tmp_path: Path, program: str, asynchronous: bool, audit: gockpt.Audit | None
+) -> None:
     """Names, keys, values and metadata, with the state that the window brought to the host."""
     options = {"enable_async_checkpointing": asynchronous}
-    trainer, _ = train_to_window(tmp_path / "ours", program=program, devices=8, **options)
+    window = gockpt.WindowOptions(steps=WINDOW_STEPS, audit=audit)
+    trainer, _ = train_to_window(
+        tmp_path / "ours", program=program, devices=8, window=window, **options
+    )
     stock_options = ocp.CheckpointManagerOptions(**options)
     with ocp.CheckpointManager(tmp_path / "stock", options=stock_options) as stock:
         args = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state))
         stock.save(LABEL, args=args)
     ours, theirs = tmp_path / "ours" / str(LABEL), tmp_path / "stock" / str(LABEL)
     assert files_of(ours) == files_of(theirs)
-    assert_same_item(ours, theirs)
+    assert_same_item(ours, theirs, audited=audit is not None)
     name = "_CHECKPOINT_METADATA"
     assert without_times(ours / name) == without_times(theirs / name)
 
@@ -111,9 +121,19 @@ def test_layout_options_are_those_of_stock(tmp_path: Path, layout: dict[str, boo
     assert_same_item(ours, theirs)
 
 
-def assert_same_item(ours: Path, theirs: Path) -> None:
-    """The item's files hold the same bytes, its databases the same keys and values."""
+def assert_same_item(ours: Path, theirs: Path, *, audited: bool = True) -> None:
+    """The item's files hold the same bytes, its databases the same keys and values.
+
+    What ours tells of the audit, where stock has no custom metadata, is all that it has more.
+    """
     got, want = (as_json(disk_contents(path / "state")) for path in (ours, theirs))
+    told = got["_METADATA"].pop("custom_metadata")
+    assert want["_METADATA"].pop("custom_metadata") is None
+    if audited:
+        assert told["gockpt_jax"]["audit"]["chunks"] > 0
+        assert told["gockpt_jax"]["audit"]["max_ulps"] == 0
+    else:
+        assert told is None
     assert got.keys() == want.keys()
     for name in want:
         assert got[name] == want[name], name

@@ -48,6 +48,7 @@ def test_checkpoint_is_the_state_given_to_save(name: str, steps: int, tmp_path: 
             manager.save(n, args=gockpt.GoCkptSave(state))
         manager.wait_until_finished()
         assert [r.window_steps for r in manager.reports[1:]] == [steps] * 3
+        assert [r.audit and r.audit.max_ulps for r in manager.reports[1:]] == [0] * 3
         for label in manager.all_steps():
             restored = to_host(manager.restore(label, args=gockpt.GoCkptRestore(state)))
             for got, want in zip(restored, given[label], strict=True):

@@ -247,7 +247,7 @@ FAULTS = {
 def test_comparison_fails_if_replay_goes_wrong(
     name: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Loop(name, devices, tmp_path, steps=4) as loop:
+    with Loop(name, devices, tmp_path, steps=4, audit=None) as loop:
         loop.train(2)
         for fault in (*FAULTS[name, devices], faults.NOTHING):
             with monkeypatch.context() as planted:
@@ -257,3 +257,27 @@ def test_comparison_fails_if_replay_goes_wrong(
                 report = loop.save(sound=fault == faults.NOTHING)
             assert (report.kind, report.window_steps) == ("window", 4)
             assert injected.times > 0, fault
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("clip_adamw", 8), ("skip_step", 1), ("adafactor", 1)]
+)
+def test_the_audit_finds_what_the_comparison_finds(
+    name: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Loop(name, devices, tmp_path, steps=4, audit=gockpt.Audit(fraction=1.0)) as loop:
+        loop.train(2)
+        for fault in FAULTS[name, devices]:
+            with monkeypatch.context() as planted:
+                injected = faults.inject(fault, planted)
+                loop.manager.expect_save(in_steps=4)
+                loop.train(4)
+                with pytest.raises(gockpt.AuditError):
+                    loop.save(sound=False)
+            assert injected.times > 0, fault
+        loop.manager.expect_save(in_steps=4)
+        loop.train(4)
+        report = loop.save()
+        assert report.audit is not None
+        assert (report.kind, report.audit.max_ulps) == ("window", 0)
+        assert loop.manager.all_steps() == [loop.version]

@@ -1,0 +1,214 @@
+"""Samples: small boxes of live arrays, copied into fresh device buffers and pulled.
+
+They are taken where the state is sealed, for the audit. Like staging, a sample is a copy made by a
+program that donates nothing, so a later step may do with the arrays what it likes.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gockpt_jax.transfer.pull import Pull, owned_shards, start_pull
+from gockpt_jax.transfer.staging import SUB_BYTE
+
+MIN_BOX_BYTES = 4096
+"""Below this a sample costs what its dispatch costs."""
+
+FEW_BOXES = 32
+"""How many boxes a sample has at most, unless its fraction demands more. Each costs the trainer's
+thread a few dispatches; shards that are more than this take turns, with larger boxes."""
+
+
+def share_out(shards: int, fraction: float) -> tuple[int, float]:
+    """How many of the shards give a box to one sample, and which part of its shard a box is.
+
+    Example:
+      >>> share_out(10, 1 / 64), share_out(640, 1 / 64), share_out(640, 0.5)
+      ((10, 0.015625), (32, 0.3125), (320, 1.0))
+    """
+    boxes = min(shards, max(FEW_BOXES, math.ceil(shards * fraction)))
+    return boxes, min(1.0, fraction * shards / max(1, boxes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """A shard, cut into boxes of one size; each is a run of consecutive elements.
+
+    Attributes:
+      shape: Of the shard.
+      sizes: Of a box.
+      axis: The dimension that is cut: sizes are 1 before it and whole after it.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    axis: int
+
+    @property
+    def count(self) -> int:
+        """How many boxes there are; the last of a row overlaps the one before it."""
+        return math.prod(self.shape[: self.axis]) * self._per_row
+
+    @property
+    def _per_row(self) -> int:
+        return -(-self.shape[self.axis] // self.sizes[self.axis]) if self.shape else 1
+
+    def start(self, box: int) -> tuple[int, ...]:
+        """Where a box starts, in each dimension."""
+        if not self.shape:
+            return ()
+        row, at = divmod(box, self._per_row)
+        first = min(at * self.sizes[self.axis], self.shape[self.axis] - self.sizes[self.axis])
+        lead = np.unravel_index(row, self.shape[: self.axis]) if self.axis else ()
+        rest = (0,) * (len(self.shape) - self.axis - 1)
+        return (*map(int, lead), first, *rest)
+
+    def run(self, box: int) -> slice:
+        """Where a box is among the shard's elements, row by row."""
+        start = int(np.ravel_multi_index(self.start(box), self.shape)) if self.shape else 0
+        return slice(start, start + math.prod(self.sizes))
+
+
+def grid_of(shape: tuple[int, ...], itemsize: int, fraction: float) -> Grid:
+    """Cuts a shard into boxes of about a fraction of it, at least `MIN_BOX_BYTES`.
+
+    Example:
+      >>> grid_of((3, 64, 512), 4, 1 / 64)
+      Grid(shape=(3, 64, 512), sizes=(1, 3, 512), axis=1)
+    """
+    wanted = max(MIN_BOX_BYTES, math.prod(shape) * itemsize * fraction)
+    for axis, length in enumerate(shape):
+        row_bytes = math.prod(shape[axis + 1 :]) * itemsize
+        if row_bytes <= wanted:
+            number = min(length, math.ceil(wanted / row_bytes))
+            return Grid(shape, (1,) * axis + (number,) + shape[axis + 1 :], axis)
+    return Grid(shape, shape, 0)  # a scalar
+
+
+def can_be_sampled(array: jax.Array) -> bool:
+    """Whether an array has elements of whole bytes: no typed keys, no packed numbers."""
+    return _has_whole_bytes(array.dtype)
+
+
+@functools.cache
+def _has_whole_bytes(dtype: Any) -> bool:
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return not is_key and SUB_BYTE.match(str(dtype)) is None
+
+
+Cut = tuple[jax.Array, Grid, int]
+"""An array of one device, alive; how it is cut; which box is taken."""
+
+
+class Sample:
+    """Boxes on their way to the host."""
+
+    def __init__(self, pulls: list[Pull]):
+        self._pulls = pulls
+
+    def result(self) -> list[np.ndarray]:
+        """Waits for them, once; the elements of each, flat, in the order asked for."""
+        found = [pull.result()[0].data for pull in self._pulls]
+        self._pulls.clear()
+        return found
+
+
+def sample_bytes(cuts: Sequence[Cut]) -> int:
+    """Bytes of the boxes, on the device that holds the most of them."""
+    by_device: dict[Any, int] = defaultdict(int)
+    for shard, grid, _ in cuts:
+        by_device[_device(shard)] += math.prod(grid.sizes) * shard.dtype.itemsize
+    return max(by_device.values(), default=0)
+
+
+def start_sample(cuts: Sequence[Cut]) -> Sample:
+    """Copies boxes on their devices and starts the pulls; returns at once."""
+    starts = [np.asarray(grid.start(box), np.int32) for _, grid, box in cuts]
+    # Explicitly: the user's transfer guard may forbid what happens by itself.
+    placed = jax.device_put(starts, [shard.sharding for shard, _, _ in cuts])
+    return Sample(
+        [
+            start_pull(_program(shard, grid).result()(shard, start))
+            for (shard, grid, _), start in zip(cuts, placed, strict=True)
+        ]
+    )
+
+
+def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float) -> None:
+    """Compiles what `start_sample` will need for these arrays, on a thread of its own.
+
+    Args:
+      arrays: Arrays like those that will be sampled together; only looked at before this returns.
+      fraction: Of all their bytes.
+    """
+    shards = [s.data for a in arrays if can_be_sampled(a) for s in owned_shards(a)]
+    _, part = share_out(len(shards), fraction)
+    for shard in shards:
+        _program(shard, grid_of(shard.shape, shard.dtype.itemsize, part))
+
+
+# Compiled programs by what they take; kept for the process, like those of staging. Leaves of one
+# shape share one. One for many boxes would take seconds to compile: 26 ms per box on the CPU
+# backend.
+_programs: dict[Hashable, concurrent.futures.Future[Any]] = {}
+_lock = threading.Lock()
+_wanted: list[tuple[jax.ShapeDtypeStruct, Grid, concurrent.futures.Future[Any]]] = []
+_thread: threading.Thread | None = None
+
+
+def _program(shard: jax.Array, grid: Grid) -> concurrent.futures.Future[Any]:
+    """The program that copies a box of an array like this one."""
+    global _thread
+    key = (shard.shape, shard.dtype, shard.sharding, grid.sizes)
+    with _lock:
+        if key not in _programs:
+            _programs[key] = found = concurrent.futures.Future[Any]()
+            _wanted.append((_spec(shard), grid, found))
+            # Never on the trainer's thread: under its `set_mesh`, JAX refuses a single device.
+            if _thread is None:
+                name = "gockpt-compile-samples"
+                _thread = threading.Thread(target=_compile_wanted, name=name, daemon=False)
+                _thread.start()
+        return _programs[key]
+
+
+def _compile_wanted() -> None:
+    global _thread
+    while True:
+        with _lock:
+            if not _wanted:
+                _thread = None
+                return
+            spec, grid, found = _wanted.pop(0)
+        try:
+            found.set_result(_compile(spec, grid))
+        except BaseException as error:  # handed to whoever asks for the program
+            found.set_exception(error)
+
+
+def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:
+    def cut(x: jax.Array, start: jax.Array) -> jax.Array:
+        box = lax.dynamic_slice(x, [start[n] for n in range(x.ndim)], grid.sizes)
+        return lax.reshape(box, (math.prod(grid.sizes),))
+
+    start = jax.ShapeDtypeStruct((len(grid.shape),), np.int32, sharding=shard.sharding)
+    return jax.jit(cut).lower(shard, start).compile()
+
+
+def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def _device(shard: jax.Array) -> jax.Device:
+    (device,) = shard.devices()
+    return device

@@ -1,0 +1,119 @@
+"""Samples: boxes that cover a shard, and copies of them that are nobody else's buffers."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gockpt_jax.transfer import sample as sampling
+from gockpt_jax.transfer.pull import owned_shards
+from gockpt_jax.transfer.sample import (
+    MIN_BOX_BYTES,
+    can_be_sampled,
+    compile_samples_ahead,
+    grid_of,
+    sample_bytes,
+    start_sample,
+)
+
+SHAPES = [
+    (),
+    (1,),
+    (5,),
+    (100_000,),
+    (3, 64, 512),
+    (7, 1, 2000),
+    (2, 3, 5, 7),
+    (1, 30_000),
+    (8192, 2),
+]
+
+
+@pytest.mark.parametrize("fraction", [1 / 64, 1 / 7, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_boxes_cover_the_shard_and_are_what_they_say(shape, fraction):
+    values = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    grid = grid_of(shape, 4, fraction)
+    seen = np.zeros(values.size, int)
+    for box in range(grid.count):
+        start = grid.start(box)
+        cut = values[tuple(slice(s, s + n) for s, n in zip(start, grid.sizes, strict=True))]
+        assert cut.shape == grid.sizes
+        assert cut.reshape(-1).tolist() == values.reshape(-1)[grid.run(box)].tolist()
+        seen[grid.run(box)] += 1
+    assert seen.min() == 1
+    wanted = max(MIN_BOX_BYTES, values.nbytes * fraction)
+    assert math.prod(grid.sizes) * 4 <= 2 * wanted
+    assert grid.count <= 2 * math.ceil(1 / fraction) + 1
+
+
+def cuts_of(arrays, fraction, turn):
+    shards = [s.data for a in arrays for s in owned_shards(a)]
+    grids = [grid_of(s.shape, s.dtype.itemsize, fraction) for s in shards]
+    return [(s, g, turn % g.count) for s, g in zip(shards, grids, strict=True)]
+
+
+def arrays_on(mesh):
+    specs = [PartitionSpec("a"), PartitionSpec(None, "b"), PartitionSpec(), PartitionSpec("a", "b")]
+    values = np.arange(64 * 512).reshape(64, 512)
+    dtypes = ["float32", "bfloat16", "int8", "float32"]
+    return [
+        jax.device_put(values.astype(jnp.dtype(d)), NamedSharding(mesh, s))
+        for s, d in zip(specs, dtypes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_samples_are_the_boxes_and_new_buffers(axis_type):
+    """Also where the trainer has set a mesh and forbidden implicit transfers."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    arrays = arrays_on(mesh)
+    cuts = cuts_of(arrays, 1 / 4, turn=3)
+    want = [np.array(s).reshape(-1)[g.run(box)] for s, g, box in cuts]
+    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+        sample = start_sample(cuts)
+        for array in arrays:
+            array.delete()  # as a step that it is donated to does
+    for got, expected in zip(sample.result(), want, strict=True):
+        assert got.dtype == expected.dtype
+        assert got.tobytes() == expected.tobytes()
+
+
+def test_bytes_are_those_of_the_fullest_device():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    cuts = cuts_of(arrays_on(mesh), 1.0, turn=0)
+    # Rows over "a" are owned by four devices, columns over "b" by two, the replicated by one.
+    elements = 64 * 512
+    assert (
+        sample_bytes(cuts) == elements * 4 // 4 + elements * 2 // 2 + elements + elements * 4 // 8
+    )
+    assert sample_bytes([]) == 0
+
+
+def test_a_scalar_is_a_box():
+    (got,) = start_sample(cuts_of([jnp.int32(7)], 1 / 64, turn=5)).result()
+    assert got.tolist() == [7]
+
+
+def test_keys_and_packed_numbers_are_left_out():
+    arrays = [jax.random.key(0), jnp.zeros(4, "int4"), jnp.zeros(4, "int8"), jnp.zeros(4, bool)]
+    assert [can_be_sampled(a) for a in arrays] == [False, False, True, True]
+
+
+def test_what_was_compiled_ahead_is_used(monkeypatch):
+    monkeypatch.setattr(sampling, "_programs", {})
+    arrays = [jnp.arange(3000.0), jnp.ones((5, 7)), jax.random.key(0)]
+    compile_samples_ahead(arrays, 1 / 2)
+    for thread in threading.enumerate():
+        if thread.name == "gockpt-compile-samples":
+            thread.join()
+    before = dict(sampling._programs)
+    assert len(before) == 2
+    start_sample(cuts_of(arrays[:2], 1 / 2, turn=1)).result()
+    assert sampling._programs == before

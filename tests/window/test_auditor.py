@@ -1,0 +1,137 @@
+"""The auditor by itself: budgets, rotation, and what it says of a difference."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gockpt_jax import Audit, AuditError
+from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.sample import FEW_BOXES
+from gockpt_jax.window.audit import Auditor
+from gockpt_jax.window.worker import Worker
+
+LEAVES = {f"leaf {n}": jnp.arange(256.0) + n for n in range(8)}  # 1 KiB each
+RIGHT = {path: [HostChunk((slice(None),), np.array(array))] for path, array in LEAVES.items()}
+
+
+@pytest.fixture
+def worker():
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+def audit_of(worker, *, limit=None, **options):
+    device, host = ByteBudget(limit), ByteBudget(None)
+    auditor = Auditor(Audit(**options), worker, device=device, host=host)
+    record = SaveRecord(kind="window", reason="a test")
+    return auditor, auditor.sample(LEAVES, record), record
+
+
+def off_by(ulps, path="leaf 3", element=7):
+    """What replay would have made, with one element some units away."""
+    chunks = {name: [HostChunk(c.index, c.data.copy()) for c in cs] for name, cs in RIGHT.items()}
+    chunks[path][0].data.view(np.uint32)[element] += ulps
+    return chunks
+
+
+@pytest.mark.parametrize(("limit", "peak"), [(None, 8192), (8192, 8192), (2500, 2048), (1, 1024)])
+def test_sample_comes_in_parts_that_fit_the_budget(worker, limit, peak):
+    auditor, pending, record = audit_of(worker, limit=limit)
+    worker.wait_until_idle()
+    assert auditor._device.peak_bytes == peak
+    assert (auditor._device.used_bytes, auditor._host.used_bytes) == (0, 8192)
+    pending.check(RIGHT)
+    assert (record.audit.chunks, record.audit.compared_bytes) == (8, 8192)
+    pending.drop()
+    pending.drop()
+    assert auditor._host.used_bytes == 0
+
+
+def test_more_shards_than_boxes_take_turns(worker):
+    """All is looked at once in about 1 / fraction samples, spread over leaves and devices."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("a"))
+    leaves = {f"leaf {n}": jax.device_put(jnp.zeros((8, 8192)), rows) for n in range(20)}
+    auditor, _, _ = audit_of(worker)
+    seen = {path: np.zeros((8, 8192), int) for path in leaves}
+    for turn in range(12):
+        pairs = auditor._next_boxes(leaves, 1 / 8)
+        assert len(pairs) == FEW_BOXES
+        assert sum(math.prod(box.grid.sizes) for box, _ in pairs) == 20 * 8 * 8192 // 8
+        devices = collections.Counter(d for _, shard in pairs for d in shard.devices())
+        assert set(devices.values()) <= {3, 4, 5}
+        if not turn:
+            assert {box.path for box, _ in pairs} == set(leaves)
+        for box, shard in pairs:
+            assert shard is leaves[box.path].addressable_shards[box.number].data
+            seen[box.path][box.number, box.grid.run(box.box)] += 1
+    assert min(s.min() for s in seen.values()) >= 1
+
+
+def test_error_names_the_worst_and_counts_the_others(worker):
+    _, pending, record = audit_of(worker, max_ulps=4)
+    worker.wait_until_idle()
+    pending.check(off_by(4))
+    assert (record.audit.max_ulps, record.audit.worst_leaf) == (4, "leaf 3")
+    wrong = off_by(9) | {"leaf 5": off_by(1000, "leaf 5")["leaf 5"]}
+    with pytest.raises(AuditError) as raised:
+        pending.check(wrong)
+    text = str(raised.value)
+    assert "`leaf 5`, chunk 0 of 1 in the shard at [0:256]: 1 of 256 elements differ" in text
+    assert "by up to 1000 ULPs" in text
+    assert "1 more chunk" in text
+    assert "leaf 3" in text
+    assert "`max_ulps=4`" in text
+    assert isinstance(raised.value, RuntimeError)
+
+
+def test_relative_error_is_of_the_leafs_scale(worker):
+    _, pending, record = audit_of(worker, max_ulps=10)
+    worker.wait_until_idle()
+    pending.check(off_by(8))
+    change = 8 * np.spacing(np.float32(10.0))  # leaf 3 holds 10.0 there, and at most 258.0
+    assert record.audit.max_relative_error == pytest.approx(change / 258.0)
+    assert pending.metadata["max_relative_error"] == record.audit.max_relative_error
+
+
+def test_pull_that_fails_fails_the_check(worker, monkeypatch):
+    def fails(pull):
+        raise OSError("gone")
+
+    monkeypatch.setattr(Pull, "result", fails)
+    auditor, pending, _ = audit_of(worker)
+    worker.wait_until_idle()
+    assert (auditor._device.used_bytes, auditor._host.used_bytes) == (0, 0)
+    with pytest.raises(OSError, match="gone"):
+        pending.check(RIGHT)
+
+
+def test_sample_that_cannot_be_taken_gives_its_room_back(worker, monkeypatch):
+    def fails(cuts):
+        raise MemoryError("full")
+
+    monkeypatch.setattr("gockpt_jax.window.audit.start_sample", fails)
+    device, host = ByteBudget(None), ByteBudget(None)
+    auditor = Auditor(Audit(), worker, device=device, host=host)
+    with pytest.raises(MemoryError, match="full"):
+        auditor.sample(LEAVES, SaveRecord(kind="window", reason="a test"))
+    worker.wait_until_idle()
+    assert (device.used_bytes, host.used_bytes) == (0, 0)
+
+
+def test_nothing_to_compare(worker):
+    record = SaveRecord(kind="window", reason="a test")
+    budgets = {"device": ByteBudget(None), "host": ByteBudget(None)}
+    assert Auditor(None, worker, **budgets).sample(LEAVES, record) is None
+    assert Auditor(Audit(), worker, **budgets).sample({}, record) is None
+    assert record.audit is None
