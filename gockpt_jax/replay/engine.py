@@ -103,14 +103,20 @@ class Replayer:
         A run on the CPU backend contracts as its own compiler does, and so does its replay.
       threads: How many pieces run side by side; `None`: the default. One where training itself
         runs on the CPU backend.
+
+    Attributes:
+      shares_backend: Whether training runs on the CPU backend, as replay does.
+      threads: How many pieces run side by side.
+      device: Where replay runs.
     """
 
     def __init__(self, platform: str, threads: int | None = None):
-        self._fenced = platform != "cpu"
+        self.shares_backend = platform == "cpu"
+        self._fenced = not self.shares_backend
         # Where training runs on the CPU backend, replay shares its devices' queues. A queue that is
         # full of replays behind a step which waits for another device's part of a collective can
         # keep the threads from which that part would run: then nothing moves again. One at a time.
-        self.threads = 1 if platform == "cpu" else threads or default_threads()
+        self.threads = 1 if self.shares_backend else threads or default_threads()
         self.device = replay_device()
 
     def apply(self, shards: Sequence[ShardReplay]) -> None:

@@ -249,8 +249,7 @@ class PendingAudit:
             f"replay differs from the device: {worst}{others}; `max_ulps={self._options.max_ulps}` "
             "is the bound. Nothing of this save is visible, earlier checkpoints are intact, and "
             f"training can go on. {follows} If all of it is rounding, pass "
-            "`audit=gockpt.Audit(max_ulps=...)`; on the CPU backend set "
-            "`XLA_FLAGS=--xla_cpu_max_isa=AVX`."
+            "`audit=gockpt.Audit(max_ulps=...)`."
         )
 
 

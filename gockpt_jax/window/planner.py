@@ -11,6 +11,7 @@ import numpy as np
 
 from gockpt_jax.errors import HostBudgetError, ReplayError
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.replay.contraction import cpu_contracts
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
@@ -21,6 +22,12 @@ from gockpt_jax.transfer.staging import compile_ahead, owned_bytes_at_most
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 
 _log = logging.getLogger("gockpt_jax")
+
+_CONTRACTS = (
+    "on this CPU backend XLA contracts multiply-adds, each program in its own way, so replay would "
+    "not be exact; set `XLA_FLAGS=--xla_cpu_max_isa=AVX` (x86) before JAX starts, or accept "
+    "rounding with `audit=gockpt_jax.Audit(max_ulps=...)`"
+)
 
 
 class Planner:
@@ -66,6 +73,9 @@ class Planner:
         except ReplayError as error:
             step.give_up(str(error))
             return
+        if replayer.shares_backend and self._must_be_exact() and cpu_contracts():
+            step.give_up(_CONTRACTS)
+            return
         step.arm()
         blocks = _leaves_by_block(plan, program)
         compile_ahead([[leaves[j] for j in block] for block in blocks])
@@ -73,6 +83,10 @@ class Planner:
         if self._options.audit is not None:
             early = [leaves[j] for j in sorted(j for block in blocks[:-1] for j in block)]
             compile_samples_ahead(early, self._options.audit.fraction)
+
+    def _must_be_exact(self) -> bool:
+        audit = self._options.audit
+        return self._options.exact or (audit is not None and audit.max_ulps == 0)
 
     def replayer(self, leaves: Sequence[jax.Array]) -> Replayer:
         """Replays for a run whose state has these leaves.
