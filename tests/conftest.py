@@ -12,6 +12,7 @@ if os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps the tests of one training program on one worker, so that it is compiled once."""
     for item in items:
