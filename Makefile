@@ -16,12 +16,13 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint types clean
+.PHONY: help venv demo test kills lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
 	@echo 'make demo    train, kill inside a checkpoint window, resume, compare bit for bit'
 	@echo 'make test    all tests'
+	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy'
 	@echo 'make clean   remove $(VENV), caches and runs'
@@ -48,6 +49,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+kills: $(STAMP)
+	@GOCKPT_KILL_CHAINS=25 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -149,8 +149,11 @@ def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float) -> None:
 
     Args:
       arrays: Arrays like those that will be sampled together; only looked at before this returns.
+        If another step has donated them, their programs are compiled when they are needed.
       fraction: Of all their bytes.
     """
+    if any(a.is_deleted() for a in arrays):
+        return
     shards = [s.data for a in arrays if can_be_sampled(a) for s in owned_shards(a)]
     _, part = share_out(len(shards), fraction)
     for shard in shards:
