@@ -77,6 +77,7 @@ MISUSES = {
     "batch shape changed inside the window": Misuse(
         batch=lambda n, x: x[:1], reason="the call changed"
     ),
+    "int for float": Misuse(state=lambda n, s: s | {"rate": 1}, reason="the call changed"),
     "int for an integer array": Misuse(state=count_as_python_int, kind="window"),
     "other dtype inside the window": Misuse(
         state=lambda n, s: s | {"params": {"w": s["params"]["w"].astype(jnp.bfloat16)}},
@@ -86,7 +87,9 @@ MISUSES = {
     "a copy of the state": Misuse(
         saved=lambda n, s: jax.tree.map(jnp.copy, s), reason="not the one that the last"
     ),
-    "a state of its own": Misuse(saved=lambda n, s: fresh(), reason="not the one that the last"),
+    "a state of its own": Misuse(
+        saved=lambda n, s: fresh() | {"rate": s["rate"]}, reason="not the one that the last"
+    ),
     "numbers beside the state": Misuse(saved=lambda n, s: s | {"epoch": 1}, kind="window"),
 }
 
@@ -95,8 +98,8 @@ MISUSES = {
 def test_honest_saves(tmp_path, name):
     misuse = MISUSES[name]
     with manager_of(tmp_path) as manager:
-        step, state, saved = manager.wrap(tolerant), fresh(), {}
-        alone = fresh()  # the same loop without us
+        step, saved = manager.wrap(tolerant), {}
+        state = alone = fresh() | {"rate": jnp.float32(0.5)}  # `alone`: the same without us
         for n in range(21):
             state, alone = (misuse.apply(n, s, misuse.state) for s in (state, alone))
             batch = misuse.apply(n, BATCH, misuse.batch)
