@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import PROGRAMS, Job
+from programs import PROGRAMS
 from programs.common import is_bad
 
 STEPS = 5  # With a bad batch among them, and a step after it.
@@ -20,13 +21,30 @@ every_program = pytest.mark.parametrize("name", PROGRAMS)
 every_devices = pytest.mark.parametrize("devices", [1, 8])
 
 
-def states(job: Job) -> Iterator[Any]:
-    """Yield the first state, and then the state after each step; a step kills the one before."""
-    state = job.state
-    yield state
-    for n in range(STEPS):
-        state = job.advance(job.step, state, n)
-        yield state
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What was seen of a state when it was new, and whether the next step took its buffers."""
+
+    abstract: Any
+    shardings: dict[str, tuple[Any, int]]
+    host: dict[str, np.ndarray]
+    deleted: dict[str, bool]
+
+
+def run(name: str, devices: int) -> list[Seen]:
+    """Runs a program anew: the first state, and the state after each step."""
+    job = PROGRAMS[name].build(devices)
+    state, leaves, seen = job.state, [], []
+    for n in range(STEPS + 1):
+        leaves.append(by_path(state))
+        abstract = jax.tree.map(lambda x: (jnp.shape(x), jax.dtypes.result_type(x)), state)
+        arrays = {path: x for path, x in leaves[-1].items() if hasattr(x, "sharding")}
+        shardings = {path: (x.sharding, x.ndim) for path, x in arrays.items()}
+        seen.append((abstract, shardings, to_host(state)))
+        if n < STEPS:
+            state = job.advance(job.step, state, n)  # it kills the state before
+    gone = [{p: x.is_deleted() for p, x in old.items() if hasattr(x, "sharding")} for old in leaves]
+    return [Seen(*parts, deleted) for parts, deleted in zip(seen, gone, strict=True)]
 
 
 def by_path(tree: Any) -> dict[str, Any]:
@@ -53,28 +71,17 @@ def params_of(paths: Iterable[str]) -> set[str]:
     return {path for path in paths if re.search(r"^\W+params\b(?!.*empty)", path)}
 
 
-@every_program
-@every_devices
-def test_tree_shapes_and_dtypes_are_stable(name: str, devices: int) -> None:
-    def abstract(tree: Any) -> Any:
-        return jax.tree.map(lambda x: (jnp.shape(x), jax.dtypes.result_type(x)), tree)
-
-    first, *later = map(abstract, states(PROGRAMS[name].build(devices)))
-    assert all(state == first for state in later)
+def tree_shapes_and_dtypes_are_stable(name: str, devices: int, history: list[Seen]) -> None:
+    first, *later = history
+    assert all(state.abstract == first.abstract for state in later)
 
 
-@every_program
-@every_devices
-def test_layout_is_stable(name: str, devices: int) -> None:
-    def shardings(tree: Any) -> dict[str, Any]:
-        arrays = {path: leaf for path, leaf in by_path(tree).items() if hasattr(leaf, "sharding")}
-        return {path: (leaf.sharding, leaf.ndim) for path, leaf in arrays.items()}
-
+def layout_is_stable(name: str, devices: int, history: list[Seen]) -> None:
     def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
         return all(a[path][0].is_equivalent_to(*b[path]) for path in a)
 
     program = PROGRAMS[name]
-    first, second, *later = map(shardings, states(program.build(devices)))
+    first, second, *later = (state.shardings for state in history)
     assert all(same(second, state) for state in later)
     if devices == 1:
         assert all(len(sharding.device_set) == 1 for sharding, _ in second.values())
@@ -86,31 +93,23 @@ def test_layout_is_stable(name: str, devices: int) -> None:
     assert axes == ({frozenset()} if "replicated" in program.marks else every_kind)
 
 
-@every_program
-@every_devices
-def test_donates_what_it_promises(name: str, devices: int) -> None:
+def donates_what_it_promises(name: str, devices: int, history: list[Seen]) -> None:
+    for state in history[1:-1]:  # The first may have to be moved.
+        for path, is_deleted in state.deleted.items():
+            if "no_donation" in PROGRAMS[name].marks:
+                assert not is_deleted
+            elif state.host[path].size > 1:  # Jit drops what the step does not read.
+                assert is_deleted
+
+
+def builds_agree_bit_for_bit(name: str, devices: int, history: list[Seen]) -> None:
+    for a, b in zip(history, run(name, devices), strict=True):
+        assert not differing(a.host, b.host)
+
+
+def state_moves_and_stays_finite(name: str, devices: int, history: list[Seen]) -> None:
     program = PROGRAMS[name]
-    old_states = list(states(program.build(devices)))[1:-1]  # The first may have to be moved.
-    for leaf in jax.tree.leaves(old_states):
-        if "no_donation" in program.marks:
-            assert not leaf.is_deleted()
-        elif leaf.size > 1:  # Jit drops what the step does not read: flags, empty moments.
-            assert leaf.is_deleted()
-
-
-@every_program
-@every_devices
-def test_builds_agree_bit_for_bit(name: str, devices: int) -> None:
-    first, second = (map(to_host, states(PROGRAMS[name].build(devices))) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert not differing(a, b)
-
-
-@every_program
-@every_devices
-def test_state_moves_and_stays_finite(name: str, devices: int) -> None:
-    program = PROGRAMS[name]
-    first, *later = map(to_host, states(program.build(devices)))
+    first, *later = (state.host for state in history)
     moved = differing(first, later[-1])
     if "frozen" in program.marks:
         assert moved
@@ -122,10 +121,27 @@ def test_state_moves_and_stays_finite(name: str, devices: int) -> None:
             assert np.isfinite(leaf.astype(np.float32)).all(), path
 
 
-@pytest.mark.parametrize("name", [p.name for p in PROGRAMS.values() if "skips" in p.marks])
-@every_devices
-def test_bad_batches_are_skipped_where_marked(name: str, devices: int) -> None:
-    history = list(map(to_host, states(PROGRAMS[name].build(devices))))
-    for n, (before, after) in enumerate(itertools.pairwise(history)):
+def bad_batches_are_skipped_where_marked(name: str, devices: int, history: list[Seen]) -> None:
+    del devices
+    if "skips" not in PROGRAMS[name].marks:
+        return
+    hosts = [state.host for state in history]
+    for n, (before, after) in enumerate(itertools.pairwise(hosts)):
         moved = params_of(differing(before, after))
         assert moved == (set() if is_bad(n) else params_of(before))
+
+
+@every_program
+@every_devices
+def test_what_is_taken_for_granted(name: str, devices: int) -> None:
+    """All checks on one run: compiling a program is what takes long."""
+    history = run(name, devices)
+    for check in (
+        tree_shapes_and_dtypes_are_stable,
+        layout_is_stable,
+        donates_what_it_promises,
+        builds_agree_bit_for_bit,
+        state_moves_and_stays_finite,
+        bad_batches_are_skipped_where_marked,
+    ):
+        check(name, devices, history)
