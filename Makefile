@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml
 		echo 'error: $(PYTHON) is not a Python >= 3.11.' >&2; exit 1; }
 	@echo 'installing into $(VENV) with $(PYTHON)'
 	@test -x "$(BIN)/python" || "$(PYTHON)" -m venv "$(VENV)"
-	@"$(BIN)/python" -m pip install -qq --disable-pip-version-check -e '.[test,examples]'
+	@"$(BIN)/python" -m pip install -qq --disable-pip-version-check -e '.[test]'
 	@touch $@
 
 demo: $(STAMP)

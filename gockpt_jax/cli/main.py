@@ -1,0 +1,9 @@
+"""`gockpt_jax COMMAND`: one module per command, named like it."""
+
+import click
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="gockpt_jax")
+def main() -> None:
+    """Checkpoints that leave the device over several training steps."""
