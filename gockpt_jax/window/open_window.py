@@ -83,6 +83,7 @@ class OpenWindow:
         if previous is not None:
             self._check_continuity(old, previous)
         self._heed_demotions()
+        # Units are the program's groups, one to one and in its order.
         planned = self.plan.blocks[version - (self.target - self.plan.steps + 1)]
         block = [g for g in planned if g not in self._late]
         leaves = [j for g in block for j in self.program.groups[g].leaves]

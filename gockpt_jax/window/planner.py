@@ -61,7 +61,7 @@ class Planner:
         leaves = program.new_state_leaves(step.last_result)
         size = measure_bytes(program, leaves)
         if program.groups:
-            plan = plan_window(program.groups, size, self._options, self._device.limit_bytes)
+            plan = plan_window(size, self._options, self._device.limit_bytes)
         else:
             plan = Plan(1, (), _why_all_late(program, size))
         _log.debug("planned %s", plan)
@@ -77,7 +77,7 @@ class Planner:
             step.give_up(_CONTRACTS)
             return
         step.arm()
-        blocks = _leaves_by_block(plan, program)
+        blocks = _leaves_by_block(plan, size, program)
         compile_ahead([[leaves[j] for j in block] for block in blocks])
         replayer.compile_ahead(_replay_specs(program, leaves), plan.steps - 1)
         if self._options.audit is not None:
@@ -102,7 +102,7 @@ class Planner:
         """The program's plan, with K at most `steps`; and the bytes it was made for."""
         plan, size = self._plans[program]
         if steps < plan.steps:
-            plan = fill_blocks(program.groups, size, steps, f"the save was {steps - 1} steps away")
+            plan = fill_blocks(size.units, steps, f"the save was {steps - 1} steps away")
         return plan, size
 
     def steps_of(self, program: StepProgram) -> int:
@@ -157,9 +157,12 @@ def _why_all_late(program: StepProgram, size: StateBytes) -> str:
     return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"
 
 
-def _leaves_by_block(plan: Plan, program: StepProgram) -> list[list[int]]:
+def _leaves_by_block(plan: Plan, size: StateBytes, program: StepProgram) -> list[list[int]]:
     """The leaves that are staged together, the late ones last."""
-    early = [[j for g in block for j in program.groups[g].leaves] for block in plan.blocks]
+    early = [
+        [j for u in block for j in program.groups[size.units[u].group].leaves]
+        for block in plan.blocks
+    ]
     gone = {j for block in early for j in block}
     return [*early, [j for j in range(len(program.leaf_specs)) if j not in gone]]
 

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import WindowOptions, _compat
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.program import ReplayGroup, StepProgram
-from gockpt_jax.training.recipe import Recipe
+from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window.plan import (
+    GroupUnit,
     StateBytes,
     fill_blocks,
     measure_bytes,
@@ -21,7 +21,6 @@ from gockpt_jax.window.plan import (
     plan_window,
 )
 
-NOTHING = Recipe(0, 0, 0, (), ())
 thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 
 
@@ -30,89 +29,89 @@ def states(draw):
     """Leaves of some bytes; some of them in groups, the others late."""
     leaves = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=12))
     early = draw(st.permutations(range(len(leaves))))[: draw(st.integers(0, len(leaves)))]
-    groups = []
+    units = []
     while early:
         size = draw(st.integers(1, len(early)))
-        groups.append(ReplayGroup(tuple(sorted(early[:size])), (), (), NOTHING))
+        units.append(unit(sum(leaves[j] for j in early[:size]), draw(st.integers(0, 200))))
         early = early[size:]
-    return groups, StateBytes(tuple(leaves), draw(st.integers(0, 500)))
+    return state_of(leaves, units)
+
+
+def unit(state_bytes, retained_bytes=0):
+    return GroupUnit(state_bytes=state_bytes, retained_bytes=retained_bytes, group=0)
+
+
+def state_of(leaves, units):
+    return StateBytes(tuple(leaves), sum(u.retained_bytes for u in units), tuple(units))
 
 
 @thorough
 @given(states(), st.integers(2, 9))
-def test_every_group_leaves_exactly_once(state, steps):
-    groups, size = state
-    plan = fill_blocks(groups, size, steps, "why")
-    if not groups:
+def test_every_unit_leaves_exactly_once(size, steps):
+    plan = fill_blocks(size.units, steps, "why")
+    if not size.units:
         assert (plan.steps, plan.blocks, plan.reason) == (1, (), "why")
         return
     assert plan.steps == steps
     assert len(plan.blocks) == steps - 1
-    assert sorted(g for block in plan.blocks for g in block) == list(range(len(groups)))
-    assert plan == fill_blocks(groups, size, steps, "why")
+    assert sorted(u for block in plan.blocks for u in block) == list(range(len(size.units)))
+    assert plan == fill_blocks(size.units, steps, "why")
 
 
 @thorough
 @given(states(), st.integers(2, 9))
-def test_blocks_are_even_and_shrink(state, steps):
-    """No block outweighs another by more than one group, and the heaviest leaves first."""
-    groups, size = state
-    plan = fill_blocks(groups, size, steps, "")
-    group_bytes = [sum(size.leaves[j] for j in g.leaves) for g in groups]
-    blocks = [sum(group_bytes[g] for g in block) for block in plan.blocks]
+def test_blocks_are_even_and_shrink(size, steps):
+    """No block outweighs another by more than one unit, and the heaviest leaves first."""
+    plan = fill_blocks(size.units, steps, "")
+    blocks = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
     assert blocks == sorted(blocks, reverse=True)
     if blocks:
-        assert blocks[0] - blocks[-1] <= max(group_bytes)
+        assert blocks[0] - blocks[-1] <= max(u.state_bytes for u in size.units)
 
 
 @thorough
 @given(states(), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 12_000)))
-def test_planned_window_keeps_the_budget_and_is_the_shortest(state, max_steps, budget):
-    groups, size = state
-    plan = plan_window(groups, size, WindowOptions(max_steps=max_steps), budget)
+def test_planned_window_keeps_the_budget_and_is_the_shortest(size, max_steps, budget):
+    plan = plan_window(size, WindowOptions(max_steps=max_steps), budget)
     assert len(plan.blocks) == plan.steps - 1
     assert plan.steps <= max_steps
-    if not groups or budget is None or sum(size.leaves) <= budget:
+    if not size.units or budget is None or sum(size.leaves) <= budget:
         assert plan.steps == 1
         return
     shorter = range(2, plan.steps if plan.steps > 1 else max_steps + 1)
-    peaks = [peak_device_bytes(fill_blocks(groups, size, k, ""), groups, size) for k in shorter]
-    assert all(peak > budget for peak in peaks)
+    assert all(peak_device_bytes(fill_blocks(size.units, k, ""), size) > budget for k in shorter)
     if plan.steps > 1:
-        assert peak_device_bytes(plan, groups, size) <= budget
+        assert peak_device_bytes(plan, size) <= budget
 
 
 @thorough
 @given(states(), st.integers(1, 9), st.integers(1, 5000))
-def test_fixed_steps_win_over_the_budget(state, steps, budget):
-    groups, size = state
-    plan = plan_window(groups, size, WindowOptions(steps=steps), budget)
-    assert plan.steps == (steps if groups else 1)
+def test_fixed_steps_win_over_the_budget(size, steps, budget):
+    plan = plan_window(size, WindowOptions(steps=steps), budget)
+    assert plan.steps == (steps if size.units else 1)
     assert plan.reason
 
 
 def test_reasons_tell_why():
-    groups = [ReplayGroup((0,), (), (), NOTHING), ReplayGroup((1,), (), (), NOTHING)]
-    size = StateBytes((100, 100, 50), 10)
+    size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
 
-    def reason(groups, budget, **options):
-        return plan_window(groups, size, WindowOptions(**options), budget).reason
+    def reason(size, budget, **options):
+        return plan_window(size, WindowOptions(**options), budget).reason
 
-    assert "no leaf may leave early" in reason([], 1)
-    assert "one device copy of the state fits" in reason(groups, 250)
-    assert "3 steps keep within the device budget" in reason(groups, 120)
-    assert "no window of at most 8 steps fits" in reason(groups, 100)
-    assert "steps=4" in reason(groups, 1, steps=4)
+    assert "no leaf may leave early" in reason(state_of((250,), []), 1)
+    assert "one device copy of the state fits" in reason(size, 250)
+    assert "3 steps keep within the device budget" in reason(size, 120)
+    assert "no window of at most 8 steps fits" in reason(size, 100)
+    assert "steps=4" in reason(size, 1, steps=4)
 
 
 def test_peak_counts_two_steps_in_flight_beside_the_heaviest_block():
-    groups = [ReplayGroup((0,), (), (), NOTHING), ReplayGroup((1,), (), (), NOTHING)]
-    size = StateBytes((100, 80, 50), 10)
-    assert peak_device_bytes(fill_blocks(groups, size, 2, ""), groups, size) == 180 + 20
-    assert peak_device_bytes(fill_blocks(groups, size, 3, ""), groups, size) == 100 + 20
-    heavy = StateBytes((10, 10, 50), 10)
+    size = state_of((100, 80, 50), [unit(100, 5), unit(80, 5)])
+    assert peak_device_bytes(fill_blocks(size.units, 2, ""), size) == 180 + 20
+    assert peak_device_bytes(fill_blocks(size.units, 3, ""), size) == 100 + 20
+    heavy = state_of((10, 10, 50), [unit(10, 5), unit(10, 5)])
     # The late leaves follow when nothing more is retained.
-    assert peak_device_bytes(fill_blocks(groups, heavy, 3, ""), groups, heavy) == 50
+    assert peak_device_bytes(fill_blocks(heavy.units, 3, ""), heavy) == 50
 
 
 def test_bytes_are_those_of_one_device():
