@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage import checksums
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.tree_handler import make_tree_handler
@@ -105,12 +106,15 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
                 for shard in leaf.shards if isinstance(leaf, HostArray) else ():
                     shard.release()
             raise
+        stats = self._writer.take_stats()
+        if self._writer.is_primary:
+            stats.checksums.add_values(stock.item, stock.save_args)
         if not self.has_manager:
             self._gockpt_session.predictor.observe(
                 self._gockpt_session.version, self.label, accepted=True
             )
             self.pending.returned(entered_at)
-        return [_Written(futures or (), record, self._writer.take_stats())]
+        return [_Written(futures or (), record, stats, directory)]
 
     def _begin(self, directory: Any) -> None:
         """Items of one save lie in one directory; another directory is another save."""
@@ -144,8 +148,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         return self._standard.metadata(directory)
 
     def finalize(self, directory: Any) -> None:
-        """Orbax's own: merges what the processes wrote."""
+        """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
         self._tree.finalize(directory)
+        checksums.seal_item(directory, shared=self._writer.primary_host is not None)
         if not self.has_manager and self.pending is not None:
             self.pending.committed()  # but for the rename
 
@@ -240,9 +245,12 @@ def _release_when_known(slot: ChunkSlot, host: ByteBudget) -> None:
 
 
 class _Written(ocp.future.Future):  # type: ignore[misc]
-    """All of an item's writes, with the time at which the last one ended."""
+    """All of an item's writes and their checksums, with the time at which the last one ended."""
 
-    def __init__(self, futures: Sequence[Any], record: SaveRecord, stats: WriteStats):
+    def __init__(
+        self, futures: Sequence[Any], record: SaveRecord, stats: WriteStats, directory: Any
+    ):
+        self._directory = directory
         self._futures = futures
         self._record = record
         self._stats = stats
@@ -252,6 +260,7 @@ class _Written(ocp.future.Future):  # type: ignore[misc]
         try:
             for future in self._futures:
                 future.result(timeout)
+            self._stats.checksums.write(getattr(self._directory, "path", self._directory))
         finally:
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes

@@ -8,6 +8,8 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 
+from gockpt_jax.storage.checksums import Checksums
+
 # TensorStore copies and compresses what it is handed: without a limit a save takes its whole size
 # again. Not tuned by a benchmark of ours yet.
 DEFAULT_WRITE_LIMIT_BYTES = 256 * 2**20
@@ -22,11 +24,13 @@ class WriteStats:
         peak_inflight_bytes: The most bytes that were with TensorStore at one time.
         write_secs: Seconds during which at least one shard was being written; the time spent
             waiting for shards to arrive is not in it.
+        checksums: Of what this process has written.
     """
 
     written_bytes: int = 0
     peak_inflight_bytes: int = 0
     write_secs: float = 0.0
+    checksums: Checksums = dataclasses.field(default_factory=Checksums)
 
 
 class WriteBudget:
@@ -42,7 +46,7 @@ class WriteBudget:
 
     def __init__(self, limit_bytes: int, stats: WriteStats) -> None:
         self._limit_bytes = limit_bytes
-        self._stats = stats
+        self.stats = stats
         self._inflight_bytes = 0
         self._busy_since_secs = 0.0
         self._turn = asyncio.Lock()
@@ -59,7 +63,7 @@ class WriteBudget:
             self._add(nbytes)
         try:
             yield
-            self._stats.written_bytes += nbytes
+            self.stats.written_bytes += nbytes
         finally:
             self._remove(nbytes)
 
@@ -67,11 +71,11 @@ class WriteBudget:
         if not self._inflight_bytes:
             self._busy_since_secs = time.perf_counter()
         self._inflight_bytes += nbytes
-        peak_bytes = max(self._stats.peak_inflight_bytes, self._inflight_bytes)
-        self._stats.peak_inflight_bytes = peak_bytes
+        peak_bytes = max(self.stats.peak_inflight_bytes, self._inflight_bytes)
+        self.stats.peak_inflight_bytes = peak_bytes
 
     def _remove(self, nbytes: int) -> None:
         self._inflight_bytes -= nbytes
         if not self._inflight_bytes:
-            self._stats.write_secs += time.perf_counter() - self._busy_since_secs
+            self.stats.write_secs += time.perf_counter() - self._busy_since_secs
         self._freed.set()

@@ -64,7 +64,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         if write_limit_bytes <= 0:
             raise ValueError(f"`write_limit_bytes`: expected at least 1, got {write_limit_bytes}.")
         self._write_limit_bytes = write_limit_bytes
-        self._is_primary = primary_host is None or jax.process_index() == primary_host
+        self.primary_host = primary_host
+        self.is_primary = primary_host is None or jax.process_index() == primary_host
         self._replica_layout = replica_layout or spec_lib.ReplicaLayout()
         self._stats = WriteStats()
 
@@ -116,7 +117,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                     for leaf in leaves
                 ]
                 _write_array_metadatas(leaves[0].info, layouts)
-                if self._is_primary:
+                if self.is_primary:
                     group.create_task(_write_shardings(leaves))
                 for leaf, layout in zip(leaves, layouts, strict=True):
                     group.create_task(self._write_leaf(leaf, layout, budget, group))
@@ -140,7 +141,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             use_ocdbt=bool(leaf.info.is_ocdbt_checkpoint)
         )
         with _named_in_errors(leaf.info.name):
-            if self._is_primary:
+            if self.is_primary:
                 await _open(spec, context, create=True, open=True)
             store = await _open(spec, context, open=True, assume_metadata=True)
         for shard in leaf.array.shards:
@@ -162,6 +163,7 @@ async def _write_shard(
             data = await _arrival(shard.data)
             _check_data(data, box, leaf.array.dtype)
             async with budget.admit(data.nbytes):
+                await budget.stats.checksums.add(leaf.info.name, box, data, leaf.args.dtype)
                 # No copy into TensorStore's cache: the bytes stay as they are until released.
                 await _to_the_end(
                     store[box].write(data, can_reference_source_data_indefinitely=True)

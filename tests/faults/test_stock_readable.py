@@ -25,6 +25,7 @@ from .trainer import LIMIT_SECS, WINDOW_STEPS, Trainer
 
 CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]
 LABEL = 8
+CHECKSUMS = "_gockpt_checksums"
 
 
 def train_to_window(directory: Path, **options: Any) -> tuple[Trainer, Bits]:
@@ -73,11 +74,11 @@ def as_json(contents: dict[str, Any]) -> dict[str, Any]:
 
 
 def files_of(directory: Path) -> list[str]:
-    """All files by name; those of OCDBT's data bear random names."""
+    """All files by name; those of OCDBT's data bear random names, and ours come on top."""
     return sorted(
         path.relative_to(directory).as_posix()
         for path in directory.rglob("*")
-        if path.is_file() and path.parent.name != "d"
+        if path.is_file() and path.parent.name not in ("d", CHECKSUMS)
     )
 
 
@@ -124,9 +125,11 @@ def test_layout_options_are_those_of_stock(tmp_path: Path, layout: dict[str, boo
 def assert_same_item(ours: Path, theirs: Path, *, audited: bool = True) -> None:
     """The item's files hold the same bytes, its databases the same keys and values.
 
-    What ours tells of the audit, where stock has no custom metadata, is all that it has more.
+    What ours tells of the audit, where stock has no custom metadata, and the checksums are all that
+    it has more.
     """
     got, want = (as_json(disk_contents(path / "state")) for path in (ours, theirs))
+    assert {got.pop(f"{CHECKSUMS}/{name}.json") for name in ("process_0", "item")}
     told = got["_METADATA"].pop("custom_metadata")
     assert want["_METADATA"].pop("custom_metadata") is None
     if audited:
