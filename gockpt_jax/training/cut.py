@@ -36,9 +36,11 @@ the program.
 """
 
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
+from gockpt_jax.training.exact import is_close, is_exact
 from gockpt_jax.training.flow import minimum_cut
 from gockpt_jax.training.graph import Value
 from gockpt_jax.training.walk import Leaf, Walk, walk_back, why_unfit
@@ -86,27 +88,36 @@ class Cut:
         return tuple(dict.fromkeys((*retained, *scalars)))
 
 
-def find_cut(leaves: Sequence[Leaf], *, min_gain: float = MIN_GAIN, even_for_nothing: bool) -> Cut:
-    """Finds the leaves that can be repeated exactly from little.
+_WalkBack = Callable[..., Walk]
+"""`walk_back`, told which operations the host repeats."""
+
+
+def find_cut(
+    leaves: Sequence[Leaf], *, min_gain: float = MIN_GAIN, even_for_nothing: bool,
+    exact: bool = True,
+) -> Cut:  # fmt: skip
+    """Finds the leaves that can be repeated from little.
 
     Args:
       leaves: The state, in flattening order.
       min_gain: A leaf leaves early only if its bytes are at least this many times what must be
         retained for it in every armed step, beside what is retained for others.
       even_for_nothing: If no leaf gains as much, take those that lose nothing (a gain of 1).
+      exact: Whether what leaves early is repeated bit for bit, or only up to the rounding of
+        divisions, roots and the like, which lets Adam's parameters leave early too.
 
     Returns:
       The groups, and a reason for each leaf outside them.
     """
     unfit = {j: reason for j, leaf in enumerate(leaves) if (reason := why_unfit(leaf))}
     known = {leaf.old: j for j, leaf in enumerate(leaves) if j not in unfit}
-    walks = {j: walk_back(leaves[j], known) for j in known.values()}
-    parts = _cut(leaves, known, walks, min_gain)
+    walk = functools.partial(walk_back, repeats=is_exact if exact else is_close)
+    parts = _cut(leaves, known, walk, min_gain)
     if even_for_nothing and not parts:
-        parts = _cut(leaves, known, walks, _ANY_GAIN)
+        parts = _cut(leaves, known, walk, _ANY_GAIN)
     had = {leaves[j].old for j in parts}
     late = {
-        j: unfit.get(j) or _why_late(leaf, had, min_gain)
+        j: unfit.get(j) or _why_late(leaf, had, walk, min_gain)
         for j, leaf in enumerate(leaves)
         if j not in parts
     }
@@ -115,9 +126,10 @@ def find_cut(leaves: Sequence[Leaf], *, min_gain: float = MIN_GAIN, even_for_not
 
 
 def _cut(
-    leaves: Sequence[Leaf], known: Mapping[Value, int], walks: Mapping[int, Walk], min_gain: float
+    leaves: Sequence[Leaf], known: Mapping[Value, int], walk_back: _WalkBack, min_gain: float
 ) -> dict[int, Walk]:
     """Each leaf that leaves early, with the walk from it to the cut."""
+    walks = {j: walk_back(leaves[j], known) for j in known.values()}
     cut: dict[int, Walk] = {}
     for members in _connected(walks, known):
         early, values = _cheapest([leaves[j] for j in members], [walks[j] for j in members],
@@ -156,7 +168,7 @@ def _cheapest(
     return early, {v for v in cuttable if (v, "in") in wet and (v, "out") not in wet}
 
 
-def _why_late(leaf: Leaf, had: Collection[Value], min_gain: float) -> str:
+def _why_late(leaf: Leaf, had: Collection[Value], walk_back: _WalkBack, min_gain: float) -> str:
     """Why a leaf that might be replayed is not, given the old values that the host has."""
     walk = walk_back(leaf, {*had, leaf.old})
     if leaf.new in walk.sources:

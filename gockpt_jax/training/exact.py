@@ -28,6 +28,11 @@ _MOVES = _names(
 PRODUCTS = _names("mul square integer_pow")
 SUMS = _names("add sub add_any")
 IDENTITIES = _names("name copy copy_p sharding_constraint")
+# Within a few ULPs on every machine, though not the same bits.
+_ROUNDED = _names(
+    """div sqrt rsqrt cbrt exp exp2 expm1 log log1p pow integer_pow tanh logistic sin cos tan asin
+    acos atan atan2 sinh cosh asinh acosh atanh erf erfc"""
+)
 # Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
 # an operation that we do not know can only make a leaf late.
 _ENDS = _names(
@@ -61,6 +66,17 @@ def is_exact(op: Op) -> bool:
     if op.name == "broadcast_in_dim":
         return op.inputs[0].shape == ()
     return op.name == "convert_element_type" and _convert_is_exact(op)
+
+
+def is_close(op: Op) -> bool:
+    """Whether any IEEE 754 machine gives nearly the same number: `is_exact`, or rounded otherwise.
+
+    Arithmetic below fp32 and narrowings that are undone are not: there a difference is as large as
+    the narrow type's own last place.
+    """
+    return is_exact(op) or (
+        op.name in _ROUNDED and all(_full_width(v.dtype) for v in op.inputs if not v.is_constant)
+    )
 
 
 def _full_width(dtype: jnp.dtype) -> bool:

@@ -1,6 +1,7 @@
 """One traced step: its state, its cut, and the armed executable that returns the cut."""
 
 import concurrent.futures
+import copy
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -85,24 +86,39 @@ class StepProgram:
         _refuse_hidden_arguments(traced, self._flat)
         self.out_tree: Any = jax.tree.structure(traced.out_info)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree)
-        graph = flatten(traced.jaxpr)
+        self._even_for_nothing = even_for_nothing
+        self._donated = tuple(
+            i for i, a in enumerate(jax.tree.leaves(traced.args_info)) if a.donated
+        )
+        self._analyse(exact=True)
+
+    def _analyse(self, *, exact: bool) -> None:
+        self.is_exact = exact
+        graph = flatten(self._traced.jaxpr)
         leaves = [
             Leaf(path, graph.inputs[i], graph.outputs[o])
             for path, i, o in zip(
                 self.positions.paths, self.positions.inputs, self.positions.outputs, strict=True
             )
         ]
-        cut = find_cut(leaves, even_for_nothing=even_for_nothing)
+        cut = find_cut(leaves, even_for_nothing=self._even_for_nothing, exact=exact)
         self._sites = [v.site for v in cut.values if v.site is not None]
         self.cut_arrays = tuple(ArraySpec(v.shape, v.dtype) for v in cut.values)
         self.groups = _replay_groups(cut, leaves)
         self.late: dict[int, str] = dict(cut.late)
         self.leaf_specs = tuple(ArraySpec(x.old.shape, x.old.dtype) for x in leaves)
-        self._donated = tuple(
-            i for i, a in enumerate(jax.tree.leaves(traced.args_info)) if a.donated
-        )
         self.is_armed = False
         self._executable: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def rounded(self) -> "StepProgram":
+        """The same trace with a cut that accepts rounding, so that more leaves leave early.
+
+        Only before the program is armed.
+        """
+        assert not self.is_armed, "the trace is dropped when a program is armed"
+        other = copy.copy(self)
+        other._analyse(exact=False)
+        return other
 
     def arm(self, result: Any | None) -> None:
         """Lowers the armed step on this thread and compiles it on another.

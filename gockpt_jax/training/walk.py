@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +58,20 @@ class Walk:
         }
 
 
-def walk_back(leaf: Leaf, known: Collection[Value], stop: Collection[Value] = ()) -> Walk:
-    """Walks back from a leaf's new value through operations that the host repeats bit for bit.
+def walk_back(
+    leaf: Leaf,
+    known: Collection[Value],
+    stop: Collection[Value] = (),
+    *,
+    repeats: Callable[[Op], bool] = is_exact,
+) -> Walk:
+    """Walks back from a leaf's new value through operations that the host repeats.
 
     Args:
       leaf: The leaf. Its shape is that of every value on the way, scalars aside.
       known: Old values of leaves: the walk does not go behind them.
       stop: Further values that it does not go behind.
+      repeats: Which operations the host repeats: bit for bit, unless told otherwise.
 
     Returns:
       What it meets.
@@ -81,7 +88,7 @@ def walk_back(leaf: Leaf, known: Collection[Value], stop: Collection[Value] = ()
             walk.reads[value] = None
             continue
         walk.between[value] = None
-        if value in stop or _ends_walk(value, leaf.old.shape):
+        if value in stop or _ends_walk(value, leaf.old.shape, repeats):
             walk.sources[value] = None
             continue
         assert value.op is not None
@@ -92,18 +99,20 @@ def walk_back(leaf: Leaf, known: Collection[Value], stop: Collection[Value] = ()
     return walk
 
 
-def _ends_walk(value: Value, shape: tuple[int, ...]) -> bool:
-    if value.op is None or not _repeatable(value.op, value, shape):
+def _ends_walk(value: Value, shape: tuple[int, ...], repeats: Callable[[Op], bool]) -> bool:
+    # A scalar costs nothing to capture: no need to repeat it but for rounding.
+    may_repeat = repeats if value.shape else is_exact
+    if value.op is None or not (_fits(value.op, value, shape) and may_repeat(value.op)):
         return True
     # A marked gradient, as a rule: no need to look behind.
     return is_identity(value.op) and value.site is not None and may_be_cut(value)
 
 
-def _repeatable(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
-    """Exact, elementwise over the leaf's shape (or on scalars), one result."""
+def _fits(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
+    """Elementwise over the leaf's shape (or on scalars), one result."""
     if op.num_outputs != 1 or value.shape not in (shape, ()):
         return False
-    return all(v.shape in (value.shape, ()) for v in op.inputs) and is_exact(op)
+    return all(v.shape in (value.shape, ()) for v in op.inputs)
 
 
 def why_unfit(leaf: Leaf) -> str | None:

@@ -166,6 +166,12 @@ class WrappedStep:
             with self._giving_up_on_errors():
                 self.program.arm(self.last_result)
 
+    def accept_rounding(self) -> None:
+        """Cuts the step anew: leaves may leave early that the host repeats but for rounding."""
+        if self.program is not None and not self.program.is_armed:
+            with self._giving_up_on_errors():
+                self.program = self.program.rounded()
+
     @contextlib.contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:
         """Training goes on without windows, whatever our analysis stumbles over."""
