@@ -1,0 +1,96 @@
+"""Windows under Orbax's v1 `Checkpointer`."""
+
+from __future__ import annotations
+
+import jax
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import v1
+from window.training_loop import BATCH, assert_same, fresh, to_host, update
+
+import gockpt_jax as gockpt
+from gockpt_jax.v1 import GoCkptCheckpointable
+
+EVERY = v1.training.save_decision_policies.FixedIntervalPolicy(6)
+LABELS = range(1, 25)  # 6, 12, 18 and 24 are saved
+WINDOW = gockpt.WindowOptions(steps=4)
+
+
+def save_all(checkpointer, windows, save):
+    step, state, given = windows.wrap(update), fresh(), {}
+    for label in LABELS:
+        state = step(state, BATCH)
+        if save(checkpointer, label, {"state": windows(state)}):
+            given[label] = to_host(state)
+    return given
+
+
+def in_the_background(checkpointer, label, items):
+    response = checkpointer.save_checkpointables_async(label, items)
+    if response is not None and label == LABELS[-1]:
+        response.result()  # loading does not wait for it
+    return response is not None
+
+
+@pytest.mark.parametrize(
+    "save", [v1.training.Checkpointer.save_checkpointables, in_the_background],
+    ids=["blocking", "async"],
+)  # fmt: skip
+def test_v1_saves_are_windows_and_anybody_loads_them(save, tmp_path):
+    with (
+        v1.training.Checkpointer(tmp_path, save_decision_policy=EVERY) as checkpointer,
+        GoCkptCheckpointable(window=WINDOW, save_decision_policy=EVERY) as windows,
+    ):
+        given = save_all(checkpointer, windows, save)
+        for label, want in given.items():
+            loaded = checkpointer.load_checkpointables(label, {"state": windows(fresh())})
+            assert_same(loaded["state"].item, want)
+    # Two saves tell which update bears which label.
+    kinds = [(6, "snapshot"), (12, "snapshot"), (18, "window"), (24, "window")]
+    assert [(r.step, r.kind) for r in windows.reports] == kinds
+    with v1.training.Checkpointer(tmp_path) as stock:
+        assert_same(
+            stock.load(18, jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh())), given[18]
+        )
+    with ocp.CheckpointManager(tmp_path) as older:
+        target = ocp.args.Composite(state=ocp.args.StandardRestore(fresh()))
+        assert_same(older.restore(24, args=target).state, given[24])
+
+
+def test_other_checkpointables_beside_it(tmp_path):
+    with (
+        v1.training.Checkpointer(tmp_path) as checkpointer,
+        GoCkptCheckpointable() as windows,
+    ):
+        state = windows.wrap(update)(fresh(), BATCH)
+        items = {"state": windows(state), "cursor": {"position": 7}}
+        assert checkpointer.save_checkpointables(0, items)
+        loaded = checkpointer.load_checkpointables(
+            0, {"state": windows(fresh()), "cursor": {"position": 0}}
+        )
+        assert loaded["cursor"]["position"] == 7
+        assert_same(loaded["state"].item, to_host(state))
+
+
+def test_a_failed_write_fails_the_save_and_the_next_one_is_whole(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    with GoCkptCheckpointable() as windows:
+        step = windows.wrap(update)
+        state = step(fresh(), BATCH)
+        # Orbax raises the error of a failed save again from whatever is called next, so the
+        # checkpointer goes with it.
+        failing = v1.training.Checkpointer(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr("gockpt_jax.storage.writer._check_data", fail)
+            with pytest.raises(OSError, match="the disk is gone"):
+                failing.save_checkpointables(0, {"state": windows(state)})
+        with pytest.raises(OSError, match="the disk is gone"):
+            failing.close()
+        state = step(state, BATCH)
+        with v1.training.Checkpointer(tmp_path) as checkpointer:
+            assert checkpointer.save_checkpointables(1, {"state": windows(state)})
+            assert [c.step for c in checkpointer.checkpoints] == [1]
+            loaded = checkpointer.load_checkpointables(1, {"state": windows(fresh())})
+            assert_same(loaded["state"].item, to_host(state))
