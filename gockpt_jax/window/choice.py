@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, predict, size
+from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, describe_bytes, predict
 
 _LEVELS = 8
 """Of what may leave early, plans let 1/8, 2/8, ... leave: the rest is late and needs no replay."""
@@ -44,22 +44,26 @@ def choose(terms: Terms) -> Choice:
     snapshot = predict(terms, ())
     budget = terms.device_budget_bytes
     if budget is None or terms.state_bytes <= budget:
-        limit = "no device budget" if budget is None else f"the device budget of {size(budget)}"
-        reason = f"one device copy of the state fits: {size(terms.state_bytes)}, {limit}"
+        limit = (
+            "no device budget"
+            if budget is None
+            else f"the device budget of {describe_bytes(budget)}"
+        )
+        reason = f"one device copy of the state fits: {describe_bytes(terms.state_bytes)}, {limit}"
         return Choice(kind="copy", cost=snapshot, reason=reason)
     windows = windows_of(terms)
     best = min([snapshot, *windows], key=_rank)
     if best.steps > 1:
+        peak = f"{describe_bytes(best.peak_bytes)} of {describe_bytes(budget)}"
         reason = (
             f"{best.steps} steps: predicted stall {best.stall_secs:.3f} s, of a snapshot "
-            f"{snapshot.stall_secs:.3f} s; at most {size(best.peak_bytes)} of {size(budget)} "
-            "staged and retained on the device"
+            f"{snapshot.stall_secs:.3f} s; at most {peak} staged and retained on the device"
         )
         return Choice(kind="window", cost=best, reason=reason)
     if not terms.units:
         why = "no leaf may leave early"
     elif not windows:
-        why = f"no window fits the device budget of {size(budget)} and the host budget"
+        why = f"no window fits the device budget of {describe_bytes(budget)} and the host budget"
     else:
         least = min(w.stall_secs for w in windows)
         why = f"no window gains: predicted stall at least {least:.3f} s"

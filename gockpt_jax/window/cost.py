@@ -198,11 +198,11 @@ def predict(terms: Terms, blocks: Blocks) -> Cost:
     )
 
 
-def size(num_bytes: float) -> str:
+def describe_bytes(num_bytes: float) -> str:
     """Bytes for a reader: three digits and a decimal unit.
 
     Example:
-      >>> size(1_234_000_000), size(950)
+      >>> describe_bytes(1_234_000_000), describe_bytes(950)
       ('1.23 GB', '950 B')
     """
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -59,17 +59,6 @@ def test_every_unit_leaves_exactly_once(size, steps):
 
 
 @thorough
-@given(states(), st.integers(2, 9))
-def test_blocks_are_even_and_shrink(size, steps):
-    """No block outweighs another by more than one unit, and the heaviest leaves first."""
-    plan = fill_blocks(size.units, steps, "")
-    blocks = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
-    assert blocks == sorted(blocks, reverse=True)
-    if blocks:
-        assert blocks[0] - blocks[-1] <= max(u.state_bytes for u in size.units)
-
-
-@thorough
 @given(states(), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 12_000)))
 def test_planned_window_keeps_the_budget_and_is_the_shortest(size, max_steps, budget):
     plan = plan_window(size, WindowOptions(max_steps=max_steps), budget)
