@@ -1,4 +1,4 @@
-"""Which plan costs least, among windows of every K that move the same bytes in every step."""
+"""Which plan costs least, among windows of every K, of equal traffic or of equal blocks."""
 
 import collections
 import dataclasses
@@ -95,7 +95,8 @@ def _candidates(units: tuple[Unit, ...], max_steps: int) -> tuple[Blocks, ...]:
     found: dict[Blocks, None] = {}
     for early in _levels(units):
         for steps in range(2, max_steps + 1):
-            found[fill(units, steps, early)] = None
+            for shrinking in (True, False):
+                found[fill(units, steps, early, shrinking=shrinking)] = None
     return tuple(found)
 
 
@@ -142,16 +143,18 @@ def _in_order(units: Sequence[Unit]) -> list[int]:
     return order
 
 
-def fill(units: Sequence[Unit], steps: int, early: Sequence[int] | None = None) -> Blocks:
-    """Spreads units over K - 1 blocks so that every step moves the same bytes.
-
-    What follows what has left grows from step to step, so blocks shrink: if `q` is what is retained
-    over what leaves, each is `1 - q` times the one before.
+def fill(
+    units: Sequence[Unit], steps: int, early: Sequence[int] | None = None, *, shrinking: bool
+) -> Blocks:
+    """Spreads units over K - 1 blocks.
 
     Args:
       units: All of them.
       steps: K.
       early: Positions of those that leave early, with all that must not leave later; `None`: all.
+      shrinking: Every step moves the same bytes. What follows what has left grows from step to
+        step, so blocks shrink: if `q` is what is retained over what leaves, each is `1 - q` times
+        the one before. Otherwise blocks are even, and the largest of them is as small as can be.
 
     Returns:
       Positions by block, ascending; blocks may be empty where units are few.
@@ -161,7 +164,8 @@ def fill(units: Sequence[Unit], steps: int, early: Sequence[int] | None = None) 
         return ()
     total = sum(units[u].state_bytes for u in early)
     followed = sum(units[u].retained_bytes for u in early) / max(total, 1)
-    weights = [max(1 - followed, _LEAST_SHRINKING) ** i for i in range(steps - 1)]
+    shrinks = max(1 - followed, _LEAST_SHRINKING) if shrinking else 1.0
+    weights = [shrinks**i for i in range(steps - 1)]
     room = [total * w / sum(weights) for w in weights]
     blocks: list[list[int]] = [[] for _ in room]
     block_of: dict[int, int] = {}

@@ -170,13 +170,13 @@ def plan_window(
         plan = fill_blocks(size.units, steps, f"{steps} steps keep within {budget}")
         if peak_device_bytes(plan, size) <= budget_bytes:
             return plan
-    why = f"no window of at most {options.max_steps} steps keeps within {budget}"
+    why = f"no window of at most {options.max_steps} steps fits {budget}"
     return Plan(1, (), f"{why}; step time and link are not known yet")
 
 
 def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:
-    """Lets all units leave over K - 1 steps, each of which moves the same bytes."""
-    blocks = fill(units, steps)
+    """Lets all units leave over K - 1 steps, in even blocks."""
+    blocks = fill(units, steps, shrinking=False)
     return Plan(len(blocks) + 1, blocks, reason)
 
 
