@@ -1,6 +1,7 @@
 """What a user may set, checked where it is made."""
 
 import dataclasses
+import math
 from typing import Literal, get_args
 
 Arm = Literal["window", "always"]
@@ -73,6 +74,12 @@ class WindowOptions:
         compile, and groups leave early even where that saves no bytes. `None`: the planner chooses.
       device_budget_bytes: Bytes per device that staged copies and retained gradients may take.
         `None`: what the device reports as free, or the whole state where it reports nothing.
+      step_secs: Time of one training step, for the plan. `None`: learned while training, without
+        waiting for a device.
+      link_bytes_per_sec: Rate from one device to the host while all devices of the process send,
+        for the plan. `None`: learned from the transfers of earlier saves. Programs of several
+        processes learn neither (docs/scale.md): give both, the same on all, or the plan rests on
+        sizes alone.
       host_budget_bytes: Bytes of host memory that pulled and replayed chunks may take in this
         process. `None`: no limit of ours (the state of this process is what a save needs).
       write_limit_bytes: Bytes handed to TensorStore and not yet written. It copies and compresses
@@ -103,6 +110,8 @@ class WindowOptions:
     max_steps: int = 8
     steps: int | None = None
     device_budget_bytes: int | None = None
+    step_secs: float | None = None
+    link_bytes_per_sec: float | None = None
     host_budget_bytes: int | None = None
     write_limit_bytes: int = 256 * 2**20
     replay_threads: int | None = None
@@ -118,6 +127,8 @@ class WindowOptions:
         _positive_or_none(
             "device_budget_bytes", self.device_budget_bytes, "Use None for the default."
         )
+        _positive_number_or_none("step_secs", self.step_secs)
+        _positive_number_or_none("link_bytes_per_sec", self.link_bytes_per_sec)
         _positive_or_none("host_budget_bytes", self.host_budget_bytes, "Use None for no limit.")
         _positive_or_none("replay_threads", self.replay_threads, "Use None for the default.")
         if self.arm not in get_args(Arm):
@@ -131,6 +142,14 @@ class WindowOptions:
 def _positive_or_none(name: str, value: int | None, remedy: str) -> None:
     if value is not None:
         _positive(name, value, remedy)
+
+
+def _positive_number_or_none(name: str, value: float | None) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise ValueError(
+            f"`{name}` must be a number above 0, got {value!r}. Use None to have it measured."
+        )
 
 
 def _positive(name: str, value: int, remedy: str) -> None:

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from gockpt_jax.transfer.meter import LINK
+
 _log = logging.getLogger("gockpt_jax")
 
 Box = tuple[slice, ...]
@@ -30,11 +32,18 @@ class HostChunk:
 
 
 class Pull:
-    """A started transfer of one array's owned shards."""
+    """A started transfer of one array's owned shards.
 
-    def __init__(self, indices: Sequence[Box], shards: Sequence[Any]):
+    Args:
+      indices: Their positions in the global array.
+      shards: What arrives, in host memory where the platform has it.
+      sources: What is moved.
+    """
+
+    def __init__(self, indices: Sequence[Box], shards: Sequence[Any], sources: Sequence[Any]):
         self._indices = indices
         self._shards = shards
+        self._sources = sources
 
     def is_ready(self) -> bool:
         """Whether `result` would return at once."""
@@ -42,11 +51,11 @@ class Pull:
 
     def result(self) -> list[HostChunk]:
         """Waits for the transfer; called on the worker thread."""
+        LINK.begin(self._sources, self.is_ready())
         # On pinned memory and on the CPU backend this is a view: the array it views is ours.
-        return [
-            HostChunk(index, np.asarray(shard))
-            for index, shard in zip(self._indices, self._shards, strict=True)
-        ]
+        data = [np.asarray(shard) for shard in self._shards]
+        LINK.end(data, len(self._sources))
+        return [HostChunk(index, a) for index, a in zip(self._indices, data, strict=True)]
 
 
 def owned_shards(array: jax.Array) -> list[jax.Shard]:
@@ -74,7 +83,8 @@ def start_scalar_pull(array: jax.Array) -> Pull:
 
 
 def _start_shards(shards: Sequence[jax.Shard]) -> Pull:
-    return Pull([s.index for s in shards], [_start(s.data) for s in shards])
+    sources = [s.data for s in shards]
+    return Pull([s.index for s in shards], [_start(a) for a in sources], sources)
 
 
 def align(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:

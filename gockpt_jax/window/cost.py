@@ -1,6 +1,32 @@
-"""What a plan costs. Pure arithmetic: no arrays, no clock, no JAX."""
+"""What a plan costs. Pure arithmetic: no arrays, no clock, no JAX.
 
+A window of K steps is played on one device and its link to the host, step by step:
+
+    device   stage b1 | armed step | stage b2 | armed step | ... | stage the rest: sealed | step
+    link              | b1 ------- | g1, b2 -------------- | ... | g, the rest ---------------
+
+`b` are the blocks that leave before each armed step, `g` what follows them: the retained values of
+all that has left. The link takes them in this order at one rate. A block is held on the device from
+its copy until it has been pulled; retained values from the *start* of the step that returns them
+until they have been pulled, so those of two steps in flight are counted. Whatever would exceed the
+device budget waits, and that wait is the only stall: transfers themselves hide behind steps.
+At the sealed version the rest must be copied before the next step donates it; of what exceeds the
+budget, that is again a wait for the link. A snapshot is the same with nothing before it (K = 1).
+
+The scheme and its costs are those of GoCkpt (arXiv 2511.07035, section 3 and 4), which has no
+device budget: there a block is as large as a step can hide, and a block must have left before the
+next one. `tests/window/test_cost.py` finds the paper's formulas with that budget.
+
+Left out, since it is the same for every plan: the copies on the device (under 1 ms per GB).
+Left out, since nothing is known of it: that a step is slower while the link is busy, and replay,
+which goes on beside the steps after it.
+"""
+
+import collections
 import dataclasses
+
+Blocks = tuple[tuple[int, ...], ...]
+"""Positions of the units that leave at each of the first K - 1 versions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +42,170 @@ class Unit:
     state_bytes: int
     retained_bytes: int
     after: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a plan is made for; all bytes are those of one device, the fullest.
+
+    Attributes:
+      units: What may leave early.
+      late_bytes: What leaves at the sealed version in any case.
+      retained_bytes: What one armed step retains on the device, whatever has left.
+      link_bytes_per_sec: Rate from this device to the host while all devices send.
+      step_secs: One training step.
+      device_budget_bytes: Of staged copies and retained values; `None`: no limit.
+      host_budget_bytes: Of host memory, this device's share; `None`: no limit.
+      max_steps: The largest K.
+    """
+
+    units: tuple[Unit, ...]
+    late_bytes: int
+    retained_bytes: int
+    link_bytes_per_sec: float
+    step_secs: float
+    device_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    max_steps: int = 8
+
+    @property
+    def state_bytes(self) -> int:
+        """Of everything that a checkpoint holds."""
+        return self.late_bytes + sum(u.state_bytes for u in self.units)
+
+    @property
+    def blocking_secs(self) -> float:
+        """What a save costs that blocks for the whole transfer, as stock Orbax does."""
+        return self.state_bytes / self.link_bytes_per_sec
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a plan is predicted to cost.
+
+    Attributes:
+      steps: K.
+      blocks: What leaves before the sealed version.
+      stall_secs: Time by which the window's steps take longer.
+      drain_secs: From the seal until everything is on the host.
+      moved_bytes: Over the link, followers included.
+      peak_bytes: Most bytes staged and retained on the device at once.
+      host_bytes: Most bytes on the host at once: the state, and what two steps retained.
+      fits: Whether it keeps both budgets.
+    """
+
+    steps: int
+    blocks: Blocks
+    stall_secs: float
+    drain_secs: float
+    moved_bytes: int
+    peak_bytes: int
+    host_bytes: int
+    fits: bool
+
+
+class _Link:
+    """The way to the host, and what is held on the device until it has gone."""
+
+    def __init__(self, terms: Terms):
+        self._rate = terms.link_bytes_per_sec
+        self._budget = terms.device_budget_bytes
+        self._held: collections.deque[tuple[float, int]] = collections.deque()  # until, bytes
+        self._held_bytes = 0
+        self.free_at = 0.0
+        self.peak_bytes = 0
+        self.fits = True
+
+    def room_at(self, now: float, num_bytes: int) -> float:
+        """When the device has room for more."""
+        while self._held and self._held[0][0] <= now:
+            self._held_bytes -= self._held.popleft()[1]
+        while self._held and self._exceeds(num_bytes):
+            now, freed = self._held.popleft()
+            self._held_bytes -= freed
+        return now
+
+    def hold(self, ready_at: float, num_bytes: int, sent_bytes: int) -> None:
+        """Holds bytes on the device until as many have been sent, from when they are ready."""
+        self.fits = self.fits and not self._exceeds(num_bytes)
+        self.free_at = max(self.free_at, ready_at) + sent_bytes / self._rate
+        self._held.append((self.free_at, num_bytes))
+        self._held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+
+    def hold_rest(self, now: float, num_bytes: int) -> float:
+        """Takes in any number of bytes, part by part as there is room; when the last are in."""
+        now = self.room_at(now, num_bytes)
+        begins = max(self.free_at, now)
+        self.free_at = begins + num_bytes / self._rate
+        if self._exceeds(num_bytes):
+            assert self._budget is not None
+            self.peak_bytes = self._budget  # the others have gone, and it fills what there is
+            return begins + (num_bytes - self._budget) / self._rate
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes + num_bytes)
+        return now
+
+    def _exceeds(self, num_bytes: int) -> bool:
+        return self._budget is not None and self._held_bytes + num_bytes > self._budget
+
+
+def predict(terms: Terms, blocks: Blocks) -> Cost:
+    """Plays a window through.
+
+    Args:
+      terms: What it is played for.
+      blocks: What leaves before each armed step; none for a snapshot.
+
+    Returns:
+      Its cost.
+
+    Example:
+      >>> terms = Terms(
+      ...     units=(Unit(state_bytes=80, retained_bytes=40),), late_bytes=40, retained_bytes=40,
+      ...     link_bytes_per_sec=10.0, step_secs=5.0, device_budget_bytes=90,
+      ... )
+      >>> predict(terms, ()).stall_secs  # 120 bytes, of which 90 may be copied first
+      3.0
+      >>> predict(terms, ((0,),)).stall_secs  # 40 retained must wait for 30 of the 80
+      8.0
+    """
+    link = _Link(terms)
+    now = 0.0
+    left_bytes = following_bytes = moved_bytes = 0
+    for block in blocks:
+        block_bytes = sum(terms.units[u].state_bytes for u in block)
+        now = link.room_at(now, block_bytes)
+        link.hold(now, block_bytes, block_bytes)
+        left_bytes += block_bytes
+        following_bytes += sum(terms.units[u].retained_bytes for u in block)
+        now = link.room_at(now, terms.retained_bytes)
+        link.hold(now + terms.step_secs, terms.retained_bytes, following_bytes)
+        moved_bytes += block_bytes + following_bytes
+        now += terms.step_secs
+    rest_bytes = terms.state_bytes - left_bytes
+    sealed_at = link.hold_rest(now, rest_bytes)
+    host_bytes = terms.state_bytes + 2 * following_bytes
+    fits_host = terms.host_budget_bytes is None or host_bytes <= terms.host_budget_bytes
+    return Cost(
+        steps=len(blocks) + 1,
+        blocks=blocks,
+        stall_secs=max(0.0, sealed_at - len(blocks) * terms.step_secs),
+        drain_secs=max(0.0, link.free_at - sealed_at),
+        moved_bytes=moved_bytes + rest_bytes,
+        peak_bytes=link.peak_bytes,
+        host_bytes=host_bytes,
+        fits=link.fits and fits_host,
+    )
+
+
+def describe_bytes(num_bytes: float) -> str:
+    """Bytes for a reader: three digits and a decimal unit.
+
+    Example:
+      >>> describe_bytes(1_234_000_000), describe_bytes(950)
+      ('1.23 GB', '950 B')
+    """
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"

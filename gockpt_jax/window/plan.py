@@ -1,7 +1,7 @@
 """What leaves when.
 
-The simplest honest planner: groups leave in equal bytes per step, late leaves last. K is the
-user's, or the smallest for which nothing exceeds the device budget.
+K is the user's; or that of the plan with the least predicted stall, once step time and link are
+known; or, until then, the smallest for which nothing exceeds the device budget.
 """
 
 import dataclasses
@@ -12,7 +12,11 @@ import jax
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.staging import device_bytes
-from gockpt_jax.window.cost import Unit
+from gockpt_jax.window.choice import choose, fill
+from gockpt_jax.window.cost import Terms, Unit, describe_bytes
+
+_DRIFT = 1.5
+"""Plans are not made anew for less: a step or a link is never quite the same twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,43 +97,87 @@ def measure_bytes(program: StepProgram, leaves: Sequence[jax.Array]) -> StateByt
     return StateBytes(tuple(device_bytes(a) for a in leaves), retained, units)
 
 
-def plan_window(size: StateBytes, options: WindowOptions, budget_bytes: int | None) -> Plan:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the machine beside the device budget.
+
+    Attributes:
+      step_secs: Time of a training step; `None`: not known yet.
+      link_bytes_per_sec: Rate from one device to the host; `None`: not known yet.
+      host_budget_bytes: Host memory for one device's part of a save; `None`: no limit.
+    """
+
+    step_secs: float | None = None
+    link_bytes_per_sec: float | None = None
+    host_budget_bytes: int | None = None
+
+    def differ_from(self, planned: "Facts") -> bool:
+        """Whether time or rate moved so far from those a plan was made for that it is made anew."""
+        pairs = (
+            (self.step_secs, planned.step_secs),
+            (self.link_bytes_per_sec, planned.link_bytes_per_sec),
+        )
+        if any(now is None for now, _ in pairs):
+            return False  # both are needed to predict anything
+        return any(
+            then is None or not 1 / _DRIFT <= now / then <= _DRIFT
+            for now, then in pairs
+            if now is not None
+        )
+
+
+def plan_window(
+    size: StateBytes, options: WindowOptions, budget_bytes: int | None, facts: Facts | None = None
+) -> Plan:
     """Chooses K and fills the blocks.
 
     Args:
       size: Bytes on one device, and what may leave early.
       options: The user's.
       budget_bytes: Bytes that may be staged and retained on one device; `None`: no limit.
+      facts: Time and rate, with which stalls are predicted and the plan with the least is taken
+        (`choice.py`). Without them, the smallest K that keeps within the device budget.
 
     Returns:
-      The plan; `steps` is 1 if nothing may leave early, or if one device copy fits the budget.
+      The plan; `steps` is 1 if nothing may leave early, if one device copy fits the budget, or if
+      no window gains anything.
     """
     if not size.units:
         return Plan(1, (), "no leaf may leave early")
     if options.steps is not None:
         return fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
-    if budget_bytes is None or sum(size.leaves) <= budget_bytes:
-        return Plan(1, (), "one device copy of the state fits the device budget")
+    if facts is not None and facts.step_secs is not None and facts.link_bytes_per_sec is not None:
+        choice = choose(
+            Terms(
+                units=size.units,
+                late_bytes=size.late,
+                retained_bytes=size.retained,
+                link_bytes_per_sec=facts.link_bytes_per_sec,
+                step_secs=facts.step_secs,
+                device_budget_bytes=budget_bytes,
+                host_budget_bytes=facts.host_budget_bytes,
+                max_steps=options.max_steps,
+            )
+        )
+        return Plan(choice.cost.steps, choice.cost.blocks, choice.reason)
+    state = describe_bytes(sum(size.leaves))
+    if budget_bytes is None:
+        return Plan(1, (), f"one device copy of the state fits: {state}, no device budget")
+    budget = f"the device budget of {describe_bytes(budget_bytes)}"
+    if sum(size.leaves) <= budget_bytes:
+        return Plan(1, (), f"one device copy of the state fits: {state}, {budget}")
     for steps in range(2, options.max_steps + 1):
-        plan = fill_blocks(size.units, steps, f"{steps} steps keep within the device budget")
+        plan = fill_blocks(size.units, steps, f"{steps} steps keep within {budget}")
         if peak_device_bytes(plan, size) <= budget_bytes:
             return plan
-    return Plan(1, (), f"no window of at most {options.max_steps} steps fits the device budget")
+    why = f"no window of at most {options.max_steps} steps fits {budget}"
+    return Plan(1, (), f"{why}; step time and link are not known yet")
 
 
 def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:
-    """Spreads the units over K - 1 blocks: largest first, each into the emptiest block."""
-    if steps == 1 or not units:
-        return Plan(1, (), reason)
-    blocks: list[list[int]] = [[] for _ in range(steps - 1)]
-    filled = [0] * (steps - 1)
-    for u in sorted(range(len(units)), key=lambda u: (-units[u].state_bytes, u)):
-        emptiest = filled.index(min(filled))
-        blocks[emptiest].append(u)
-        filled[emptiest] += units[u].state_bytes
-    # Largest block first, so that blocks shrink while more and more gradients follow them.
-    order = sorted(range(steps - 1), key=lambda b: (-filled[b], b))
-    return Plan(steps, tuple(tuple(sorted(blocks[b])) for b in order), reason)
+    """Lets all units leave over K - 1 steps, in even blocks."""
+    blocks = fill(units, steps, shrinking=False)
+    return Plan(len(blocks) + 1, blocks, reason)
 
 
 def peak_device_bytes(plan: Plan, size: StateBytes) -> int:

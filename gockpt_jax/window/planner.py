@@ -1,5 +1,6 @@
 """The plan of each step's windows, made once per program, and what the budgets admit."""
 
+import dataclasses
 import logging
 import math
 import weakref
@@ -16,10 +17,13 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes, least_of_processes
+from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
+from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.transfer.staging import compile_ahead, owned_bytes_at_most
-from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, plan_window
+from gockpt_jax.window.clock import StepClock
+from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -30,6 +34,15 @@ _CONTRACTS = (
 )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Planned:
+    """A program's plan, the bytes of its state, and the facts that it was made for."""
+
+    plan: Plan
+    size: StateBytes
+    facts: Facts
+
+
 class Planner:
     """Plans for programs, keeps the device budget's limit, and admits saves to the host.
 
@@ -37,35 +50,103 @@ class Planner:
       options: The user's.
       device: The budget for staged copies and retained values.
       host: Accounts for bytes on the host.
+
+    Attributes:
+      clock: Learns the time of a step.
+      directory: Where checkpoints go, if that is known.
     """
 
     def __init__(self, options: WindowOptions, device: ByteBudget, host: ByteBudget):
+        self.clock = StepClock()
+        self.directory: str | None = None
         self._options = options
         self._device = device
         self._host = host
         self._is_limited = False
-        self._plans: weakref.WeakKeyDictionary[StepProgram, tuple[Plan, StateBytes]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._review_due = False
+        self._plans: weakref.WeakKeyDictionary[StepProgram, _Planned] = weakref.WeakKeyDictionary()
 
     def prepare(self, step: WrappedStep) -> None:
         """Plans for a new program, long before its first window: arming it takes long.
+
+        And once after each save for one that has a plan, if what was measured has moved.
 
         Args:
           step: A step that has run.
         """
         program = step.program
-        if program is None or program in self._plans:
+        if program is None:
+            return
+        if program in self._plans:
+            if self._review_due:
+                self._review(step, program)
             return
         self.limit_device(stepped=True)
         leaves = program.new_state_leaves(step.last_result)
         size = measure_bytes(program, leaves)
+        facts = self._facts(size, leaves)
         if program.groups:
-            plan = plan_window(size, self._options, self._device.limit_bytes)
+            plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         else:
             plan = Plan(1, (), _why_all_late(program, size))
         _log.debug("planned %s", plan)
-        self._plans[program] = (plan, size)
+        self._plans[program] = _Planned(plan, size, facts)
+        self._make_ready(step, program, leaves)
+
+    def save_ended(self) -> None:
+        """More may be known than when the plans were made; looked at before the next window."""
+        self._review_due = True
+
+    def _review(self, step: WrappedStep, program: StepProgram) -> None:
+        """Makes the plan anew if time or rate have moved: blocks move, the armed step stays."""
+        self._review_due = False
+        planned = self._plans[program]
+        if self._options.steps is not None or not program.groups:
+            return
+        leaves = program.new_state_leaves(step.last_result)
+        facts = self._facts(planned.size, leaves)
+        if not facts.differ_from(planned.facts):
+            return
+        plan = plan_window(planned.size, self._options, self._device.limit_bytes, facts)
+        self._plans[program] = _Planned(plan, planned.size, facts)
+        if plan.blocks == planned.plan.blocks:
+            return
+        _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
+        self._make_ready(step, program, leaves)
+
+    def _facts(self, size: StateBytes, leaves: Sequence[jax.Array]) -> Facts:
+        """What the user said, else what has been measured.
+
+        Every process must make the same plan, and what they measure differs. To agree takes a
+        collective, which would empty the device's queue: so several processes go by what the user
+        said alone.
+        """
+        said = Facts(self._options.step_secs, self._options.link_bytes_per_sec)
+        local = {d for a in leaves for d in a.sharding.addressable_devices}
+        host = self._options.host_budget_bytes
+        if jax.process_count() == 1:
+            said = Facts(
+                said.step_secs or self.clock.secs, said.link_bytes_per_sec or LINK.bytes_per_sec
+            )
+            host = self._host_room_bytes(size, len(local)) if host is None else host
+        per_device = None if host is None else host // max(1, len(local))
+        return dataclasses.replace(said, host_budget_bytes=per_device)
+
+    def _host_room_bytes(self, size: StateBytes, num_devices: int) -> int | None:
+        """What this process may take for a save, files in memory counted."""
+        free = host_headroom_bytes()
+        if free is None:
+            return None
+        free += self._host.used_bytes
+        if self.directory is not None and is_in_memory(self.directory):
+            free -= sum(size.leaves) * num_devices
+        return max(0, free)
+
+    def _make_ready(
+        self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]
+    ) -> None:
+        """Compiles ahead what the program's plan needs."""
+        plan, size = self._plans[program].plan, self._plans[program].size
         if plan.steps == 1:
             return
         try:
@@ -100,14 +181,14 @@ class Planner:
 
     def plan_for(self, program: StepProgram, steps: int) -> tuple[Plan, StateBytes]:
         """The program's plan, with K at most `steps`; and the bytes it was made for."""
-        plan, size = self._plans[program]
+        plan, size = self._plans[program].plan, self._plans[program].size
         if steps < plan.steps:
             plan = fill_blocks(size.units, steps, f"the save was {steps - 1} steps away")
         return plan, size
 
     def steps_of(self, program: StepProgram) -> int:
         """K of the program's plan; 1 before it has one. The same on all processes."""
-        return self._plans[program][0].steps if program in self._plans else 1
+        return self._plans[program].plan.steps if program in self._plans else 1
 
     def limit_device(self, *, stepped: bool) -> None:
         """Sets the device budget: what the user said, else what the steps leave free.
@@ -119,7 +200,7 @@ class Planner:
           stepped: Whether a step has run.
         """
         if not self._is_limited and self._options.device_budget_bytes is None:
-            self._device.limit_bytes = device_headroom_bytes()
+            self._device.limit_bytes = least_of_processes(device_headroom_bytes())
             self._is_limited = stepped
 
     def admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:

@@ -56,7 +56,7 @@ class Session:
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
-        self._planner = Planner(options, self._device, self.host)
+        self.planner = Planner(options, self._device, self.host)
         self._auditor = Auditor(options.audit, self._worker, device=self._device, host=self.host)
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
@@ -74,6 +74,8 @@ class Session:
         start = time.perf_counter()
         self.end_save()
         self.surface_failure()
+        if self._window is None:
+            self.planner.clock.tick(start)
         if self._window is not None and self._window.target <= self.version:
             self.abandon("the predicted save did not come", mispredicted=True)
         opening = self._window is None
@@ -100,6 +102,7 @@ class Session:
             self.abandon(f"staging failed: {error!r}")
             return False
         window.make_room()
+        self.planner.clock.pause()
         window.record.stall_secs += time.perf_counter() - start
         return True
 
@@ -130,7 +133,7 @@ class Session:
 
     def _open(self, step: WrappedStep) -> OpenWindow | None:
         """Opens a window if a save is predicted as many steps ahead as it takes."""
-        self._planner.prepare(step)
+        self.planner.prepare(step)
         horizon = self._options.steps or self._options.max_steps
         target = self.predictor.next_save(self.version, horizon - 1) if horizon > 1 else None
         # A window may not begin with the version that the last save sealed: K is at most the
@@ -142,19 +145,19 @@ class Session:
             self._why_snapshot = step.why_not or "the step had not been traced yet"
             return None
         steps = target - self.version + 1
-        plan, size = self._planner.plan_for(program, steps)
+        plan, size = self.planner.plan_for(program, steps)
         if plan.steps == 1:
             self._why_snapshot = plan.reason
         if plan.steps == 1 or plan.steps < steps or not self._is_ready(program):
             return None
         leaves = program.new_state_leaves(step.last_result)
-        if not self._planner.admits(leaves, size):
+        if not self.planner.admits(leaves, size):
             self._why_snapshot = "the host budget had no room when the window should have opened"
             return None
         self._reset_peaks()
         return OpenWindow(
             step, program, plan, target, retained_bytes=size.retained, worker=self._worker,
-            device=self._device, host=self.host, replayer=self._planner.replayer(leaves),
+            device=self._device, host=self.host, replayer=self.planner.replayer(leaves),
             auditor=self._auditor,
         )  # fmt: skip
 
@@ -175,7 +178,7 @@ class Session:
             return True
         if not program.replays_like(window.program):
             return False
-        self._planner.prepare(step)
+        self.planner.prepare(step)
         return program.is_armed and self._is_ready(program)
 
     def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
@@ -227,7 +230,7 @@ class Session:
           HostBudgetError: if a snapshot cannot fit the host budget even alone.
         """
         state_bytes = sum(owned_bytes(a) for a in arrays)
-        self._planner.refuse_oversized(state_bytes)
+        self.planner.refuse_oversized(state_bytes)
         window, record = self._begin_save()
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
@@ -256,11 +259,12 @@ class Session:
         if window is None:
             record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
             self._reset_peaks()
-            self._planner.limit_device(stepped=self.version > 0)
+            self.planner.limit_device(stepped=self.version > 0)
         else:
             record = window.record
         record.sealed_at = time.perf_counter()
         self._sealed_at = self.version
+        self.planner.clock.pause()
         self._why_snapshot = _NOT_PREDICTED
         self._saving = (window, record)
         return self._saving
@@ -271,6 +275,7 @@ class Session:
             return
         window, record = self._saving
         self._saving = None
+        self.planner.save_ended()
         if window is None:
             return
         window.drop()
@@ -302,7 +307,7 @@ class Session:
     def window_steps(self) -> int:
         """K of the next window as far as it is known; 1 if there is none to be had."""
         program = None if self._last_step is None else self._last_step.program
-        return 1 if program is None else self._planner.steps_of(program)
+        return 1 if program is None else self.planner.steps_of(program)
 
     @property
     def window_status(self) -> str:

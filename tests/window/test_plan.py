@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -13,6 +14,7 @@ from gockpt_jax import WindowOptions, _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window.plan import (
+    Facts,
     GroupUnit,
     StateBytes,
     fill_blocks,
@@ -59,17 +61,6 @@ def test_every_unit_leaves_exactly_once(size, steps):
 
 
 @thorough
-@given(states(), st.integers(2, 9))
-def test_blocks_are_even_and_shrink(size, steps):
-    """No block outweighs another by more than one unit, and the heaviest leaves first."""
-    plan = fill_blocks(size.units, steps, "")
-    blocks = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
-    assert blocks == sorted(blocks, reverse=True)
-    if blocks:
-        assert blocks[0] - blocks[-1] <= max(u.state_bytes for u in size.units)
-
-
-@thorough
 @given(states(), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 12_000)))
 def test_planned_window_keeps_the_budget_and_is_the_shortest(size, max_steps, budget):
     plan = plan_window(size, WindowOptions(max_steps=max_steps), budget)
@@ -100,9 +91,46 @@ def test_reasons_tell_why():
 
     assert "no leaf may leave early" in reason(state_of((250,), []), 1)
     assert "one device copy of the state fits" in reason(size, 250)
-    assert "3 steps keep within the device budget" in reason(size, 120)
+    assert "3 steps keep within the device budget of 120 B" in reason(size, 120)
     assert "no window of at most 8 steps fits" in reason(size, 100)
+    assert "step time and link are not known yet" in reason(size, 100)
     assert "steps=4" in reason(size, 1, steps=4)
+
+
+KNOWN = Facts(step_secs=1.0, link_bytes_per_sec=100.0)
+
+
+@thorough
+@given(states(), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 12_000)))
+def test_with_time_and_rate_the_plan_keeps_the_budget_too(size, max_steps, budget):
+    plan = plan_window(size, WindowOptions(max_steps=max_steps), budget, KNOWN)
+    assert len(plan.blocks) == plan.steps - 1 < max_steps
+    early = [u for block in plan.blocks for u in block]
+    assert len(early) == len(set(early))
+    if plan.steps > 1:
+        in_blocks = (sum(size.units[u].state_bytes for u in block) for block in plan.blocks)
+        assert max(*in_blocks, size.retained) <= budget < sum(size.leaves)
+
+
+def test_a_plan_with_time_and_rate_tells_numbers():
+    size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
+    plan = plan_window(size, WindowOptions(), 200, KNOWN)
+    assert plan.steps == 2
+    assert "predicted stall 0.000 s, of a snapshot 0.500 s" in plan.reason
+    assert plan_window(size, WindowOptions(), 250, KNOWN).steps == 1
+
+
+@pytest.mark.parametrize(
+    ("step_secs", "rate", "differs"),
+    [
+        (1.0, 100.0, False), (1.4, 75.0, False), (1.6, 100.0, True), (0.6, 100.0, True),
+        (1.0, 160.0, True), (None, 1e9, False), (9.0, None, False),
+    ],
+)  # fmt: skip
+def test_plans_are_made_anew_only_for_a_drift(step_secs, rate, differs):
+    now = Facts(step_secs, rate)
+    assert now.differ_from(KNOWN) is differs
+    assert now.differ_from(Facts()) is (step_secs is not None and rate is not None)
 
 
 def test_peak_counts_two_steps_in_flight_beside_the_heaviest_block():

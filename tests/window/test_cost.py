@@ -1,0 +1,294 @@
+"""The cost model: budgets kept, nothing lost, never worse than a snapshot, and the paper's sums."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gockpt_jax.window.choice import best_per_steps, choose, fill, windows_of
+from gockpt_jax.window.cost import Terms, Unit, predict
+
+thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+TICK = 1.001e-3  # stalls closer than this are equal to the model
+
+
+@st.composite
+def terms(draw):
+    units: list[Unit] = []
+    for _ in range(draw(st.integers(0, 6))):
+        after = draw(st.sets(st.integers(0, len(units) - 1), max_size=2)) if units else ()
+        units.append(
+            Unit(
+                state_bytes=draw(st.integers(0, 1000)),
+                retained_bytes=draw(st.integers(0, 600)),
+                after=tuple(sorted(after)),
+            )
+        )
+    beside = draw(st.integers(0, 100))  # retained for leaves that the plan keeps, or by replicas
+    return Terms(
+        units=tuple(units),
+        late_bytes=draw(st.integers(1, 2000)),
+        retained_bytes=sum(u.retained_bytes for u in units) + beside,
+        link_bytes_per_sec=draw(st.floats(1.0, 1e4)),
+        step_secs=draw(st.floats(0.01, 100.0)),
+        device_budget_bytes=draw(st.one_of(st.none(), st.integers(1, 8000))),
+        host_budget_bytes=draw(st.one_of(st.none(), st.integers(1, 16000))),
+        max_steps=draw(st.integers(1, 6)),
+    )
+
+
+def held_over_time(terms, cost):
+    """Bytes held on the device, told anew from the rules: when each is taken, and given back.
+
+    A slow and plain second model: intervals of what is held, not a queue.
+    """
+    rate, budget = terms.link_bytes_per_sec, terms.device_budget_bytes
+    held, now, free, following = [], 0.0, 0.0, 0
+
+    def in_use(at):
+        return sum(n for start, end, n in held if start <= at < end)
+
+    def take(n, ready_in, sent):
+        nonlocal now, free
+        ends = sorted(end for _, end, _ in held if end > now)
+        while budget is not None and in_use(now) + n > budget and ends:
+            now = max(now, ends.pop(0))
+        free = max(free, now + ready_in) + sent / rate
+        held.append((now, free, n))
+
+    for block in cost.blocks:
+        block_bytes = sum(terms.units[u].state_bytes for u in block)
+        take(block_bytes, 0.0, block_bytes)
+        following += sum(terms.units[u].retained_bytes for u in block)
+        take(terms.retained_bytes, terms.step_secs, following)
+        now += terms.step_secs
+    return held, now
+
+
+@thorough
+@given(terms())
+def test_budgets_are_never_exceeded(terms):
+    for cost in windows_of(terms):
+        held, _ = held_over_time(terms, cost)
+        peaks = [sum(n for a, b, n in held if a <= start < b) for start, _, _ in held]
+        assert cost.peak_bytes >= max(peaks)
+        if terms.device_budget_bytes is not None:
+            assert cost.peak_bytes <= terms.device_budget_bytes
+        if terms.host_budget_bytes is not None:
+            assert cost.host_bytes <= terms.host_budget_bytes
+    chosen = choose(terms).cost
+    assert chosen.steps == 1 or chosen.fits
+
+
+@thorough
+@given(terms())
+def test_a_window_lasts_as_long_as_its_waits(terms):
+    """The queue of the model against the plain intervals."""
+    for cost in windows_of(terms):
+        _, now = held_over_time(terms, cost)
+        before_the_rest = now - (cost.steps - 1) * terms.step_secs
+        assert cost.stall_secs >= before_the_rest - 1e-6 * (1 + now)
+
+
+def test_two_steps_in_flight_are_counted():
+    """While a step runs, what the last one retained is still on its way."""
+    unit = Unit(state_bytes=80, retained_bytes=40)
+    roomy = Terms(
+        units=(unit, unit), late_bytes=80, retained_bytes=80, link_bytes_per_sec=1.0,
+        step_secs=1000.0, device_budget_bytes=160,
+    )  # fmt: skip
+    # The second step waits for the first gradients to have gone.
+    assert predict(roomy, ((0,), (1,))).peak_bytes == 160
+    assert predict(roomy, ((0,), (1,))).stall_secs == 40
+    almost = dataclasses.replace(roomy, device_budget_bytes=239)
+    assert predict(almost, ((0,), (1,))).stall_secs == 40
+    enough = dataclasses.replace(roomy, device_budget_bytes=240)
+    assert predict(enough, ((0,), (1,))).stall_secs == 0
+    assert predict(enough, ((0,), (1,))).peak_bytes == 240
+
+
+@thorough
+@given(terms())
+def test_every_unit_leaves_exactly_once_and_in_order(terms):
+    for steps in range(2, terms.max_steps + 1):
+        blocks = fill(terms.units, steps, shrinking=steps % 2 == 0)
+        if terms.units:
+            assert len(blocks) == steps - 1
+            assert sorted(u for b in blocks for u in b) == list(range(len(terms.units)))
+    for cost in windows_of(terms):
+        leaves_at = {u: i for i, block in enumerate(cost.blocks) for u in block}
+        assert sum(map(len, cost.blocks)) == len(leaves_at)
+        for u, at in leaves_at.items():
+            assert all(leaves_at.get(first, cost.steps) <= at for first in terms.units[u].after)
+        following = [
+            sum(terms.units[u].retained_bytes for u, at in leaves_at.items() if at <= i)
+            for i in range(len(cost.blocks))
+        ]
+        assert cost.moved_bytes == terms.state_bytes + sum(following)
+
+
+@thorough
+@given(terms())
+def test_never_worse_than_a_snapshot_or_a_blocking_save(terms):
+    chosen = choose(terms).cost
+    assert chosen.stall_secs <= predict(terms, ()).stall_secs
+    assert chosen.stall_secs <= terms.blocking_secs
+
+
+@thorough
+@given(terms(), st.integers(0, 4000), st.floats(1.0, 10.0))
+def test_more_budget_and_a_faster_link_never_stall_more(terms, more_bytes, faster):
+    stall = choose(terms).cost.stall_secs
+    rate = terms.link_bytes_per_sec * faster
+    assert choose(dataclasses.replace(terms, link_bytes_per_sec=rate)).cost.stall_secs <= (
+        stall + TICK
+    )
+    for name in ("device_budget_bytes", "host_budget_bytes"):
+        if getattr(terms, name) is not None:
+            for more in (getattr(terms, name) + more_bytes, None):
+                easier = dataclasses.replace(terms, **{name: more})
+                assert choose(easier).cost.stall_secs <= stall + TICK
+
+
+@thorough
+@given(terms())
+def test_least_stall_then_fewest_bytes_then_smallest_k(terms):
+    chosen = choose(terms).cost
+    others = [predict(terms, ()), *windows_of(terms)]
+    assert chosen.stall_secs <= min(c.stall_secs for c in others) + TICK
+    as_good = [c for c in others if round(c.stall_secs, 3) == round(chosen.stall_secs, 3)]
+    assert chosen.moved_bytes == min(c.moved_bytes for c in as_good)
+    assert chosen.steps == min(c.steps for c in as_good if c.moved_bytes == chosen.moved_bytes)
+
+
+@thorough
+@given(terms(), st.integers(2, 8), st.booleans())
+def test_blocks_are_within_one_unit_of_their_share(terms, steps, shrinking):
+    units = tuple(dataclasses.replace(u, after=()) for u in terms.units)
+    total = sum(u.state_bytes for u in units)
+    if not total:
+        return
+    shrinks = max(1 - sum(u.retained_bytes for u in units) / total, 0.05)
+    share = [shrinks**i if shrinking else 1 for i in range(steps - 1)]
+    for block, part in zip(fill(units, steps, shrinking=shrinking), share, strict=True):
+        largest = max(u.state_bytes for u in units)
+        assert sum(units[u].state_bytes for u in block) <= total * part / sum(share) + largest
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5, 8])
+@pytest.mark.parametrize("gain", [1.25, 2, 4])
+def test_every_step_moves_the_same_bytes(steps, gain):
+    units = tuple(Unit(state_bytes=1000, retained_bytes=int(1000 / gain)) for _ in range(2000))
+    blocks = fill(units, steps, shrinking=True)
+    left, traffic = 0, []
+    for block in blocks:
+        traffic.append(len(block) * 1000 + left * int(1000 / gain))
+        left += len(block)
+    assert max(traffic) <= min(traffic) + 4 * 1000
+
+
+def test_units_that_wait_for_each_other_are_refused():
+    a, b = (Unit(state_bytes=1, retained_bytes=0, after=(i,)) for i in (1, 0))
+    with pytest.raises(ValueError, match=r"units \[0, 1\] must not leave later than each other"):
+        fill((a, b), 3, shrinking=True)
+
+
+# The paper: a step hides one K-th of the state, whatever exceeds it is stall.
+
+
+def paper(ratio, steps, budget_parts, retained_parts):
+    """K equal parts, of which a step hides one; gradients weigh `ratio` of what they follow."""
+    part = Unit(state_bytes=84_000, retained_bytes=round(84_000 * ratio))
+    return Terms(
+        units=(part,) * (steps - 1), late_bytes=84_000, retained_bytes=84_000 * retained_parts,
+        link_bytes_per_sec=84_000, step_secs=1.0, device_budget_bytes=84_000 * budget_parts,
+    )  # fmt: skip
+
+
+def saved_steps(ratio, steps):
+    """Steps of stall that K equal parts save against a snapshot that hides one step's worth."""
+    terms = paper(ratio, steps, budget_parts=1, retained_parts=0)
+    snapshot, window = predict(terms, ()), predict(terms, tuple((u,) for u in range(steps - 1)))
+    assert snapshot.stall_secs == pytest.approx(steps - 1)  # Async-O: (K - 1) T
+    # GoCkpt waits for all that moves: K (K - 1) / 14 T with r = 1/7.
+    waits = window.moved_bytes / terms.link_bytes_per_sec - steps * terms.step_secs
+    assert waits == pytest.approx(ratio * steps * (steps - 1) / 2)
+    return snapshot.stall_secs - waits
+
+
+@pytest.mark.parametrize(
+    ("ratio", "best", "saved"), [(1 / 7, {7, 8}, 3.0), (1 / 3, {3, 4}, 1.0)], ids=["bf16", "fp32"]
+)
+def test_the_papers_best_k_and_what_it_saves(ratio, best, saved):
+    by_steps = {k: saved_steps(ratio, k) for k in range(2, 13)}
+    most = max(by_steps.values())
+    assert {k for k, s in by_steps.items() if s == pytest.approx(most)} == best
+    assert most == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 7])
+def test_gradients_of_one_step_beside_the_next_hide_all_but_theirs(steps):
+    """With room for a block and one step's gradients, each step waits for the last one's."""
+    terms = paper(1 / 7, steps, budget_parts=2, retained_parts=1)
+    window = predict(terms, tuple((u,) for u in range(steps - 1)))
+    assert window.stall_secs == pytest.approx((steps - 1) * (steps - 2) / 14)
+    roomier = dataclasses.replace(terms, device_budget_bytes=84_000 * 5)
+    assert predict(roomier, window.blocks).stall_secs < 1.0
+
+
+# The choice.
+
+FP32_ADAM = Terms(
+    units=tuple(Unit(state_bytes=80, retained_bytes=40) for _ in range(100)),
+    late_bytes=4000, retained_bytes=4000, link_bytes_per_sec=1000.0, step_secs=10.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("budget", "kind", "says"),
+    [
+        (None, "copy", "one device copy of the state fits: 12 kB, no device budget"),
+        (12_000, "copy", "12 kB, the device budget of 12 kB"),
+        (
+            10_000,
+            "window",
+            "2 steps: predicted stall 0.000 s, of a snapshot 2.000 s; at most 10 kB",
+        ),
+        (100, "snapshot", "no window fits the device budget of 100 B"),
+    ],
+)
+def test_the_choice_says_which_and_why(budget, kind, says):
+    choice = choose(dataclasses.replace(FP32_ADAM, device_budget_bytes=budget))
+    assert choice.kind == kind
+    assert (choice.cost.steps == 1) == (kind != "window")
+    assert says in choice.reason
+
+
+def test_nothing_to_gain_is_said():
+    slow_to_follow = Unit(state_bytes=100, retained_bytes=100)
+    terms = Terms(
+        units=(slow_to_follow,), late_bytes=1, retained_bytes=100, link_bytes_per_sec=1.0,
+        step_secs=0.001, device_budget_bytes=100,
+    )  # fmt: skip
+    choice = choose(terms)
+    assert choice.kind == "snapshot"
+    assert "no window gains: predicted stall at least" in choice.reason
+    nothing = choose(dataclasses.replace(terms, units=(), late_bytes=101))
+    assert nothing.reason.startswith("no leaf may leave early")
+
+
+def test_a_host_budget_for_the_state_alone_leaves_snapshots():
+    terms = dataclasses.replace(FP32_ADAM, device_budget_bytes=10_000, host_budget_bytes=12_000)
+    assert choose(terms).kind == "snapshot"
+    assert "host budget" in choose(terms).reason
+    roomier = dataclasses.replace(terms, host_budget_bytes=20_000)
+    assert choose(roomier).kind == "window"
+
+
+def test_one_plan_for_each_k():
+    costs = best_per_steps(dataclasses.replace(FP32_ADAM, device_budget_bytes=10_000))
+    assert [c.steps for c in costs] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert costs[0].stall_secs == 2.0
