@@ -5,6 +5,7 @@ The public names. Start at `GoCkptManager`.
 
 from gockpt_jax.errors import AuditError as AuditError
 from gockpt_jax.errors import HostBudgetError as HostBudgetError
+from gockpt_jax.errors import ProcessError as ProcessError
 from gockpt_jax.errors import ReplayError as ReplayError
 from gockpt_jax.errors import SnapshotOnlyWarning as SnapshotOnlyWarning
 from gockpt_jax.errors import StepMismatchError as StepMismatchError

@@ -117,3 +117,14 @@ def before_shutdown(callback: Callable[[], None]) -> None:
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(callback)
+
+
+def coordination_client() -> Any | None:
+    """The client of the coordination service; `None` before `jax.distributed.initialize`.
+
+    Its barriers and its key-value store have no public name (jax 0.7 to 0.12); Orbax takes it from
+    the same place.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -21,5 +21,9 @@ class HostBudgetError(ValueError):
     """The host budget cannot hold the state; nothing was saved, earlier checkpoints are intact."""
 
 
+class ProcessError(RuntimeError):
+    """A process of the job failed or did not come, so none saves; the message names it and why."""
+
+
 class SnapshotOnlyWarning(UserWarning):
     """A wrapped step cannot be armed, so its saves are snapshots; the message names the remedy."""

@@ -15,10 +15,12 @@ from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
 from gockpt_jax.storage.policies import arrange
 from gockpt_jax.telemetry.report import PendingReport
 from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -77,7 +79,18 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_options = options
         self._gockpt_closed = False
         self._gockpt_quiet = False  # inside `save` and `close`, where a window's failure waits
-        handler = GoCkptHandler(window=window, **(pytree_options or {}))
+        processes = Processes(options.multiprocessing_options.active_processes)
+        if processes.several and not options.read_only:
+            options = _never_draining(options, processes)
+            _make_root(_absolute(directory), self._gockpt_options, options, processes)
+        handler = GoCkptHandler(
+            window=window,
+            processes=processes,
+            **{
+                "multiprocessing_options": options.multiprocessing_options,
+                **(pytree_options or {}),
+            },
+        )
         self._gockpt_handler = handler
         self._share_windows(handler)
         self._gockpt_session.predictor.sees_every_call = True
@@ -88,7 +101,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         )
         super().__init__(
             _absolute(directory),
-            options=self._told_of_commits(arrange(options, self._gockpt_session)),
+            options=self._at_commits(arrange(options, self._gockpt_session)),
             metadata=metadata,
             logger=logger,
             handler_registry=_registry(handler_registry, self._gockpt_handler),
@@ -121,7 +134,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             kwargs["args"] = _as_composite(kwargs["args"])
         self._gockpt_handler.label = step
         before = self._gockpt_pending
-        if before is not None and not before.is_finished and not self.is_saving_in_progress():
+        if self._may_raise_now and before is not None and not before.is_finished:
             self.wait_until_finished()  # at once: that save has ended, and not well
         self._gockpt_quiet = True
         try:
@@ -130,6 +143,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             pending = self._gockpt_pending
             if pending is not None and pending is not before:
                 pending.failed(error)
+            if self._gockpt_handler.votes is not None:
+                self._gockpt_handler.votes.cancel()
             raise
         finally:
             self._gockpt_session.end_save()  # a save that failed is tried again with a new seal
@@ -189,7 +204,12 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             if self._gockpt_pending is not None:
                 self._gockpt_pending.failed(error)
             self.reload()  # Orbax has dropped the steps that this save was to replace
+            votes = self._gockpt_handler.votes
+            if votes is not None and votes.failure not in (None, error):
+                raise votes.failure from error  # what the other processes raise
             raise
+        if self._gockpt_pending is not None:
+            self._gockpt_pending.committed()
         if not self._gockpt_quiet:
             self._gockpt_session.surface_failure()
 
@@ -205,10 +225,17 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
     def _gockpt_pending(self) -> PendingReport | None:
         return self._gockpt_handler.pending
 
-    def _told_of_commits(
-        self, options: ocp.CheckpointManagerOptions
-    ) -> ocp.CheckpointManagerOptions:
-        """The user's options, with a word to us after each commit."""
+    @property
+    def _may_raise_now(self) -> bool:
+        """Whether the last save has ended, and may be asked how.
+
+        Beside other processes it is asked where all of them do: in the next accepted save, or in a
+        wait. One that raised alone would be waited for.
+        """
+        return not self._gockpt_session.processes.several and not self.is_saving_in_progress()
+
+    def _at_commits(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManagerOptions:
+        """The user's options, with a word to us after each commit, and a vote before it."""
         if not self._gockpt_commits_later:
             return options
         async_options = options.async_options or ocp.options.AsyncOptions()
@@ -217,11 +244,50 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         def committed() -> None:
             if self._gockpt_pending is not None:
                 self._gockpt_pending.committed()
+
+        def finalized() -> None:  # on the primary process alone
+            committed()
             if users is not None:
                 users()
 
-        told = dataclasses.replace(async_options, post_finalization_callback=committed)
+        told = dataclasses.replace(async_options, post_finalization_callback=finalized)
+        processes = self._gockpt_session.processes
+        if processes.several and async_options.barrier_sync_fn is None:
+            self._gockpt_handler.votes = CommitVotes(processes, committed)
+            told = dataclasses.replace(told, barrier_sync_fn=self._gockpt_handler.votes)
         return dataclasses.replace(options, async_options=told)
+
+
+def _never_draining(
+    options: ocp.CheckpointManagerOptions, processes: Processes
+) -> ocp.CheckpointManagerOptions:
+    """Options with which a save does not wait for the devices; what the user set stays.
+
+    Orbax's barriers are collectives of the devices, behind all steps in flight, unless it is told
+    which processes take part.
+    """
+    given = options.multiprocessing_options
+    if given.active_processes is not None:
+        return options
+    together = dataclasses.replace(
+        given,
+        active_processes=set(processes.members),
+        barrier_sync_key_prefix=given.barrier_sync_key_prefix or processes.prefix,
+    )
+    return dataclasses.replace(options, create=False, multiprocessing_options=together)
+
+
+def _make_root(
+    directory: Any, given: ocp.CheckpointManagerOptions, used: ocp.CheckpointManagerOptions,
+    processes: Processes,
+) -> None:  # fmt: skip
+    """Orbax makes no directory for processes that it was told of."""
+    if not given.create or used.create:
+        return
+    if ocp.multihost.is_primary_host(used.multiprocessing_options.primary_host):
+        mode = used.file_options.path_permission_mode if used.file_options else None
+        directory.mkdir(parents=True, exist_ok=True, mode=mode)
+    processes.barrier("root")
 
 
 def _finish_last_save(manager: "weakref.ref[GoCkptManager]") -> None:

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import checksums
+from gockpt_jax.storage.commit import CommitVotes, vote
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.tree_handler import make_tree_handler
@@ -20,6 +21,7 @@ from gockpt_jax.storage.write_budget import WriteStats
 from gockpt_jax.telemetry.report import PendingReport, SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.processes import PATIENCE_SECS, Processes
 from gockpt_jax.window.slots import ChunkSlot
 
 
@@ -33,6 +35,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     Args:
       window: How the state leaves the device.
       save_decision_policy: The policy that the manager was given.
+      processes: Those that save together; `None`: those of `multiprocessing_options`.
       **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
 
     Raises:
@@ -55,19 +58,24 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         *,
         window: WindowOptions | None = None,
         save_decision_policy: Any = None,
+        processes: Processes | None = None,
         **options: Any,
     ):
-        self._open_windows(window)
+        together = options.setdefault(
+            "multiprocessing_options", ocp.options.MultiprocessingOptions()
+        )
+        self._open_windows(window, processes or Processes(together.active_processes))
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False
         limit = self._gockpt_window_options.write_limit_bytes
         self._tree, self._writer = make_tree_handler(write_limit_bytes=limit, **options)
-        self._standard = ocp.StandardCheckpointHandler()
-        self._stock_tree = ocp.PyTreeCheckpointHandler()
+        self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
+        self._stock_tree = ocp.PyTreeCheckpointHandler(multiprocessing_options=together)
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
         self.has_manager = False  # of ours, which knows labels, refused saves and commits
+        self.votes: CommitVotes | None = None  # at the commit, if a manager of ours takes them
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
         self._save = ""  # its directory
@@ -79,16 +87,37 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
         """Seals the window (or takes a snapshot) and starts writing what becomes final.
 
+        Beside other processes it raises nothing: they would wait for this one. The save fails at
+        its commit instead, on all of them.
+
         Args:
           directory: Of the item, within the save's temporary directory.
           args: `GoCkptSave`, or stock's `StandardSave` or `PyTreeSave`.
         """
         entered_at = time.perf_counter()
         self._begin(directory)
+        written: ocp.future.Future
+        try:
+            written = await self._seal_and_write(directory, args, entered_at)
+        except Exception as error:
+            if not self._gockpt_session.processes.several:
+                raise
+            written = _Failed(error)
+        if not self.has_manager:
+            self._gockpt_session.predictor.observe(
+                self._gockpt_session.version, self.label, accepted=True
+            )
+            if self.pending is not None:
+                self.pending.returned(entered_at)
+        return [written if self.votes is not None else self._voting(written)]
+
+    async def _seal_and_write(
+        self, directory: Any, args: Any, entered_at: float
+    ) -> ocp.future.Future:
         leaves, tree = jax.tree.flatten(args.item)
         _refuse_donated(args.item)
-        positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         try:
+            positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
             record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
         except BaseException as error:
             refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
@@ -109,12 +138,13 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         stats = self._writer.take_stats()
         if self._writer.is_primary:
             stats.checksums.add_values(stock.item, stock.save_args)
-        if not self.has_manager:
-            self._gockpt_session.predictor.observe(
-                self._gockpt_session.version, self.label, accepted=True
-            )
-            self.pending.returned(entered_at)
-        return [_Written(futures or (), record, stats, directory)]
+        return _Written(futures or (), record, stats, directory)
+
+    def _voting(self, written: ocp.future.Future) -> ocp.future.Future:
+        processes = self._gockpt_session.processes
+        return (
+            _Voting(written, processes, self.pending, self.label) if processes.several else written
+        )
 
     def _begin(self, directory: Any) -> None:
         """Items of one save lie in one directory; another directory is another save."""
@@ -122,6 +152,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         if save != self._save:
             self._gockpt_session.end_save()
             self._save = save
+            if self.votes is not None:
+                self.votes.begin(self.label)
             if not self.has_manager:
                 digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
                 self.label = int(digits[-1]) if digits else -1
@@ -265,3 +297,41 @@ class _Written(ocp.future.Future):  # type: ignore[misc]
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes
             self._record.written_at = time.perf_counter()
+
+
+class _Failed(ocp.future.Future):  # type: ignore[misc]
+    """A save that failed before anything was written, on this process."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def result(self, timeout: float | None = None) -> None:
+        """Raises what went wrong."""
+        raise self._error
+
+
+class _Voting(ocp.future.Future):  # type: ignore[misc]
+    """An item's writes on all processes; for managers that take no votes at their barriers."""
+
+    def __init__(
+        self, written: ocp.future.Future, processes: Processes, pending: PendingReport | None,
+        label: int,
+    ):  # fmt: skip
+        self._written = written
+        self._processes = processes
+        self._pending = pending
+        self._label = label
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for every write of every process; raises what the first failing one raised."""
+        error: Exception | None = None
+        try:
+            self._written.result(timeout)
+        except Exception as failed:
+            error = failed
+        patience = PATIENCE_SECS if timeout is None else timeout
+        failure = vote(self._processes, "written", self._label, error, patience)
+        if failure is not None:
+            raise failure from error
+        if self._pending is not None and jax.process_index():
+            self._pending.committed()  # but for merge and rename, of which only process 0 hears

@@ -66,7 +66,8 @@ class SaveReport:
       stall_secs: Time the trainer's thread spent in our hooks during the window and in `save`,
         waits for budgets, barriers and the previous save included. Device contention is not in it:
         step-time inflation, which a benchmark measures, is the whole cost.
-      barrier_secs: The part of it before the state was looked at: the previous save, barriers.
+      barrier_secs: The part of it that was spent waiting for others before the state was looked at:
+        for the previous save, and for the other processes, when the window opened and in `save`.
       drain_secs: From the seal until the last chunk was final on the host.
       write_secs: From the first chunk's hand-over to the last one's end of writing.
       commit_secs: From there until the checkpoint was visible.
@@ -107,6 +108,7 @@ class SaveRecord:
     step: int = -1
     state_bytes: int = 0
     early_bytes: int = 0
+    early_leaves: int = 0  # of which this process may own nothing
     gradient_bytes: int = 0
     late_leaves: tuple[str, ...] = ()
     stall_secs: float = 0.0
@@ -191,7 +193,7 @@ class PendingReport:
 
     def returned(self, started_at: float) -> None:
         """`save`, called at `started_at`, returns to the trainer."""
-        self.record.barrier_secs = self._entered_at - started_at
+        self.record.barrier_secs += self._entered_at - started_at
         self.record.stall_secs += time.perf_counter() - started_at
         self._done("return")
 

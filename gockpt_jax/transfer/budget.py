@@ -4,8 +4,6 @@ import threading
 import time
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 
 class ByteBudget:
@@ -92,17 +90,3 @@ def device_headroom_bytes() -> int | None:
             return None
         free.append(stats["bytes_limit"] - stats["peak_bytes_in_use"])
     return int(max(0, min(free)) * 9 // 10)
-
-
-def least_of_processes(num_bytes: int | None) -> int | None:
-    """The least of a measured number of all processes: plans must not differ between them.
-
-    With several processes a collective of their devices, which the queued steps are waited for by:
-    for once or twice in a run, on the trainer's thread. `None`, which a platform says on all of
-    them, needs none.
-    """
-    if num_bytes is None or jax.process_count() == 1:
-        return num_bytes
-    # In MiB: without `jax_enable_x64` larger integers would be cut off.
-    mine = np.asarray([num_bytes // 2**20], np.int32)
-    return int(multihost_utils.process_allgather(mine).min()) * 2**20

@@ -8,6 +8,7 @@ from gockpt_jax.telemetry.report import PendingReport, ReportLog, SaveReport
 from gockpt_jax.training.call import Places
 from gockpt_jax.training.nested import NestedStep, wrap_step
 from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.session import Session
 
 
@@ -21,8 +22,8 @@ class WindowFace:
     _gockpt_session: Session
     _gockpt_log: ReportLog
 
-    def _open_windows(self, options: WindowOptions | None) -> None:
-        """Starts a session.
+    def _open_windows(self, options: WindowOptions | None, processes: Processes) -> None:
+        """Starts a session of processes that save together.
 
         Raises:
           TypeError: if `options` is not a `WindowOptions`.
@@ -35,7 +36,7 @@ class WindowFace:
             )
         self._gockpt_window_options = options
         self._gockpt_log = ReportLog()
-        self._gockpt_session = Session(options)
+        self._gockpt_session = Session(options, processes)
 
     def _share_windows(self, other: "WindowFace") -> None:
         """Takes part in another's session."""

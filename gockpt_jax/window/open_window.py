@@ -62,6 +62,7 @@ class OpenWindow:
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
         self._late: dict[int, str] = {}  # groups that left but became late, with the reason
         self._retained_bytes = retained_bytes
+        self._is_given_up = False
 
     @property
     def error(self) -> BaseException | None:
@@ -87,10 +88,11 @@ class OpenWindow:
         planned = self.plan.blocks[version - (self.target - self.plan.steps + 1)]
         block = [g for g in planned if g not in self._late]
         leaves = [j for g in block for j in self.program.groups[g].leaves]
-        if leaves:
-            self._send(block, {j: old[j] for j in leaves})
+        # First: should sending fail, the other processes go on, and this one beside them.
         self._left.extend(block)
         self._placed.update((j, old[j].sharding) for j in leaves)
+        if leaves and not self._is_given_up:
+            self._send(block, {j: old[j] for j in leaves})
 
     def _check_continuity(self, old: Sequence[Any], previous: Sequence[Any]) -> None:
         """What left can be replayed only if each step starts from what the last one returned."""
@@ -137,6 +139,9 @@ class OpenWindow:
           cut: The cut arrays, in the program's order.
         """
         pulls: dict[int, Pull] = {}
+        if self._is_given_up:
+            self._follow_with_nothing(cut)
+            return
         with events.span(events.SPAN_PULL):
             for g in self._left:
                 group = self.program.groups[g]
@@ -147,6 +152,19 @@ class OpenWindow:
                     pulls.setdefault(i, start_scalar_pull(cut[i]))
         self._early.expect(pulls)
         self._submit(lambda: self._early.update(pulls), self._retained_bytes)
+
+    def _follow_with_nothing(self, cut: Sequence[jax.Array]) -> None:
+        """Takes part in what the other processes do with an armed step's cut, and takes nothing."""
+        for g in self._left:
+            group = self.program.groups[g]
+            for i in group.retained:
+                align(cut[i], self._placed[group.leaves[0]])  # may be a program of all processes
+        self.give_back_room()
+
+    def give_up(self) -> None:
+        """Takes nothing more on this process; the others', and its armed steps, go on."""
+        self._is_given_up = True
+        self.drop()
 
     def _submit(self, task: Any, device_bytes_held: int) -> None:
         """Runs a task on the worker; what it held on the device is free afterwards."""

@@ -1,6 +1,7 @@
 """The plan of each step's windows, made once per program, and what the budgets admit."""
 
 import dataclasses
+import json
 import logging
 import math
 import weakref
@@ -17,13 +18,14 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes, least_of_processes
+from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
 from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.transfer.staging import compile_ahead, owned_bytes_at_most
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
+from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -50,16 +52,20 @@ class Planner:
       options: The user's.
       device: The budget for staged copies and retained values.
       host: Accounts for bytes on the host.
+      processes: Those that make the same plan.
 
     Attributes:
       clock: Learns the time of a step.
       directory: Where checkpoints go, if that is known.
     """
 
-    def __init__(self, options: WindowOptions, device: ByteBudget, host: ByteBudget):
+    def __init__(
+        self, options: WindowOptions, device: ByteBudget, host: ByteBudget, processes: Processes
+    ):
         self.clock = StepClock()
         self.directory: str | None = None
         self._options = options
+        self._processes = processes
         self._device = device
         self._host = host
         self._is_limited = False
@@ -117,20 +123,24 @@ class Planner:
     def _facts(self, size: StateBytes, leaves: Sequence[jax.Array]) -> Facts:
         """What the user said, else what has been measured.
 
-        Every process must make the same plan, and what they measure differs. To agree takes a
-        collective, which would empty the device's queue: so several processes go by what the user
-        said alone.
+        Every process must make the same plan, and what they measure differs: all of them go by the
+        shortest step, the slowest link and the least room that one of them has seen.
         """
-        said = Facts(self._options.step_secs, self._options.link_bytes_per_sec)
+        said = self._options
         local = {d for a in leaves for d in a.sharding.addressable_devices}
-        host = self._options.host_budget_bytes
-        if jax.process_count() == 1:
-            said = Facts(
-                said.step_secs or self.clock.secs, said.link_bytes_per_sec or LINK.bytes_per_sec
-            )
-            host = self._host_room_bytes(size, len(local)) if host is None else host
-        per_device = None if host is None else host // max(1, len(local))
-        return dataclasses.replace(said, host_budget_bytes=per_device)
+        host = said.host_budget_bytes
+        host = self._host_room_bytes(size, len(local)) if host is None else host
+        measured = {
+            "step_secs": said.step_secs or self.clock.secs,
+            "link_bytes_per_sec": said.link_bytes_per_sec or LINK.bytes_per_sec,
+            # A process may have no device with a part of the state.
+            "host_budget_bytes": None if host is None or not local else host // len(local),
+        }
+        told = [
+            json.loads(x) for x in self._processes.gather("facts", json.dumps(measured)).values()
+        ]
+        known = {name: [x[name] for x in told if x[name] is not None] for name in measured}
+        return Facts(**{name: min(seen, default=None) for name, seen in known.items()})
 
     def _host_room_bytes(self, size: StateBytes, num_devices: int) -> int | None:
         """What this process may take for a save, files in memory counted."""
@@ -191,7 +201,7 @@ class Planner:
         return self._plans[program].plan.steps if program in self._plans else 1
 
     def limit_device(self, *, stepped: bool) -> None:
-        """Sets the device budget: what the user said, else what the steps leave free.
+        """Sets the device budget: what the user said, else what the steps leave free everywhere.
 
         Measured once, after a step and before anything of ours: the allocator's peak has no way
         back, and would soon count our own copies.
@@ -200,7 +210,8 @@ class Planner:
           stepped: Whether a step has run.
         """
         if not self._is_limited and self._options.device_budget_bytes is None:
-            self._device.limit_bytes = least_of_processes(device_headroom_bytes())
+            headroom = self._processes.least("device_headroom", device_headroom_bytes())
+            self._device.limit_bytes = headroom
             self._is_limited = stepped
 
     def admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:

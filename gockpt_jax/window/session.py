@@ -9,6 +9,11 @@ A window of K steps that ends at save step V:
 
 Each `stage` copies a block on the device and starts its pull before the next step is dispatched;
 the pull of a step's cut is started right behind the step. The worker takes them in that order.
+
+Beside other processes, a window is open everywhere or nowhere, for all run the same executables
+(`processes.py`). One process may give up its part: it runs the armed steps beside the others, and
+takes a snapshot at the seal. Nothing it finds wrong is raised between two commits, where the
+others would wait for it in vain.
 """
 
 import logging
@@ -26,16 +31,19 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.staging import owned_bytes
+from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
+from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.slots import ChunkSlot
 from gockpt_jax.window.worker import Worker
 
 _log = logging.getLogger("gockpt_jax")
 
+_NO_ROOM = "the host budget had no room when the window should have opened"
 _NOT_PREDICTED = "the save was not predicted, so no window was open"
 
 
@@ -44,10 +52,12 @@ class Session:
 
     Args:
       options: The user's.
+      processes: Those that save together.
     """
 
-    def __init__(self, options: WindowOptions):
+    def __init__(self, options: WindowOptions, processes: Processes):
         self.version = 0
+        self.processes = processes
         self.predictor = SavePredictor()
         self.host = ByteBudget(options.host_budget_bytes)  # counts; nobody waits for it
         self._options = options
@@ -56,10 +66,12 @@ class Session:
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
-        self.planner = Planner(options, self._device, self.host)
+        self.planner = Planner(options, self._device, self.host, processes)
+        self._agreement = Agreement(options, processes)
         self._auditor = Auditor(options.audit, self._worker, device=self._device, host=self.host)
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
+        self._given_up: str | None = None  # why this process takes no part in the open window
         self._saving: tuple[OpenWindow | None, SaveRecord] | None = None  # between its items
 
     # What the wrapped step tells.
@@ -99,8 +111,9 @@ class Session:
             window.leave(self.version, old, previous)
         except Exception as error:  # out of device memory, as a rule: training must go on
             _log.warning("a window was given up, training is not affected: %r", error)
-            self.abandon(f"staging failed: {error!r}")
-            return False
+            self._give_up(f"staging failed: {error!r}")
+            if self._window is None:
+                return False
         window.make_room()
         self.planner.clock.pause()
         window.record.stall_secs += time.perf_counter() - start
@@ -125,7 +138,7 @@ class Session:
             except Exception as error:  # the old state is donated: the caller must get the new one
                 _log.warning("a window was given up, training is not affected: %r", error)
                 self._window.give_back_room()
-                self.abandon(f"its cut could not be pulled: {error!r}")
+                self._give_up(f"its cut could not be pulled: {error!r}")
                 return
             self._window.record.stall_secs += time.perf_counter() - start
 
@@ -133,7 +146,10 @@ class Session:
 
     def _open(self, step: WrappedStep) -> OpenWindow | None:
         """Opens a window if a save is predicted as many steps ahead as it takes."""
+        self._given_up = None
+        self.planner.limit_device(stepped=True)
         self.planner.prepare(step)
+        self._agreement.settle(step)
         horizon = self._options.steps or self._options.max_steps
         target = self.predictor.next_save(self.version, horizon - 1) if horizon > 1 else None
         # A window may not begin with the version that the last save sealed: K is at most the
@@ -148,29 +164,29 @@ class Session:
         plan, size = self.planner.plan_for(program, steps)
         if plan.steps == 1:
             self._why_snapshot = plan.reason
-        if plan.steps == 1 or plan.steps < steps or not self._is_ready(program):
+        if plan.steps == 1 or plan.steps < steps or not self._is_ready(program, target):
             return None
         leaves = program.new_state_leaves(step.last_result)
-        if not self.planner.admits(leaves, size):
-            self._why_snapshot = "the host budget had no room when the window should have opened"
+        admitted = self.planner.admits(leaves, size)
+        if not admitted and not self.processes.several:
+            self._why_snapshot = _NO_ROOM
             return None
         self._reset_peaks()
-        return OpenWindow(
+        window = OpenWindow(
             step, program, plan, target, retained_bytes=size.retained, worker=self._worker,
             device=self._device, host=self.host, replayer=self.planner.replayer(leaves),
             auditor=self._auditor,
         )  # fmt: skip
+        if not admitted:  # the others may have room
+            self._given_up = _NO_ROOM
+            window.give_up()
+        return window
 
-    def _is_ready(self, program: StepProgram) -> bool:
-        if self._options.steps is not None:
-            program.wait_until_ready()  # a fixed K promises a window, and pays for it
-        if not program.is_ready():
-            self._why_snapshot = "the armed step was still compiling"
-            return False
-        if (failure := program.failure()) is not None:
-            self._why_snapshot = f"the armed step did not compile: {failure}"
-            return False
-        return True
+    def _is_ready(self, program: StepProgram, target: int) -> bool:
+        why_not = self._agreement.why_not_ready(program, target)
+        if why_not is not None:
+            self._why_snapshot = why_not
+        return why_not is None
 
     def _can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:
         """Whether a window goes on with this step; another step may have opened it."""
@@ -179,7 +195,8 @@ class Session:
         if not program.replays_like(window.program):
             return False
         self.planner.prepare(step)
-        return program.is_armed and self._is_ready(program)
+        self._agreement.settle(step)
+        return program.is_armed and self._is_ready(program, window.target)
 
     def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
@@ -190,19 +207,42 @@ class Session:
         events.record_event(events.WINDOW_ABANDONED)
         self._why_snapshot = f"its window was abandoned: {reason}"
         self._window.drop()
-        self._window = None
+        self._window = self._given_up = None
+        if self.processes.several:
+            self._failure = None  # its save does not come, so there is nothing to fail
         if mispredicted:
             self.predictor.abandoned()
+
+    def _give_up(self, reason: str) -> None:
+        """This process's part of the open window is over; so is the window, unless others go on."""
+        assert self._window is not None
+        if not self.processes.several:
+            self.abandon(reason)
+            return
+        level = logging.DEBUG if self._window.error is None else logging.WARNING
+        _log.log(level, "a part of the window for version %d given up: %s",
+                 self._window.target, reason)  # fmt: skip
+        events.record_event(events.WINDOW_ABANDONED)
+        self._given_up = reason
+        self._window.give_up()
 
     def surface_failure(self) -> None:
         """Raises what went wrong in a window since the last call.
 
+        Beside other processes it raises nothing: they would wait for this one. The window's save
+        fails instead, on all of them.
+
         Raises:
           ReplayError: from the original error.
         """
-        if self._window is not None and self._window.error is not None:
-            self._failure = self._window.error
-            self.abandon(f"it failed: {self._failure!r}")
+        window = self._window
+        if window is not None and window.error is not None and self._given_up is None:
+            self._failure = window.error
+            self._give_up(f"it failed: {self._failure!r}")
+        if not self.processes.several:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise ReplayError(
@@ -228,10 +268,11 @@ class Session:
 
         Raises:
           HostBudgetError: if a snapshot cannot fit the host budget even alone.
+          ReplayError: beside other processes, if this save's window has failed here.
         """
         state_bytes = sum(owned_bytes(a) for a in arrays)
-        self.planner.refuse_oversized(state_bytes)
         window, record = self._begin_save()
+        self.planner.refuse_oversized(state_bytes)
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
         if window is not None:
@@ -239,9 +280,12 @@ class Session:
             wanted = {id(a) for a in arrays}
             early, audit = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
             slots = {id(new[j]): found for j, found in early.items()}
+            record.early_leaves += len(early)
         record.state_bytes += state_bytes
         record.early_bytes += sum(owned_bytes(a) for a in arrays if id(a) in slots)
         with events.span(events.SPAN_SEAL):
+            # Of an array on other processes' devices alone there is nothing to take.
+            slots.update((id(a), []) for a in arrays if not a.addressable_shards)
             late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
             slots.update(take_now(late, self._worker, device=self._device, host=self.host))
         self._worker.submit(
@@ -255,15 +299,19 @@ class Session:
         """The window that is sealed now and the save's record; the same for all items of a save."""
         if self._saving is not None:
             return self._saving
+        # Before anything that can fail here alone: these ask the other processes, now or later.
+        self.planner.limit_device(stepped=self.version > 0)
+        self.planner.save_ended()
+        self._sealed_at = self.version
         window = self._sealing_window()
+        if self.processes.several:
+            self._raise_failure()
         if window is None:
             record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
             self._reset_peaks()
-            self.planner.limit_device(stepped=self.version > 0)
         else:
             record = window.record
         record.sealed_at = time.perf_counter()
-        self._sealed_at = self.version
         self.planner.clock.pause()
         self._why_snapshot = _NOT_PREDICTED
         self._saving = (window, record)
@@ -275,11 +323,10 @@ class Session:
             return
         window, record = self._saving
         self._saving = None
-        self.planner.save_ended()
         if window is None:
             return
         window.drop()
-        if not record.early_bytes:
+        if not record.early_leaves:
             record.nothing_left_early()
 
     def _reset_peaks(self) -> None:
@@ -288,15 +335,20 @@ class Session:
 
     def _sealing_window(self) -> OpenWindow | None:
         """The open window, if this is the version it was opened for and it is sound."""
-        window, self._window = self._window, None
+        window = self._window
         if window is None:
             return None
-        if window.target == self.version and window.error is None:
+        is_due = window.target == self.version
+        if is_due and window.error is None and self._given_up is None:
+            self._window = None
             return window
-        self._window = window
         if window.error is not None:
-            self._failure = window.error  # surfaces at the next call; this save is a snapshot
             self.abandon(f"it failed: {window.error!r}")
+            if is_due or not self.processes.several:
+                # Surfaces at the next call, and this save is a snapshot; beside others it fails.
+                self._failure = window.error
+        elif self._given_up is not None:
+            self.abandon(self._given_up)
         else:
             self.abandon(f"the save came {window.target - self.version} steps early")
         return None

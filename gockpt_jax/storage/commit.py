@@ -1,0 +1,105 @@
+"""The commit of a save on several processes: all of it, or an error that names who failed and why.
+
+Orbax waits for all processes when every chunk is written, and again when the checkpoint has been
+renamed. One that has failed does not come there: the others would wait until their time is up, and
+learn nothing. So these two barriers are votes. Whoever fails goes straight to the barrier at which
+Orbax says that the save is over; on the way there it votes, in the place of the one it left out.
+"""
+
+import sys
+from collections.abc import Callable
+
+import jax
+
+from gockpt_jax.errors import ProcessError
+from gockpt_jax.window.processes import Processes
+
+_VOTES = ("async_write_complete", "async_commit_complete")
+"""Parts of the keys of Orbax's barriers after writing and after renaming (0.11.33 to 0.12.8)."""
+
+
+class CommitVotes:
+    """Orbax's `AsyncOptions.barrier_sync_fn`: its barriers, two of which are votes.
+
+    Args:
+      processes: Those that save together.
+      committed: Called when all of them know that the checkpoint is visible.
+    """
+
+    def __init__(self, processes: Processes, committed: Callable[[], None]):
+        self._processes = processes
+        self._committed = committed
+        self._outstanding: tuple[str, ...] = ()
+        self._label = -1
+        self._is_one_missing = False
+        self.failure: ProcessError | None = None
+
+    def begin(self, label: int) -> None:
+        """A save has begun; its commit follows on another thread, on every process."""
+        self._label = label
+        self._outstanding = _VOTES
+        self._is_one_missing = False
+        self.failure = None
+
+    def cancel(self) -> None:
+        """The save was refused before its commit began."""
+        self._outstanding = ()
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all processes at a barrier of Orbax's.
+
+        Raises:
+          ProcessError: if a process has failed, or does not come.
+        """
+        timeout_secs = timeout_ms / 1000
+        if not self._outstanding:
+            if not self._is_one_missing:  # nobody waits for it twice
+                self._processes.barrier(key, timeout_secs)
+        elif self._outstanding[0] in key:
+            self._vote(None, timeout_secs)
+            if self.failure is not None:
+                raise self.failure
+            if not self._outstanding:
+                self._committed()
+        else:  # another barrier than the one expected: the commit has failed here
+            self._vote(sys.exc_info()[1] or RuntimeError("its commit failed"), timeout_secs)
+            self(key=key, timeout_ms=timeout_ms)
+
+    def _vote(self, error: BaseException | None, timeout_secs: float) -> None:
+        subject, self._outstanding = self._outstanding[0], self._outstanding[1:]
+        try:
+            self.failure = vote(self._processes, subject, self._label, error, timeout_secs)
+        except ProcessError as missing:
+            self.failure, self._is_one_missing = missing, True
+        if self.failure is not None:
+            self._outstanding = ()
+
+
+def vote(
+    processes: Processes, subject: str, label: int, error: BaseException | None,
+    timeout_secs: float,
+) -> ProcessError | None:  # fmt: skip
+    """Tells the other processes how a save goes here, and hears how it goes there.
+
+    Args:
+      processes: All of them vote.
+      subject: What is voted on.
+      label: Of the save.
+      error: What has failed here; `None`: nothing.
+      timeout_secs: How long to wait for the slowest.
+
+    Returns:
+      The error to raise on every process; `None` if none has failed.
+
+    Raises:
+      ProcessError: if a process does not come in time.
+    """
+    mine = None if error is None else f"{type(error).__name__}: {error}"
+    objection = processes.objection(subject, mine, timeout_secs)
+    if objection is None:
+        return None
+    return ProcessError(
+        f"the save of step {label} was given up on all {len(processes.members)} processes, for one "
+        f"has failed: {objection.rstrip('.')}. Nothing of it is visible, earlier checkpoints are "
+        f"intact, and training can go on. This is process {jax.process_index()}."
+    )

@@ -1,0 +1,71 @@
+"""What must be so on every process before a step may run armed on any."""
+
+import weakref
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.window.processes import Processes
+
+
+class Agreement:
+    """Asks the other processes about a program, once where the answer is yes.
+
+    Args:
+      options: The user's.
+      processes: Those that run the same steps.
+    """
+
+    def __init__(self, options: WindowOptions, processes: Processes):
+        self._options = options
+        self._processes = processes
+        self._asked: weakref.WeakKeyDictionary[WrappedStep, StepProgram | str] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()
+        self._refused = (-1, "")  # the last save for which a process was not ready, and why
+
+    def settle(self, step: WrappedStep) -> None:
+        """A step that one process cannot arm is given up by all.
+
+        Args:
+          step: Traced and planned for, by all processes at the same call.
+        """
+        found = step.program if step.program is not None else step.why_not
+        if not self._processes.several or found is None or self._asked.get(step) is found:
+            return
+        why_not = None if step.program is not None else step.why_not
+        objection = self._processes.objection("program", why_not)
+        if objection is not None and step.program is not None:
+            step.give_up(objection)
+        self._asked[step] = step.program if step.program is not None else str(step.why_not)
+
+    def why_not_ready(self, program: StepProgram, target: int) -> str | None:
+        """Why a window of this program cannot open, or go on with it; `None` if it can.
+
+        Args:
+          program: Planned for by all processes.
+          target: The version at whose save the window ends. All are asked once for each: the
+            slowest would be waited for.
+        """
+        if self._options.steps is not None:
+            program.wait_until_ready()  # a fixed K promises a window, and pays for it
+        mine = _why_not(program)
+        if not self._processes.several or program in self._ready:
+            return mine
+        if target == self._refused[0]:
+            return self._refused[1]
+        objection = self._processes.objection("armed", mine)
+        if objection is None:
+            self._ready.add(program)
+        else:
+            self._refused = (target, objection)
+        return objection
+
+
+def _why_not(program: StepProgram) -> str | None:
+    if not program.is_ready():
+        return "the armed step was still compiling"
+    if (failure := program.failure()) is not None:
+        return f"the armed step did not compile: {failure}"
+    return None

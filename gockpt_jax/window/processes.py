@@ -1,0 +1,173 @@
+"""What the processes of one job tell each other: by the coordination service, never by the devices.
+
+A device collective would wait behind every step in flight, and may not run on a second thread. The
+coordination service of `jax.distributed` does neither: a few remote calls of about a millisecond.
+
+A window is not one process's affair. The armed step is another executable than the user's, with
+collectives of its own, so either every process runs it for an update or none does. What one process
+alone can know (its compilation, its memory) is therefore asked of all before a window opens. What
+befalls one of them later is its own affair until the commit: the others' chunks are final at the
+same version however its own were taken, and it keeps running the armed step beside them.
+"""
+
+import collections
+import contextlib
+import time
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from gockpt_jax import _compat
+from gockpt_jax.errors import ProcessError
+
+PATIENCE_SECS = 300.0
+"""How long one process waits for the others on the trainer's thread, as Orbax's barriers do."""
+
+_made: collections.Counter[frozenset[int]] = collections.Counter()
+
+
+class Processes:
+    """The processes that save together.
+
+    Every method is called by all of them, as often and in the same order for each `subject`.
+    Subjects do not wait for each other, so the trainer's thread and a thread of Orbax's may ask at
+    the same time.
+
+    Args:
+      members: Their indices, of which this process's is one; `None`: all.
+
+    Raises:
+      RuntimeError: if there are several, and `jax.distributed` has not been initialized.
+
+    Example:
+      >>> alone = Processes()
+      >>> alone.several, alone.objection("window", "still compiling")
+      (False, 'still compiling')
+      >>> alone.gather("limit", "7")
+      {0: '7'}
+    """
+
+    def __init__(self, members: Collection[int] | None = None):
+        count = jax.process_count()
+        self.members = frozenset(range(count) if members is None else members)
+        self.several = len(self.members) > 1
+        self.prefix = f"gockpt_{'_'.join(map(str, sorted(members))) if members else 'all'}"
+        self._index = jax.process_index()
+        self._lead = min(self.members)
+        self._asked: collections.Counter[str] = collections.Counter()
+        self._client: Any = None
+        if self.several:
+            # Managers are made in the same order everywhere, as their barriers demand.
+            self.prefix += f"_{_made[self.members]}"
+            _made[self.members] += 1
+            self._client = _compat.coordination_client()
+            if self._client is None:
+                raise RuntimeError(
+                    f"{len(self.members)} processes save together, and nothing connects them. Call "
+                    "`jax.distributed.initialize()` at the start of the program."
+                )
+
+    def barrier(self, subject: str, timeout_secs: float = PATIENCE_SECS) -> None:
+        """Returns when every process has come to this barrier, as often as this one.
+
+        Raises:
+          ProcessError: if one does not come in time, or is gone; it is named.
+        """
+        if not self.several:
+            return
+        self._asked[subject] += 1
+        at = f"{self.prefix}/at/{subject}/"
+        self._set(f"{at}{self._index}", str(self._asked[subject]), allow_overwrite=True)
+        started_at = time.monotonic()
+        try:
+            self._client.wait_at_barrier(
+                f"{self.prefix}/{subject}",
+                int(timeout_secs * 1000),
+                process_ids=sorted(self.members),
+            )
+        except jax.errors.JaxRuntimeError as error:
+            secs = time.monotonic() - started_at
+            raise ProcessError(
+                f"{self._missing(at, self._asked[subject])} did not come to `{subject}` within "
+                f"{secs:.0f} s, so nothing is saved: {_first_line(error)}. Look at its log. "
+                "Earlier checkpoints are intact."
+            ) from error
+
+    def objection(
+        self, subject: str, mine: str | None, timeout_secs: float = PATIENCE_SECS
+    ) -> str | None:
+        """Asks all processes whether something stands against it.
+
+        Args:
+          subject: What is asked.
+          mine: What stands against it here; `None`: nothing.
+          timeout_secs: How long to wait for the slowest.
+
+        Returns:
+          One process's objection with the process's name, the same everywhere; `None` if there is
+          none.
+
+        Raises:
+          ProcessError: if a process does not come in time.
+        """
+        if not self.several:
+            return mine
+        if mine is not None:
+            # Another process may be first: one reason is enough.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._set(f"{self._next(subject)}first", f"process {self._index}: {mine}")
+        return next(iter(self._answers(subject, timeout_secs).values()), None)
+
+    def gather(self, subject: str, mine: str) -> dict[int, str]:
+        """What every process says, by its index.
+
+        Args:
+          subject: What is asked.
+          mine: The answer of this process; short.
+
+        Raises:
+          ProcessError: if a process does not come in time.
+        """
+        if not self.several:
+            return {self._index: mine}
+        self._set(f"{self._next(subject)}{self._index}", mine)
+        told = self._answers(subject, PATIENCE_SECS)
+        return {int(index): text for index, text in sorted(told.items())}
+
+    def least(self, subject: str, mine: int | None) -> int | None:
+        """The smallest of all processes' numbers; `None` stands for a number without bound."""
+        told = self.gather(subject, "" if mine is None else str(mine))
+        return min((int(text) for text in told.values() if text), default=None)
+
+    def _next(self, subject: str) -> str:
+        """Where the answers to the next question are."""
+        return f"{self.prefix}/{subject}/{self._asked[subject] + 1}/"
+
+    def _answers(self, subject: str, timeout_secs: float) -> dict[str, str]:
+        """Waits for all, and reads what they have said."""
+        folder = self._next(subject)
+        self.barrier(subject, timeout_secs)
+        if self._index == self._lead:
+            # Whoever has come to this question has read the answers to the one before.
+            self._client.key_value_delete(f"{self.prefix}/{subject}/{self._asked[subject] - 1}/")
+        found = self._client.key_value_dir_get(folder)
+        return {name.rpartition("/")[2]: text for name, text in found}
+
+    def _set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
+        self._client.key_value_set(key, value, allow_overwrite=allow_overwrite)
+
+    def _missing(self, at: str, number: int) -> str:
+        try:
+            found = self._client.key_value_dir_get(at)
+        except jax.errors.JaxRuntimeError:  # the coordination service itself is gone
+            return "a process"
+        there = {int(name.rpartition("/")[2]) for name, text in found if int(text) >= number}
+        missing = sorted(self.members - there)
+        if not missing:
+            return "a process"
+        return f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

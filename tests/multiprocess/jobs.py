@@ -1,0 +1,65 @@
+"""Starts jobs of several processes, connected by `jax.distributed` on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+DEVICES = 2  # of each process
+LIMIT_SECS = 200  # A job takes some 20 s; this much only when it hangs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A process of a job, and what it left."""
+
+    returncode: int
+    output: str
+
+    def said(self, word: str) -> list[str]:
+        """The lines that begin with a word, without it."""
+        lines = self.output.splitlines()
+        return [line[len(word) + 1 :] for line in lines if line.split(" ")[0] == word]
+
+    def did(self, scenario: str) -> bool:
+        """Whether it has come to a scenario's end."""
+        return scenario in self.said("done")
+
+
+def run_job(directory: Path, processes: int, *scenarios: str) -> list[Ended]:
+    """Runs `child.py` in several processes to their ends; it is an error if those do not come."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    started = []
+    for index in range(processes):
+        command = [sys.executable, "-m", "multiprocess.child", ",".join(scenarios), str(directory)]
+        log = (directory / f"process_{index}.log").open("w")
+        child = subprocess.Popen(
+            [*command, f"localhost:{port}", str(processes), str(index)],
+            env=_environment(), cwd=directory, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        started.append((child, log))
+    try:
+        for child, _ in started:
+            child.wait(LIMIT_SECS)
+    finally:
+        for child, log in started:
+            child.kill()
+            child.wait()
+            log.close()
+    return [
+        Ended(child.returncode, (directory / f"process_{index}.log").read_text())
+        for index, (child, _) in enumerate(started)
+    ]
+
+
+def _environment() -> dict[str, str]:
+    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_cpu_max_isa=AVX"
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}

@@ -1,0 +1,346 @@
+"""What the processes of a job do; the same function runs in each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax.storage import handler, writer
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer import pull, staging
+from gockpt_jax.window import early, planner
+
+from .training import INTERVAL, MESHES, Loop, abstract, place, shards_of
+
+FAULTY = 1  # The process in which things go wrong, unless a scenario says otherwise.
+
+
+def say(*words: Any) -> None:
+    """Tells the parent."""
+    print(*words, flush=True)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, new: Any, only_on: int = FAULTY) -> Iterator[None]:
+    """Replaces a function of the library in one process, wherever it was imported by name."""
+    old = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == only_on:
+            patch.setattr(owner, name, new)
+            for module_name, module in list(sys.modules.items()):
+                if module_name.startswith("gockpt_jax.") and getattr(module, name, None) is old:
+                    patch.setattr(module, name, new)
+        yield
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    """A function that raises."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def meshes(directory: Path) -> None:
+    """Trains on every mesh, with windows, and restores on another mesh."""
+    for name in MESHES:
+        loop = Loop(directory / name, name)
+        statuses = []
+        for _ in range(2 * INTERVAL + 1):
+            statuses.append(loop.manager.window_status)
+            loop.update()
+            loop.save()
+        loop.keep()
+        reports = loop.manager.reports
+        kinds = {report.step: report.kind for report in reports}
+        assert kinds == {0: "snapshot", INTERVAL: "window", 2 * INTERVAL: "window"}, reports
+        say("plan", name, [s for s in statuses if "window" in s], loop.session.explain())
+        say("written", name, [report.written_bytes for report in reports])
+        other = place(loop.state, "tensor" if name == "fsdp" else "fsdp")
+        restored = loop.manager.restore(2 * INTERVAL, args=gockpt.GoCkptRestore(abstract(other)))
+        expected = shards_of(other)
+        for key, shard in shards_of(restored).items():
+            assert shard.tobytes() == expected[key].tobytes(), key
+        loop.manager.close()
+
+
+def elsewhere(directory: Path) -> None:
+    """A leaf on the devices of processes 0 and 1 alone is saved beside the state."""
+    loop = Loop(directory / "run")
+    half = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("half",))
+    sharding = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("half"))
+    rows = [np.full((2, 3), d.process_index, np.float32) for d in half.local_devices]
+    parts = [jax.device_put(x, d) for x, d in zip(rows, half.local_devices, strict=True)]
+    leaf = jax.make_array_from_single_device_arrays((8, 3), sharding, parts, dtype=np.float32)
+    loop.run(INTERVAL - 1)
+    loop.update()
+    assert loop.save(args=gockpt.GoCkptSave({"state": loop.state, "half": leaf}))
+    loop.manager.wait_until_finished()
+    report = loop.report(INTERVAL)
+    say("kind", report.kind, report.early_bytes > 0, len(leaf.addressable_shards))
+    loop.manager.close()
+
+
+def queue(directory: Path) -> None:
+    """Steps of process 0 that wait for process 1 are still in its queue when `save` returns.
+
+    Process 1 dispatches its part of them when process 0 has looked: a save that waited for the
+    devices would never return.
+    """
+    loop = Loop(directory / "run")
+    loop.run(3)
+    processes, is_first = loop.session.processes, jax.process_index() == 0
+    add = jax.jit(lambda state: jax.tree.map(lambda x: x + x.sum(), state))  # a collective
+
+    def dispatch() -> Any:
+        queued = loop.state
+        for _ in range(3):
+            queued = add(queued)
+        return jax.tree.leaves(queued)
+
+    jax.block_until_ready(dispatch())  # compiled
+    queued = dispatch() if is_first else []
+    assert loop.save(force=True)
+    if is_first:
+        say("running", not any(x.is_ready() for x in queued if x.dtype == np.float32))
+    processes.barrier("looked")
+    jax.block_until_ready(queued if is_first else dispatch())
+    loop.keep()
+    report = loop.manager.last_report
+    assert 0 < report.barrier_secs <= report.stall_secs, report
+    loop.manager.close()
+
+
+# --- A process that gives up its part ------------------------------------------------------------
+
+
+def parts(directory: Path) -> None:
+    """One process gives up its part of a window; the others' windows, and the save, go on."""
+    loop = Loop(directory / "run")
+    armed, call = [], StepProgram.call
+
+    def counted(self: Any, *args: Any) -> Any:
+        armed.append(loop.label)
+        return call(self, *args)
+
+    with replaced(StepProgram, "call", counted, only_on=jax.process_index()):
+        give_up(loop)
+    say("armed", armed)
+    loop.keep()
+    loop.manager.close()
+
+
+def give_up(loop: Loop) -> None:
+    """Gives parts up, for one reason after the other."""
+    loop.run(INTERVAL)
+    is_faulty = jax.process_index() == FAULTY
+
+    def next_save(label: int, reason: str | None) -> None:
+        loop.run(label)
+        loop.manager.wait_until_finished()
+        report = loop.report(label)
+        assert report.kind == ("snapshot" if is_faulty and reason else "window"), report
+        assert not is_faulty or (reason or "") in report.reason, report
+
+    with replaced(planner.Planner, "admits", lambda *_: False):
+        next_save(8, "the host budget had no room")
+    with replaced(staging, "stage", failing(MemoryError("the device is full"))):
+        loop.run(11)
+    next_save(12, "the device is full")
+    loop.run(15)
+    if is_faulty:  # after its block has left, one leaf is another array of the same values
+        first = loop.state["opt"][1][0].mu["w"]
+        shards = [jax.device_put(np.array(s.data), s.device) for s in first.addressable_shards]
+        same = jax.make_array_from_single_device_arrays(first.shape, first.sharding, shards)
+        loop.state = jax.tree.map(lambda x: same if x is first else x, loop.state)
+    next_save(16, None)
+    assert bool(loop.report(16).late_leaves) == is_faulty
+    slow(loop)
+    assert loop.session._device.used_bytes == 0 == loop.session.host.used_bytes
+
+
+def slow(loop: Loop) -> None:
+    """What one process took at the seal lands there only some steps later."""
+    go_on = threading.Event()
+    result = pull.Pull.result
+
+    def late(self: Any) -> Any:
+        go_on.wait()
+        return result(self)
+
+    with replaced(pull.Pull, "result", late):
+        loop.run(20)
+        for _ in range(2):
+            loop.update()
+            loop.save()
+        assert loop.manager.all_steps()[-1] == 20
+        assert 20 not in ocp.utils.checkpoint_steps(loop.directory)
+        go_on.set()
+        loop.manager.wait_until_finished()
+    assert loop.report(20).kind == "window"
+
+
+def unarmed(directory: Path) -> None:
+    """A step that one process cannot arm runs armed on none, and all say who and why."""
+
+    def reasons(name: str, owner: Any, attribute: str, new: Any) -> Loop:
+        loop = Loop(directory / name)
+        with replaced(owner, attribute, new):
+            loop.run(INTERVAL)
+        loop.manager.wait_until_finished()
+        report = loop.report(INTERVAL)
+        assert report.kind == "snapshot", report
+        say("reason", name, report.reason)
+        return loop
+
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="contracts multiply-adds"):
+        loop = reasons("contracts", planner, "cpu_contracts", lambda: True)
+    loop.keep()
+    loop.manager.close()
+    failure = RuntimeError("no room to compile")
+    loop = reasons("compile", StepProgram, "failure", lambda self: failure)
+    loop.keep()
+    loop.manager.close()
+    loop = reasons("compiling", StepProgram, "is_ready", lambda self: False)
+    loop.run(2 * INTERVAL)  # it has been compiled meanwhile
+    loop.keep()
+    assert loop.report(2 * INTERVAL).kind == "window"
+    loop.manager.close()
+
+
+# --- A process that fails ------------------------------------------------------------------------
+
+
+def failures(directory: Path) -> None:
+    """One process fails in or after a window: none saves, all say who and why, and go on."""
+    loop = Loop(directory / "run")
+    loop.run(INTERVAL)
+    injected = RuntimeError("injected")
+
+    def spoil(self: Any, *args: Any) -> None:
+        next(iter(self._leaves.values())).flat[0][0] += 1.0
+        finish(self, *args)
+
+    finish = early.EarlyChunks.finish
+    faults: list[tuple[str, Any, str, Any, int]] = [
+        ("ReplayError", early.EarlyChunks, "land", failing(injected), 1),
+        ("AuditError", early.EarlyChunks, "finish", spoil, 1),
+        ("RuntimeError: injected", writer, "_check_data", failing(injected), 1),
+        ("HostBudgetError", planner.Planner, "refuse_oversized",
+         failing(gockpt.HostBudgetError("injected")), 1),
+        ("RuntimeError: injected", writer, "_check_savable", failing(injected), 1),
+        ("RuntimeError: injected", handler.GoCkptHandler, "finalize", failing(injected), 0),
+    ]  # fmt: skip
+    for n, (cause, owner, name, new, where) in enumerate(faults):
+        label = (2 * n + 2) * INTERVAL
+        with replaced(owner, name, new, only_on=where):
+            loop.run(label)
+            error = failure_of(loop)
+        assert f"process {where}: {cause}" in error, error
+        del loop.given[label]
+        assert loop.manager.latest_step() == max(loop.given)
+        loop.run(label + INTERVAL)
+        loop.manager.wait_until_finished()
+        assert loop.report(label + INTERVAL).kind == "window", loop.manager.reports
+        assert loop.report(label).error is not None
+    assert sorted(loop.manager.all_steps()) == sorted(loop.given)
+    assert loop.session._device.used_bytes == 0 == loop.session.host.used_bytes
+    loop.keep()
+    loop.manager.close()
+
+
+def failure_of(loop: Loop) -> str:
+    """What the save under way ends with; the next accepted `save` would raise the same."""
+    with pytest.raises(gockpt.ProcessError) as caught:
+        loop.manager.wait_until_finished()
+    say("failure", str(caught.value))
+    return str(caught.value)
+
+
+def others(directory: Path) -> None:
+    """Saves that start windows, stock managers, saves that wait, leaves on some devices only."""
+    started(directory / "started")
+    stock(directory / "stock")
+    waiting(directory / "waiting")
+
+
+def started(directory: Path) -> None:
+    """A policy that says yes by load defers its saves to the same labels everywhere."""
+    policies = ocp.checkpoint_managers
+    loop = Loop(directory, save_decision_policy=policies.ContinuousCheckpointingPolicy())
+    loop.run(24)
+    loop.manager.wait_until_finished()
+    say("labels", sorted(loop.given), {r.step: r.kind for r in loop.manager.reports})
+    loop.keep()
+    loop.manager.close()
+
+
+def stock(directory: Path) -> None:
+    """With a stock manager the item itself takes the vote."""
+    if jax.process_index() == 0:
+        directory.mkdir()
+    active = set(range(jax.process_count()))
+    together = ocp.options.MultiprocessingOptions(
+        active_processes=active, barrier_sync_key_prefix="stock"
+    )
+    handler_ = gockpt.GoCkptHandler(
+        window=gockpt.WindowOptions(steps=3), multiprocessing_options=together
+    )
+    loop = Loop(directory, handler=handler_, multiprocessing_options=together, create=False)
+    loop.run(INTERVAL)
+    loop.manager.wait_until_finished()
+    with replaced(writer, "_check_data", failing(RuntimeError("injected"))):
+        loop.run(2 * INTERVAL)
+        error = failure_of(loop)
+    assert f"process {FAULTY}: RuntimeError: injected" in error
+    del loop.given[2 * INTERVAL]
+    loop.manager.reload()
+    loop.run(3 * INTERVAL)
+    loop.keep()
+    assert loop.report(3 * INTERVAL).kind == "window"
+    loop.manager.close()
+
+
+def waiting(directory: Path) -> None:
+    """Without asynchronous checkpointing `save` itself raises, everywhere."""
+    loop = Loop(directory, enable_async_checkpointing=False)
+    loop.run(2 * INTERVAL - 1)
+    with (
+        replaced(writer, "_check_data", failing(RuntimeError("injected"))),
+        pytest.raises(gockpt.ProcessError, match=f"process {FAULTY}: RuntimeError: injected"),
+    ):
+        loop.run(2 * INTERVAL)
+    loop.run(3 * INTERVAL)
+    loop.keep()
+    loop.manager.close()
+
+
+# --- A process that is gone ----------------------------------------------------------------------
+
+
+def death(directory: Path) -> None:
+    """A process dies while it writes: the other ends, in time, with an error that names it."""
+    loop = Loop(directory / "run", async_options=ocp.options.AsyncOptions(timeout_secs=4))
+    loop.run(INTERVAL)
+    loop.keep()
+    die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    with replaced(writer, "_check_data", die):
+        loop.run(2 * INTERVAL)
+        failure_of(loop)
+    say("steps", loop.manager.all_steps())
+    loop.manager.close()
+    print("done death", flush=True)
+    os._exit(0)  # `jax.distributed` would wait for the dead one

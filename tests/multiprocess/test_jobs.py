@@ -1,0 +1,153 @@
+"""Several processes: windows on every mesh, one that fails, one that is slow, one that is gone.
+
+One job runs many scenarios: starting one costs more than what it does. What must hold inside a
+process, the scenario asserts (`scenarios.py`); here is what only an outsider can see.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from .jobs import Ended, run_job
+from .training import MESHES, abstract_state
+
+TWO = ("queue", "parts", "unarmed", "failures", "others")
+FOUR = ("meshes", "elsewhere")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
+    """A job of two processes and where it ran."""
+    directory = tmp_path_factory.mktemp("two")
+    return directory, run_job(directory, 2, *TWO)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
+    """A job of four processes and where it ran."""
+    directory = tmp_path_factory.mktemp("four")
+    return directory, run_job(directory, 4, *FOUR)
+
+
+@pytest.mark.parametrize("scenario", TWO)
+def test_two_processes(two: tuple[Path, list[Ended]], scenario: str) -> None:
+    directory, ended = two
+    for process in ended:
+        assert process.did(scenario), process.output[-6000:]
+    runs = [p.with_name(p.name[:-6]) for p in sorted((directory / scenario).glob("*_given"))]
+    assert runs
+    for run in runs:
+        assert_checkpoints(run)
+
+
+def test_queued_steps_run_on_while_save_returns(two: tuple[Path, list[Ended]]) -> None:
+    _, ended = two
+    assert ended[0].said("running") == ["True"], ended[0].output[-3000:]
+
+
+def test_a_step_runs_armed_on_all_processes_or_on_none(two: tuple[Path, list[Ended]]) -> None:
+    _, ended = two
+    armed = [process.said("armed") for process in ended]
+    assert armed[0] == armed[1] == [str([n for s in range(4, 21, 4) for n in (s - 1, s)])]
+
+
+def test_all_processes_give_the_same_reason(two: tuple[Path, list[Ended]]) -> None:
+    _, ended = two
+    for first, second in zip(*(p.said("failure") for p in ended), strict=True):
+        assert first.rpartition("This is")[0] == second.rpartition("This is")[0]
+    first, second = ({r.split()[0]: r for r in p.said("reason")} for p in ended)
+    assert first["compile"] == second["compile"]
+    assert first["compiling"] == second["compiling"]
+    assert "process 1" in first["contracts"]
+    assert ended[0].said("labels") == ended[1].said("labels") != []
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_four_processes(four: tuple[Path, list[Ended]], mesh: str) -> None:
+    directory, ended = four
+    for process in ended:
+        assert process.did("meshes"), process.output[-6000:]
+    assert_checkpoints(directory / "meshes" / mesh)
+    plans = [[line for line in p.said("plan") if line.startswith(mesh + " ")] for p in ended]
+    assert plans[0]
+    assert plans == [plans[0]] * 4
+    written = [
+        ast.literal_eval(line.removeprefix(mesh + " "))
+        for p in ended
+        for line in p.said("written")
+        if line.startswith(mesh + " ")
+    ]
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(mesh)))
+    # Together they write every byte once.
+    assert np.sum(written, axis=0).tolist() == [total] * 3
+
+
+def test_a_leaf_of_which_processes_hold_no_shard(four: tuple[Path, list[Ended]]) -> None:
+    directory, ended = four
+    for process in ended:
+        assert process.did("elsewhere"), process.output[-6000:]
+    held = [process.said("kind") for process in ended]
+    assert held == [["window True 2"]] * 2 + [["window True 0"]] * 2
+    with ocp.CheckpointManager(directory / "elsewhere" / "run") as stock:
+        half = jax.ShapeDtypeStruct(
+            (8, 3), np.float32, sharding=SingleDeviceSharding(jax.devices()[0])
+        )
+        target = {"state": abstract_state("fsdp"), "half": half}
+        restored = restore(stock, stock.directory / "4", 4, target)
+    assert np.asarray(restored["half"])[:, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_dead_process_is_named_in_time(tmp_path: Path) -> None:
+    survivor, dead = run_job(tmp_path, 2, "death")
+    assert survivor.did("death"), survivor.output[-6000:]
+    assert dead.returncode == -9
+    assert survivor.said("failure")[0].startswith("process 1 did not come to")
+    assert survivor.said("steps") == ["[0, 4]"]
+    assert_checkpoints(tmp_path / "death" / "run")
+
+
+# --- What they have saved, read by stock Orbax in this one process -------------------------------
+
+
+def assert_checkpoints(run: Path) -> None:
+    """Every checkpoint is what all processes together gave, bit for bit, on two meshes."""
+    given = given_by_label(run)
+    assert sorted(ocp.utils.checkpoint_steps(run)) == sorted(given)
+    for label, shards in given.items():
+        for mesh in ("fsdp", "fsdp_tensor"):
+            with ocp.CheckpointManager(run) as stock:
+                restored = restore(stock, run / str(label), label, abstract_state(mesh))
+            arrays = {
+                jax.tree_util.keystr(path): np.asarray(x)
+                for path, x in jax.tree_util.tree_flatten_with_path(restored)[0]
+            }
+            assert {key.partition("|")[0] for key in shards} == set(arrays)
+            for key, shard in shards.items():
+                path, _, where = key.partition("|")
+                box = tuple(slice(*map(int, x.split(":"))) for x in where.split(",") if x)
+                assert arrays[path][box].tobytes() == shard.tobytes(), (run, label, mesh, key)
+
+
+def restore(stock: ocp.CheckpointManager, step: Path, label: int, target: Any) -> Any:
+    """With arguments as a user of stock Orbax would give them."""
+    args = ocp.args.StandardRestore(target)
+    if (step / "default").exists():
+        return stock.restore(label, args=args)
+    return stock.restore(label, args=ocp.args.Composite(state=args))["state"]
+
+
+def given_by_label(run: Path) -> dict[int, dict[str, np.ndarray]]:
+    """What the processes left on disk, put together."""
+    given: dict[int, dict[str, np.ndarray]] = {}
+    for file in sorted(run.with_name(run.name + "_given").glob("*.npz")):
+        with np.load(file) as shards:
+            given.setdefault(int(file.stem.split("_")[0]), {}).update(shards)
+    return given

@@ -1,0 +1,178 @@
+"""A small model on the meshes of a job, and a loop that keeps what it has given to `save`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gockpt_jax as gockpt
+
+INTERVAL, WINDOW_STEPS = 4, 3  # Windows of saves 4, 8, ... ; the first, of save 0, is a snapshot.
+SIZES = {"w": (16, 24), "u": (24, 8), "b": (24,)}
+
+# Each mesh: its axes with their sizes, given the number of devices, and where parameters lie.
+MESHES: dict[str, tuple[Any, dict[str, P]]] = {
+    "fsdp": (lambda n: {"fsdp": n}, {"w": P("fsdp"), "u": P("fsdp"), "b": P("fsdp")}),
+    "data_parallel": (lambda n: {"data": n}, {"w": P(), "u": P(), "b": P()}),
+    "tensor": (lambda n: {"tensor": n}, {"w": P(None, "tensor"), "u": P("tensor"), "b": P()}),
+    "fsdp_tensor": (
+        lambda n: {"fsdp": n // 2, "tensor": 2},
+        {"w": P("fsdp", "tensor"), "u": P("tensor", "fsdp"), "b": P("tensor")},
+    ),
+}
+
+
+class Loop:
+    """One training loop with a manager; `label` is that of the next update.
+
+    Args:
+        directory: Of the checkpoints.
+        mesh: A name in `MESHES`.
+        window: Of three steps by default.
+        handler: For a stock manager instead of ours.
+        **options: Of `ocp.CheckpointManagerOptions`; every fourth label is saved by default.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: str = "fsdp",
+        *,
+        window: gockpt.WindowOptions | None = None,
+        handler: gockpt.GoCkptHandler | None = None,
+        **options: Any,
+    ) -> None:
+        options.setdefault("save_interval_steps", INTERVAL)
+        stock = ocp.CheckpointManagerOptions(**options)
+        if handler is None:
+            window = window or gockpt.WindowOptions(steps=WINDOW_STEPS)
+            self.manager = gockpt.GoCkptManager(directory, options=stock, window=window)
+            self.face: Any = self.manager
+        else:
+            self.manager = ocp.CheckpointManager(directory, item_handlers=handler, options=stock)
+            self.face = handler
+        self.directory = directory
+        rows = P(None if mesh == "tensor" else next(iter(make_mesh(mesh).shape)))
+        self._rows = NamedSharding(make_mesh(mesh), rows)
+        init, step = _job(mesh)
+        self.state, self.step = init(), self.face.wrap(step)
+        self.label = 0
+        self.given: dict[int, dict[str, np.ndarray]] = {}
+
+    @property
+    def session(self) -> Any:
+        """What opens the windows."""
+        return self.face._gockpt_session
+
+    def update(self) -> None:
+        """Makes one update."""
+        x = np.random.default_rng(self.label).standard_normal((16, 16), np.float32)
+        batch = jax.make_array_from_callback(x.shape, self._rows, lambda i: x[i])
+        self.state, _ = self.step(self.state, batch)
+        self.label += 1
+
+    def save(self, **kwargs: Any) -> bool:
+        """Calls `save` for the last update, and remembers what it was given."""
+        given = shards_of(self.state)
+        kwargs.setdefault("args", gockpt.GoCkptSave(self.state))
+        accepted = self.manager.save(self.label - 1, **kwargs)
+        if accepted:
+            self.given[self.label - 1] = given
+        return accepted
+
+    def run(self, last: int) -> None:
+        """Updates and saves up to a label, which is the last one."""
+        while self.label <= last:
+            self.update()
+            self.save()
+
+    def report(self, label: int) -> gockpt.SaveReport:
+        """The report of a label's save."""
+        (found,) = [report for report in self.face.reports if report.step == label]
+        return found
+
+    def keep(self) -> None:
+        """Leaves on disk what this process gave to `save`, for whoever reads the checkpoints."""
+        self.manager.wait_until_finished()
+        folder = self.directory.with_name(self.directory.name + "_given")
+        folder.mkdir(exist_ok=True)
+        for label, shards in self.given.items():
+            np.savez(folder / f"{label}_{jax.process_index()}.npz", **shards)
+
+
+@functools.cache
+def make_mesh(name: str) -> Mesh:
+    """The mesh of all devices of the job."""
+    axes = MESHES[name][0](jax.device_count())
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+
+@functools.cache
+def _job(mesh: str) -> tuple[Any, Any]:
+    """A function that makes the first state, and the jitted step; one of each for all loops."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    def init() -> Any:
+        params = {
+            name: jnp.sin(jnp.arange(math.prod(shape), dtype=jnp.float32)).reshape(shape)
+            for name, shape in SIZES.items()
+        }
+        return {"params": params, "opt": tx.init(params)}
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) @ params["u"] - 1.0) ** 2)
+
+    def train_step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    shardings = jax.tree.map(lambda x: x.sharding, place(jax.eval_shape(init), mesh))
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    return jax.jit(init, out_shardings=shardings), step
+
+
+def place(tree: Any, mesh: str) -> Any:
+    """A tree of arrays, or of their specifications, on another mesh."""
+
+    def move(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        spec = MESHES[mesh][1].get(name, P()) if leaf.ndim else P()
+        sharding = NamedSharding(make_mesh(mesh), spec)
+        if isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(move, tree)
+
+
+def abstract(tree: Any) -> Any:
+    """What to restore into."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def abstract_state(mesh: str) -> Any:
+    """The state's shapes on the mesh of all devices of this process or job."""
+    return abstract(jax.eval_shape(_job(mesh)[0]))
+
+
+def shards_of(tree: Any) -> dict[str, np.ndarray]:
+    """The local shards of a tree, by path and place: `path|start:stop,start:stop`."""
+    found = {}
+    for path, array in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        for shard in array.addressable_shards:
+            spans = (s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True))
+            where = ",".join(f"{start}:{stop}" for start, stop in spans)
+            found[f"{jax.tree_util.keystr(path)}|{where}"] = np.array(shard.data)
+    return found
