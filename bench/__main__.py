@@ -6,6 +6,7 @@ from pathlib import Path
 
 # Each module has `run(quick: bool) -> Record`; its first line is its help.
 BENCHMARKS = {
+    "aot": "bench.aot",
     "cut": "bench.cut",
     "replay": "bench.replay",
     "replay_beside_training": "bench.replay_beside_training",
