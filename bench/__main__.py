@@ -10,6 +10,7 @@ BENCHMARKS = {
     "cut": "bench.cut",
     "replay": "bench.replay",
     "replay_beside_training": "bench.replay_beside_training",
+    "timeline": "bench.timeline",
 }
 
 
