@@ -40,7 +40,7 @@ class Case:
     seq_len: int = 2048
 
 
-def measure(case: Case, devices: Sequence[Any]) -> dict[str, float]:
+def measure(case: Case, devices: Sequence[Any], max_steps: int = MAX_STEPS) -> dict[str, float]:
     """Compiles the step unarmed and armed, the staging programs and a device copy of it all."""
     from bench.aot_model import GPTConfig, abstract_call, make_mesh
 
@@ -70,7 +70,7 @@ def measure(case: Case, devices: Sequence[Any]) -> dict[str, float]:
         **_step_figures("unarmed", unarmed),
         **_step_figures("armed", armed),
         "armed_extra_gib": extra_bytes / GIB,
-        **_window_figures(program, size, leaves, extra_bytes),
+        **_window_figures(program, size, leaves, extra_bytes, max_steps),
         "compile_secs/unarmed": unarmed_secs,
         "compile_secs/armed": armed_secs,
     }
@@ -86,8 +86,9 @@ def _step_figures(name: str, program: Program) -> dict[str, float]:
 
 
 def _window_figures(
-    program: StepProgram, size: StateBytes, leaves: Sequence[Any], armed_extra_bytes: int
-) -> dict[str, float]:
+    program: StepProgram, size: StateBytes, leaves: Sequence[Any], armed_extra_bytes: int,
+    max_steps: int,
+) -> dict[str, float]:  # fmt: skip
     """What a window costs by K: the planner's figure, and that of the compiled programs.
 
     Compiled: the largest block's copies, what arming adds to the step (its own retained values
@@ -96,7 +97,7 @@ def _window_figures(
     whole = read_program(_copy_program(leaves))
     programs = [whole]
     figures = {"device_copy_gib": _new_bytes(whole) / GIB}
-    for steps in range(2, MAX_STEPS + 1):
+    for steps in range(2, max_steps + 1):
         plan = fill_blocks(size.units, steps, "bench")
         blocks = _leaves_by_block(program, size, plan, len(leaves))
         copies = [read_program(_copy_program([leaves[j] for j in b])) for b in blocks if b]
