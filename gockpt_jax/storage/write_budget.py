@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 
 from gockpt_jax.storage.checksums import Checksums
+from gockpt_jax.telemetry import events
 
 # TensorStore copies and compresses what it is handed: without a limit a save takes its whole size
 # again. Not tuned by a benchmark of ours yet.
@@ -49,6 +50,7 @@ class WriteBudget:
         self.stats = stats
         self._inflight_bytes = 0
         self._busy_since_secs = 0.0
+        self._busy = contextlib.ExitStack()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -70,6 +72,7 @@ class WriteBudget:
     def _add(self, nbytes: int) -> None:
         if not self._inflight_bytes:
             self._busy_since_secs = time.perf_counter()
+            self._busy.enter_context(events.span(events.SPAN_WRITE))
         self._inflight_bytes += nbytes
         peak_bytes = max(self.stats.peak_inflight_bytes, self._inflight_bytes)
         self.stats.peak_inflight_bytes = peak_bytes
@@ -78,4 +81,5 @@ class WriteBudget:
         self._inflight_bytes -= nbytes
         if not self._inflight_bytes:
             self.stats.write_secs += time.perf_counter() - self._busy_since_secs
+            self._busy.close()
         self._freed.set()

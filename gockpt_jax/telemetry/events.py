@@ -15,10 +15,12 @@ SAVE_SNAPSHOT = PREFIX + "save/snapshot"
 WINDOW_ABANDONED = PREFIX + "window/abandoned"
 
 SPAN_STAGE = "gockpt/stage"
-SPAN_PULL = "gockpt/pull"
+SPAN_PULL = "gockpt/pull"  # starting transfers
+SPAN_LAND = "gockpt/land"  # waiting for one to end
 SPAN_REPLAY = "gockpt/replay"
 SPAN_AUDIT = "gockpt/audit"
 SPAN_SEAL = "gockpt/seal"
+SPAN_WRITE = "gockpt/write"  # at least one chunk is with TensorStore
 
 
 def span(name: str) -> jax.profiler.TraceAnnotation:

@@ -162,6 +162,11 @@ class StepProgram:
         """Why compiling failed; `None` while it runs or if it succeeded."""
         return self._executable.exception() if self._executable.done() else None
 
+    def executable(self) -> Any:
+        """The armed step as JAX compiled it; waits for its compilation, and raises its error."""
+        assert self.is_armed, "nobody has asked for the armed step to be compiled"
+        return self._executable.result()
+
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[jax.Array]]:
         """Runs the armed step; waits for its compilation.
 
@@ -172,11 +177,10 @@ class StepProgram:
           TypeError: before anything is dispatched, if the call is not the one that was traced.
           ValueError: likewise, for shardings.
         """
-        assert self.is_armed, "nobody has asked for the armed step to be compiled"
         flat = self._flat_call(args, kwargs)
         if self._form.static(args, kwargs) != self._static:
             raise TypeError("a static argument changed")
-        results = self._executable.result()(*flat)
+        results = self.executable()(*flat)
         num_outputs = self.out_tree.num_leaves
         return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.meter import LINK
 
 _log = logging.getLogger("gockpt_jax")
@@ -53,7 +54,8 @@ class Pull:
         """Waits for the transfer; called on the worker thread."""
         LINK.begin(self._sources, self.is_ready())
         # On pinned memory and on the CPU backend this is a view: the array it views is ours.
-        data = [np.asarray(shard) for shard in self._shards]
+        with events.span(events.SPAN_LAND):
+            data = [np.asarray(shard) for shard in self._shards]
         LINK.end(data, len(self._sources))
         return [HostChunk(index, a) for index, a in zip(self._indices, data, strict=True)]
 

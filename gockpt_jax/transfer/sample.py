@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax.transfer.pull import Pull, owned_shards, start_pull
 from gockpt_jax.transfer.staging import SUB_BYTE
@@ -135,7 +136,7 @@ def start_sample(cuts: Sequence[Cut]) -> Sample:
     """Copies boxes on their devices and starts the pulls; returns at once."""
     starts = [np.asarray(grid.start(box), np.int32) for _, grid, box in cuts]
     # Explicitly: the user's transfer guard may forbid what happens by itself.
-    placed = jax.device_put(starts, [shard.sharding for shard, _, _ in cuts])
+    placed = jax.device_put(starts, [_beside(shard) for shard, _, _ in cuts])
     return Sample(
         [
             start_pull(_program(shard, grid).result()(shard, start))
@@ -204,14 +205,20 @@ def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:
         box = lax.dynamic_slice(x, [start[n] for n in range(x.ndim)], grid.sizes)
         return lax.reshape(box, (math.prod(grid.sizes),))
 
-    start = jax.ShapeDtypeStruct((len(grid.shape),), np.int32, sharding=shard.sharding)
+    start = jax.ShapeDtypeStruct((len(grid.shape),), np.int32, sharding=_beside(shard))
     return jax.jit(cut).lower(shard, start).compile()
 
 
 def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_beside(array))
 
 
 def _device(shard: jax.Array) -> jax.Device:
     (device,) = shard.devices()
     return device
+
+
+def _beside(shard: Any) -> SingleDeviceSharding:
+    """Its device alone. A shard on a mesh of one device is the array itself, sharding and all."""
+    (device,) = shard.sharding.device_set
+    return SingleDeviceSharding(device)

@@ -1,0 +1,145 @@
+"""One real compilation of `bench aot`, in a process of its own: figures of one case as JSON."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bench.aot_hlo import Program, read_program
+from gockpt_jax import _compat
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer import staging
+from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, peak_device_bytes
+
+GIB = 2**30
+MAX_STEPS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compiled.
+
+    Attributes:
+      topology: As `jax.experimental.topologies` names it, `v5e:4x4`.
+      tensor: Chips over which matrices are split; the rest of them are FSDP.
+      layers: Of the network.
+      width: Of the network; heads are 128 wide.
+      seq_len: Tokens per sequence; each `data` shard has one.
+    """
+
+    topology: str
+    tensor: int
+    layers: int
+    width: int
+    seq_len: int = 2048
+
+
+def measure(case: Case, devices: Sequence[Any], max_steps: int = MAX_STEPS) -> dict[str, float]:
+    """Compiles the step unarmed and armed, the staging programs and a device copy of it all."""
+    from bench.aot_model import GPTConfig, abstract_call, make_mesh
+
+    mesh = make_mesh(devices, case.tensor)
+    config = GPTConfig(layers=case.layers, heads=max(1, case.width // 128), width=case.width)
+    with jax.set_mesh(mesh):
+        step, args = abstract_call(config, mesh, seq_len=case.seq_len)
+        start = time.perf_counter()
+        unarmed = read_program(step.lower(*args).compile())
+        unarmed_secs = time.perf_counter() - start
+        form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
+        program = StepProgram(step, form, args, {}, even_for_nothing=False)
+        start = time.perf_counter()
+        program.arm(None)
+        armed = read_program(program.executable())
+        armed_secs = time.perf_counter() - start
+    leaves = jax.tree.leaves(args[0])
+    size = measure_bytes(program, leaves)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(args[0].params))
+    extra_bytes = armed.total_bytes - unarmed.total_bytes
+    return {
+        "parameters_billions": parameters / 1e9,
+        "chips": float(mesh.size),
+        "state_gib": sum(size.leaves) / GIB,
+        "retained_gib": size.retained / GIB,
+        "retained_compiled_gib": (armed.output_bytes - unarmed.output_bytes) / GIB,
+        **_step_figures("unarmed", unarmed),
+        **_step_figures("armed", armed),
+        "armed_extra_gib": extra_bytes / GIB,
+        **_window_figures(program, size, leaves, extra_bytes, max_steps),
+        "compile_secs/unarmed": unarmed_secs,
+        "compile_secs/armed": armed_secs,
+    }
+
+
+def _step_figures(name: str, program: Program) -> dict[str, float]:
+    return {
+        f"{name}/total_gib": program.total_bytes / GIB,
+        f"{name}/temp_gib": program.temp_bytes / GIB,
+        f"{name}/copies": float(program.copies),
+        f"{name}/collectives": float(program.collectives),
+    }
+
+
+def _window_figures(
+    program: StepProgram, size: StateBytes, leaves: Sequence[Any], armed_extra_bytes: int,
+    max_steps: int,
+) -> dict[str, float]:  # fmt: skip
+    """What a window costs by K: the planner's figure, and that of the compiled programs.
+
+    Compiled: the largest block's copies, what arming adds to the step (its own retained values
+    included), and what the step before retained; or the late leaves, if they are more.
+    """
+    whole = read_program(_copy_program(leaves))
+    programs = [whole]
+    figures = {"device_copy_gib": _new_bytes(whole) / GIB}
+    for steps in range(2, max_steps + 1):
+        plan = fill_blocks(size.units, steps, "bench")
+        blocks = _leaves_by_block(program, size, plan, len(leaves))
+        copies = [read_program(_copy_program([leaves[j] for j in b])) for b in blocks if b]
+        early, late = max(map(_new_bytes, copies[:-1])), _new_bytes(copies[-1])
+        compiled = max(late, early + armed_extra_bytes + size.retained)
+        figures[f"k{steps}/planned_gib"] = peak_device_bytes(plan, size) / GIB
+        figures[f"k{steps}/compiled_gib"] = compiled / GIB
+        programs += copies
+    moved = [(_new_bytes(p), p.argument_bytes) for p in programs]
+    figures["staging/most_new_over_copied"] = max(new / old for new, old in moved)
+    figures["staging/computing_instructions"] = float(sum(p.computing for p in programs))
+    figures["staging/collectives"] = float(sum(p.collectives for p in programs))
+    return figures
+
+
+def _leaves_by_block(
+    program: StepProgram, size: StateBytes, plan: Plan, num_leaves: int
+) -> list[list[int]]:
+    """The leaves that are staged together, the late ones last."""
+    groups = [[program.groups[size.units[u].group] for u in block] for block in plan.blocks]
+    early = [[j for group in block for j in group.leaves] for block in groups]
+    gone = {j for block in early for j in block}
+    return [*early, [j for j in range(num_leaves) if j not in gone]]
+
+
+def _new_bytes(copy: Program) -> int:
+    return copy.output_bytes + copy.temp_bytes
+
+
+def _copy_program(leaves: Sequence[Any]) -> Any:
+    """The very program that staging runs: it compiles for shapes as for arrays."""
+    return staging._program(leaves)
+
+
+def main() -> None:
+    """Compiles the case given as JSON and writes its figures."""
+    case, out = Case(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(case.topology, "tpu").devices
+    out.write_text(json.dumps(measure(case, devices)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

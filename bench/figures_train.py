@@ -1,0 +1,127 @@
+"""Figures of the training benchmark: `<mode>/<interval>/<figure>` of one result file."""
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NAME = re.compile(r"([a-z0-9_]+)/(\d+)/([a-z0-9_]+)")
+# Ours in black, filled and solid; what it is measured against in grey.
+_OURS = {"color": "0.0", "linestyle": "-"}
+_OTHERS = {"color": "0.5", "linestyle": "--"}
+_MARKERS = "osD^vP<>Xh"
+
+_HOOKS, _INFLATION = "hook_secs_per_save", "inflation_secs_per_save"
+_PREDICTED = "predicted_stall_secs"
+
+Modes = dict[str, dict[int, Sequence[float]]]
+
+
+def of_figure(record: Mapping[str, Any], figure: str) -> Modes:
+    """Samples of one figure, by mode and interval.
+
+    Example:
+      >>> of_figure({"samples": {"gockpt/50/x": [1.0], "gockpt/50/y": [2.0]}}, "x")
+      {'gockpt': {50: [1.0]}}
+    """
+    modes: Modes = {}
+    for name, values in record["samples"].items():
+        found = _NAME.fullmatch(name)
+        if found and found[3] == figure:
+            modes.setdefault(found[1], {})[int(found[2])] = values
+    return modes
+
+
+def has_throughput(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds training's throughput."""
+    return bool(of_figure(record, "throughput_ratio"))
+
+
+def has_stall(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds inflation per save; never the stall alone."""
+    return bool(of_figure(record, _INFLATION)) and bool(of_figure(record, _HOOKS))
+
+
+def has_prediction(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds predicted stalls beside measured ones."""
+    return bool(_pairs(record))
+
+
+def draw_throughput(figure: Any, record: Mapping[str, Any]) -> None:
+    """Throughput over that without checkpoints, against the interval; bars from least to most."""
+    axes = figure.subplots()
+    for n, (mode, by_interval) in enumerate(_saving(of_figure(record, "throughput_ratio"))):
+        intervals = sorted(by_interval)
+        medians = [statistics.median(by_interval[i]) for i in intervals]
+        spread = [
+            [m - min(by_interval[i]) for i, m in zip(intervals, medians, strict=True)],
+            [max(by_interval[i]) - m for i, m in zip(intervals, medians, strict=True)],
+        ]
+        axes.errorbar(intervals, medians, yerr=spread, label=mode, capsize=2, linewidth=1.2,
+                      marker=_MARKERS[n % len(_MARKERS)], markersize=5, **_look(mode))  # fmt: skip
+    axes.axhline(1.0, color="0.0", linewidth=0.6, linestyle=":")
+    axes.set_xscale("log")
+    ticks = sorted({i for _, by in _saving(of_figure(record, "throughput_ratio")) for i in by})
+    axes.set_xticks(ticks, [str(i) for i in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("steps between saves")
+    axes.set_ylabel("throughput over that without checkpoints")
+    axes.legend(fontsize=8)
+
+
+def draw_stall(figure: Any, record: Mapping[str, Any]) -> None:
+    """What a save costs: time in hooks, and the whole of it; bars from least to most."""
+    inflation, hooks = of_figure(record, _INFLATION), of_figure(record, _HOOKS)
+    rows = [(mode, i) for mode, by_interval in _saving(inflation) for i in sorted(by_interval)]
+    axes = figure.subplots()
+    for n, (mode, i) in enumerate(rows):
+        for values, fill, label in (
+            (inflation[mode][i], "0.0", "inflation: all the time that training lost"),
+            (hooks.get(mode, {}).get(i, ()), "1.0", "of it inside calls of the step and of save"),
+        ):
+            if values:
+                axes.plot([min(values), max(values)], [n, n], color="0.5", linewidth=1.0)
+                axes.plot(statistics.median(values), n, "o", color="0.0", markersize=6,
+                          markerfacecolor=fill, label=label if n == 0 else None)  # fmt: skip
+    axes.axvline(0.0, color="0.0", linewidth=0.6, linestyle=":")
+    axes.set_yticks(range(len(rows)), [f"{mode}, every {i}" for mode, i in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("seconds per save")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+
+
+def draw_prediction(figure: Any, record: Mapping[str, Any]) -> None:
+    """The planner's predicted stall against the measured inflation per save."""
+    axes = figure.subplots()
+    pairs = _pairs(record)
+    modes = list(dict.fromkeys(mode for mode, _, _ in pairs))
+    for n, mode in enumerate(modes):
+        points = [(p, m) for name, p, m in pairs if name == mode]
+        axes.plot(*zip(*points, strict=True), _MARKERS[n % len(_MARKERS)], color="0.0",
+                  markerfacecolor="1.0" if n % 2 else "0.0", label=mode)  # fmt: skip
+    most = max(max(p, m) for _, p, m in pairs) * 1.05
+    axes.plot([0, most], [0, most], color="0.5", linewidth=0.8, linestyle=":", label="equal")
+    axes.set_xlabel("predicted stall, seconds per save")
+    axes.set_ylabel("measured inflation, seconds per save")
+    axes.set_aspect("equal")
+    axes.legend(fontsize=8)
+
+
+def _pairs(record: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Mode, predicted stall, measured inflation."""
+    predicted, measured = of_figure(record, _PREDICTED), of_figure(record, _INFLATION)
+    return [
+        (mode, statistics.median(values), statistics.median(measured[mode][i]))
+        for mode, by_interval in predicted.items()
+        for i, values in by_interval.items()
+        if i in measured.get(mode, {})
+    ]
+
+
+def _saving(modes: Modes) -> list[tuple[str, dict[int, Sequence[float]]]]:
+    """All modes but the one that never saves, in the record's order."""
+    return [(mode, by_interval) for mode, by_interval in modes.items() if mode != "ideal"]
+
+
+def _look(mode: str) -> dict[str, str]:
+    return _OURS if mode.startswith("gockpt") else _OTHERS

@@ -1,0 +1,263 @@
+"""Figures and tables come from result files, name them, and are the same each time.
+
+The records here are made up; none of them is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import doctest
+import json
+import xml.etree.ElementTree as ElementTree
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench import figures, figures_tables, figures_timeline, figures_train, timeline_spans
+from bench.record import ROOT
+from bench.timeline_spans import LANES, ORIGIN, Span, read_spans
+from gockpt_jax.storage.write_budget import WriteBudget, WriteStats
+from gockpt_jax.telemetry import events
+from gockpt_jax.transfer.pull import start_pull
+
+DOCS = ROOT / "docs"
+SOURCE = "{http://purl.org/dc/elements/1.1/}source"
+Figure = pytest.importorskip("matplotlib.figure").Figure
+
+
+def record(name, samples, devices=("cpu",), **more):
+    return {
+        "name": name, "commit": "c0ffee", "hardware": {"devices": list(devices)},
+        "figures": {n: values[0] for n, values in samples.items()}, "samples": samples,
+        "notes": [], **more,
+    }  # fmt: skip
+
+
+def training(**more):
+    samples = {}
+    for mode, cost in (("ideal", 0.0), ("orbax_async", 0.5), ("gockpt", 0.01)):
+        for interval in (10, 50):
+            samples |= {
+                f"{mode}/{interval}/throughput_ratio": [1 - cost / interval] * 5,
+                f"{mode}/{interval}/inflation_secs_per_save": [cost, 2 * cost, 3 * cost],
+                f"{mode}/{interval}/hook_secs_per_save": [cost / 2],
+            }
+    samples["gockpt/50/predicted_stall_secs"] = [0.02]
+    return record("train", samples, **more)
+
+
+def window():
+    spans = [
+        {"lane": lane, "name": name, "start_secs": n + 0.1 * m, "end_secs": n + 0.1 * m + 0.05}
+        for n, (lane, names) in enumerate(LANES.items())
+        for m, name in enumerate(names.values())
+    ]
+    series = {"resident_bytes": [(0.0, 2**20), (1.0, 3 * 2**20), (4.0, 2**20)]}
+    return record("timeline", {"state_bytes": [2.0**20]}, spans=spans, series=series)
+
+
+def aot():
+    samples = {
+        f"v5e:2x4/1B/fsdp/k{k}/{what}_gib": [2.0 / k]
+        for k in range(2, 9)
+        for what in ("planned", "compiled")
+    }
+    for name in ("state_gib", "device_copy_gib", "unarmed/total_gib", "retained_gib"):
+        samples[f"v5e:2x4/1B/fsdp/{name}"] = [1.5]
+    for name in ("copies", "collectives"):
+        samples |= {f"v5e:2x4/1B/fsdp/{which}/{name}": [7.0] for which in ("armed", "unarmed")}
+    for name in ("computing_instructions", "collectives", "most_new_over_copied"):
+        samples[f"v5e:2x4/1B/fsdp/staging/{name}"] = [0.0]
+    samples["v5e:2x4/1B/fsdp/armed_extra_gib"] = [0.75]
+    return record("aot", samples)
+
+
+def write(directory, **records):
+    for name, content in records.items():
+        path = directory / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content))
+    return figures.load_results(directory)
+
+
+def source(path):
+    """What an SVG says that it was made from."""
+    return ElementTree.parse(path).getroot().find(f".//{SOURCE}").text
+
+
+def test_every_figure_is_made_names_its_result_and_repeats_itself(tmp_path):
+    results = write(tmp_path / "results", train=training(), timeline=window())
+    for out in ("one", "two"):
+        lines = list(figures.make(results, tmp_path / out, tmp_path))
+        assert not [line for line in lines if "skipped" in line]
+    for name in figures.PLOTS:
+        one, two = (tmp_path / out / f"{name}.svg" for out in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+        assert source(one).split(".json")[0] in ("train", "timeline")
+        assert "commit c0ffee, cpu" in source(one)
+
+
+def test_what_has_no_result_is_skipped_and_said_so(tmp_path):
+    results = write(tmp_path / "results", other=record("other", {"x": [1.0]}), broken=[1])
+    lines = list(figures.make(results, tmp_path / "out", tmp_path))
+    assert len(lines) == len(figures.PLOTS)
+    assert all("skipped" in line and "bench" in line for line in lines)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_accelerator_comes_before_a_cpu(tmp_path):
+    results = write(tmp_path, **{"a-h100/train": training(devices=["H100"]), "train": training()})
+    list(figures.make(results, tmp_path / "out", tmp_path))
+    assert source(tmp_path / "out" / "stall.svg").startswith("a-h100/train.json")
+
+
+def drawn(draw, content):
+    figure = Figure()
+    draw(figure, content)
+    return figure.axes[0]
+
+
+def test_the_timeline_has_a_lane_for_each_place_and_a_look_for_each_kind():
+    axes = drawn(figures_timeline.draw_lanes, window())
+    assert len(axes.get_yticks()) == len(LANES)
+    kinds = [label for names in LANES.values() for label in names.values()]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == kinds
+    assert {text.get_text() for text in axes.texts} == {"opens", "save"}
+    for names in LANES.values():
+        looks = [json.dumps(figures_timeline._LOOKS[label]) for label in names.values()]
+        assert len(set(looks)) == len(looks)
+
+
+def test_throughput_is_by_mode_against_the_interval():
+    axes = drawn(figures_train.draw_throughput, training())
+    lines = {c.get_label(): c.lines[0] for c in axes.containers}
+    assert lines.keys() == {"orbax_async", "gockpt"}
+    assert lines["orbax_async"].get_xydata().tolist() == [[10, 0.95], [50, 0.99]]
+
+
+def test_stall_is_never_shown_alone():
+    assert not figures_train.has_stall(record("train", {"a/1/hook_secs_per_save": [1.0]}))
+    axes = drawn(figures_train.draw_stall, training())
+    rows = [text.get_text() for text in axes.get_yticklabels()]
+    assert rows == [f"{mode}, every {i}" for mode in ("orbax_async", "gockpt") for i in (10, 50)]
+    medians = [tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o"]
+    assert (1.0, 0.0) in medians  # inflation
+    assert (0.25, 0.0) in medians  # hooks
+
+
+def test_a_prediction_is_drawn_over_what_was_measured():
+    axes = drawn(figures_train.draw_prediction, training())
+    points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert points["gockpt"] == [[0.02, 0.02]]
+
+
+def test_a_table_replaces_what_lies_between_the_marks(tmp_path):
+    page = tmp_path / "accelerators.md"
+    page.write_text(f"before\n{figures_tables._BEGIN}\nold\n{figures_tables._END}\nafter\n")
+    results = write(tmp_path / "results", aot=aot())
+    assert "accelerators.md: table from aot.json" in list(
+        figures.make(results, tmp_path / "out", tmp_path)
+    )
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "| v5e:2x4, 1B, FSDP | 1.50 | 1.50 | 0.75 | 1.50 | 1.00 / 1.00 | 0.67 / 0.67 |" in text
+    assert "Arming adds 0.500 to 0.500 times" in text
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="has no place for its table"):
+        figures_tables.insert(page, [])
+
+
+def test_the_documents_are_those_of_the_kept_results(tmp_path):
+    """Figures by the result that they name (bytes differ between matplotlibs), tables as text."""
+    results = figures.load_results(ROOT / "bench" / "results")
+    for name, plot in figures.PLOTS.items():
+        suited = [r for r in results if plot.suits(r.record)]
+        path = DOCS / "figures" / f"{name}.svg"
+        assert path.exists() == bool(suited), name
+        if suited:
+            assert source(path) == suited[-1].caption
+    for page in figures_tables.TABLES:
+        (tmp_path / page).write_text((DOCS / page).read_text(encoding="utf-8"), encoding="utf-8")
+    list(figures.make([r for r in results if r.record["name"] == "aot"], tmp_path, tmp_path))
+    for page in figures_tables.TABLES:
+        assert (tmp_path / page).read_text() == (DOCS / page).read_text(), "run `make figures`"
+
+
+def test_lanes_are_read_from_a_profile(tmp_path):
+    def train_step(x):
+        return jnp.sin(x) @ x
+
+    def armed(x):
+        return jnp.cos(x) @ x
+
+    def _copy(x):
+        return jnp.copy(x)
+
+    programs = [jax.jit(f) for f in (train_step, armed, _copy)]
+    x = jnp.ones((64, 64))
+    hosts = [name for names in LANES.values() for name in names if name.startswith("gockpt/")]
+    jax.block_until_ready([program(x) for program in programs])
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(tmp_path, profiler_options=options):
+        with events.span(ORIGIN):
+            pass
+        for program in programs:
+            program(x).block_until_ready()
+        with contextlib.ExitStack() as stack:
+            for name in hosts:
+                stack.enter_context(events.span(name))
+    spans = read_spans(tmp_path)
+    assert [s.name for s in spans[:3]] == ["step", "armed step", "staging copy"]
+    assert {(s.lane, s.name) for s in spans} == {
+        (lane, label) for lane, names in LANES.items() for label in names.values()
+    }
+    assert all(0.0 <= s.start_secs <= s.end_secs < 60.0 for s in spans)
+
+
+def test_landing_and_writing_are_spans(monkeypatch):
+    """Writing is one span for as long as any chunk is with TensorStore."""
+    open_spans, seen = [], []
+
+    @contextlib.contextmanager
+    def span(name):
+        open_spans.append(name)
+        seen.append(name)
+        yield
+        open_spans.remove(name)
+
+    monkeypatch.setattr(events, "span", span)
+    start_pull(jnp.ones(3)).result()
+    assert seen == [events.SPAN_LAND]
+
+    async def write():
+        budget = WriteBudget(100, WriteStats())
+        async with budget.admit(10):
+            async with budget.admit(20):
+                assert open_spans == [events.SPAN_WRITE]
+            assert open_spans == [events.SPAN_WRITE]
+        assert not open_spans
+        async with budget.admit(10):
+            assert open_spans == [events.SPAN_WRITE]
+
+    asyncio.run(write())
+    assert seen == [events.SPAN_LAND, events.SPAN_WRITE, events.SPAN_WRITE]
+
+
+def test_lanes_are_the_librarys_own_names():
+    names = {value for name, value in vars(events).items() if name.startswith("SPAN_")}
+    lanes = {name for lane in LANES.values() for name in lane if name.startswith("gockpt/")}
+    assert lanes == names
+
+
+@pytest.mark.parametrize("module", [timeline_spans, figures_timeline, figures_train])
+def test_docstring_examples(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_spans_are_in_the_order_of_time():
+    assert Span(0.0, 1.0, "write", "write") < Span(0.5, 0.6, "device", "step")
