@@ -2,8 +2,13 @@
 
 import click
 
+from gockpt_jax.cli.plan import plan
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="gockpt_jax")
 def main() -> None:
     """Checkpoints that leave the device over several training steps."""
+
+
+main.add_command(plan)

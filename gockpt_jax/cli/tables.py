@@ -1,0 +1,164 @@
+"""The tables of `gockpt_jax plan`, for a terminal, a document or a program."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.table
+
+from gockpt_jax.cli.quantities import say_count, say_percent, say_secs
+from gockpt_jax.cli.trade import Layout, Machine, Row, chosen_row, goodput
+from gockpt_jax.window.cost import describe_bytes
+
+_TRADE_HEADS = (
+    "", "way", "K", "stall s", "moved", "on the device", "on a host", "busy s", "saves/h",
+)  # fmt: skip
+_STUDY_HEADS = (
+    "parameters", "devices", "state/device", "step s", "busy s", "planner takes", "K",
+    "stock's stall s", "its stall s", "stock loses", "planner loses", "gain",
+)  # fmt: skip
+_GOODPUT_HEADS = (
+    "parameters", "devices", "fails every", "busy s", "stock saves every", "stock ETTR",
+    "planner saves every", "planner ETTR", "lost to stalls", "to lost work", "to restarts",
+)  # fmt: skip
+
+Table = tuple[Sequence[str], list[list[str]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """A model on a machine, and what saves cost it; no rows where it does not fit."""
+
+    layout: Layout
+    machine: Machine
+    rows: list[Row]
+    interval_steps: int
+
+    def loss(self, row: Row) -> float:
+        """Part of the time that a way of saving costs at the interval."""
+        train_secs = self.interval_steps * self.machine.step_secs
+        return row.stall_secs / (train_secs + row.stall_secs)
+
+
+def trade_table(asked: Asked) -> Table:
+    """Every way of saving one model on one machine."""
+    return _TRADE_HEADS, [
+        [
+            "*" if row.is_chosen else "",
+            row.way if row.fits else f"{row.way} (does not fit)",
+            str(row.steps),
+            say_secs(row.stall_secs),
+            describe_bytes(row.moved_bytes),
+            describe_bytes(row.device_bytes),
+            describe_bytes(row.host_bytes),
+            say_secs(row.busy_secs),
+            f"{row.per_hour:,.3g}" if row.fits else "-",
+        ]
+        for row in asked.rows
+    ]
+
+
+def _study_row(asked: Asked) -> list[str]:
+    known = [
+        say_count(asked.layout.parameters),
+        f"{asked.machine.devices:,}",
+        describe_bytes(state_per_device(asked)),
+        say_secs(asked.machine.step_secs),
+    ]
+    if not asked.rows:
+        return [*known, "-", "does not fit", "-", "-", "-", "-", "-", "-"]
+    stock, chosen = asked.rows[0], chosen_row(asked.rows)
+    gain = asked.loss(stock) - asked.loss(chosen)
+    return [
+        *known,
+        say_secs(chosen.busy_secs),
+        chosen.way,
+        str(chosen.steps),
+        say_secs(stock.stall_secs),
+        say_secs(chosen.stall_secs),
+        say_percent(asked.loss(stock)),
+        say_percent(asked.loss(chosen)),
+        "under 0.1%" if gain < 0.001 else say_percent(gain),
+    ]
+
+
+def _goodput_row(asked: Asked, between_failures_secs: float, restart_secs: float) -> list[str]:
+    known = [
+        say_count(asked.layout.parameters),
+        f"{asked.machine.devices:,}",
+        f"{between_failures_secs / 3600:,.3g} h",
+    ]
+    if not asked.rows:
+        return [*known, "does not fit", *["-"] * (len(_GOODPUT_HEADS) - len(known) - 1)]
+    failures = {"between_failures_secs": between_failures_secs, "restart_secs": restart_secs}
+    chosen = chosen_row(asked.rows)
+    stock, ours = goodput(asked.rows[0], **failures), goodput(chosen, **failures)
+    return [
+        *known,
+        say_secs(chosen.busy_secs),
+        f"{say_secs(stock.interval_secs)} s",
+        f"{stock.ettr:.2%}",
+        f"{say_secs(ours.interval_secs)} s",
+        f"{ours.ettr:.2%}",
+        say_percent(ours.stalls),
+        say_percent(ours.lost_work),
+        say_percent(ours.restarts),
+    ]
+
+
+def state_per_device(asked: Asked) -> float:
+    """Bytes of state on each device."""
+    return (asked.layout.early + asked.layout.late) / asked.machine.devices
+
+
+def study_table(asked: Sequence[Asked]) -> Table:
+    """What the planner takes for each, and what it gains over stock."""
+    return _STUDY_HEADS, [_study_row(a) for a in asked]
+
+
+def goodput_table(asked: Sequence[Asked], device_mtbf_secs: float, restart_secs: float) -> Table:
+    """What is left of the time where devices fail."""
+    return _GOODPUT_HEADS, [
+        _goodput_row(a, device_mtbf_secs / a.machine.devices, restart_secs) for a in asked
+    ]
+
+
+def as_json(asked: Asked) -> dict[str, Any]:
+    """Everything about one model on one machine, in base units."""
+    rows = [dataclasses.asdict(row) | {"loss": asked.loss(row)} for row in asked.rows]
+    layout = dataclasses.asdict(asked.layout)
+    return {"state": layout, "machine": dataclasses.asdict(asked.machine), "ways": rows}
+
+
+def markdown(table: Table) -> str:
+    """As a table of Markdown."""
+    heads, rows = table
+    lines = [list(heads), ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def show(table: Table, asked: Asked | None) -> None:
+    """Prints a table; under that of one model, what it was made for."""
+    heads, rows = table
+    shown = rich.table.Table(box=rich.box.SIMPLE)
+    for head in heads:
+        is_text = head in ("", "way", "planner takes")
+        shown.add_column(head, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    width = max(rich.console.Console().width, 160)  # of a pipe it would be 80
+    console = rich.console.Console(highlight=False, width=width)
+    console.print(shown)
+    if asked is not None:
+        machine, stock, chosen = asked.machine, asked.rows[0], chosen_row(asked.rows)
+        console.print(
+            f"* what the planner takes. State {describe_bytes(state_per_device(asked))} and "
+            f"budget {describe_bytes(machine.budget_bytes or 0)} on each of {machine.devices} "
+            f"devices, {describe_bytes(machine.link_bytes_per_sec)}/s, steps of "
+            f"{say_secs(machine.step_secs)} s; stock loses {say_percent(asked.loss(stock))} at one "
+            f"save in {asked.interval_steps} steps, the planner "
+            f"{say_percent(asked.loss(chosen))}.",
+            soft_wrap=True,
+        )
