@@ -85,6 +85,9 @@ _KEEPS_FREE = 0.1
     help="Part of what state and gradients leave of it.",
 )
 @click.option("--host-memory", type=BYTES, help="Memory of a host for saves.")
+@click.option(
+    "--commit", type=SECS, default="1", show_default=True, help="Barriers and commit of a save."
+)
 @click.option("--write", type=RATE, help="From one host to storage.")
 @click.option(
     "--interval",
@@ -182,6 +185,7 @@ def _ask(layout: Layout, devices: int, given: dict[str, Any]) -> Asked:
         budget_bytes=_budget(layout, devices, given),
         devices_per_host=given["devices_per_host"],
         write_bytes_per_sec=given["write"],
+        commit_secs=given["commit"],
         host_bytes=given["host_memory"],
         overhead=given["overhead"],
         max_steps=given["max_steps"],

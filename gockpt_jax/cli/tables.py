@@ -92,9 +92,16 @@ def _goodput_row(asked: Asked, between_failures_secs: float, restart_secs: float
     ]
     if not asked.rows:
         return [*known, "does not fit", *["-"] * (len(_GOODPUT_HEADS) - len(known) - 1)]
-    failures = {"between_failures_secs": between_failures_secs, "restart_secs": restart_secs}
     chosen = chosen_row(asked.rows)
-    stock, ours = goodput(asked.rows[0], **failures), goodput(chosen, **failures)
+    stock, ours = (
+        goodput(
+            row,
+            step_secs=asked.machine.step_secs,
+            between_failures_secs=between_failures_secs,
+            restart_secs=restart_secs,
+        )
+        for row in (asked.rows[0], chosen)
+    )
     return [
         *known,
         say_secs(chosen.busy_secs),

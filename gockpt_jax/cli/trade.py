@@ -97,6 +97,7 @@ class Machine:
       budget_bytes: On each, for staged copies and retained values; `None`: no limit.
       devices_per_host: At most.
       write_bytes_per_sec: Of each host, to storage; `None`: not looked at.
+      commit_secs: Barriers and the commit, once all is written.
       host_bytes: Memory of each host for saves; `None`: no limit.
       overhead: Part of the time that saves may cost.
       max_steps: The largest K.
@@ -108,6 +109,7 @@ class Machine:
     budget_bytes: float | None
     devices_per_host: int = 8
     write_bytes_per_sec: float | None = None
+    commit_secs: float = 0.0
     host_bytes: float | None = None
     overhead: float = 0.01
     max_steps: int = 8
@@ -129,7 +131,8 @@ class Row:
       moved_bytes: Over the link.
       device_bytes: Most that is staged and retained.
       host_bytes: Most on one host.
-      busy_secs: From the first transfer until all is on the host, or written if that takes longer.
+      busy_secs: From the first transfer until all is on the host, or written if that takes longer,
+        and committed.
       per_hour: Saves in an hour, each after the last is done, within the overhead.
       is_chosen: Whether it is what the planner takes.
       fits: Whether it keeps the budgets.
@@ -196,7 +199,7 @@ class Goodput:
     """What is left of the time of a job whose devices fail, at the best interval.
 
     Attributes:
-      interval_secs: Between saves, by Young's rule, and not shorter than a save is busy.
+      interval_secs: Between saves, by Young's rule, and no shorter than a step or a save.
       stalls: Part of the time lost to saves.
       lost_work: Part lost to work done since the last save.
       restarts: Part lost to starting again.
@@ -213,18 +216,21 @@ class Goodput:
         return 1 / (1 + self.stalls + self.lost_work + self.restarts)
 
 
-def goodput(row: Row, *, between_failures_secs: float, restart_secs: float) -> Goodput:
+def goodput(
+    row: Row, *, step_secs: float, between_failures_secs: float, restart_secs: float
+) -> Goodput:
     """The goodput of a way of saving: `sqrt(2 C M)` (Young, 1974) is the best interval.
 
     A save protects from when it has been written, so as long as it is busy is lost besides.
 
     Args:
       row: The way.
+      step_secs: Of a training step; no save comes sooner.
       between_failures_secs: M, of the whole job.
       restart_secs: From a failure until training goes on.
     """
     interval = math.sqrt(2 * row.stall_secs * between_failures_secs)
-    interval = max(interval, row.busy_secs)
+    interval = max(interval, row.busy_secs, step_secs)
     return Goodput(
         interval_secs=interval,
         stalls=row.stall_secs / interval,
@@ -236,7 +242,7 @@ def goodput(row: Row, *, between_failures_secs: float, restart_secs: float) -> G
 def _planned_row(way: str, terms: Terms, machine: Machine, cost: Cost, is_chosen: bool) -> Row:
     row = _row(way, terms, machine, stall=cost.stall_secs, device=cost.peak_bytes)
     busy = (cost.steps - 1) * terms.step_secs + cost.stall_secs + cost.drain_secs
-    busy = max(row.busy_secs, busy)
+    busy = max(row.busy_secs, busy + machine.commit_secs)
     return dataclasses.replace(
         row,
         steps=cost.steps,
@@ -253,7 +259,7 @@ def _row(
 ) -> Row:
     on_host = terms.state_bytes * machine.on_host
     write = 0.0 if machine.write_bytes_per_sec is None else on_host / machine.write_bytes_per_sec
-    busy = max(terms.blocking_secs, write)
+    busy = max(terms.blocking_secs, write) + machine.commit_secs
     return Row(
         way=way, steps=1, stall_secs=stall, moved_bytes=terms.state_bytes, device_bytes=device,
         host_bytes=on_host, busy_secs=busy, per_hour=3600 / max(busy, stall / machine.overhead),

@@ -130,17 +130,18 @@ class Planner:
         local = {d for a in leaves for d in a.sharding.addressable_devices}
         host = said.host_budget_bytes
         host = self._host_room_bytes(size, len(local)) if host is None else host
+        seen = measured_facts(self.clock)
         measured = {
-            "step_secs": said.step_secs or self.clock.secs,
-            "link_bytes_per_sec": said.link_bytes_per_sec or LINK.bytes_per_sec,
+            "step_secs": said.step_secs or seen.step_secs,
+            "link_bytes_per_sec": said.link_bytes_per_sec or seen.link_bytes_per_sec,
             # A process may have no device with a part of the state.
             "host_budget_bytes": None if host is None or not local else host // len(local),
         }
-        told = [
+        answers = [
             json.loads(x) for x in self._processes.gather("facts", json.dumps(measured)).values()
         ]
-        known = {name: [x[name] for x in told if x[name] is not None] for name in measured}
-        return Facts(**{name: min(seen, default=None) for name, seen in known.items()})
+        known = {name: [x[name] for x in answers if x[name] is not None] for name in measured}
+        return Facts(**{name: min(told, default=None) for name, told in known.items()})
 
     def _host_room_bytes(self, size: StateBytes, num_devices: int) -> int | None:
         """What this process may take for a save, files in memory counted."""
@@ -241,6 +242,11 @@ class Planner:
                 f"`host_budget_bytes={limit}` cannot hold what this process saves, {state_bytes} "
                 f"bytes. Give at least {state_bytes * 11 // 10}, or None for no limit."
             )
+
+
+def measured_facts(clock: StepClock) -> Facts:
+    """What has been learned so far."""
+    return Facts(clock.secs, LINK.bytes_per_sec)
 
 
 def _why_all_late(program: StepProgram, size: StateBytes) -> str:

@@ -1,0 +1,90 @@
+"""Host memory: the container's limit, in both kinds of control groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
+
+GIB = 2**30
+
+
+@pytest.fixture
+def system(tmp_path):
+    """Writes files of a small `/proc` and `/sys`; returns their root."""
+
+    def write(files):
+        for name, text in ({"proc/meminfo": f"MemAvailable: {64 * 2**20} kB\n"} | files).items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(text))
+        return tmp_path
+
+    return write
+
+
+def v2(group, limit, used, idle=0):
+    base = f"sys/fs/cgroup{group}"
+    return {
+        f"{base}/memory.max": limit,
+        f"{base}/memory.current": used,
+        f"{base}/memory.stat": f"anon 1\ninactive_file {idle}\n",
+    }
+
+
+def test_without_a_limit_it_is_what_the_kernel_says(system):
+    root = system({"proc/self/cgroup": "0::/\n"} | v2("", "max", 5 * GIB))
+    assert host_headroom_bytes(root) == 64 * GIB
+
+
+def test_the_limit_of_a_group_of_version_2(system):
+    root = system({"proc/self/cgroup": "0::/job\n"} | v2("/job", 20 * GIB, 9 * GIB, 4 * GIB))
+    assert host_headroom_bytes(root) == 15 * GIB
+
+
+def test_a_group_above_may_leave_less(system):
+    groups = v2("/pod", 12 * GIB, 9 * GIB) | v2("/pod/job", 20 * GIB, 2 * GIB)
+    assert host_headroom_bytes(system({"proc/self/cgroup": "0::/pod/job\n"} | groups)) == 3 * GIB
+
+
+def test_in_a_container_only_the_top_is_there(system):
+    groups = {"proc/self/cgroup": "0::/kubepods/pod7/job\n"} | v2("", 10 * GIB, 4 * GIB)
+    assert host_headroom_bytes(system(groups)) == 6 * GIB
+
+
+def test_the_limit_of_a_group_of_version_1(system):
+    base = "sys/fs/cgroup/memory/job"
+    files = {
+        "proc/self/cgroup": "5:cpu,cpuacct:/job\n3:memory:/job\n1:name=systemd:/job\n",
+        f"{base}/memory.limit_in_bytes": 8 * GIB,
+        f"{base}/memory.usage_in_bytes": 7 * GIB,
+        f"{base}/memory.stat": f"cache 1\ntotal_inactive_file {GIB}\n",
+    }
+    assert host_headroom_bytes(system(files)) == 2 * GIB
+
+
+def test_over_the_limit_there_is_nothing_left(system):
+    root = system({"proc/self/cgroup": "0::/job\n"} | v2("/job", GIB, 2 * GIB))
+    assert host_headroom_bytes(root) == 0
+
+
+def test_a_system_that_tells_nothing(tmp_path):
+    assert host_headroom_bytes(tmp_path) is None
+    assert not is_in_memory("/anything", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("directory", "inside"),
+    [("/mnt/ram/run", True), ("/mnt/ram", True), ("/mnt/ramble", False), ("/home", False),
+     ("/mnt/ram/disk/run", False), ("gs://bucket/run", False)],
+)  # fmt: skip
+def test_a_directory_in_memory(system, directory, inside):
+    mounts = (
+        "overlay / overlay rw 0 0\ntmpfs /mnt/ram tmpfs rw 0 0\n"
+        "/dev/sda1 /mnt/ram/disk ext4 rw 0 0\n"
+    )
+    assert is_in_memory(directory, system({"proc/mounts": mounts})) is inside
+
+
+def test_this_machine_tells_something():
+    assert host_headroom_bytes() > 0

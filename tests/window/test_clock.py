@@ -1,0 +1,53 @@
+"""The time of a step, from calls alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gockpt_jax.window.clock import StepClock
+
+
+def told(clock, secs, start=0.0):
+    """Calls that far apart; when the last was."""
+    for now in start + np.concatenate([[0.0], np.cumsum(secs)]):
+        clock.tick(float(now))
+    return start + sum(secs)
+
+
+def test_nothing_is_known_from_a_few_steps():
+    clock = StepClock()
+    told(clock, [1.0] * 47)
+    assert clock.secs is None
+    clock.tick(48.0)
+    assert clock.secs == 1.0
+
+
+def test_a_loop_that_reads_its_loss_now_and_then():
+    """Seven calls return at once, the eighth waits for all eight steps."""
+    clock = StepClock()
+    told(clock, ([0.001] * 7 + [1.593]) * 20)
+    assert clock.secs == pytest.approx(0.2, rel=1e-3)
+
+
+def test_evaluations_and_waits_for_data_are_left_out():
+    clock = StepClock()
+    secs = np.full(160, 0.2)
+    secs[[5, 70]] = 300.0
+    told(clock, secs)
+    assert clock.secs == pytest.approx(0.2)
+
+
+def test_pauses_do_not_count():
+    clock = StepClock()
+    end = 0.0
+    for _ in range(3):
+        end = told(clock, [0.5] * 20, end + 1000.0)
+        clock.pause()
+    assert clock.secs == pytest.approx(0.5)
+
+
+def test_the_newest_steps_count():
+    clock = StepClock()
+    told(clock, [1.0] * 400 + [2.0] * 160)
+    assert clock.secs == pytest.approx(2.0)

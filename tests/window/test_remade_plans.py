@@ -1,0 +1,104 @@
+"""Plans are made anew between windows when time or rate move; only blocks do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from window.training_loop import BATCH, Options, assert_same, to_host
+
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.window import planner as planner_module
+from gockpt_jax.window.plan import Facts
+
+SIZE = 64
+LEAF = SIZE * 4
+
+
+@jax.jit
+def update(state, x):
+    """Adam's two moments of eight leaves, and what they do to them."""
+
+    def loss(w):
+        return sum(jnp.sum(jnp.cosh(v * x)) for v in w.values())
+
+    grads = jax.grad(loss)(state["w"])
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], grads)
+    v = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * (g * g), state["v"], grads)
+    w = jax.tree.map(lambda w, m, v: w - 0.01 * m / (jnp.sqrt(v) + 1e-8), state["w"], m, v)
+    return {"m": m, "v": v, "w": w}
+
+
+def fresh():
+    def leaves(value):
+        return {str(i): jnp.full(SIZE, value) for i in range(8)}
+
+    return {"m": leaves(0.0), "v": leaves(0.0), "w": leaves(0.5)}
+
+
+def run(tmp_path, facts, monkeypatch, **options):
+    """Saves every 10 steps; before each save the measured facts are the next ones."""
+    now = iter(facts)
+    current = [next(now)]
+    monkeypatch.setattr(planner_module, "measured_facts", lambda clock: current[0])
+    # Of 24 leaves; what two steps retain are 16, and a window needs as many and a block.
+    window = WindowOptions(device_budget_bytes=20 * LEAF, **options)
+    executables, saved = set(), {}
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=10), window=window) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(10 * len(facts) + 1):
+            state = step(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+                current[0] = next(now, current[0])
+            if step.program is not None and step.program.is_armed:
+                step.program.wait_until_ready()
+                executables.add((id(step.program), id(step.program._executable)))
+        manager.wait_until_finished()
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+        return manager.reports, executables
+
+
+RATE = 24 * LEAF / 10  # ten seconds for the whole state
+
+
+def test_a_drift_moves_blocks_and_recompiles_nothing(tmp_path, monkeypatch):
+    slow, alike, fast = Facts(20.0, RATE), Facts(18.0, RATE), Facts(1.0, RATE)
+    reports, executables = run(tmp_path, [Facts(), slow, alike, fast, fast], monkeypatch)
+    reasons = [r.reason for r in reports[1:]]
+    # Made from sizes, then for long steps; as good for a little shorter ones; anew for short ones.
+    assert "3 steps keep within the device budget" in reasons[0]
+    assert "predicted stall 0.000 s" in reasons[1]
+    assert reasons[2] == reasons[1]
+    assert reasons[3] != reasons[2]
+    assert [r.kind for r in reports[1:]] == ["window"] * 5
+    assert reports[1].window_steps != reports[2].window_steps
+    assert len(executables) == 1
+
+
+def test_a_window_that_stopped_to_gain_is_a_snapshot(tmp_path, monkeypatch):
+    reports, _ = run(tmp_path, [Facts(), Facts(1e-4, RATE)], monkeypatch)
+    assert reports[1].kind == "window"
+    assert reports[-1].kind in ("window", "snapshot")
+    assert "predicted stall" in reports[-1].reason
+
+
+def test_what_the_user_says_is_not_measured(tmp_path, monkeypatch):
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE}
+    reports, _ = run(tmp_path, [Facts(1e-3, 1.0), Facts(9.0, 9.0)], monkeypatch, **said)
+    assert "predicted stall 0.000 s" in reports[1].reason
+    assert reports[1].reason == reports[-1].reason
+
+
+def test_a_fixed_k_stays(tmp_path, monkeypatch):
+    facts = [Facts(), Facts(20.0, RATE)]
+    reports, _ = run(tmp_path, facts, monkeypatch, steps=4)
+    assert [r.window_steps for r in reports[1:]] == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["step_secs", "link_bytes_per_sec"])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "fast"])
+def test_facts_that_cannot_be(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a number above 0"):
+        WindowOptions(**{name: value})
