@@ -170,9 +170,9 @@ def fill(
     blocks: list[list[int]] = [[] for _ in room]
     block_of: dict[int, int] = {}
     depth = _depths(units)
-    for u in sorted(early, key=lambda u: (depth[u], -units[u].state_bytes, u)):
-        first = max((block_of[v] for v in units[u].after), default=0)
-        block = max(range(first, steps - 1), key=lambda b: (room[b], -b))
+    for u in sorted(early, key=lambda u: (depth.get(u, 0), -units[u].state_bytes, u)):
+        first = max((block_of[v] for v in units[u].after), default=0) if units[u].after else 0
+        block = room.index(max(room[first:]), first)
         blocks[block].append(u)
         block_of[u] = block
         room[block] -= units[u].state_bytes
@@ -180,10 +180,10 @@ def fill(
 
 
 def _depths(units: Sequence[Unit]) -> dict[int, int]:
-    """How long the chain is of what must not leave later than each."""
+    """How long the chain is of what must not leave later than each; empty if there is none."""
     depth: dict[int, int] = {}
     if not any(unit.after for unit in units):
-        return dict.fromkeys(range(len(units)), 0)
+        return depth
     for u in _in_order(units):
         depth[u] = max((depth[v] + 1 for v in units[u].after), default=0)
     return depth
