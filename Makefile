@@ -16,13 +16,14 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test kills lint types clean
+.PHONY: help venv demo test kills scale lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
 	@echo 'make demo    train, kill inside a checkpoint window, resume, compare bit for bit'
 	@echo 'make test    all tests'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
+	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy'
 	@echo 'make clean   remove $(VENV), caches and runs'
@@ -52,6 +53,9 @@ test: $(STAMP)
 
 kills: $(STAMP)
 	@GOCKPT_KILL_CHAINS=25 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
+
+scale: $(STAMP)
+	@$(BIN)/python -m bench.scale
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -77,9 +77,8 @@ class WindowOptions:
       step_secs: Time of one training step, for the plan. `None`: learned while training, without
         waiting for a device.
       link_bytes_per_sec: Rate from one device to the host while all devices of the process send,
-        for the plan. `None`: learned from the transfers of earlier saves. Programs of several
-        processes learn neither (docs/scale.md): give both, the same on all, or the plan rests on
-        sizes alone.
+        for the plan. `None`: learned from the transfers of earlier saves. What several processes
+        have learned differs: the shortest step and the slowest link count (docs/scale.md).
       host_budget_bytes: Bytes of host memory that pulled and replayed chunks may take in this
         process. `None`: no limit of ours (the state of this process is what a save needs).
       write_limit_bytes: Bytes handed to TensorStore and not yet written. It copies and compresses
