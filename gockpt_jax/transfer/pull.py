@@ -57,6 +57,7 @@ class Pull:
         with events.span(events.SPAN_LAND):
             data = [np.asarray(shard) for shard in self._shards]
         LINK.end(data, len(self._sources))
+        self._sources = ()  # the device's memory is free before the budget says so
         return [HostChunk(index, a) for index, a in zip(self._indices, data, strict=True)]
 
 

@@ -9,6 +9,7 @@ from window.training_loop import BATCH, Options, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.window import planner as planner_module
+from gockpt_jax.window import session as session_module
 from gockpt_jax.window.plan import Facts
 
 SIZE = 64
@@ -47,6 +48,7 @@ def run(tmp_path, facts, monkeypatch, **options):
             state = step(state, BATCH)
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
+                manager.wait_until_finished()  # what a save holds is not free
                 if label:
                     current[0] = next(now, current[0])
             if step.program is not None and step.program.is_armed:
@@ -91,6 +93,46 @@ def test_a_fixed_k_stays(tmp_path, monkeypatch):
     facts = [Facts(), Facts(20.0, RATE)]
     reports, _ = run(tmp_path, facts, monkeypatch, steps=4)
     assert [r.window_steps for r in reports[1:]] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("room", "in_memory", "kind"),
+    [(48, False, "window"), (48, True, "snapshot"), (25, False, "snapshot")],
+)
+def test_windows_need_host_memory(tmp_path, monkeypatch, room, in_memory, kind):
+    """A window holds the 24 leaves of state, and two steps' values for 2 of them at the least."""
+    monkeypatch.setattr(planner_module, "host_headroom_bytes", lambda: room * LEAF)
+    monkeypatch.setattr(planner_module, "is_in_memory", lambda directory: in_memory)
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE}
+    reports, _ = run(tmp_path, [Facts()], monkeypatch, **said)
+    assert reports[-1].kind == kind
+    assert ("the host budget" in reports[-1].reason) == (kind == "snapshot")
+
+
+class Time:
+    """Steps take a second, saves a hundred."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_steps_are_timed_without_saves_and_windows(tmp_path, monkeypatch):
+    clock = Time()
+    monkeypatch.setattr(session_module, "time", clock)
+    window = WindowOptions(steps=3)
+    options = Options(save_interval_steps=20)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(81):
+            clock.now += 50.0 if manager.window_status.startswith("window") else 1.0
+            state = step(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                clock.now += 100.0
+        manager.wait_until_finished()
+        assert [r.kind for r in manager.reports[1:]] == ["window"] * 4
+        assert manager._gockpt_session.planner.clock.secs == 1.0
 
 
 @pytest.mark.parametrize("name", ["step_secs", "link_bytes_per_sec"])
