@@ -13,14 +13,14 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from gockpt_jax.errors import ReplayError
-from gockpt_jax.replay.memory import result_view
+from gockpt_jax.replay.memory import ResultViews
 from gockpt_jax.replay.programs import FUSED_UPDATES, ReplaySpec, cut_up, fused, program_for
 from gockpt_jax.training.recipe import Recipe
 
@@ -29,6 +29,7 @@ _log = logging.getLogger("gockpt_jax")
 Program = Callable[..., list[jax.Array]]
 
 _ZERO = np.zeros((), np.int32)
+_DONE = object()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,6 +95,22 @@ class _Piece:
     programs: tuple[tuple[int, Program], ...]
 
 
+class _Scratch:
+    """What a thread works in beside the shards.
+
+    Attributes:
+      views: Of the buffers.
+    """
+
+    def __init__(self) -> None:
+        self.views = ResultViews()
+        self._free: dict[Any, list[list[jax.Array]]] = {}
+
+    def free(self, size: int, dtypes: Sequence[np.dtype]) -> list[list[jax.Array]]:
+        """Buffers for results that no program uses now; each run gives its results in them."""
+        return self._free.setdefault((size, *dtypes), [])
+
+
 class Replayer:
     """Applies updates to shards.
 
@@ -133,17 +150,15 @@ class Replayer:
         )
         errors: list[BaseException] = []
 
-        def work() -> None:
-            results: dict[Any, list[jax.Array]] = {}
+        def work(in_flight: int) -> None:
             try:
                 # Guards are per thread, and the user's is for the training loop.
                 with jax.transfer_guard("allow"):
-                    while not errors and (piece := _next(pieces)) is not None:
-                        self._replay(piece, results)
+                    self._replay_all(pieces, in_flight, errors)
             except BaseException as error:
                 errors.append(error)
 
-        _side_by_side(work, min(self.threads, len(pieces)))
+        _side_by_side(work, _shares(min(self.threads, len(pieces))))
         if errors:
             raise errors[0]
 
@@ -200,36 +215,59 @@ class Replayer:
                 programs[size] = tuple((n, self._program(spec, n, size)) for n in counts)
             yield _Piece(shard, part, size, spec.changed, programs[size])
 
-    def _replay(self, piece: _Piece, results: dict[Any, list[jax.Array]]) -> None:
-        """Applies all updates to a piece while it is in cache.
+    def _replay_all(
+        self, pieces: collections.deque[_Piece], in_flight: int, errors: list[BaseException]
+    ) -> None:
+        """Replays pieces until there are none left, or an error.
 
         Args:
-          piece: The piece.
-          results: This thread's buffers, by what they are for; each program run hands them on.
+          pieces: Shared with other threads.
+          in_flight: How many run at once. While one runs, another is copied back.
+          errors: Of all threads.
         """
+        scratch, running = _Scratch(), collections.deque[Generator[None]]()
+        with contextlib.ExitStack() as ended:
+            while not errors:
+                while len(running) < in_flight and (piece := _next(pieces)) is not None:
+                    started = self._replay(piece, scratch)
+                    ended.callback(started.close)
+                    next(started)
+                    running.append(started)
+                if not running:
+                    return
+                oldest = running.popleft()
+                if next(oldest, _DONE) is not _DONE:
+                    running.append(oldest)
+
+    def _replay(self, piece: _Piece, scratch: _Scratch) -> Generator[None]:
+        """Applies all updates to a piece while it is in cache; yields while a program runs."""
         shard = piece.shard
         states = [_padded(x[piece.part], piece.size) for x in shard.states]
-        dtypes = tuple(states[i].dtype for i in piece.changed)
-        buffers = results.get((piece.size, dtypes)) or self._new_buffers(piece.size, dtypes)
+        free = scratch.free(piece.size, [states[i].dtype for i in piece.changed])
+        buffers = free.pop() if free else self._new_buffers([states[i] for i in piece.changed])
         updates = iter(shard.updates)
         for count, program in piece.programs:
             arguments = [
                 ([_padded(x[piece.part], piece.size) for x in u.retained], list(u.scalars))
                 for u in itertools.islice(updates, count)
             ]
-            buffers = jax.block_until_ready(program(states, arguments, buffers, _ZERO))
+            buffers = program(states, arguments, buffers, _ZERO)
+            try:
+                yield
+            finally:  # also where it is closed: then nothing may still read the shard
+                jax.block_until_ready(buffers)
             for i, result in zip(piece.changed, buffers, strict=True):
-                np.copyto(states[i], result_view(result), casting="no")
-        results[piece.size, dtypes] = buffers
+                np.copyto(states[i], scratch.views.of(result), casting="no")
+        free.append(buffers)
         for i in piece.changed:
             part = shard.states[i][piece.part]
             if part.size < piece.size:
                 np.copyto(part, states[i][: part.size])
 
-    def _new_buffers(self, size: int, dtypes: Sequence[np.dtype]) -> list[jax.Array]:
+    def _new_buffers(self, like: Sequence[np.ndarray]) -> list[jax.Array]:
         # Copied: memory of NumPy's own could not be handed on.
         return [
-            jax.device_put(np.zeros(size, dtype), self.device, may_alias=False) for dtype in dtypes
+            jax.device_put(np.zeros(x.size, x.dtype), self.device, may_alias=False) for x in like
         ]
 
 
@@ -273,15 +311,20 @@ def _next(pieces: collections.deque[_Piece]) -> _Piece | None:
         return None
 
 
-def _side_by_side(work: Callable[[], None], threads: int) -> None:
-    """Runs the same work on this thread and on further ones; returns when all have ended."""
+def _shares(in_flight: int) -> list[int]:
+    """Splits a number of pieces in flight into two per thread: one runs, one is copied back."""
+    return [2] * (in_flight // 2) + [1] * (in_flight % 2)
+
+
+def _side_by_side(work: Callable[[int], None], shares: Sequence[int]) -> None:
+    """Does shares of a work on this thread and on further ones; returns when all have ended."""
     helpers: list[threading.Thread] = []
     # None may be had any more, while the interpreter ends: then this thread does it all.
     with contextlib.suppress(RuntimeError):
-        for _ in range(threads - 1):
-            helper = threading.Thread(target=work, name="gockpt-replay")
+        for share in shares[1:]:
+            helper = threading.Thread(target=work, args=(share,), name="gockpt-replay")
             helper.start()
             helpers.append(helper)
-    work()
+    work(shares[0] if shares else 1)
     for helper in helpers:
         helper.join()

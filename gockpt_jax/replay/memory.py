@@ -32,15 +32,25 @@ def own(data: np.ndarray) -> np.ndarray:
     return _writable(data.ctypes.data, data.nbytes, data.dtype, data)
 
 
-def result_view(result: jax.Array) -> np.ndarray:
-    """A finished result as NumPy sees it, for as long as the caller holds `result`.
+class ResultViews:
+    """Finished results as NumPy sees them.
 
     `np.asarray` would do the same, but the view that JAX then keeps stops the buffer from being
-    donated again.
+    donated again. Results come in the same few buffers again and again, so views are kept: to make
+    one takes longer than to start a program.
     """
-    if _SUB_BYTE.match(str(result.dtype)):  # packed there, one byte each here
-        return np.asarray(result)
-    return _writable(result.unsafe_buffer_pointer(), result.nbytes, result.dtype, None)
+
+    def __init__(self) -> None:
+        self._views: dict[tuple[int, int, np.dtype], np.ndarray] = {}
+
+    def of(self, result: jax.Array) -> np.ndarray:
+        """The memory of a result, for as long as the caller holds `result`."""
+        if _SUB_BYTE.match(result.dtype.name):  # packed there, one byte each here
+            return np.asarray(result)
+        key = (result.unsafe_buffer_pointer(), result.size, result.dtype)
+        if (view := self._views.get(key)) is None:
+            view = self._views[key] = _writable(key[0], result.nbytes, result.dtype, None)
+        return view
 
 
 def _writable(

@@ -6,6 +6,7 @@ kept for the process, since the next manager meets the same recipes.
 
 import concurrent.futures
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,9 +19,13 @@ from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax.training.recipe import Recipe
 
-CHUNK_SIZES = (512 * 1024, 128 * 1024, 32 * 1024, 8 * 1024, 1024)
+CHUNK_SIZES = (256 * 1024, 32 * 1024, 8 * 1024, 1024)
 """Elements of a piece, largest first. The largest runs long enough to be worth a dispatch, and its
 results still fit the cache, from where they are copied back (docs/decisions/0009)."""
+
+BLOCK_SIZE = 8 * 1024
+"""Elements that a program works on at a time. XLA makes a loop of its own for each result, and each
+reads what the others have read: within a block, from the core's own cache."""
 
 FUSED_UPDATES = (4, 2, 1)
 """Updates in one program, largest first."""
@@ -135,22 +140,43 @@ def _compile(key: _Key) -> Any:
     def chunks(dtypes: Sequence[np.dtype], *shape: int) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for dtype in dtypes]
 
-    def replay(states: Any, updates: Any, results: Any, zero: jax.Array) -> list[jax.Array]:
-        del results  # only their memory is wanted
-        for n, (retained, scalars) in enumerate(updates):
-            states = states if n == 0 else [_settled(x, zero) for x in states]
-            fence = zero if key.fenced else None
-            states = spec.recipe.apply(states, retained, scalars, fence)
-        return [states[i] for i in spec.changed]
-
     states = chunks(spec.states, key.size)
     update = (chunks(spec.retained, key.size), chunks(spec.scalars))
     (zero,) = chunks([np.dtype(np.int32)])
-    # Not used, yet kept: donated, their memory becomes that of the results.
-    lowered = jax.jit(replay, donate_argnums=(2,), keep_unused=True).lower(
+    # Not all are read, yet they are kept: donated, their memory becomes that of the results.
+    lowered = jax.jit(functools.partial(_replay, key), donate_argnums=(2,), keep_unused=True).lower(
         states, [update] * key.updates, [states[i] for i in spec.changed], zero
     )
     return lowered.compile(compiler_options=_COMPILER_OPTIONS)
+
+
+def _replay(key: _Key, states: Any, updates: Any, results: Any, zero: jax.Array) -> list[jax.Array]:
+    """What `program_for` compiles: block for block, each into its place among the results."""
+    if key.size <= BLOCK_SIZE:
+        return _updated(key, states, updates, zero)
+
+    def block(n: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
+        start = (n * BLOCK_SIZE,)
+
+        def cut(xs: Sequence[jax.Array]) -> list[jax.Array]:
+            return [lax.dynamic_slice(x, start, (BLOCK_SIZE,)) for x in xs]
+
+        pending = [(cut(retained), scalars) for retained, scalars in updates]
+        news = _updated(key, cut(states), pending, zero)
+        return [
+            lax.dynamic_update_slice(x, new, start) for x, new in zip(results, news, strict=True)
+        ]
+
+    done: list[jax.Array] = lax.fori_loop(0, key.size // BLOCK_SIZE, block, results)
+    return done
+
+
+def _updated(key: _Key, states: Any, updates: Any, zero: jax.Array) -> list[jax.Array]:
+    fence = zero if key.fenced else None
+    for n, (retained, scalars) in enumerate(updates):
+        states = states if n == 0 else [_settled(x, zero) for x in states]
+        states = key.spec.recipe.apply(states, retained, scalars, fence)
+    return [states[i] for i in key.spec.changed]
 
 
 def _settled(state: jax.Array, zero: jax.Array) -> jax.Array:

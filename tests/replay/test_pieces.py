@@ -13,10 +13,17 @@ from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
 from gockpt_jax.replay import engine, programs
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.memory import own
-from gockpt_jax.replay.programs import CHUNK_SIZES, FUSED_UPDATES, ReplaySpec, cut_up, fused
+from gockpt_jax.replay.programs import (
+    BLOCK_SIZE,
+    CHUNK_SIZES,
+    FUSED_UPDATES,
+    ReplaySpec,
+    cut_up,
+    fused,
+)
 
 SIZES = [0, 1, 7, 509, 512, 513, 1024, 8191, 8192 + 5000, 65537, CHUNK_SIZES[0] + 77_777]
-LARGE = 2 * 8192 + 1024 + 5  # two chunks of one size, a smaller one, and a tail
+LARGE = 2 * CHUNK_SIZES[1] + 1024 + 5  # two chunks of several blocks, a smaller one, and a tail
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,7 @@ def test_a_shard_is_cut_up_once_and_whole(size):
     pieces = list(cut_up(size))
     assert [i for part, _ in pieces for i in range(size)[part]] == list(range(size))
     assert {program for _, program in pieces} <= set(CHUNK_SIZES)
+    assert not any(program % BLOCK_SIZE for _, program in pieces if program > BLOCK_SIZE)
     for part, program in pieces[:-1]:
         assert part.stop - part.start == program
     assert all(program < 2 * size or program == CHUNK_SIZES[-1] for _, program in pieces)
@@ -120,6 +128,40 @@ def test_threads_share_the_pieces_and_change_nothing(recipe):
     assert threading.active_count() == before
     for shard in shards:
         assert_same_bits(shard.states, one_by_one(moments, state, g))
+
+
+@pytest.mark.parametrize("threads", range(1, 10))
+def test_as_many_pieces_run_at_once_as_there_are_threads(threads):
+    shares = engine._shares(threads)
+    assert sum(shares) == threads
+    assert max(shares) <= 2  # one runs while another is copied back
+
+
+def test_an_error_leaves_no_program_running(recipe, monkeypatch):
+    """What runs reads the shard, which the caller may drop."""
+    started, waited = [], []
+    block_until_ready, programs_of = jax.block_until_ready, Replayer._program
+
+    def program(*args):
+        run = programs_of(*args)
+
+        def once(*operands):
+            if len(started) == 3:
+                raise MemoryError("at the fourth")
+            started.append(run(*operands))
+            return started[-1]
+
+        return once
+
+    monkeypatch.setattr(Replayer, "_program", program)
+    monkeypatch.setattr(
+        jax, "block_until_ready", lambda x: waited.append(x) or block_until_ready(x)
+    )
+    shard = shard_of(recipe, state_of(moments, 1024), [numbers(2, 1024)])
+    with pytest.raises(MemoryError, match="at the fourth"):
+        Replayer("gpu", threads=2).apply([shard] * 6)
+    assert len(started) == 3
+    assert [id(x) for x in started] == [id(x) for x in waited]
 
 
 # Compilations.
@@ -206,7 +248,8 @@ def test_scratch_is_a_small_part_of_a_large_shard(recipe):
 
 
 def _swapped(updates, states):
-    states[0][: 2 * 8192] = np.roll(states[0][: 2 * 8192], 8192)
+    chunk = CHUNK_SIZES[1]
+    states[0][: 2 * chunk] = np.roll(states[0][: 2 * chunk], chunk)
     return updates
 
 
