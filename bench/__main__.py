@@ -9,6 +9,7 @@ from pathlib import Path
 BENCHMARKS = {
     "aot": "bench.aot",
     "cut": "bench.cut",
+    "cut_growth": "bench.cut_growth",
     "replay": "bench.replay",
     "replay_beside_training": "bench.replay_beside_training",
     "timeline": "bench.timeline",

@@ -1,5 +1,6 @@
 """What the cut is measured on: optax's optimizers on an MLP and on a transformer in bf16."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -105,10 +106,10 @@ def _dense(x: jax.Array, p: Any) -> jax.Array:
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
-def transformer_loss(params: Any, tokens: jax.Array) -> jax.Array:
-    """Next-token cross entropy; parameters in fp32, matrix products in bf16."""
-    table = params["tokens"].astype(jnp.bfloat16)
-    x = table[tokens] + params["positions"].astype(jnp.bfloat16)
+def transformer_loss(params: Any, tokens: jax.Array, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Next-token cross entropy; parameters in fp32, matrix products in `dtype`."""
+    table = params["tokens"].astype(dtype)
+    x = table[tokens] + params["positions"].astype(dtype)
     mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
     for i in range(LAYERS):
         p = params[f"block{i}"]
@@ -123,7 +124,14 @@ def transformer_loss(params: Any, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-MODELS = {"mlp": (init_mlp, mlp_loss), "transformer": (init_transformer, transformer_loss)}
+MODELS = {
+    "mlp": (init_mlp, mlp_loss),
+    "transformer": (init_transformer, transformer_loss),
+    "transformer, fp32": (
+        init_transformer,
+        functools.partial(transformer_loss, dtype=jnp.float32),
+    ),
+}
 
 
 def make_step(optimizer: str, model: str) -> tuple[Any, Callable[[], Any]]:
