@@ -8,6 +8,7 @@ updated by one jitted, donating program, and with `torch.optim.AdamW(fused=True)
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import time
@@ -21,6 +22,7 @@ import numpy as np
 from bench.record import Record, interleaved, peak_memory, ratios
 from gockpt_jax.replay.engine import Replayer, ShardReplay, Update
 from gockpt_jax.replay.memory import own
+from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.training.cut import Group
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe
@@ -42,18 +44,23 @@ def adamw(state: Any, g: jax.Array, scales: Any) -> Any:
     return p - RATE * (step + DECAY * p), m, v
 
 
-def adamw_recipe() -> Recipe:
-    """The whole of AdamW as a recipe, cut at the gradient and the bias corrections.
+def root_and_division(state: Any, g: jax.Array, scales: Any) -> Any:
+    """The two slow operations of AdamW and nothing else, each update's on the one before."""
+    return [g / (jnp.sqrt(state[0]) + scales[0])]
 
-    By default the parameters would leave late and only the moments be replayed; all three are the
-    harder case.
+
+def recipe_of(update: Callable[..., Any], states: int) -> Recipe:
+    """A whole update as a recipe, cut at the gradient and the bias corrections.
+
+    Of AdamW the parameters would leave late by default and only the moments be replayed; all three
+    are the harder case.
     """
     chunk, scalar = jnp.zeros(8), jnp.float32(1)
-    traced = jax.jit(adamw).trace((chunk,) * 3, chunk, (scalar, scalar))
+    traced = jax.jit(update).trace((chunk,) * states, chunk, (scalar, scalar))
     graph = flatten(traced.jaxpr)
-    leaves = [Leaf(str(i), graph.inputs[i], graph.outputs[i]) for i in range(3)]
-    group = Group((0, 1, 2), (graph.inputs[3],), tuple(graph.inputs[4:6]))
-    return make_recipe(group, leaves)
+    leaves = [Leaf(str(i), graph.inputs[i], graph.outputs[i]) for i in range(states)]
+    inputs = graph.inputs[states:]
+    return make_recipe(Group(tuple(range(states)), (inputs[0],), tuple(inputs[1:3])), leaves)
 
 
 @dataclasses.dataclass
@@ -88,6 +95,9 @@ def run(quick: bool) -> Record:
         f"{PENDING} single updates of the other.",
         "cpu_ns_per_parameter/*: processor time of all cores together; less moved by other work on "
         "the machine than the ratios of wall time are.",
+        "cpu_ns_per_parameter/one_piece/*: one piece again and again, from cache, on one thread: "
+        "what of the others is not memory. root_and_division: AdamW's root and division alone, a "
+        "bound for exact replay.",
         "extra_memory_ratio: growth of the resident set during replay, over the state's bytes.",
     ]
     with _contenders(sizes, threads, record) as contenders:
@@ -97,7 +107,25 @@ def run(quick: bool) -> Record:
     for name, values in cpu_secs.items():
         cost = [1e9 * s / sizes.parameters for s in values]
         record.samples[f"cpu_ns_per_parameter/{name}"] = cost
+    _one_piece(record)
     return record
+
+
+def _one_piece(record: Record) -> None:
+    """What is left where memory costs nothing: a piece that stays in cache, on one thread."""
+    size, times, replayer = Sizes(1, CHUNK_SIZES[0], 7), 32, Replayer("gpu", 1)
+    shards = {
+        "adamw_1": pending_shards(size, 1),
+        f"adamw_{PENDING}": pending_shards(size, PENDING),
+        f"root_and_division_{PENDING}": pending_shards(size, PENDING, root_and_division, 1),
+    }
+    contenders = {
+        name: functools.partial(replayer.apply, piece * times) for name, piece in shards.items()
+    }
+    secs = interleaved(contenders, size.repeats, clock=time.process_time)
+    for name, values in secs.items():
+        cost = [1e9 * s / size.parameters / times for s in values]
+        record.samples[f"cpu_ns_per_parameter/one_piece/{name}"] = cost
 
 
 @contextlib.contextmanager
@@ -144,9 +172,11 @@ def _conclude(record: Record, secs: dict[str, list[float]], sizes: Sizes) -> Non
         record.samples[f"secs/{name}"] = values
 
 
-def pending_shards(sizes: Sizes, updates: int) -> list[ShardReplay]:
-    """Leaves with pending AdamW updates, where pulls would have put them: in XLA's memory."""
-    recipe, scalars = adamw_recipe(), (np.float32(1.1), np.float32(1.2))
+def pending_shards(
+    sizes: Sizes, updates: int, update: Callable[..., Any] = adamw, states: int = 3
+) -> list[ShardReplay]:
+    """Leaves with pending updates, where pulls would have put them: in XLA's memory."""
+    recipe, scalars = recipe_of(update, states), (np.float32(1.1), np.float32(1.2))
 
     def pulled(value: float) -> np.ndarray:
         return own(np.asarray(jnp.full(sizes.elements, value)))
@@ -154,7 +184,7 @@ def pending_shards(sizes: Sizes, updates: int) -> list[ShardReplay]:
     return [
         ShardReplay(
             recipe,
-            (pulled(0.01), pulled(0.01), pulled(0.01)),
+            tuple(pulled(0.01) for _ in range(states)),
             tuple(Update((pulled(0.1 + n),), scalars) for n in range(updates)),
         )
         for _ in range(sizes.leaves)

@@ -2,8 +2,8 @@
 
 A shard is flat here: a recipe is elementwise, so its shape does not matter. It is cut into pieces
 of a few sizes, for which there are programs. A piece's updates are applied in one pass: read from
-the shard, computed into a buffer that stays in cache, copied back. Pieces run side by side on a
-few threads.
+the shard, computed into a buffer that stays in cache, copied back. Several pieces are in flight: a
+thread starts two, and copies the one back while the other runs (docs/decisions/0009).
 """
 
 import collections
