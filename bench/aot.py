@@ -11,6 +11,8 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -111,14 +113,17 @@ def _compile(case: Case) -> dict[str, float] | str:
         except subprocess.TimeoutExpired:
             return f"not compiled within {_TIMEOUT_SECS} s"
         if child.returncode:
-            return _last_error(child.stderr)
+            return _last_error(child)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _last_error(stderr: str) -> str:
-    """The line that names the error, without its traceback."""
-    lines = [line for line in stderr.splitlines() if "Error" in line and not line.startswith(" ")]
-    return (lines or stderr.splitlines() or ["no message"])[-1][:300]
+def _last_error(child: subprocess.CompletedProcess[str]) -> str:
+    """The line that names the error, without its traceback and what libtpu logs."""
+    if child.returncode < 0:
+        return f"ended by {signal.Signals(-child.returncode).name}"
+    lines = [line for line in child.stderr.splitlines() if re.match(r"[A-Za-z_.]+: ", line)]
+    errors = [line for line in lines if "Error" in line.partition(":")[0]]
+    return (errors or lines or ["no message"])[-1][:300]
 
 
 def _tables(figures: dict[str, float]) -> Iterator[object]:
