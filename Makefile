@@ -57,6 +57,7 @@ kills: $(STAMP)
 
 scale: $(STAMP)
 	@$(BIN)/python -m bench.scale
+
 figures: $(STAMP)
 	@$(BIN)/python -m bench figures
 
