@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test kills scale lint types clean
+.PHONY: help venv demo test kills scale figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test    all tests'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make scale   the tables of docs/scale.md, anew'
+	@echo 'make figures figures and tables of the documents, from bench/results'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy'
 	@echo 'make clean   remove $(VENV), caches and runs'
@@ -56,6 +57,9 @@ kills: $(STAMP)
 
 scale: $(STAMP)
 	@$(BIN)/python -m bench.scale
+
+figures: $(STAMP)
+	@$(BIN)/python -m bench figures
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

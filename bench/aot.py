@@ -11,6 +11,8 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,8 @@ from bench.aot_compile import MAX_STEPS, Case
 from bench.record import ROOT, Record
 
 _TIMEOUT_SECS, _AT_ONCE = 900, 2
+# No metadata server to ask; and libtpu lets one process at a time load it, for the TPU's sake.
+_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 # Layers and widths of about 1, 6, 13 and 71 billion parameters.
 _1B, _6B, _13B, _71B = (20, 2048), (32, 4096), (40, 5120), (88, 8192)
 _QUICK = (Case("v5e:2x4", 1, *_1B),)
@@ -100,7 +104,7 @@ def _compile(case: Case) -> dict[str, float] | str:
             child = subprocess.run(
                 [*command, str(out)],
                 cwd=ROOT,
-                env=os.environ | {"TPU_SKIP_MDS_QUERY": "1"},
+                env=os.environ | _ENVIRONMENT,
                 capture_output=True,
                 text=True,
                 timeout=_TIMEOUT_SECS,
@@ -109,14 +113,17 @@ def _compile(case: Case) -> dict[str, float] | str:
         except subprocess.TimeoutExpired:
             return f"not compiled within {_TIMEOUT_SECS} s"
         if child.returncode:
-            return _last_error(child.stderr)
+            return _last_error(child)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _last_error(stderr: str) -> str:
-    """The line that names the error, without its traceback."""
-    lines = [line for line in stderr.splitlines() if "Error" in line and not line.startswith(" ")]
-    return (lines or stderr.splitlines() or ["no message"])[-1][:300]
+def _last_error(child: subprocess.CompletedProcess[str]) -> str:
+    """The line that names the error, without its traceback and what libtpu logs."""
+    if child.returncode < 0:
+        return f"ended by {signal.Signals(-child.returncode).name}"
+    lines = [line for line in child.stderr.splitlines() if re.match(r"[A-Za-z_.]+: ", line)]
+    errors = [line for line in lines if "Error" in line.partition(":")[0]]
+    return (errors or lines or ["no message"])[-1][:300]
 
 
 def _tables(figures: dict[str, float]) -> Iterator[object]:

@@ -40,30 +40,43 @@ class Case:
     seq_len: int = 2048
 
 
-def measure(case: Case, devices: Sequence[Any], max_steps: int = MAX_STEPS) -> dict[str, float]:
-    """Compiles the step unarmed and armed, the staging programs and a device copy of it all."""
+def measure(case: Case, devices: Sequence[Any]) -> dict[str, float]:
+    """Compiles one case for the devices of its topology."""
     from bench.aot_model import GPTConfig, abstract_call, make_mesh
 
     mesh = make_mesh(devices, case.tensor)
-    config = GPTConfig(layers=case.layers, heads=max(1, case.width // 128), width=case.width)
+    config = GPTConfig(layers=case.layers, heads=case.width // 128, width=case.width)
     with jax.set_mesh(mesh):
-        step, args = abstract_call(config, mesh, seq_len=case.seq_len)
-        start = time.perf_counter()
-        unarmed = read_program(step.lower(*args).compile())
-        unarmed_secs = time.perf_counter() - start
-        form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
-        program = StepProgram(step, form, args, {}, even_for_nothing=False)
-        start = time.perf_counter()
-        program.arm(None)
-        armed = read_program(program.executable())
-        armed_secs = time.perf_counter() - start
+        step, (state, batch) = abstract_call(config, mesh, seq_len=case.seq_len)
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        return {
+            "parameters_billions": parameters / 1e9,
+            "chips": float(mesh.size),
+            **measure_step(step, (state, batch)),
+        }
+
+
+def measure_step(step: Any, args: tuple[Any, ...], max_steps: int = MAX_STEPS) -> dict[str, float]:
+    """Compiles a step unarmed and armed, the staging programs and a device copy of it all.
+
+    Args:
+      step: Jitted, donating its first argument, the state, with shardings for all.
+      args: Shapes with shardings.
+      max_steps: The largest K.
+    """
+    start = time.perf_counter()
+    unarmed = read_program(step.lower(*args).compile())
+    unarmed_secs = time.perf_counter() - start
+    form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
+    program = StepProgram(step, form, args, {}, even_for_nothing=False)
+    start = time.perf_counter()
+    program.arm(None)
+    armed = read_program(program.executable())
+    armed_secs = time.perf_counter() - start
     leaves = jax.tree.leaves(args[0])
     size = measure_bytes(program, leaves)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(args[0].params))
     extra_bytes = armed.total_bytes - unarmed.total_bytes
     return {
-        "parameters_billions": parameters / 1e9,
-        "chips": float(mesh.size),
         "state_gib": sum(size.leaves) / GIB,
         "retained_gib": size.retained / GIB,
         "retained_compiled_gib": (armed.output_bytes - unarmed.output_bytes) / GIB,

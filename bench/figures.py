@@ -5,7 +5,6 @@ which its caption names. A figure whose results do not exist is left as it is, a
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,11 +126,10 @@ def make(results: Sequence[Result], out: Path, docs: Path) -> Iterator[str]:
             yield f"{name}.svg: skipped, no result for it yet ({plot.needs})"
     for page, (suits, table) in figures_tables.TABLES.items():
         suited = [r for r in results if suits(r.record)]
-        with contextlib.suppress(FileNotFoundError):
-            if suited:
-                lines = table(suited[-1].record)
-                figures_tables.insert(docs / page, [*lines, "", f"From `{suited[-1].path}`."])
-                yield f"{page}: table from {suited[-1].path}"
+        if suited:
+            lines = table(suited[-1].record)
+            figures_tables.insert(docs / page, [*lines, "", f"From `{suited[-1].path}`."])
+            yield f"{page}: table from {suited[-1].path}"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 _BEGIN, _END = "<!-- Made by `make figures`: begin -->", "<!-- end -->"
 _KS = (2, 3, 4, 6, 8)
+_MISSING = ": not measured"
 
 
 def _is_aot(record: Mapping[str, Any]) -> bool:
@@ -31,8 +32,10 @@ def aot_table(record: Mapping[str, Any]) -> list[str]:
         topology, parameters, way = case.split("/")
         how = way.replace("fsdp", "FSDP").replace("_x_tensor", " x tensor ")
         lines.append(f"| {topology}, {parameters}, {how} | " + " | ".join(cells) + " |")
-    missing = [note for note in record["notes"] if "not measured" in note]
-    return [*lines, *(f"\n{note}" for note in missing), "", *_aot_sums(figures, list(cases))]
+    missing = [note.split(_MISSING)[0] for note in record["notes"] if _MISSING in note]
+    if missing:
+        lines += ["", f"Not measured: {', '.join(missing)}; the result file's notes say why."]
+    return [*lines, "", *_aot_sums(figures, list(cases))]
 
 
 def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:

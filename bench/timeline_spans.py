@@ -1,7 +1,9 @@
 """From a profile to lanes: what ran where and when, in a window."""
 
 import dataclasses
-from collections.abc import Iterator
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +42,16 @@ def read_spans(directory: Path) -> list[Span]:
     Raises:
       ValueError: if a lane has none: the profile is not one of a window, or names have changed.
     """
-    import jax
-
-    (path,) = directory.rglob("*.xplane.pb")
+    # Not `jax.profiler.ProfileData`: reading its statistics aborts the process on jaxlib 0.11.2.
+    (path,) = directory.rglob("*.trace.json.gz")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
     found: dict[str, list[tuple[float, float]]] = {}
-    for name, start, end in _named(jax.profiler.ProfileData.from_file(str(path))):
+    for name, start, end in _named(events):
         found.setdefault(name, []).append((start, end))
     ((origin, _),) = found[ORIGIN]
     spans = [
-        Span((start - origin) / 1e9, (end - origin) / 1e9, lane, label)
+        Span((start - origin) / 1e6, (end - origin) / 1e6, lane, label)
         for lane, names in LANES.items()
         for name, label in names.items()
         for start, end in found.get(name, ())
@@ -59,21 +62,20 @@ def read_spans(directory: Path) -> list[Span]:
     return sorted(spans)
 
 
-def _named(profile: Any) -> Iterator[tuple[str, float, float]]:
+def _named(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float, float]]:
     """Host spans as they are; of each run of a program, from its first operation to its last."""
     runs: dict[tuple[str, Any], tuple[float, float]] = {}
-    for plane in profile.planes:
-        for line in plane.lines:
-            for event in line.events:
-                start, end = event.start_ns, event.start_ns + event.duration_ns
-                if event.name.startswith(("gockpt/", "bench/")):
-                    yield event.name, start, end
-                    continue
-                stats = dict(event.stats)
-                if "hlo_module" in stats:
-                    run = (stats["hlo_module"], stats.get("run_id"))
-                    first, last = runs.get(run, (start, end))
-                    runs[run] = (min(first, start), max(last, end))
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        start, end = event["ts"], event["ts"] + event["dur"]
+        found = event.get("args", {})
+        if event["name"].startswith(("gockpt/", "bench/")):
+            yield event["name"], start, end
+        elif "hlo_module" in found:
+            run = (found["hlo_module"], found.get("run_id"))
+            first, last = runs.get(run, (start, end))
+            runs[run] = (min(first, start), max(last, end))
     for (module, _), (start, end) in runs.items():
         yield module, start, end
 

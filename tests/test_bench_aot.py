@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import doctest
+import math
 import types
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bench import aot, aot_hlo
-from bench.aot_compile import GIB, Case, measure
+from bench.aot_compile import GIB, Case, measure_step
 from bench.aot_hlo import read_program
+from bench.aot_model import GPTConfig, abstract_call, make_mesh
 
 TPU_TEXT = """\
 HloModule jit__copy, entry_computation_layout={(f32[8]{0:T(128)})->f32[8]{0:T(128)}}
@@ -38,24 +43,61 @@ def test_moving_bytes_is_not_computing():
     assert program.total_bytes == 10 + 8 - 5 + 3
 
 
-def test_a_case_is_measured_on_any_devices():
-    case = Case("cpu", tensor=2, layers=2, width=256, seq_len=32)
-    found = measure(case, jax.devices()[:4], max_steps=3)
-    assert found["chips"] == 4
-    # Matrices and biases of two layers, embeddings and norms.
-    layer = 12 * 256**2 + (256 + 4 * 256 + 256) + 4 * 256
-    assert found["parameters_billions"] * 1e9 == 2 * layer + (256 + 32) * 256 + 2 * 256
-    assert found["retained_compiled_gib"] == pytest.approx(found["retained_gib"], rel=0.01)
+def test_a_step_is_measured_on_any_devices():
+    mesh = make_mesh(jax.devices(), tensor=1)
+    rows, tx = NamedSharding(mesh, PartitionSpec("data")), optax.adam(1e-3)
+
+    def update(state, x):
+        params, opt = state
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] @ p["v"]) ** 2))(params)
+        updates, opt = tx.update(grads, opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "vw"}
+    state = (params, jax.eval_shape(tx.init, params))
+    place = jax.tree.map(lambda a: rows if a.shape else NamedSharding(mesh, PartitionSpec()), state)
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, place
+    )
+    x = jax.ShapeDtypeStruct((16, 256), jnp.float32, sharding=rows)
+    step = jax.jit(update, donate_argnums=0, in_shardings=(place, rows), out_shardings=place)
+    found = measure_step(step, (state, x), max_steps=3)
+
+    leaf_gib = 256 * 256 * 4 / 8 / GIB
+    assert found["state_gib"] == pytest.approx(6 * leaf_gib, rel=1e-3)
     assert found["device_copy_gib"] == pytest.approx(found["state_gib"], rel=0.01)
-    assert found["staging/most_new_over_copied"] < 1.05
-    assert found["staging/collectives"] == 0
+    assert found["retained_gib"] == 2 * leaf_gib
+    assert found["retained_compiled_gib"] == pytest.approx(2 * leaf_gib, rel=0.01)
     assert found["armed/collectives"] > 0
+    assert found["staging/collectives"] == 0
+    assert found["staging/most_new_over_copied"] < 1.05
     extra = found["armed/total_gib"] - found["unarmed/total_gib"]
-    assert found["armed_extra_gib"] == pytest.approx(extra, abs=64 / GIB)
-    for k in (2, 3):
-        planned, compiled = found[f"k{k}/planned_gib"], found[f"k{k}/compiled_gib"]
-        off = found["armed_extra_gib"] - found["retained_gib"]
-        assert compiled == pytest.approx(planned + off, rel=0.02)
+    assert found["armed_extra_gib"] == pytest.approx(extra)
+    # The moments of one leaf, or of both, beside two steps' gradients.
+    for k, leaves in ((2, 4), (3, 2)):
+        assert found[f"k{k}/planned_gib"] == (leaves + 2 * 2) * leaf_gib
+        beside = leaves * leaf_gib + extra + 2 * leaf_gib
+        assert found[f"k{k}/compiled_gib"] == pytest.approx(beside, rel=0.01)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_model_is_the_examples_and_every_large_leaf_is_split_over_all_chips(tensor):
+    mesh = make_mesh(jax.devices(), tensor)
+    config = GPTConfig(layers=20, heads=2, width=256)
+    with jax.set_mesh(mesh):
+        step, (state, batch) = abstract_call(config, mesh, seq_len=32)
+        new, loss = jax.eval_shape(step, state, batch)
+    assert loss.shape == ()
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    # Of 20 layers, matrices and biases; embeddings and norms.
+    layer = 12 * 256**2 + (256 + 4 * 256 + 256) + 4 * 256
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert parameters == 20 * layer + (256 + 32) * 256 + 2 * 256
+    for leaf in jax.tree.leaves(state.params["layers"]):
+        if leaf.ndim > 2 and leaf.shape[-1] > 3:
+            parts = math.prod(leaf.shape) / math.prod(leaf.sharding.shard_shape(leaf.shape))
+            assert parts == 8
+    assert batch.shape == (8 // tensor, 33)
 
 
 def test_a_case_that_does_not_compile_is_not_measured(monkeypatch):

@@ -155,16 +155,17 @@ def test_a_prediction_is_drawn_over_what_was_measured():
 
 def test_a_table_replaces_what_lies_between_the_marks(tmp_path):
     page = tmp_path / "accelerators.md"
-    page.write_text(f"before\n{figures_tables._BEGIN}\nold\n{figures_tables._END}\nafter\n")
-    results = write(tmp_path / "results", aot=aot())
+    page.write_text(f"before\n{figures_tables._BEGIN}\nlast year's\n{figures_tables._END}\nafter\n")
+    results = write(tmp_path / "results", aot=aot() | {"notes": ["v5p/7B/fsdp: not measured: no"]})
     assert "accelerators.md: table from aot.json" in list(
         figures.make(results, tmp_path / "out", tmp_path)
     )
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
-    assert "old" not in text
+    assert "last year" not in text
     assert "| v5e:2x4, 1B, FSDP | 1.50 | 1.50 | 0.75 | 1.50 | 1.00 / 1.00 | 0.67 / 0.67 |" in text
+    assert "\nNot measured: v5p/7B/fsdp; the result" in text
     assert "Arming adds 0.500 to 0.500 times" in text
     page.write_text("no marks")
     with pytest.raises(ValueError, match="has no place for its table"):
