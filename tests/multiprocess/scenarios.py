@@ -275,6 +275,7 @@ def others(directory: Path) -> None:
     started(directory / "started")
     stock(directory / "stock")
     waiting(directory / "waiting")
+    busy(directory / "busy")
 
 
 def started(directory: Path) -> None:
@@ -325,6 +326,28 @@ def waiting(directory: Path) -> None:
         loop.run(2 * INTERVAL)
     loop.run(3 * INTERVAL)
     loop.keep()
+    loop.manager.close()
+
+
+def busy(directory: Path) -> None:
+    """A save that finds one process still writing is skipped by all."""
+    loop = Loop(directory, window=gockpt.WindowOptions(steps=3, on_busy="skip"))
+    loop.run(INTERVAL - 1)
+    loop.manager.wait_until_finished()
+    go_on, result = threading.Event(), pull.Pull.result
+
+    def late(self: Any) -> Any:
+        go_on.wait()
+        return result(self)
+
+    with replaced(pull.Pull, "result", late):
+        loop.run(2 * INTERVAL)
+        go_on.set()
+        loop.manager.wait_until_finished()
+    loop.run(3 * INTERVAL)
+    loop.keep()
+    kinds = {report.step: report.kind for report in loop.manager.reports}
+    assert kinds == {0: "snapshot", 4: "window", 8: "skipped", 12: "window"}
     loop.manager.close()
 
 
