@@ -19,8 +19,8 @@ import pytest
 import gockpt_jax as gockpt
 from gockpt_jax.storage import handler, writer
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer import pull, staging
-from gockpt_jax.window import early, planner
+from gockpt_jax.transfer import budget, meter, pull, staging
+from gockpt_jax.window import clock, early, planner
 
 from .training import INTERVAL, MESHES, Loop, abstract, place, shards_of
 
@@ -218,6 +218,27 @@ def unarmed(directory: Path) -> None:
     loop.run(2 * INTERVAL)  # it has been compiled meanwhile
     loop.keep()
     assert loop.report(2 * INTERVAL).kind == "window"
+    loop.manager.close()
+
+
+def planned(directory: Path) -> None:
+    """Processes that have measured other times, rates and free memory make one plan."""
+    is_slow = jax.process_index() == 0
+    secs, rate, free = (1.0, 1e4, 1750) if is_slow else (10.0, 1e9, 10**9)
+    here = jax.process_index()
+    with (
+        replaced(clock.StepClock, "secs", property(lambda _: secs), only_on=here),
+        replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: rate), only_on=here),
+        replaced(budget, "device_headroom_bytes", lambda: free, only_on=here),
+    ):
+        loop = Loop(directory / "run", window=gockpt.WindowOptions(max_steps=4))
+        loop.run(3)
+        loop.step.program.wait_until_ready()
+        loop.run(2 * INTERVAL)
+    loop.keep()
+    planned = [(r.step, r.kind, r.window_steps, r.reason) for r in loop.manager.reports]
+    say("planned", planned)
+    assert planned[-1][1] == "window", planned
     loop.manager.close()
 
 

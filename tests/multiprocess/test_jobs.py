@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from .jobs import Ended, run_job
 from .training import MESHES, abstract_state
 
-TWO = ("queue", "parts", "unarmed", "failures", "others")
+TWO = ("queue", "parts", "unarmed", "planned", "failures", "others")
 FOUR = ("meshes", "elsewhere")
 
 
@@ -68,6 +68,11 @@ def test_all_processes_give_the_same_reason(two: tuple[Path, list[Ended]]) -> No
     assert first["compiling"] == second["compiling"]
     assert "process 1" in first["contracts"]
     assert ended[0].said("labels") == ended[1].said("labels") != []
+
+
+def test_all_processes_make_the_same_plan(two: tuple[Path, list[Ended]]) -> None:
+    _, ended = two
+    assert ended[0].said("planned") == ended[1].said("planned") != []
 
 
 @pytest.mark.parametrize("mesh", MESHES)
