@@ -22,7 +22,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, staging
 from gockpt_jax.window import clock, early, planner
 
-from .training import INTERVAL, MESHES, Loop, abstract, place, shards_of
+from .training import INTERVAL, MESHES_OF, Loop, abstract, place, shards_of
 
 FAULTY = 1  # The process in which things go wrong, unless a scenario says otherwise.
 
@@ -55,8 +55,8 @@ def failing(error: BaseException) -> Callable[..., Any]:
 
 
 def meshes(directory: Path) -> None:
-    """Trains on every mesh, with windows, and restores on another mesh."""
-    for name in MESHES:
+    """Trains on meshes, with windows, and restores on another mesh."""
+    for name in MESHES_OF[jax.process_count()]:
         loop = Loop(directory / name, name)
         statuses = []
         for _ in range(2 * INTERVAL + 1):
@@ -79,7 +79,7 @@ def meshes(directory: Path) -> None:
 
 def elsewhere(directory: Path) -> None:
     """A leaf on the devices of processes 0 and 1 alone is saved beside the state."""
-    loop = Loop(directory / "run")
+    loop = Loop(directory / "run", "fsdp_tensor")
     half = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("half",))
     sharding = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("half"))
     rows = [np.full((2, 3), d.process_index, np.float32) for d in half.local_devices]
@@ -377,7 +377,7 @@ def busy(directory: Path) -> None:
 
 def death(directory: Path) -> None:
     """A process dies while it writes: the other ends, in time, with an error that names it."""
-    loop = Loop(directory / "run", async_options=ocp.options.AsyncOptions(timeout_secs=4))
+    loop = Loop(directory / "run", async_options=ocp.options.AsyncOptions(timeout_secs=20))
     loop.run(INTERVAL)
     loop.keep()
     die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
