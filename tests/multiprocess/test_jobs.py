@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from .jobs import Ended, run_job
 from .training import MESHES_OF, abstract_state
 
+pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
 TWO = ("meshes", "queue", "parts", "unarmed", "planned", "failures", "others")
 FOUR = ("meshes", "elsewhere")
 
