@@ -15,10 +15,10 @@ from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage.commit import CommitVotes
+from gockpt_jax.storage.commit import CommitVotes, make_root, never_draining
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
 from gockpt_jax.storage.policies import arrange
-from gockpt_jax.telemetry.report import PendingReport
+from gockpt_jax.telemetry.report import PendingReport, SaveReport
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
 
@@ -81,8 +81,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_quiet = False  # inside `save` and `close`, where a window's failure waits
         processes = Processes(options.multiprocessing_options.active_processes)
         if processes.several and not options.read_only:
-            options = _never_draining(options, processes)
-            _make_root(_absolute(directory), self._gockpt_options, options, processes)
+            options = never_draining(options, processes)
+            make_root(_absolute(directory), self._gockpt_options, options, processes)
         handler = GoCkptHandler(
             window=window,
             processes=processes,
@@ -136,6 +136,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         before = self._gockpt_pending
         if self._may_raise_now and before is not None and not before.is_finished:
             self.wait_until_finished()  # at once: that save has ended, and not well
+        if not kwargs.get("force") and self._skips(step, started_at):
+            return False
         self._gockpt_quiet = True
         try:
             accepted = bool(super().save(step, **kwargs))
@@ -225,6 +227,31 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
     def _gockpt_pending(self) -> PendingReport | None:
         return self._gockpt_handler.pending
 
+    def _skips(self, step: int, started_at: float) -> bool:
+        """Whether a save is left out, for the previous one is still being written."""
+        if self._gockpt_window_options.on_busy != "skip" or self._gockpt_closed:
+            return False
+        session, last = self._gockpt_session, self._gockpt_pending
+        if not self.should_save(step) or self.reached_preemption(step):
+            return False
+        busy = None
+        if self.is_saving_in_progress() and last is not None:
+            busy = f"the save of step {last.step} was still being written"
+        # One process may have heard of its end before another: they skip together.
+        busy = session.processes.objection("busy", busy)
+        if busy is None:
+            return False
+        session.abandon(f"its save was skipped: {busy}")
+        session.predictor.observe(session.version, step, accepted=True)
+        secs = time.perf_counter() - started_at
+        self._gockpt_log.add(
+            SaveReport(
+                step=step, kind="skipped", reason=busy, window_steps=1,
+                stall_secs=secs, barrier_secs=secs,
+            )
+        )  # fmt: skip
+        return True
+
     @property
     def _may_raise_now(self) -> bool:
         """Whether the last save has ended, and may be asked how.
@@ -256,38 +283,6 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             self._gockpt_handler.votes = CommitVotes(processes, committed)
             told = dataclasses.replace(told, barrier_sync_fn=self._gockpt_handler.votes)
         return dataclasses.replace(options, async_options=told)
-
-
-def _never_draining(
-    options: ocp.CheckpointManagerOptions, processes: Processes
-) -> ocp.CheckpointManagerOptions:
-    """Options with which a save does not wait for the devices; what the user set stays.
-
-    Orbax's barriers are collectives of the devices, behind all steps in flight, unless it is told
-    which processes take part.
-    """
-    given = options.multiprocessing_options
-    if given.active_processes is not None:
-        return options
-    together = dataclasses.replace(
-        given,
-        active_processes=set(processes.members),
-        barrier_sync_key_prefix=given.barrier_sync_key_prefix or processes.prefix,
-    )
-    return dataclasses.replace(options, create=False, multiprocessing_options=together)
-
-
-def _make_root(
-    directory: Any, given: ocp.CheckpointManagerOptions, used: ocp.CheckpointManagerOptions,
-    processes: Processes,
-) -> None:  # fmt: skip
-    """Orbax makes no directory for processes that it was told of."""
-    if not given.create or used.create:
-        return
-    if ocp.multihost.is_primary_host(used.multiprocessing_options.primary_host):
-        mode = used.file_options.path_permission_mode if used.file_options else None
-        directory.mkdir(parents=True, exist_ok=True, mode=mode)
-    processes.barrier("root")
 
 
 def _finish_last_save(manager: "weakref.ref[GoCkptManager]") -> None:

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 Arm = Literal["window", "always"]
 OnFailure = Literal["raise", "demote"]
+OnBusy = Literal["wait", "skip"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,9 @@ class WindowOptions:
         a leaf leave early at present, so both values give the same checkpoint.
       audit: What is compared with the device at every seal, and what a difference leads to; `None`:
         nothing.
+      on_busy: What an accepted save does that finds the previous one still being written. `"wait"`,
+        as stock Orbax does. `"skip"`: it is not made, `save` returns False, and a report says so;
+        forced saves and those before a preemption wait all the same. Of `GoCkptManager` only.
 
     Raises:
       ValueError: if a value is out of its range; the message names it.
@@ -117,6 +121,7 @@ class WindowOptions:
     arm: Arm = "window"
     exact: bool = False
     audit: Audit | None = Audit()
+    on_busy: OnBusy = "wait"
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -132,6 +137,8 @@ class WindowOptions:
         _positive_or_none("replay_threads", self.replay_threads, "Use None for the default.")
         if self.arm not in get_args(Arm):
             raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
+        if self.on_busy not in get_args(OnBusy):
+            raise ValueError(f"`on_busy` must be one of {get_args(OnBusy)}, got {self.on_busy!r}.")
         if not isinstance(self.exact, bool):
             raise ValueError(f"`exact` must be True or False, got {self.exact!r}.")
         if not isinstance(self.audit, Audit | None):

@@ -6,10 +6,13 @@ learn nothing. So these two barriers are votes. Whoever fails goes straight to t
 Orbax says that the save is over; on the way there it votes, in the place of the one it left out.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.window.processes import Processes
@@ -103,3 +106,35 @@ def vote(
         f"has failed: {objection.rstrip('.')}. Nothing of it is visible, earlier checkpoints are "
         f"intact, and training can go on. This is process {jax.process_index()}."
     )
+
+
+def never_draining(
+    options: ocp.CheckpointManagerOptions, processes: Processes
+) -> ocp.CheckpointManagerOptions:
+    """Options with which a save does not wait for the devices; what the user set stays.
+
+    Orbax's barriers are collectives of the devices, behind all steps in flight, unless it is told
+    which processes take part.
+    """
+    given = options.multiprocessing_options
+    if given.active_processes is not None:
+        return options
+    together = dataclasses.replace(
+        given,
+        active_processes=set(processes.members),
+        barrier_sync_key_prefix=given.barrier_sync_key_prefix or processes.prefix,
+    )
+    return dataclasses.replace(options, create=False, multiprocessing_options=together)
+
+
+def make_root(
+    directory: Any, given: ocp.CheckpointManagerOptions, used: ocp.CheckpointManagerOptions,
+    processes: Processes,
+) -> None:  # fmt: skip
+    """Orbax makes no directory for processes that it was told of."""
+    if not given.create or used.create:
+        return
+    if ocp.multihost.is_primary_host(used.multiprocessing_options.primary_host):
+        mode = used.file_options.path_permission_mode if used.file_options else None
+        directory.mkdir(parents=True, exist_ok=True, mode=mode)
+    processes.barrier("root")

@@ -12,6 +12,7 @@ SAVE_WRITE_SECS = PREFIX + "save/write_secs"
 SAVE_COMMIT_SECS = PREFIX + "save/commit_secs"
 SAVE_WINDOW = PREFIX + "save/window"
 SAVE_SNAPSHOT = PREFIX + "save/snapshot"
+SAVE_SKIPPED = PREFIX + "save/skipped"
 WINDOW_ABANDONED = PREFIX + "window/abandoned"
 
 SPAN_STAGE = "gockpt/stage"

@@ -12,7 +12,13 @@ from gockpt_jax.telemetry import events
 
 _log = logging.getLogger("gockpt_jax")
 
-SaveKind = Literal["window", "snapshot"]
+SaveKind = Literal["window", "snapshot", "skipped"]
+_EVENTS: dict[SaveKind, str] = {
+    "window": events.SAVE_WINDOW,
+    "snapshot": events.SAVE_SNAPSHOT,
+    "skipped": events.SAVE_SKIPPED,
+}
+_DONE: dict[SaveKind, str] = {"window": "saved", "snapshot": "saved", "skipped": "not saved"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,7 @@ class SaveReport:
     Attributes:
       step: The label passed to `save`.
       kind: `"window"`: parts left over several steps. `"snapshot"`: all left at the save step.
+        `"skipped"`: there is no such checkpoint, as `on_busy="skip"` asks for.
       reason: Why it was that kind, in words.
       window_steps: K; 1 for a snapshot.
       state_bytes: Bytes that this process wrote or replayed of the state.
@@ -66,8 +73,8 @@ class SaveReport:
       stall_secs: Time the trainer's thread spent in our hooks during the window and in `save`,
         waits for budgets, barriers and the previous save included. Device contention is not in it:
         step-time inflation, which a benchmark measures, is the whole cost.
-      barrier_secs: The part of it that was spent waiting for others before the state was looked at:
-        for the previous save, and for the other processes, when the window opened and in `save`.
+      barrier_secs: The part of it in `save` before the state was looked at: waiting for the
+        previous save and for the other processes.
       drain_secs: From the seal until the last chunk was final on the host.
       write_secs: From the first chunk's hand-over to the last one's end of writing.
       commit_secs: From there until the checkpoint was visible.
@@ -193,7 +200,7 @@ class PendingReport:
 
     def returned(self, started_at: float) -> None:
         """`save`, called at `started_at`, returns to the trainer."""
-        self.record.barrier_secs += self._entered_at - started_at
+        self.record.barrier_secs = self._entered_at - started_at
         self.record.stall_secs += time.perf_counter() - started_at
         self._done("return")
 
@@ -232,8 +239,7 @@ class ReportLog:
         """Keeps a report and tells `jax.monitoring`; one INFO line on process 0."""
         with self._lock:
             self._reports.append(report)
-        window = report.kind == "window"
-        events.record_event(events.SAVE_WINDOW if window else events.SAVE_SNAPSHOT)
+        events.record_event(_EVENTS[report.kind])
         events.record_durations(
             {
                 events.SAVE_STALL_SECS: report.stall_secs,
@@ -246,7 +252,7 @@ class ReportLog:
         if jax.process_index() == 0:
             _log.info(
                 "step %d %s: %s, K=%d (%s), %.1f MB, stall %.1f ms, drain %.2f s, write %.2f s",
-                report.step, "failed" if report.error else "saved", report.kind,
+                report.step, "failed" if report.error else _DONE[report.kind], report.kind,
                 report.window_steps, report.reason, report.state_bytes / 1e6,
                 report.stall_secs * 1e3, report.drain_secs, report.write_secs,
             )  # fmt: skip

@@ -109,7 +109,7 @@ class WindowFace:
 
     @property
     def reports(self) -> tuple[SaveReport, ...]:
-        """A report for every save that has been committed or has failed, oldest first."""
+        """A report for every save that was committed, failed or was skipped, oldest first."""
         return self._gockpt_log.all()
 
     @property

@@ -14,9 +14,9 @@ import jax
 def main() -> None:
     """Runs the scenarios that the command line names."""
     scenarios_, directory, address, processes, index = sys.argv[1:]
-    faulthandler.dump_traceback_later(150, exit=True)
+    faulthandler.dump_traceback_later(400, exit=True)
     jax.distributed.initialize(
-        address, num_processes=int(processes), process_id=int(index), heartbeat_timeout_seconds=10
+        address, num_processes=int(processes), process_id=int(index), heartbeat_timeout_seconds=60
     )
     from . import scenarios
 

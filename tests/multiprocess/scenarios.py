@@ -19,10 +19,10 @@ import pytest
 import gockpt_jax as gockpt
 from gockpt_jax.storage import handler, writer
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer import pull, staging
-from gockpt_jax.window import early, planner
+from gockpt_jax.transfer import budget, meter, pull, staging
+from gockpt_jax.window import clock, early, planner
 
-from .training import INTERVAL, MESHES, Loop, abstract, place, shards_of
+from .training import INTERVAL, MESHES_OF, Loop, abstract, place, shards_of
 
 FAULTY = 1  # The process in which things go wrong, unless a scenario says otherwise.
 
@@ -55,8 +55,8 @@ def failing(error: BaseException) -> Callable[..., Any]:
 
 
 def meshes(directory: Path) -> None:
-    """Trains on every mesh, with windows, and restores on another mesh."""
-    for name in MESHES:
+    """Trains on meshes, with windows, and restores on another mesh."""
+    for name in MESHES_OF[jax.process_count()]:
         loop = Loop(directory / name, name)
         statuses = []
         for _ in range(2 * INTERVAL + 1):
@@ -79,7 +79,7 @@ def meshes(directory: Path) -> None:
 
 def elsewhere(directory: Path) -> None:
     """A leaf on the devices of processes 0 and 1 alone is saved beside the state."""
-    loop = Loop(directory / "run")
+    loop = Loop(directory / "run", "fsdp_tensor")
     half = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("half",))
     sharding = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("half"))
     rows = [np.full((2, 3), d.process_index, np.float32) for d in half.local_devices]
@@ -221,6 +221,27 @@ def unarmed(directory: Path) -> None:
     loop.manager.close()
 
 
+def planned(directory: Path) -> None:
+    """Processes that have measured other times, rates and free memory make one plan."""
+    is_slow = jax.process_index() == 0
+    secs, rate, free = (1.0, 1e4, 1750) if is_slow else (10.0, 1e9, 10**9)
+    here = jax.process_index()
+    with (
+        replaced(clock.StepClock, "secs", property(lambda _: secs), only_on=here),
+        replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: rate), only_on=here),
+        replaced(budget, "device_headroom_bytes", lambda: free, only_on=here),
+    ):
+        loop = Loop(directory / "run", window=gockpt.WindowOptions(max_steps=4))
+        loop.run(3)
+        loop.step.program.wait_until_ready()
+        loop.run(2 * INTERVAL)
+    loop.keep()
+    planned = [(r.step, r.kind, r.window_steps, r.reason) for r in loop.manager.reports]
+    say("planned", planned)
+    assert planned[-1][1] == "window", planned
+    loop.manager.close()
+
+
 # --- A process that fails ------------------------------------------------------------------------
 
 
@@ -275,6 +296,7 @@ def others(directory: Path) -> None:
     started(directory / "started")
     stock(directory / "stock")
     waiting(directory / "waiting")
+    busy(directory / "busy")
 
 
 def started(directory: Path) -> None:
@@ -328,12 +350,34 @@ def waiting(directory: Path) -> None:
     loop.manager.close()
 
 
+def busy(directory: Path) -> None:
+    """A save that finds one process still writing is skipped by all."""
+    loop = Loop(directory, window=gockpt.WindowOptions(steps=3, on_busy="skip"))
+    loop.run(INTERVAL - 1)
+    loop.manager.wait_until_finished()
+    go_on, result = threading.Event(), pull.Pull.result
+
+    def late(self: Any) -> Any:
+        go_on.wait()
+        return result(self)
+
+    with replaced(pull.Pull, "result", late):
+        loop.run(2 * INTERVAL)
+        go_on.set()
+        loop.manager.wait_until_finished()
+    loop.run(3 * INTERVAL)
+    loop.keep()
+    kinds = {report.step: report.kind for report in loop.manager.reports}
+    assert kinds == {0: "snapshot", 4: "window", 8: "skipped", 12: "window"}
+    loop.manager.close()
+
+
 # --- A process that is gone ----------------------------------------------------------------------
 
 
 def death(directory: Path) -> None:
     """A process dies while it writes: the other ends, in time, with an error that names it."""
-    loop = Loop(directory / "run", async_options=ocp.options.AsyncOptions(timeout_secs=4))
+    loop = Loop(directory / "run", async_options=ocp.options.AsyncOptions(timeout_secs=20))
     loop.run(INTERVAL)
     loop.keep()
     die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731

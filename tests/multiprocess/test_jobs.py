@@ -17,9 +17,10 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from .jobs import Ended, run_job
-from .training import MESHES, abstract_state
+from .training import MESHES_OF, abstract_state
 
-TWO = ("queue", "parts", "unarmed", "failures", "others")
+pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
+TWO = ("meshes", "queue", "parts", "unarmed", "planned", "failures", "others")
 FOUR = ("meshes", "elsewhere")
 
 
@@ -37,7 +38,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
     return directory, run_job(directory, 4, *FOUR)
 
 
-@pytest.mark.parametrize("scenario", TWO)
+@pytest.mark.parametrize("scenario", TWO[1:])
 def test_two_processes(two: tuple[Path, list[Ended]], scenario: str) -> None:
     directory, ended = two
     for process in ended:
@@ -70,15 +71,26 @@ def test_all_processes_give_the_same_reason(two: tuple[Path, list[Ended]]) -> No
     assert ended[0].said("labels") == ended[1].said("labels") != []
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_four_processes(four: tuple[Path, list[Ended]], mesh: str) -> None:
-    directory, ended = four
+def test_all_processes_make_the_same_plan(two: tuple[Path, list[Ended]]) -> None:
+    _, ended = two
+    assert ended[0].said("planned") == ended[1].said("planned") != []
+
+
+@pytest.mark.parametrize("processes", MESHES_OF)
+def test_meshes(request: pytest.FixtureRequest, processes: int) -> None:
+    directory, ended = request.getfixturevalue({2: "two", 4: "four"}[processes])
     for process in ended:
         assert process.did("meshes"), process.output[-6000:]
+    for mesh in MESHES_OF[processes]:
+        assert_mesh(directory, ended, mesh)
+
+
+def assert_mesh(directory: Path, ended: list[Ended], mesh: str) -> None:
+    """All processes have made one plan, and together they have written every byte once."""
     assert_checkpoints(directory / "meshes" / mesh)
     plans = [[line for line in p.said("plan") if line.startswith(mesh + " ")] for p in ended]
     assert plans[0]
-    assert plans == [plans[0]] * 4
+    assert plans == [plans[0]] * len(ended)
     written = [
         ast.literal_eval(line.removeprefix(mesh + " "))
         for p in ended
@@ -86,7 +98,6 @@ def test_four_processes(four: tuple[Path, list[Ended]], mesh: str) -> None:
         if line.startswith(mesh + " ")
     ]
     total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(mesh)))
-    # Together they write every byte once.
     assert np.sum(written, axis=0).tolist() == [total] * 3
 
 

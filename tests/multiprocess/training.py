@@ -31,6 +31,9 @@ MESHES: dict[str, tuple[Any, dict[str, P]]] = {
     ),
 }
 
+# One of each kind on two processes, and on four.
+MESHES_OF = {2: ("fsdp", "tensor"), 4: ("data_parallel", "fsdp_tensor")}
+
 
 class Loop:
     """One training loop with a manager; `label` is that of the next update.
