@@ -89,7 +89,7 @@ def test_each_shard_is_written_and_freed_as_it_comes(tmp_path, use_ocdbt, use_co
         assert sum(event.is_set() for event in promises.released) == n
     checkpointer.close()
     assert stats.written_bytes == 8 * SHARD_BYTES
-    assert stats.peak_inflight_bytes == SHARD_BYTES
+    assert stats.peak_inflight_bytes == SHARD_BYTES * (2 if use_compression else 1)
     assert stats.write_secs > 0
     np.testing.assert_array_equal(restored(tmp_path / "x", {"x": x})["x"], x)
 
@@ -113,7 +113,7 @@ def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
 )
 def test_bytes_in_flight_are_bounded(tmp_path, limit_bytes, peak_bytes):
     x = eight_shards()
-    handler, writer = make_tree_handler(write_limit_bytes=limit_bytes)
+    handler, writer = make_tree_handler(write_limit_bytes=limit_bytes, use_compression=False)
     checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
     stats = writer.take_stats()
     checkpointer.close()
@@ -212,7 +212,7 @@ def test_a_failed_write_fails_the_save(tmp_path, use_ocdbt):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SHARD_BYTES // 2, limits[1]))
         freed = [promises.arrive(i) for i in range(8)]
-        with pytest.raises(ValueError, match="File too large"):
+        with pytest.raises((ValueError, OSError), match="File too large"):
             checkpointer.wait_until_finished()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -20,7 +20,7 @@ from storage_helpers import (
 )
 
 from gockpt_jax.storage.host_array import HostArray
-from gockpt_jax.storage.spec import ReplicaLayout, chunk_shape
+from gockpt_jax.storage.spec import chunk_shape
 from gockpt_jax.storage.tree_handler import make_tree_handler
 
 OPTIONS = [
@@ -100,22 +100,18 @@ def test_chunk_shapes_are_those_of_stock(tmp_path):
     "layout",
     [
         {"use_replica_parallel": False},
-        {"use_replica_parallel": True, "max_replicas": 2},
-        {"use_replica_parallel": True, "min_slice_bytes": 400},
+        {"use_replica_parallel": True, "max_replicas_for_replica_parallel": 2},
+        {"use_replica_parallel": True, "min_slice_bytes_for_replica_parallel": 400},
     ],
     ids=str,
 )
 def test_replica_layouts_are_those_of_stock(tmp_path, layout):
     state = {k: v for k, v in example_state().items() if isinstance(v, jax.Array)}
-    stock = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=layout["use_replica_parallel"],
-        max_replicas_for_replica_parallel=layout.get("max_replicas"),
-        min_slice_bytes_for_replica_parallel=layout.get("min_slice_bytes"),
-    )
+    stock = ocp.type_handlers.ArrayHandler(**layout)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, stock))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     save(handler, tmp_path / "stock", state)
-    ours = make_tree_handler(replica_layout=ReplicaLayout(**layout)).handler
+    ours = make_tree_handler(**layout).handler
     save(ours, tmp_path / "ours", host_tree(state))
     key = "manifest.ocdbt"  # A stock handler made by a user writes no `array_metadatas`.
     assert disk_contents(tmp_path / "ours")[key] == disk_contents(tmp_path / "stock")[key]
