@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 Box = tuple[slice, ...]
 
@@ -43,11 +42,3 @@ def is_whole(box: Box, chunk: Sequence[int]) -> bool:
 def key(cell: Box, chunk: Sequence[int]) -> str:
     """Returns the name of a chunk in zarr v2, `"1.0"` for example."""
     return ".".join(str(s.start // n) for s, n in zip(cell, chunk, strict=True)) or "0"
-
-
-def nbytes(cell: Box, dtype: Any) -> int:
-    """Returns the bytes of a cell."""
-    total: int = dtype.itemsize
-    for s in cell:
-        total *= s.stop - s.start
-    return total

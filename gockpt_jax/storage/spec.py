@@ -303,13 +303,18 @@ def plain_folder(
         or layout.compressed
         or "://" in folder
         or layout.stored_dtype != layout.dtype
-        or layout.dtype.name.endswith(("int2", "int4"))  # a byte each, of which half is undefined
-        or sys.byteorder != "little"
+        or not _is_stored_as_it_is(layout.dtype)
     )
     is_large = math.prod(layout.chunk) * layout.dtype.itemsize >= _MIN_DIRECT_BYTES
     if is_plain and is_large and all(grid.is_whole(box, layout.chunk) for box in boxes):
         return f"{folder}/{info.name}"
     return None
+
+
+def _is_stored_as_it_is(dtype: np.dtype[Any]) -> bool:
+    """Whether zarr v2 stores what NumPy holds; of types below a byte, parts are undefined there."""
+    is_known = dtype.kind in "biufc" or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
+    return is_known and sys.byteorder == "little"
 
 
 def sharding_spec(info: ocp.type_handlers.ParamInfo) -> Json:
