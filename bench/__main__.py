@@ -12,3 +12,29 @@ BENCHMARKS = {
     "replay": "bench.replay",
     "replay_beside_training": "bench.replay_beside_training",
     "storage": "bench.storage",
+    "timeline": "bench.timeline",
+}
+# What works on result files. Each module has `main(arguments) -> exit status`.
+COMMANDS = {
+    "compare": "bench.compare",
+    "figures": "bench.figures",
+}
+
+
+def main() -> None:
+    """Runs one benchmark, writes its record if asked to, and prints its table last."""
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        sys.exit(importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:]))
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("name", choices=BENCHMARKS, help=f"or {' or '.join(COMMANDS)}")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
+    parser.add_argument("--out", type=Path, help="a file for the record, as JSON")
+    arguments = parser.parse_args()
+    record = importlib.import_module(BENCHMARKS[arguments.name]).run(arguments.quick)
+    if arguments.out:
+        record.write(arguments.out)
+    record.show()
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ _GIB = 2**30
 _LOCAL_DATA_FILE_BYTES = 2 * _GIB
 _BUCKET_DATA_FILE_BYTES = 400 * 2**20
 # TensorStore appends to one OCDBT data file at a time until it is full, so stock's 2 GiB make one
-# thread write. Files of 128 MiB (8,000 per terabyte) write twice as fast (`bench storage`).
+# thread write. With files of 128 MiB several do; they are at most 7,450 for each 10**12 bytes.
 _PARALLEL_DATA_FILE_BYTES = 128 * 2**20
 # Our chunks. Stock's is one per shard, whatever its size: it is written by one thread, is in memory
 # as a whole, and is read as a whole by who wants a row of it.

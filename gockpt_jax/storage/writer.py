@@ -47,8 +47,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     that registries of Orbax's own (its emergency and peer-to-peer managers') can be built with it.
 
     Args:
-        write_limit_bytes: The most bytes in flight at one time: handed to TensorStore, or being
-            written. A chunk larger than this is written alone.
+        write_limit_bytes: See `WindowOptions.write_limit_bytes`.
         chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
             None: 64 MiB in an OCDBT database, and 128 MiB where a chunk is a file, so that a
             terabyte has fewer than 10,000 of them.
