@@ -13,9 +13,9 @@ import numpy as np
 import tensorstore as ts
 
 from gockpt_jax.storage import grid
+from gockpt_jax.storage.array_layout import ArrayLayout
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.host_array import HostShard, ShardFuture
-from gockpt_jax.storage.spec import ArrayLayout
 from gockpt_jax.storage.write_budget import WriteBudget
 
 _T = TypeVar("_T")

@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from gockpt_jax.storage import array_layout
 from gockpt_jax.storage import spec as spec_lib
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.host_array import HostArray
@@ -88,7 +89,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         self._chunk_byte_size = chunk_byte_size
         self.primary_host = primary_host
         self.is_primary = primary_host is None or jax.process_index() == primary_host
-        self._replica_layout = spec_lib.replica_layout(
+        self._replica_layout = array_layout.replica_layout(
             use_replica_parallel,
             min_slice_bytes_for_replica_parallel,
             max_replicas_for_replica_parallel,
@@ -153,16 +154,16 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                     shard.release()
             files.close()
 
-    def _layout(self, leaf: _Leaf) -> spec_lib.ArrayLayout:
-        chunk_bytes = self._chunk_byte_size or spec_lib.default_chunk_bytes(leaf.info)
-        return spec_lib.array_layout(
+    def _layout(self, leaf: _Leaf) -> array_layout.ArrayLayout:
+        chunk_bytes = self._chunk_byte_size or array_layout.default_chunk_bytes(leaf.info)
+        return array_layout.array_layout(
             leaf.array, leaf.info, leaf.args, self._replica_layout, chunk_bytes
         )
 
     async def _write_leaf(
         self,
         leaf: _Leaf,
-        layout: spec_lib.ArrayLayout,
+        layout: array_layout.ArrayLayout,
         budget: WriteBudget,
         files: DirectFiles,
         group: asyncio.TaskGroup,
@@ -206,7 +207,7 @@ async def _directory_exists(info: ocp.type_handlers.ParamInfo) -> None:
 
 
 def _write_array_metadatas(
-    info: ocp.type_handlers.ParamInfo, layouts: Sequence[spec_lib.ArrayLayout]
+    info: ocp.type_handlers.ParamInfo, layouts: Sequence[array_layout.ArrayLayout]
 ) -> None:
     """Writes the file from which Orbax takes write shapes and PRNG implementations."""
     folder = info.parent_dir / "array_metadatas"

@@ -20,9 +20,9 @@ from storage_helpers import (
     save,
 )
 
-from gockpt_jax.storage import spec
+from gockpt_jax.storage import array_layout
+from gockpt_jax.storage.array_layout import chunk_shape
 from gockpt_jax.storage.host_array import HostArray
-from gockpt_jax.storage.spec import chunk_shape
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.writer import HostArrayHandler
 
@@ -98,8 +98,8 @@ def test_large_leaves_are_those_of_a_stock_save(tmp_path, options):
 def test_our_default_chunks_are_those_of_stock_with_that_option(tmp_path, options, monkeypatch):
     """At a size that a test can write; what the user says of a leaf comes first."""
     for name in ("_CHUNK_BYTES", "_FILE_CHUNK_BYTES"):
-        assert getattr(spec, name) >= 64 * 2**20
-        monkeypatch.setattr(spec, name, 200)
+        assert getattr(array_layout, name) >= 64 * 2**20
+        monkeypatch.setattr(array_layout, name, 200)
     state = {k: example_state()[k] for k in ("replicated", "fsdp", "bf16", "single", "keys")}
     stock_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=200), state)
     our_args = jax.tree.map(lambda _: ocp.SaveArgs(), state)
