@@ -33,29 +33,32 @@ MIB = 2**20
 RAW_THREADS = 4
 RAW_WRITE_BYTES = 16 * MIB
 
+PLAIN = {"use_ocdbt": False, "use_compression": False}
 # Options of the stock tree handler. The second is the fastest of stock's own combinations.
 STOCK = {
     "stock": {},
-    "stock_fastest": {"use_ocdbt": False, "use_compression": False},
+    "stock_fastest": PLAIN,
 }
 OURS = {
-    "files": {"use_ocdbt": False, "use_compression": False},
+    "files": PLAIN,
+    "files_512mib": {**PLAIN, "write_limit_bytes": 512 * MIB},  # twice as many chunks in flight
     "files_zstd": {"use_ocdbt": False, "use_compression": True},
     "ocdbt": {"use_ocdbt": True, "use_compression": False},
     "ocdbt_zstd": {"use_ocdbt": True, "use_compression": True},
-    "zarr3_files": {"use_ocdbt": False, "use_compression": False, "use_zarr3": True},
+    "zarr3_files": {**PLAIN, "use_zarr3": True},
 }
 
 
 @dataclasses.dataclass
 class Sizes:
-    """How much is saved: equal leaves of fp32."""
+    """How much is saved, equal leaves of fp32, and in which of our layouts."""
 
     leaves: int
     leaf_bytes: int
     repeats: int
     rss_bytes: int
     rss_limit_bytes: int
+    layouts: tuple[str, ...] = tuple(OURS)
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +73,7 @@ def run(quick: bool) -> Record:
       quick: 256 MiB instead of 4 GiB.
     """
     if quick:
-        sizes = Sizes(4, 64 * MIB, 2, 256 * MIB, 64 * MIB)
+        sizes = Sizes(4, 64 * MIB, 2, 256 * MIB, 64 * MIB, ("files", "ocdbt", "ocdbt_zstd"))
     else:
         sizes = Sizes(32, 128 * MIB, 5, 1024 * MIB, 256 * MIB)
     # Orbax warns at each save of plain files that there is no database to merge.
@@ -80,12 +83,12 @@ def run(quick: bool) -> Record:
     with tempfile.TemporaryDirectory(prefix="bench_storage_", dir=os.environ.get("BENCH_DIR")) as d:
         folder = Path(d)
         ours = dict(default_layout(str(folder)))
-        default = next((n for n, o in OURS.items() if o.items() <= {**_STOCK_IS, **ours}.items()))
+        default = next(n for n in sizes.layouts if OURS[n].items() <= {**_STOCK_IS, **ours}.items())
         record.notes += _notes(sizes, default)
         measure(record, state, folder, sizes)
         for name in (default, "ocdbt", "ocdbt_zstd"):
             record.samples[f"extra_rss_ratio/{name}"] = [extra_rss_ratio(name, folder, sizes)]
-    _conclude(record, default)
+    _conclude(record, default, sizes)
     return record
 
 
@@ -106,8 +109,8 @@ def measure(record: Record, state: dict[str, jax.Array], folder: Path, sizes: Si
     contenders: dict[str, Callable[[Path], None]] = {"raw": lambda path: raw_save(path, state)}
     for name, options in STOCK.items():
         contenders[name] = lambda path, o=options: stock_save(path, state, o)
-    for name, options in OURS.items():
-        contenders[name] = lambda path, o=options: our_save(path, state, o)
+    for name in sizes.layouts:
+        contenders[name] = lambda path, o=OURS[name]: our_save(path, state, o)
     for turn in range(1 + sizes.repeats):
         for name, save in contenders.items():
             with tempfile.TemporaryDirectory(dir=folder) as target:
@@ -262,7 +265,7 @@ def extra_rss(options: dict[str, Any], target: Path, nbytes: int, limit_bytes: i
 # --- What it comes to ----------------------------------------------------------------------------
 
 
-def _conclude(record: Record, default: str) -> None:
+def _conclude(record: Record, default: str, sizes: Sizes) -> None:
     secs = dict(record.samples)
     ours = secs[f"save_secs/{default}"]
     headlines = {
@@ -272,7 +275,7 @@ def _conclude(record: Record, default: str) -> None:
         "restore_speedup": ratios(secs["restore_secs/stock"], secs[f"restore_secs/{default}"]),
         "extra_rss_ratio": secs[f"extra_rss_ratio/{default}"],
     }
-    for name in OURS:
+    for name in sizes.layouts:
         other = secs[f"save_secs/{name}"]
         headlines[f"raw_disk_ratio/{name}"] = ratios(secs["save_secs/raw"], other)
         headlines[f"stock_speedup/{name}"] = ratios(secs["save_secs/stock"], other)
