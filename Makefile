@@ -2,6 +2,7 @@
 #
 #   make PYTHON=/opt/python3.12/bin/python3 demo   another interpreter
 #   make VENV=~/envs/gockpt test                   another environment
+#   make COMPAT_VENV=~/envs/compat test-compat     where its two environments go
 
 VENV ?= .venv
 # The newest interpreter on the PATH that can make an environment (Debian's needs python3-venv).
@@ -16,12 +17,13 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test kills scale figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest kills scale figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
 	@echo 'make demo    train, kill inside a checkpoint window, resume, compare bit for bit'
 	@echo 'make test    all tests'
+	@echo 'make test-compat  storage, manager and examples with the oldest and the newest Orbax'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make figures figures and tables of the documents, from bench/results'
@@ -52,6 +54,33 @@ demo: $(STAMP)
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+# The lower ends of pyproject.toml, exactly (Orbax 0.11.33 was released for JAX of that time), and
+# the newest of everything that the package registry has. Each has an environment of its own.
+OLDEST := orbax-checkpoint==0.11.33 jax==0.7.2 flax==0.11.2 tensorstore==0.1.78
+NEWEST := orbax-checkpoint jax flax optax tensorstore
+COMPAT_VENV ?= .venv-compat
+COMPAT_TESTS := tests/storage tests/window tests/faults tests/test_manager.py \
+	tests/test_every_manager.py tests/test_example.py tests/test_nnx_example.py
+
+test-compat: test-compat-oldest test-compat-newest
+
+test-compat-oldest: $(COMPAT_VENV)-oldest/.installed
+	@$(COMPAT_VENV)-oldest/bin/python -m pytest $(PYTEST_FLAGS) $(COMPAT_TESTS)
+
+test-compat-newest: $(COMPAT_VENV)-newest/.installed
+	@$(COMPAT_VENV)-newest/bin/python -m pytest $(PYTEST_FLAGS) $(COMPAT_TESTS)
+
+$(COMPAT_VENV)-oldest/.installed: pyproject.toml Makefile
+	@test -x "$(@D)/bin/python" || "$(PYTHON)" -m venv "$(@D)"
+	@"$(@D)/bin/python" -m pip install -qq --disable-pip-version-check -e '.[test]' $(OLDEST)
+	@touch $@
+
+$(COMPAT_VENV)-newest/.installed: pyproject.toml Makefile
+	@test -x "$(@D)/bin/python" || "$(PYTHON)" -m venv "$(@D)"
+	@"$(@D)/bin/python" -m pip install -qq --disable-pip-version-check --upgrade \
+		-e '.[test]' $(NEWEST)
+	@touch $@
+
 kills: $(STAMP)
 	@GOCKPT_KILL_CHAINS=25 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
 
@@ -69,5 +98,5 @@ types: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 
 clean:
-	@rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf .venv .venv-compat-* runs build dist .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

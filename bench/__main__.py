@@ -12,6 +12,7 @@ BENCHMARKS = {
     "cut_growth": "bench.cut_growth",
     "replay": "bench.replay",
     "replay_beside_training": "bench.replay_beside_training",
+    "storage": "bench.storage",
     "timeline": "bench.timeline",
 }
 # What works on result files. Each module has `main(arguments) -> exit status`.

@@ -17,6 +17,7 @@ from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.commit import CommitVotes, make_root, never_draining
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
+from gockpt_jax.storage.layout import default_layout
 from gockpt_jax.storage.policies import arrange
 from gockpt_jax.telemetry.report import PendingReport, SaveReport
 from gockpt_jax.window.face import WindowFace
@@ -43,7 +44,10 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
       logger: As in `ocp.CheckpointManager`.
       handler_registry: Handlers of further items, as in `ocp.CheckpointManager`.
       item_names: Taken for the sake of loops that give it; items may have any name without it.
-      pytree_options: Keywords of `ocp.PyTreeCheckpointHandler` for the state (`use_ocdbt`, ...).
+      pytree_options: Keywords of `ocp.PyTreeCheckpointHandler` for the state (`use_ocdbt`, ...) and
+        of the library's writer (`chunk_byte_size`). On a local disk the state is written as plain
+        files without compression, which is fastest there, and elsewhere as stock does; give
+        `{"use_ocdbt": True, "use_compression": True}` for stock's layout everywhere.
 
     Raises:
       TypeError: if `window` is not a `WindowOptions`.
@@ -87,6 +91,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             window=window,
             processes=processes,
             **{
+                **default_layout(str(directory)),
                 "multiprocessing_options": options.multiprocessing_options,
                 **(pytree_options or {}),
             },

@@ -82,8 +82,10 @@ class WindowOptions:
         have learned differs: the shortest step and the slowest link count (docs/scale.md).
       host_budget_bytes: Bytes of host memory that pulled and replayed chunks may take in this
         process. `None`: no limit of ours (the state of this process is what a save needs).
-      write_limit_bytes: Bytes handed to TensorStore and not yet written. It copies and compresses
-        what it is handed, so this bounds the extra memory of a save.
+      write_limit_bytes: Bytes of chunks that are being written at one time; a larger chunk goes
+        alone. Chunks that are to be compressed count twice. A save takes no more memory than this
+        on top of the state's own bytes, and 32 MiB where chunks are plain files (`bench storage`,
+        `extra_rss_ratio`). Two files of 128 MiB keep a local disk busy; halving it costs speed.
       replay_threads: Threads from which replay runs its programs while a window is open; each keeps
         one to two cores busy. `None`: a quarter of the host's cores, eight at most; more of them
         replay hardly faster and disturb the step. Where training itself runs on the CPU backend it

@@ -1,4 +1,4 @@
-"""The layout and TensorStore specs of a stock Orbax save, from public facts only.
+"""The TensorStore specs of a stock Orbax save, from public facts only.
 
 Orbax's own builder of these specs changed its interface between 0.12.4 and 0.12.8, so we keep ours.
 `tests/storage` compares what it yields with a stock save, byte for byte: that test decides.
@@ -7,169 +7,33 @@ Orbax's own builder of these specs changed its interface between 0.12.4 and 0.12
 from __future__ import annotations
 
 import base64
-import dataclasses
 import math
-import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage import grid
+from gockpt_jax.storage.array_layout import ArrayLayout, Shape, data_file_bytes
 
-Shape = tuple[int, ...]
 Json = dict[str, Any]
 
-_GIB = 2**30
-# What stock Orbax takes when the user gives no `ocdbt_target_data_file_size`.
-_LOCAL_DATA_FILE_BYTES = 2 * _GIB
-_BUCKET_DATA_FILE_BYTES = 400 * 2**20
+# TensorStore appends to one OCDBT data file at a time until it is full, so stock's 2 GiB make one
+# thread write. With files of 128 MiB several do; they are at most 7,450 for each 10**12 bytes.
+_PARALLEL_DATA_FILE_BYTES = 128 * 2**20
+# Below this, TensorStore's way of writing a file is as fast as ours.
+_MIN_DIRECT_BYTES = 2**20
 
 
-def _stock_replica_parallel() -> bool:
-    """Stock's own default: on, unless JAX_PLATFORMS names a GPU."""
-    platforms = os.environ.get("JAX_PLATFORMS", "").lower()
-    return "gpu" not in platforms and "cuda" not in platforms
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaLayout:
-    """How stock cuts replicated shards into chunks; the fields are those of its `ArrayHandler`.
-
-    Where stock lets R replicas write 1/R of each shard, a chunk is such a slice. This fixes the
-    layout on disk only: who writes which box is the business of the shards given to us.
-
-    Attributes:
-        use_replica_parallel: Whether chunks are replica slices.
-        min_slice_bytes: Slices smaller than this are not made; the chunk is the shard.
-        max_replicas: Cut into at most this many slices.
-    """
-
-    use_replica_parallel: bool = dataclasses.field(default_factory=_stock_replica_parallel)
-    min_slice_bytes: int = 0
-    max_replicas: int | None = None
-
-
-def write_shape(array: HostArray, layout: ReplicaLayout) -> Shape:
-    """Returns the shape of what one replica writes under stock: the chunk before any splitting."""
-    shard = tuple(array.sharding.shard_shape(array.shape))
-    if not layout.use_replica_parallel or not _may_slice(array, shard):
-        return shard
-    replicas = len(array.sharding.device_set) * math.prod(shard) // array.size
-    replicas = min(replicas, layout.max_replicas or replicas)
-    axis = next((i for i, n in enumerate(shard) if n % replicas == 0), None)
-    if replicas <= 1 or axis is None:
-        return shard
-    piece = (*shard[:axis], shard[axis] // replicas, *shard[axis + 1 :])
-    too_small = math.prod(piece) * array.dtype.itemsize < layout.min_slice_bytes
-    return shard if too_small else piece
-
-
-def _may_slice(array: HostArray, shard: Shape) -> bool:
-    """Stock leaves small arrays in pinned host memory whole: slicing them might hang there."""
-    if array.sharding.memory_kind != "pinned_host":
-        return True
-    return array.ndim >= 2 and math.prod(shard) % 1024 == 0 and shard[-1] % 128 == 0
-
-
-def chunk_shape(
-    shape: Shape, write: Shape, itemsize: int, limit_bytes: int | None, shard_axes: Shape = ()
-) -> Shape:
-    """Splits `write` into equal chunks of at most `limit_bytes`, as stock does.
-
-    The longest axis that is already cut is shortened to the next smaller divisor of its length, and
-    so on; whole axes only when no cut one is left.
-
-    Args:
-        shape: The global shape.
-        write: The shape of what one process or replica writes at once.
-        itemsize: Bytes per element as stored.
-        limit_bytes: The largest chunk in bytes; None for no limit.
-        shard_axes: Axes to cut to length 1, whatever the limit.
-
-    Raises:
-        ValueError: The limit is below one element, or an axis does not exist.
-    """
-    chunk = list(write)
-    if any(not 0 <= axis < len(chunk) for axis in shard_axes):
-        raise ValueError(
-            f"`shard_axes`: expected axes of a {len(chunk)}-d array, got {shard_axes}."
-        )
-    chunk = [1 if axis in shard_axes else n for axis, n in enumerate(write)]
-    if limit_bytes is None:
-        return tuple(chunk)
-    if limit_bytes < itemsize:
-        raise ValueError(f"`chunk_byte_size`: expected at least {itemsize}, got {limit_bytes}.")
-    is_cut = [n != w or i in shard_axes for i, (n, w) in enumerate(zip(shape, write, strict=True))]
-    while math.prod(chunk) * itemsize > limit_bytes:
-        longest = max((n for n, cut in zip(chunk, is_cut, strict=True) if cut), default=1)
-        if longest == 1:
-            is_cut = [True] * len(chunk)
-            continue
-        axis = next(i for i, n in enumerate(chunk) if is_cut[i] and n == longest)
-        chunk[axis] = next(n for n in range(longest - 1, 0, -1) if write[axis] % n == 0)
-    return tuple(chunk)
-
-
-@dataclasses.dataclass(frozen=True)
-class ArrayLayout:
-    """Where and how one leaf is stored.
-
-    Attributes:
-        name: The leaf's parameter name (its key prefix).
-        write: What stock calls `write_shape`.
-        chunk: The zarr chunk shape.
-        dtype: The dtype of the values handed over.
-        stored_dtype: The dtype on disk.
-        key_impl: The PRNG implementation of typed keys, else None.
-    """
-
-    name: str
-    write: Shape
-    chunk: Shape
-    dtype: np.dtype[Any]
-    stored_dtype: np.dtype[Any]
-    key_impl: str | None
-
-    def metadata(self) -> Json:
-        """Returns the leaf's entry in `array_metadatas/process_N`."""
-        entry = {
-            "param_name": self.name,
-            "write_shape": self.write,
-            "chunk_shape": self.chunk,
-            "ext_metadata": {"random_key_impl": self.key_impl} if self.key_impl else None,
-        }
-        return {"array_metadata": entry}
-
-
-def array_layout(
-    array: HostArray,
-    info: ocp.type_handlers.ParamInfo,
-    args: ocp.SaveArgs,
-    replica_layout: ReplicaLayout,
-) -> ArrayLayout:
-    """Returns where stock would put `array`, given the save's `info` and the user's `args`."""
-    stored = array.dtype if args.dtype is None else np.dtype(args.dtype)
-    write = write_shape(array, replica_layout)
-    limit_bytes = args.chunk_byte_size
-    target_bytes = _data_file_bytes(info)
-    # An OCDBT data file should hold a chunk, so stock splits bigger ones; 0 means no such limit.
-    if info.is_ocdbt_checkpoint and target_bytes:
-        limit_bytes = target_bytes if limit_bytes is None else min(limit_bytes, target_bytes)
-    chunk = chunk_shape(
-        array.shape, write, stored.itemsize, limit_bytes, tuple(args.shard_axes or ())
-    )
-    return ArrayLayout(info.name, write, chunk, array.dtype, stored, array.key_impl)
-
-
-def _data_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
-    """Returns the target size of OCDBT data files, in bytes; 0 for no limit."""
+def _written_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
+    """Returns the size at which we begin another data file; of no concern to who reads them."""
     given = getattr(info, "ocdbt_target_data_file_size", None)
-    if given is not None:
-        return int(given)
-    in_bucket = info.parent_dir.as_posix().startswith("gs://")
-    return _BUCKET_DATA_FILE_BYTES if in_bucket else _LOCAL_DATA_FILE_BYTES
+    if given is None and "://" not in info.parent_dir.as_posix():
+        return _PARALLEL_DATA_FILE_BYTES
+    return data_file_bytes(info)
 
 
 def _kvstore(directory: str) -> Json | str:
@@ -186,7 +50,7 @@ def _ocdbt(info: ocp.type_handlers.ParamInfo, process_index: int) -> Json:
         spec["manifest"] = base
     return spec | {
         "cache_pool": "cache_pool#ocdbt",
-        "target_data_file_size": _data_file_bytes(info),
+        "target_data_file_size": _written_file_bytes(info),
         # Only this process writes to this database, so no configuration has to be agreed on.
         "assume_config": True,
         "config": {
@@ -231,7 +95,7 @@ def array_spec(
         "driver": "zarr3" if info.use_zarr3 else "zarr",
         "kvstore": _ocdbt(info, process_index) if info.is_ocdbt_checkpoint else file,
         "dtype": layout.stored_dtype.name,
-        "metadata": zarr(shape, layout.chunk, bool(getattr(info, "use_compression", True))),
+        "metadata": zarr(shape, layout.chunk, layout.compressed),
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
         # A chunk of zeros is written too: its absence on disk then always means lost data.
@@ -240,6 +104,37 @@ def array_spec(
     if layout.stored_dtype == layout.dtype:
         return spec
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
+
+
+def plain_folder(
+    info: ocp.type_handlers.ParamInfo, layout: ArrayLayout, boxes: Sequence[grid.Box]
+) -> str | None:
+    """Returns the folder of a leaf whose chunks are plain files of its values; None otherwise.
+
+    Args:
+        info: Of the leaf.
+        layout: Of the leaf.
+        boxes: What this process writes; it must be whole chunks, or the rest of one would be lost.
+    """
+    folder = info.parent_dir.as_posix()
+    is_plain = not (
+        info.is_ocdbt_checkpoint
+        or info.use_zarr3
+        or layout.compressed
+        or "://" in folder
+        or layout.stored_dtype != layout.dtype
+        or not _is_stored_as_it_is(layout.dtype)
+    )
+    is_large = math.prod(layout.chunk) * layout.dtype.itemsize >= _MIN_DIRECT_BYTES
+    if is_plain and is_large and all(grid.is_whole(box, layout.chunk) for box in boxes):
+        return f"{folder}/{info.name}"
+    return None
+
+
+def _is_stored_as_it_is(dtype: np.dtype[Any]) -> bool:
+    """Whether zarr v2 stores what NumPy holds; of types below a byte, parts are undefined there."""
+    is_known = dtype.kind in "biufc" or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
+    return is_known and sys.byteorder == "little"
 
 
 def sharding_spec(info: ocp.type_handlers.ParamInfo) -> Json:

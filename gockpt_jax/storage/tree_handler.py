@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.host_array import HostArray
-from gockpt_jax.storage.spec import ReplicaLayout
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES
 from gockpt_jax.storage.writer import HostArrayHandler
 
@@ -81,7 +80,10 @@ class TreeHandler(NamedTuple):
 def make_tree_handler(
     *,
     write_limit_bytes: int = DEFAULT_WRITE_LIMIT_BYTES,
-    replica_layout: ReplicaLayout | None = None,
+    chunk_byte_size: int | None = None,
+    use_replica_parallel: bool | None = None,
+    min_slice_bytes_for_replica_parallel: int | None = None,
+    max_replicas_for_replica_parallel: int | None = None,
     type_handler_registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
     multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
     **options: Any,
@@ -92,7 +94,10 @@ def make_tree_handler(
 
     Args:
         write_limit_bytes: See `HostArrayHandler`.
-        replica_layout: See `HostArrayHandler`.
+        chunk_byte_size: See `HostArrayHandler`.
+        use_replica_parallel: See `HostArrayHandler`.
+        min_slice_bytes_for_replica_parallel: See `HostArrayHandler`.
+        max_replicas_for_replica_parallel: See `HostArrayHandler`.
         type_handler_registry: The handlers of all other types; Orbax's global ones by default.
         multiprocessing_options: As in `ocp.PyTreeCheckpointHandler`.
         **options: Any other keyword of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
@@ -110,7 +115,10 @@ def make_tree_handler(
     writer = HostArrayHandler(
         write_limit_bytes=write_limit_bytes,
         primary_host=multiprocessing_options.primary_host,
-        replica_layout=replica_layout,
+        chunk_byte_size=chunk_byte_size,
+        use_replica_parallel=use_replica_parallel,
+        min_slice_bytes_for_replica_parallel=min_slice_bytes_for_replica_parallel,
+        max_replicas_for_replica_parallel=max_replicas_for_replica_parallel,
     )
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=HostTypeRegistry(writer, type_handler_registry),

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.telemetry import events
 
-# TensorStore copies and compresses what it is handed: without a limit a save takes its whole size
-# again. Not tuned by a benchmark of ours yet.
+# Two files of 128 MiB, or four chunks of 64 MiB, keep the disk busy (`bench storage`); without a
+# limit, TensorStore's copies and compressed chunks take the size of the state again.
 DEFAULT_WRITE_LIMIT_BYTES = 256 * 2**20
 
 
@@ -22,8 +22,9 @@ class WriteStats:
 
     Attributes:
         written_bytes: Bytes of the shards that this process has written, before compression.
-        peak_inflight_bytes: The most bytes that were with TensorStore at one time.
-        write_secs: Seconds during which at least one shard was being written; the time spent
+        peak_inflight_bytes: The most bytes that were in flight at one time; chunks that are to be
+            compressed count twice.
+        write_secs: Seconds during which at least one chunk was being written; the time spent
             waiting for shards to arrive is not in it.
         checksums: Of what this process has written.
     """
@@ -35,9 +36,9 @@ class WriteStats:
 
 
 class WriteBudget:
-    """Admits shards to TensorStore, first come first served, up to a number of bytes.
+    """Admits chunks to the disk, first come first served, up to a number of bytes.
 
-    Belongs to one event loop. A shard larger than the limit is admitted when nothing else is in
+    Belongs to one event loop. A chunk larger than the limit is admitted when nothing else is in
     flight.
 
     Args:
@@ -55,19 +56,20 @@ class WriteBudget:
         self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def admit(self, nbytes: int) -> AsyncIterator[None]:
-        """Holds `nbytes` of the budget; on success counts them as written."""
-        # Waiting inside the turn keeps a large shard from being overtaken by small ones for ever.
+    async def admit(self, nbytes: int, copies: int = 1) -> AsyncIterator[None]:
+        """Holds a chunk's bytes, as often as they are in memory; on success they are written."""
+        held = copies * nbytes
+        # Waiting inside the turn keeps a large chunk from being overtaken by small ones for ever.
         async with self._turn:
-            while self._inflight_bytes and self._inflight_bytes + nbytes > self._limit_bytes:
+            while self._inflight_bytes and self._inflight_bytes + held > self._limit_bytes:
                 self._freed.clear()
                 await self._freed.wait()
-            self._add(nbytes)
+            self._add(held)
         try:
             yield
             self.stats.written_bytes += nbytes
         finally:
-            self._remove(nbytes)
+            self._remove(held)
 
     def _add(self, nbytes: int) -> None:
         if not self._inflight_bytes:

@@ -8,24 +8,27 @@ stock restores it; see `spec.py` for the layout.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from gockpt_jax.storage import array_layout
 from gockpt_jax.storage import spec as spec_lib
-from gockpt_jax.storage.host_array import HostArray, HostShard, ShardFuture
+from gockpt_jax.storage.direct import DirectFiles
+from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.leaf_writer import (
+    LeafWriter,
+    first_error_alone,
+    named_in_errors,
+    open_store,
+    to_the_end,
+)
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES, WriteBudget, WriteStats
-
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,33 +43,58 @@ class _Leaf:
 class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax is untyped.
     """Orbax's type handler for `HostArray`: stock's for `jax.Array` with another `serialize`.
 
-    It answers to the same type name, "jax.Array", so `_METADATA` names a type that stock knows.
+    It answers to the same type name, "jax.Array", so `_METADATA` names a type that stock knows. It
+    takes the arguments of stock's `ArrayHandler` that fix what is written, with their meanings, so
+    that registries of Orbax's own (its emergency and peer-to-peer managers') can be built with it.
 
     Args:
-        write_limit_bytes: The most bytes with TensorStore at one time (its copies and compressed
-            chunks come on top). A shard larger than this is written alone.
+        write_limit_bytes: See `WindowOptions.write_limit_bytes`.
+        chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
+            None: 64 MiB in an OCDBT database, and 128 MiB where a chunk is a file, so that a
+            terabyte has fewer than 10,000 of them.
         primary_host: The process that writes what is common to all; None if every one has its own
             storage. As in `ocp.options.MultiprocessingOptions`.
-        replica_layout: How replicated shards are cut into chunks; by default as stock would here.
+        replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`
+            is given, so every value writes those.
+        use_replica_parallel: Whether chunks are slices of replicas; None: as stock would here.
+        min_slice_bytes_for_replica_parallel: As in stock.
+        max_replicas_for_replica_parallel: As in stock.
+        write_array_metadatas: Whether to write `array_metadatas`, as stock's own handler does; one
+            that a user makes (`ocp.type_handlers.ArrayHandler()`) does not.
 
     Raises:
-        ValueError: `write_limit_bytes` is not positive.
+        ValueError: `write_limit_bytes` or `chunk_byte_size` is not positive.
     """
 
     def __init__(
         self,
         *,
         write_limit_bytes: int = DEFAULT_WRITE_LIMIT_BYTES,
+        chunk_byte_size: int | None = None,
         primary_host: int | None = 0,
-        replica_layout: spec_lib.ReplicaLayout | None = None,
+        replica_id: int | None = 0,
+        use_replica_parallel: bool | None = None,
+        min_slice_bytes_for_replica_parallel: int | None = None,
+        max_replicas_for_replica_parallel: int | None = None,
+        write_array_metadatas: bool = True,
     ) -> None:
-        super().__init__(primary_host=primary_host)
-        if write_limit_bytes <= 0:
-            raise ValueError(f"`write_limit_bytes`: expected at least 1, got {write_limit_bytes}.")
+        super().__init__(primary_host=primary_host, replica_id=replica_id)
+        for name, value in (
+            ("write_limit_bytes", write_limit_bytes),
+            ("chunk_byte_size", chunk_byte_size),
+        ):
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}`: expected at least 1, got {value}.")
         self._write_limit_bytes = write_limit_bytes
+        self._chunk_byte_size = chunk_byte_size
         self.primary_host = primary_host
         self.is_primary = primary_host is None or jax.process_index() == primary_host
-        self._replica_layout = replica_layout or spec_lib.ReplicaLayout()
+        self._replica_layout = array_layout.replica_layout(
+            use_replica_parallel,
+            min_slice_bytes_for_replica_parallel,
+            max_replicas_for_replica_parallel,
+        )
+        self._write_array_metadatas = write_array_metadatas
         self._stats = WriteStats()
 
     def take_stats(self) -> WriteStats:
@@ -107,31 +135,37 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         return [future]
 
     async def _write_all(self, leaves: Sequence[_Leaf], stats: WriteStats) -> None:
-        budget = WriteBudget(self._write_limit_bytes, stats)
+        budget, files = WriteBudget(self._write_limit_bytes, stats), DirectFiles()
         try:
             for leaf in leaves:
                 await _directory_exists(leaf.info)
-            async with _first_error_alone(), asyncio.TaskGroup() as group:
-                layouts = [
-                    spec_lib.array_layout(leaf.array, leaf.info, leaf.args, self._replica_layout)
-                    for leaf in leaves
-                ]
-                _write_array_metadatas(leaves[0].info, layouts)
+            async with first_error_alone(), asyncio.TaskGroup() as group:
+                layouts = [self._layout(leaf) for leaf in leaves]
+                if self._write_array_metadatas:
+                    _write_array_metadatas(leaves[0].info, layouts)
                 if self.is_primary:
                     group.create_task(_write_shardings(leaves))
                 for leaf, layout in zip(leaves, layouts, strict=True):
-                    group.create_task(self._write_leaf(leaf, layout, budget, group))
+                    group.create_task(self._write_leaf(leaf, layout, budget, files, group))
         finally:
             # Tasks that were cancelled before they began have released nothing.
             for leaf in leaves:
                 for shard in leaf.array.shards:
                     shard.release()
+            files.close()
+
+    def _layout(self, leaf: _Leaf) -> array_layout.ArrayLayout:
+        chunk_bytes = self._chunk_byte_size or array_layout.default_chunk_bytes(leaf.info)
+        return array_layout.array_layout(
+            leaf.array, leaf.info, leaf.args, self._replica_layout, chunk_bytes
+        )
 
     async def _write_leaf(
         self,
         leaf: _Leaf,
-        layout: spec_lib.ArrayLayout,
+        layout: array_layout.ArrayLayout,
         budget: WriteBudget,
+        files: DirectFiles,
         group: asyncio.TaskGroup,
     ) -> None:
         """Opens the leaf's array and starts one task per shard."""
@@ -140,76 +174,15 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         context = leaf.info.ts_context or ocp.type_handlers.get_ts_context(
             use_ocdbt=bool(leaf.info.is_ocdbt_checkpoint)
         )
-        with _named_in_errors(leaf.info.name):
+        with named_in_errors(leaf.info.name):
             if self.is_primary:
-                await _open(spec, context, create=True, open=True)
-            store = await _open(spec, context, open=True, assume_metadata=True)
-        for shard in leaf.array.shards:
-            group.create_task(_write_shard(store, leaf, shard, budget))
-
-
-async def _open(spec: dict[str, Any], context: ts.Context | None, **mode: Any) -> ts.TensorStore:
-    return await _to_the_end(ts.open(ts.Spec(spec), context=context, **mode))
-
-
-async def _write_shard(
-    store: ts.TensorStore, leaf: _Leaf, shard: HostShard, budget: WriteBudget
-) -> None:
-    """Waits for one shard's bytes, writes them and gives them back."""
-    box = shard.box(leaf.array.shape)
-    data: np.ndarray[Any, Any] | None = None
-    with _named_in_errors(leaf.info.name, box):
-        try:
-            data = await _arrival(shard.data)
-            _check_data(data, box, leaf.array.dtype)
-            async with budget.admit(data.nbytes):
-                await budget.stats.checksums.add(leaf.info.name, box, data, leaf.args.dtype)
-                # No copy into TensorStore's cache: the bytes stay as they are until released.
-                await _to_the_end(
-                    store[box].write(data, can_reference_source_data_indefinitely=True)
-                )
-        finally:
-            data = None  # An exception's traceback would keep the bytes alive.
-            shard.release()
-
-
-async def _to_the_end(operation: Awaitable[_T]) -> _T:
-    """Waits for an operation of TensorStore until it has ended, even when cancelled.
-
-    TensorStore does not stop: it goes on reading the bytes, and its call back into an event loop
-    that has been closed meanwhile would fail.
-    """
-    task = asyncio.ensure_future(operation)
-    del operation  # The traceback of a failed write would keep it, and with it the bytes.
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        task.exception()  # The save has failed already; without this asyncio would log it.
-        raise
-
-
-async def _arrival(future: ShardFuture) -> np.ndarray[Any, Any]:
-    """Waits for a future that another thread resolves.
-
-    Unlike `asyncio.wrap_future` it never cancels the future when this save fails: the worker that
-    resolves it would trip over that.
-    """
-    loop = asyncio.get_running_loop()
-    arrived = asyncio.Event()
-
-    def wake(_: ShardFuture) -> None:
-        # The loop is closed when the save has failed meanwhile: then nobody waits any more.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(arrived.set)
-
-    future.add_done_callback(wake)
-    await arrived.wait()
-    try:
-        return future.result()
-    except concurrent.futures.CancelledError as error:
-        # Orbax would take a CancelledError for its own cancellation and lose the reason.
-        raise RuntimeError("The save was given up before the bytes of a shard arrived.") from error
+                await open_store(spec, context, create=True, open=True)
+            store = await open_store(spec, context, open=True, assume_metadata=True)
+        boxes = [shard.box(leaf.array.shape) for shard in leaf.array.shards]
+        folder = spec_lib.plain_folder(leaf.info, layout, boxes)
+        writer = LeafWriter(leaf.info.name, layout, store, budget, files, folder)
+        for shard, box in zip(leaf.array.shards, boxes, strict=True):
+            group.create_task(writer.write_shard(shard, box))
 
 
 def _check_savable(leaves: Sequence[_Leaf]) -> None:
@@ -227,14 +200,6 @@ def _check_savable(leaves: Sequence[_Leaf]) -> None:
         )
 
 
-def _check_data(data: Any, box: tuple[slice, ...], dtype: np.dtype[Any]) -> None:
-    """TensorStore would broadcast or convert other data without a word."""
-    shape = tuple(s.stop - s.start for s in box)
-    if not isinstance(data, np.ndarray) or data.shape != shape or data.dtype != dtype:
-        got = f"{getattr(data, 'dtype', type(data).__name__)}{getattr(data, 'shape', '')}"
-        raise ValueError(f"Expected an ndarray {dtype}{shape}, got {got}.")
-
-
 async def _directory_exists(info: ocp.type_handlers.ParamInfo) -> None:
     """Waits for the save's directory; older Orbax creates it before it calls us."""
     if hasattr(info, "await_path_creation"):
@@ -242,7 +207,7 @@ async def _directory_exists(info: ocp.type_handlers.ParamInfo) -> None:
 
 
 def _write_array_metadatas(
-    info: ocp.type_handlers.ParamInfo, layouts: Sequence[spec_lib.ArrayLayout]
+    info: ocp.type_handlers.ParamInfo, layouts: Sequence[array_layout.ArrayLayout]
 ) -> None:
     """Writes the file from which Orbax takes write shapes and PRNG implementations."""
     folder = info.parent_dir / "array_metadatas"
@@ -258,30 +223,6 @@ async def _write_shardings(leaves: Sequence[_Leaf]) -> None:
         text = spec_lib.sharding_text(leaf.array.sharding)
         if text is not None:
             spec = spec_lib.sharding_spec(leaf.info)
-            store = await _open(spec, leaf.info.ts_context, open=True)
-            await _to_the_end(store.with_transaction(transaction).write(text))
-    await _to_the_end(transaction.commit_async())
-
-
-@contextlib.contextmanager
-def _named_in_errors(name: str, box: tuple[slice, ...] | None = None) -> Iterator[None]:
-    """Adds a note to an error that says which leaf it befell; its type and text stay."""
-    try:
-        yield
-    except Exception as error:
-        if not getattr(error, "__notes__", ()):  # one that all chunks share would be named by each
-            where = f"`{name}`" if box is None else f"`{name}`, box {box}"
-            error.add_note(f"gockpt_jax: while saving {where}.")
-        raise
-
-
-@contextlib.asynccontextmanager
-async def _first_error_alone() -> AsyncIterator[None]:
-    """Unwraps a task group's error: the user shall see the one that came first, as it was."""
-    first: BaseException | None = None
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        first = group.exceptions[0]
-    if first is not None:
-        raise first
+            store = await open_store(spec, leaf.info.ts_context, open=True)
+            await to_the_end(store.with_transaction(transaction).write(text))
+    await to_the_end(transaction.commit_async())

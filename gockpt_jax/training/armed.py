@@ -92,7 +92,7 @@ def _inline(
     eqns = []
     for e in body:
         operands = [_renamed(a, fresh) for a in e.invars]
-        outvars = [v if type(v) is jex.DropVar else jex.Var(v.aval) for v in e.outvars]
+        outvars = [v if type(v) is _compat.DropVar else jex.Var(v.aval) for v in e.outvars]
         fresh.update(zip(e.outvars, outvars, strict=True))
         eqns.append(e.replace(invars=operands, outvars=outvars))
     found.update((site, _renamed(var, fresh)) for site, var in inner.items())

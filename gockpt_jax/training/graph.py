@@ -161,7 +161,7 @@ def _walk(
 
 def _offer_site(value: Value, site: Site) -> None:
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
-    if type(site.var) is jex.DropVar:
+    if type(site.var) is _compat.DropVar:
         return
     if value.site is None or len(site.path) < len(value.site.path):
         value.site = site

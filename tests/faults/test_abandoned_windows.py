@@ -14,6 +14,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage import writer
 from gockpt_jax.storage.handler import GoCkptHandler
+from gockpt_jax.storage.leaf_writer import LeafWriter
 
 from .injection import Fault, InjectedError
 from .states import Bits, assert_checkpoints, bits_of, differing
@@ -155,7 +156,7 @@ def test_host_budget_without_room_for_a_window_gives_snapshots(tmp_path: Path) -
 
 LEAKS = {
     "window": (Replayer, "apply"),
-    "write": (writer, "_write_shard"),
+    "write": (LeafWriter, "write_shard"),
     "orbax": (writer.HostArrayHandler, "serialize"),
     "commit": (GoCkptHandler, "finalize"),
 }

@@ -10,8 +10,9 @@ from programs import PROGRAMS
 
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.storage import writer
+from gockpt_jax.storage import leaf_writer, writer
 from gockpt_jax.storage.handler import GoCkptHandler
+from gockpt_jax.storage.leaf_writer import LeafWriter
 from gockpt_jax.storage.writer import HostArrayHandler
 from gockpt_jax.transfer import pull, staging
 from gockpt_jax.transfer.pull import Pull
@@ -34,8 +35,8 @@ BEFORE_SEAL = {
 AFTER_SEAL = {
     "pull_of_a_late_leaf": {"owner": Pull, "name": "result"},
     "end_of_replay": {"owner": slots, "name": "fill"},
-    "write_of_a_shard": {"owner": writer, "name": "_write_shard"},
-    "tensorstore": {"owner": writer, "name": "_to_the_end"},
+    "write_of_a_shard": {"owner": LeafWriter, "name": "write_shard"},
+    "tensorstore": {"owner": leaf_writer, "name": "to_the_end"},
     "shardings_file": {"owner": writer, "name": "_write_shardings"},
     "array_metadatas": {"owner": writer, "name": "_write_array_metadatas"},
     "commit": {"owner": GoCkptHandler, "name": "finalize"},

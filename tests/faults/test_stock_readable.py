@@ -25,6 +25,8 @@ from .trainer import LIMIT_SECS, WINDOW_STEPS, Trainer
 
 CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]
 LABEL = 8
+STOCK_LAYOUT = {"use_ocdbt": True, "use_compression": True}
+LOCAL_LAYOUT = {"use_ocdbt": False, "use_compression": False}
 CHECKSUMS = "_gockpt_checksums"
 
 
@@ -97,8 +99,9 @@ def test_files_are_those_of_a_stock_save(
     options = {"enable_async_checkpointing": asynchronous}
     window = gockpt.WindowOptions(steps=WINDOW_STEPS, audit=audit)
     trainer, _ = train_to_window(
-        tmp_path / "ours", program=program, devices=8, window=window, **options
-    )
+        tmp_path / "ours", program=program, devices=8, window=window,
+        pytree_options=STOCK_LAYOUT, **options,
+    )  # fmt: skip
     stock_options = ocp.CheckpointManagerOptions(**options)
     with ocp.CheckpointManager(tmp_path / "stock", options=stock_options) as stock:
         args = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state))
@@ -110,10 +113,15 @@ def test_files_are_those_of_a_stock_save(
     assert without_times(ours / name) == without_times(theirs / name)
 
 
-@pytest.mark.parametrize("layout", [{"use_ocdbt": False}, {"use_zarr3": True}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"use_compression": True}, {"use_zarr3": True}, {**STOCK_LAYOUT, "use_zarr3": True}],
+    ids=str,
+)
 def test_layout_options_are_those_of_stock(tmp_path: Path, layout: dict[str, bool]) -> None:
+    """What the user does not say is what this disk is best at: nothing but stock's own options."""
     trainer, _ = train_to_window(tmp_path / "ours", devices=8, pytree_options=layout)
-    handlers = {"state": ocp.PyTreeCheckpointHandler(**layout)}
+    handlers = {"state": ocp.PyTreeCheckpointHandler(**{**LOCAL_LAYOUT, **layout})}
     with ocp.CheckpointManager(tmp_path / "stock", item_handlers=handlers) as stock:
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(trainer.state))
         stock.save(LABEL, args=args)

@@ -173,7 +173,10 @@ def traces_of(step: Any) -> Iterator[list[str]]:
     try:
         yield seen
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        if hasattr(jax.monitoring, "unregister_event_duration_listener"):
+            jax.monitoring.unregister_event_duration_listener(listen)
+        else:  # jax 0.7
+            jax.monitoring.clear_event_listeners()
 
 
 def run_plain(name: str, job: Job, saves: Mapping[int, int]) -> tuple[Any, list[Buffers]]:

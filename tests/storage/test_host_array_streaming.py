@@ -1,8 +1,12 @@
 """Shards that come late, in any order, or not at all: bounded memory, all or nothing."""
 
 import asyncio
+import os
+import pathlib
 import random
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +33,7 @@ from gockpt_jax.storage.write_budget import WriteBudget, WriteStats
 from gockpt_jax.storage.writer import HostArrayHandler
 
 SHARD_BYTES = 2**20
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def eight_shards():
@@ -89,7 +94,7 @@ def test_each_shard_is_written_and_freed_as_it_comes(tmp_path, use_ocdbt, use_co
         assert sum(event.is_set() for event in promises.released) == n
     checkpointer.close()
     assert stats.written_bytes == 8 * SHARD_BYTES
-    assert stats.peak_inflight_bytes == SHARD_BYTES
+    assert stats.peak_inflight_bytes == SHARD_BYTES * (2 if use_compression else 1)
     assert stats.write_secs > 0
     np.testing.assert_array_equal(restored(tmp_path / "x", {"x": x})["x"], x)
 
@@ -113,13 +118,56 @@ def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
 )
 def test_bytes_in_flight_are_bounded(tmp_path, limit_bytes, peak_bytes):
     x = eight_shards()
-    handler, writer = make_tree_handler(write_limit_bytes=limit_bytes)
+    handler, writer = make_tree_handler(write_limit_bytes=limit_bytes, use_compression=False)
     checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
     stats = writer.take_stats()
     checkpointer.close()
     assert stats.peak_inflight_bytes == peak_bytes
     assert stats.written_bytes == 8 * SHARD_BYTES
     np.testing.assert_array_equal(restored(tmp_path / "x", {"x": x})["x"], x)
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+@pytest.mark.parametrize("limit_chunks", [1, 3])
+def test_the_limit_holds_inside_a_shard(tmp_path, use_ocdbt, limit_chunks):
+    """One shard of 8 MiB in chunks of 1 MiB: with TensorStore, and as files past the page cache."""
+    x = jnp.asarray(eight_shards())
+    chunk_bytes = SHARD_BYTES
+    handler, writer = make_tree_handler(
+        write_limit_bytes=limit_chunks * chunk_bytes,
+        chunk_byte_size=chunk_bytes,
+        use_ocdbt=use_ocdbt,
+        use_compression=False,
+    )
+    x = jax.device_put(x, jax.devices()[0])
+    checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
+    stats = writer.take_stats()
+    checkpointer.close()
+    assert stats.peak_inflight_bytes == limit_chunks * chunk_bytes
+    assert stats.written_bytes == 8 * chunk_bytes
+    np.testing.assert_array_equal(restored(tmp_path / "x", {"x": x})["x"], x)
+
+
+MEASURE = """
+import sys
+from bench import storage
+name, target, nbytes, limit_bytes = sys.argv[1], storage.Path(sys.argv[2]), *map(int, sys.argv[3:])
+print(storage.extra_rss(storage.OURS[name], target, nbytes, limit_bytes))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", ["files", "ocdbt"])
+def test_a_save_takes_no_more_memory_than_its_limit(tmp_path, name):
+    """Of a process of its own: the state is four times the limit, and one shard of it twice."""
+    limit_bytes = 64 * 2**20
+    words = [name, str(tmp_path), str(4 * limit_bytes), str(limit_bytes)]
+    child = subprocess.run(
+        [sys.executable, "-c", MEASURE, *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) <= 1.1 * limit_bytes
 
 
 def test_the_budget_admits_in_order_of_arrival():
@@ -212,7 +260,7 @@ def test_a_failed_write_fails_the_save(tmp_path, use_ocdbt):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SHARD_BYTES // 2, limits[1]))
         freed = [promises.arrive(i) for i in range(8)]
-        with pytest.raises(ValueError, match="File too large"):
+        with pytest.raises((ValueError, OSError), match="File too large"):
             checkpointer.wait_until_finished()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

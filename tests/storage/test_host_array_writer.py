@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from storage_helpers import (
     assert_same_arrays,
@@ -19,9 +20,11 @@ from storage_helpers import (
     save,
 )
 
+from gockpt_jax.storage import array_layout
+from gockpt_jax.storage.array_layout import chunk_shape
 from gockpt_jax.storage.host_array import HostArray
-from gockpt_jax.storage.spec import ReplicaLayout, chunk_shape
 from gockpt_jax.storage.tree_handler import make_tree_handler
+from gockpt_jax.storage.writer import HostArrayHandler
 
 OPTIONS = [
     pytest.param(
@@ -45,6 +48,105 @@ def test_disk_contents_are_those_of_a_stock_save(tmp_path, options):
     for name in stock:
         assert ours[name] == stock[name], name
     assert {"_METADATA", "_sharding", "array_metadatas/process_0"} <= ours.keys()
+
+
+# Those that JAX can make and that stock takes; it refuses uint4, as we then do.
+RARE_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int4", "int2", "float16", "complex64", "uint8")
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_rare_dtypes_and_module_states_are_those_of_a_stock_save(tmp_path, options):
+    state = {name: jnp.asarray(np.arange(6).reshape(2, 3) % 2, name) for name in RARE_DTYPES}
+    state = {"rare": state, "module": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))}
+    save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state)
+    save(make_tree_handler(**options).handler, tmp_path / "ours", host_tree(state))
+    ours, stock = disk_contents(tmp_path / "ours"), disk_contents(tmp_path / "stock")
+    assert ours == stock
+    assert b"module" in stock["_METADATA"]
+
+
+def test_what_stock_refuses_is_refused(tmp_path):
+    state = {"x": jnp.ones((2, 2), "uint4")}
+    for handler, tree in (
+        (ocp.PyTreeCheckpointHandler(), state),
+        (make_tree_handler().handler, host_tree(state)),
+    ):
+        with pytest.raises(ValueError, match="Unsupported data type"):
+            save(handler, tmp_path / "x", tree)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_large_leaves_are_those_of_a_stock_save(tmp_path, options):
+    """Chunks of a MiB and more, which go past the page cache where they are plain files."""
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 2**32, (64, 24, 512), np.uint32).view(np.float32)
+    state = {
+        "whole": jnp.asarray(values),
+        "columns": jax.device_put(values, NamedSharding(mesh(2, 4), PartitionSpec(None, "data"))),
+        "bf16": jnp.asarray(rng.integers(0, 2**16, (1024, 1025), np.uint16)).view(jnp.bfloat16),
+    }
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=2**20 + 2**19), state)
+    save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state, save_args=save_args)
+    ours = make_tree_handler(**options).handler
+    save(ours, tmp_path / "ours", host_tree(state), save_args=save_args)
+    ours, stock = disk_contents(tmp_path / "ours"), disk_contents(tmp_path / "stock")
+    assert ours.keys() == stock.keys()
+    assert [name for name in stock if ours[name] != stock[name]] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["ocdbt", "files"])
+def test_our_default_chunks_are_those_of_stock_with_that_option(tmp_path, options, monkeypatch):
+    """At a size that a test can write; what the user says of a leaf comes first."""
+    for name in ("_CHUNK_BYTES", "_FILE_CHUNK_BYTES"):
+        assert getattr(array_layout, name) >= 64 * 2**20
+        monkeypatch.setattr(array_layout, name, 200)
+    state = {k: example_state()[k] for k in ("replicated", "fsdp", "bf16", "single", "keys")}
+    stock_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=200), state)
+    our_args = jax.tree.map(lambda _: ocp.SaveArgs(), state)
+    stock_args["single"] = our_args["single"] = ocp.SaveArgs(chunk_byte_size=900)
+    stock_args["bf16"] = ocp.SaveArgs(chunk_byte_size=200, dtype=np.dtype(np.float32))
+    our_args["bf16"] = ocp.SaveArgs(dtype=np.dtype(np.float32))
+    save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state, save_args=stock_args)
+    ours = make_tree_handler(**options).handler
+    save(ours, tmp_path / "ours", host_tree(state), save_args=our_args)
+    assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
+
+
+# As Orbax's emergency, replicator and peer-to-peer managers build theirs (0.12.8).
+OF_MANAGERS = {
+    "local": {"primary_host": None, "replica_id": None, "use_replica_parallel": False},
+    "persistent": {"primary_host": 0, "replica_id": 0, "use_replica_parallel": False},
+}
+
+
+@pytest.mark.parametrize("arguments", OF_MANAGERS.values(), ids=OF_MANAGERS)
+def test_registries_of_orbax_own_managers(tmp_path, arguments):
+    """Their registry, with ours beside it, and their handler: stock's bytes, and it restores.
+
+    Typed keys stay away: without `array_metadatas`, such managers restore their data only.
+    """
+    state = {k: v for k, v in example_state().items() if isinstance(v, jax.Array)}
+    del state["key"], state["keys"]
+    stock = ocp.type_handlers.ArrayHandler(**arguments)
+    ours = HostArrayHandler(**arguments, write_array_metadatas=False)
+    for name, tree in {"stock": state, "ours": host_tree(state)}.items():
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, stock), *([(HostArray, ours)] if name == "ours" else [])
+        )
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=True,
+            use_zarr3=True,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=arguments["primary_host"]
+            ),
+            type_handler_registry=registry,
+        )
+        save(handler, tmp_path / name, tree)
+    assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
+    with ocp.Checkpointer(handler) as checkpointer:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(state)
+        args = ocp.args.PyTreeRestore(state, restore_args)
+        assert_same_arrays(checkpointer.restore(tmp_path / "ours", args=args), state)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["ocdbt", "files"])
@@ -100,22 +202,18 @@ def test_chunk_shapes_are_those_of_stock(tmp_path):
     "layout",
     [
         {"use_replica_parallel": False},
-        {"use_replica_parallel": True, "max_replicas": 2},
-        {"use_replica_parallel": True, "min_slice_bytes": 400},
+        {"use_replica_parallel": True, "max_replicas_for_replica_parallel": 2},
+        {"use_replica_parallel": True, "min_slice_bytes_for_replica_parallel": 400},
     ],
     ids=str,
 )
 def test_replica_layouts_are_those_of_stock(tmp_path, layout):
     state = {k: v for k, v in example_state().items() if isinstance(v, jax.Array)}
-    stock = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=layout["use_replica_parallel"],
-        max_replicas_for_replica_parallel=layout.get("max_replicas"),
-        min_slice_bytes_for_replica_parallel=layout.get("min_slice_bytes"),
-    )
+    stock = ocp.type_handlers.ArrayHandler(**layout)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, stock))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     save(handler, tmp_path / "stock", state)
-    ours = make_tree_handler(replica_layout=ReplicaLayout(**layout)).handler
+    ours = make_tree_handler(**layout).handler
     save(ours, tmp_path / "ours", host_tree(state))
     key = "manifest.ocdbt"  # A stock handler made by a user writes no `array_metadatas`.
     assert disk_contents(tmp_path / "ours")[key] == disk_contents(tmp_path / "stock")[key]

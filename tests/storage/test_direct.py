@@ -1,0 +1,142 @@
+"""Files written past the page cache, and which layout is the default where."""
+
+import concurrent.futures
+import itertools
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gockpt_jax.storage import direct, grid, layout
+from gockpt_jax.storage.direct import DirectFiles
+
+SIZES = [1, 511, 4096, 4097, 2**20, 4 * 2**20 + 1, 9 * 2**20 + 4096]
+
+
+@pytest.fixture
+def files():
+    made = DirectFiles()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("has_direct_mode", [True, False])
+@pytest.mark.parametrize("offset", [0, 64])
+def test_files_hold_the_bytes(tmp_path, files, monkeypatch, has_direct_mode, offset):
+    """Of any length, in aligned and other memory, on file systems with and without the mode."""
+    if not has_direct_mode:
+        monkeypatch.setattr(direct, "_O_DIRECT", 0)
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 256, max(SIZES) + 8192, np.uint8)
+    start = -base.ctypes.data % 4096 + offset
+    written = [files.write(f"{tmp_path}/new/{n}", base[start : start + n]) for n in SIZES]
+    for n, future in zip(SIZES, written, strict=True):
+        future.result()
+        found = pathlib.Path(f"{tmp_path}/new/{n}").read_bytes()
+        assert found == base[start : start + n].tobytes(), n
+
+
+def test_values_are_in_c_order(tmp_path, files):
+    values = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(ml_dtypes.bfloat16)
+    for n, part in enumerate((values, values.T, values[1:5, ::2], values[:, 1:3, 2:])):
+        files.write(f"{tmp_path}/{n}", part).result()
+        assert (tmp_path / str(n)).read_bytes() == part.tobytes()
+
+
+def test_an_old_file_leaves_nothing(tmp_path, files):
+    (tmp_path / "x").write_bytes(b"x" * 10_000)
+    files.write(f"{tmp_path}/x", np.zeros(3, np.uint8)).result()
+    assert (tmp_path / "x").read_bytes() == bytes(3)
+
+
+def test_errors_name_the_file(tmp_path, files):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        files.write(f"{tmp_path}/x", np.zeros(3)).result()
+    assert caught.value.filename == f"{tmp_path}/x"
+
+
+def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch):
+    """A thread that still wrote would write into a file that has been closed, or into another."""
+    ended = []
+
+    def write(fd, content, offset):
+        if offset == 0:
+            raise OSError(5, "broken disk")
+        ended.append(offset)
+        return len(content)
+
+    monkeypatch.setattr(direct.os, "pwrite", write)
+    with pytest.raises(OSError, match="broken disk"):
+        files.write(f"{tmp_path}/x", np.zeros(6 * direct._PIECE_BYTES, np.uint8)).result()
+    assert sorted(ended) == [n * direct._PIECE_BYTES for n in range(1, 6)]
+
+
+def test_many_files_at_once(tmp_path, files):
+    values = [np.full(2**18 + n, n, np.uint8) for n in range(40)]
+    futures = [files.write(f"{tmp_path}/{n}", v) for n, v in enumerate(values)]
+    assert not concurrent.futures.wait(futures).not_done
+    assert [(tmp_path / str(n)).read_bytes() == v.tobytes() for n, v in enumerate(values)] == [
+        True
+    ] * 40
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 6), (4, 3, 7)])
+def test_cells_cover_a_box_once_and_lie_in_one_chunk(shape):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        chunk = tuple(rng.integers(1, n + 2) for n in shape)
+        starts = [rng.integers(0, n) for n in shape]
+        box = tuple(
+            slice(a, rng.integers(a + 1, n + 1)) for a, n in zip(starts, shape, strict=True)
+        )
+        count = np.zeros(shape, int)
+        values = np.arange(count.size).reshape(shape)
+        for cell in grid.cells(box, chunk):
+            count[cell] += 1
+            ends = [(s.start // n, (s.stop - 1) // n) for s, n in zip(cell, chunk, strict=True)]
+            assert all(first == last for first, last in ends)
+            assert np.array_equal(values[box][grid.within(cell, box)], values[cell])
+        assert (count[box] == 1).all()
+        assert count.sum() == count[box].size
+
+
+MOUNTS = """\
+22 1 0:20 / / rw - ext4 /dev/root rw
+23 22 0:21 / /proc rw - proc proc rw
+24 22 0:22 / /data rw shared:1 - nfs4 server:/x rw
+25 24 0:23 / /data/fast\\040disk rw - xfs /dev/nvme rw
+26 22 0:24 / /dataset rw - fuse.gcsfuse bucket rw
+"""
+
+
+def test_the_default_layout_follows_the_kind_of_storage(tmp_path, monkeypatch):
+    (tmp_path / "mounts").write_text(MOUNTS)
+    monkeypatch.setattr(layout, "_MOUNTS", str(tmp_path / "mounts"))
+    monkeypatch.setattr(layout.os.path, "realpath", lambda path: path)
+    kinds = {
+        "/home/run": "local",
+        "/data": "network",
+        "/data/run": "network",
+        "/data/fast disk/run": "local",
+        "/database": "local",
+        "/dataset/run": "network",
+        "gs://bucket/run": "bucket",
+        "s3://bucket/run": "bucket",
+    }
+    assert {path: layout.storage_of(path) for path in kinds} == kinds
+    for path, kind in kinds.items():
+        plain = {"use_ocdbt": False, "use_compression": False}
+        assert dict(layout.default_layout(path)) == (plain if kind == "local" else {})
+    monkeypatch.setattr(layout, "_MOUNTS", str(tmp_path / "nowhere"))
+    assert layout.storage_of("/home/run") == "network"  # stock's layout, where nothing is known
+
+
+def test_chunks_and_boxes_that_are_whole():
+    box = (slice(4, 8), slice(0, 6))
+    assert grid.is_whole(box, (2, 3))
+    assert not grid.is_whole(box, (3, 3))
+    assert [grid.key(cell, (2, 3)) for cell in grid.cells(box, (2, 3))] == [
+        f"{i}.{j}" for i, j in itertools.product((2, 3), (0, 1))
+    ]
