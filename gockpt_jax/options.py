@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 Arm = Literal["window", "always"]
 OnFailure = Literal["raise", "demote"]
+OnSaveError = Literal["raise", "warn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,9 @@ class WindowOptions:
         a leaf leave early at present, so both values give the same checkpoint.
       audit: What is compared with the device at every seal, and what a difference leads to; `None`:
         nothing.
+      on_save_error: What becomes of a save that failed, of which nothing is visible: `"raise"` at
+        the next call of the manager or of the wrapped step, or `"warn"` (`SaveFailedWarning`) and
+        go on training. What the caller did wrong is always raised.
 
     Raises:
       ValueError: if a value is out of its range; the message names it.
@@ -117,6 +121,7 @@ class WindowOptions:
     arm: Arm = "window"
     exact: bool = False
     audit: Audit | None = Audit()
+    on_save_error: OnSaveError = "raise"
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -132,6 +137,11 @@ class WindowOptions:
         _positive_or_none("replay_threads", self.replay_threads, "Use None for the default.")
         if self.arm not in get_args(Arm):
             raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
+        if self.on_save_error not in get_args(OnSaveError):
+            raise ValueError(
+                f"`on_save_error` must be one of {get_args(OnSaveError)}, got "
+                f"{self.on_save_error!r}."
+            )
         if not isinstance(self.exact, bool):
             raise ValueError(f"`exact` must be True or False, got {self.exact!r}.")
         if not isinstance(self.audit, Audit | None):
