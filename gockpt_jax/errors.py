@@ -17,6 +17,22 @@ class AuditError(RuntimeError):
     """Replay made other values than the device; the save fails, nothing of it becomes visible."""
 
 
+class VerifyError(ValueError):
+    """A checkpoint is not what was written, or has no checksums that could tell."""
+
+
+class TargetError(ValueError):
+    """A checkpoint does not fit the target to restore into; the message names every leaf."""
+
+
+class NoCheckpointError(FileNotFoundError):
+    """There is nothing to resume from; the message says what the directory holds instead."""
+
+
+class StorageError(OSError):
+    """A save could not be written; nothing of it is visible, earlier checkpoints are intact."""
+
+
 class HostBudgetError(ValueError):
     """The host budget cannot hold the state; nothing was saved, earlier checkpoints are intact."""
 
@@ -25,5 +41,21 @@ class ProcessError(RuntimeError):
     """A process of the job failed or did not come, so none saves; the message names it and why."""
 
 
+class SaveFailedWarning(UserWarning):
+    """A save failed, and training goes on as `WindowOptions(on_save_error="warn")` says."""
+
+
 class SnapshotOnlyWarning(UserWarning):
     """A wrapped step cannot be armed, so its saves are snapshots; the message names the remedy."""
+
+
+def storage_error(doing: str, error: Exception) -> StorageError:
+    """The named error for what a storage refused; raise it from `error`."""
+    if isinstance(error, StorageError):
+        return error
+    named = StorageError(
+        f"{doing} failed: {error}. Nothing of this save is visible, earlier checkpoints are intact."
+        " Make room, or see to the directory and its permissions; the next save tries anew."
+    )
+    named.errno = getattr(error, "errno", None)
+    return named

@@ -2,7 +2,10 @@
 
 import click
 
+from gockpt_jax.cli.diff import diff
+from gockpt_jax.cli.inspect import inspect
 from gockpt_jax.cli.plan import plan
+from gockpt_jax.cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -12,3 +15,6 @@ def main() -> None:
 
 
 main.add_command(plan)
+main.add_command(diff)
+main.add_command(inspect)
+main.add_command(verify)

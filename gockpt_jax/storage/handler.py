@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from gockpt_jax.errors import storage_error
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import checksums
 from gockpt_jax.storage.commit import CommitVotes, vote
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.policies import labels_of_policy
+from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats
 from gockpt_jax.telemetry.report import PendingReport, SaveRecord
@@ -23,6 +25,14 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes
 from gockpt_jax.window.slots import ChunkSlot
+
+# Options of the tree handler that matter when it reads.
+_READING = (
+    "type_handler_registry",
+    "restore_concurrent_gb",
+    "multiprocessing_options",
+    "pytree_metadata_options",
+)
 
 
 class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -71,7 +81,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         limit = self._gockpt_window_options.write_limit_bytes
         self._tree, self._writer = make_tree_handler(write_limit_bytes=limit, **options)
         self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
-        self._stock_tree = ocp.PyTreeCheckpointHandler(multiprocessing_options=together)
+        self._restore_options = {"multiprocessing_options": together} | {
+            key: options[key] for key in _READING if key in options
+        }
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
         self.has_manager = False  # of ours, which knows labels, refused saves and commits
@@ -79,6 +91,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
         self._save = ""  # its directory
+        self._last: tuple[WriteStats, list[HostArray]] | None = None
 
     @property
     def _gockpt_pending(self) -> PendingReport | None:
@@ -136,6 +149,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
                     shard.release()
             raise
         stats = self._writer.take_stats()
+        self._last = (stats, [leaf for leaf in leaves if isinstance(leaf, HostArray)])
         if self._writer.is_primary:
             stats.checksums.add_values(stock.item, stock.save_args)
         return _Written(futures or (), record, stats, directory)
@@ -158,6 +172,18 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
                 digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
                 self.label = int(digits[-1]) if digits else -1
 
+    def give_back(self) -> None:
+        """Gives the host's bytes back where the last save failed before its writing began.
+
+        Orbax's threads wait up to 300 s for a directory that could not be made, and the state with
+        them.
+        """
+        if self._last is not None and not self._last[0].peak_inflight_bytes:
+            for array in self._last[1]:
+                for shard in array.shards:
+                    shard.release()
+        self._last = None
+
     def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""
 
@@ -168,12 +194,14 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         asyncio.run(save_and_wait())
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        """Restores as stock does; without a target, as it was saved."""
-        if isinstance(args, ocp.args.PyTreeRestore):
-            return self._stock_tree.restore(directory, args=args)
+        """Restores as stock does; without a target, as it was saved.
+
+        Raises:
+          TargetError: if checkpoint and target do not fit together; names all leaves.
+          VerifyError: if `verify=True` and the checkpoint is not what was written.
+        """
         args = GoCkptRestore() if args is None else args
-        stock = args.as_stock() if isinstance(args, GoCkptRestore) else args
-        return self._standard.restore(directory, args=stock)
+        return restore(directory, args, self._restore_options)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
@@ -192,7 +220,6 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             self._gockpt_session.close()
         self._tree.close()
         self._standard.close()
-        self._stock_tree.close()
 
 
 @ocp.args.register_with_handler(GoCkptHandler, for_save=True)
@@ -212,29 +239,7 @@ class GoCkptSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     custom_metadata: Any = None
 
 
-@ocp.args.register_with_handler(GoCkptHandler, for_restore=True)
-@dataclasses.dataclass
-class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to restore: arguments of `GoCkptManager.restore`, like `ocp.args.StandardRestore`.
-
-    Attributes:
-      item: A tree of arrays or `jax.ShapeDtypeStruct`s to restore into, with their shardings;
-        `None`: as it was saved.
-      strict: Whether a stored shape other than the target's is an error (or padded, truncated).
-      support_layout: Whether to restore device layouts.
-      fallback_sharding: Placement of arrays whose stored sharding does not exist here.
-    """
-
-    item: Any = None
-    strict: bool = True
-    support_layout: bool = False
-    fallback_sharding: jax.sharding.Sharding | None = None
-
-    def as_stock(self) -> ocp.args.StandardRestore:
-        """The stock arguments with the same meaning."""
-        return ocp.args.StandardRestore(
-            self.item, self.strict, self.support_layout, self.fallback_sharding
-        )
+ocp.args.register_with_handler(GoCkptHandler, for_restore=True)(GoCkptRestore)
 
 
 def _as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.args.PyTreeSave:
@@ -288,11 +293,17 @@ class _Written(ocp.future.Future):  # type: ignore[misc]
         self._stats = stats
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits for every write; raises what the first failing one raised."""
+        """Waits for every write; raises what the first failing one raised.
+
+        Raises:
+          StorageError: where the storage refused.
+        """
         try:
             for future in self._futures:
                 future.result(timeout)
             self._stats.checksums.write(getattr(self._directory, "path", self._directory))
+        except (OSError, ValueError) as error:  # TensorStore's are the latter
+            raise storage_error(f"writing {self._directory}", error) from error
         finally:
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes
