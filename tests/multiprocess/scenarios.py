@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage import handler, writer
+from gockpt_jax.storage import handler, leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, staging
 from gockpt_jax.window import clock, early, planner
