@@ -56,7 +56,7 @@ test: $(STAMP)
 
 # The lower ends of pyproject.toml, exactly (Orbax 0.11.33 was released for JAX of that time), and
 # the newest of everything that the package registry has. Each has an environment of its own.
-OLDEST := orbax-checkpoint==0.11.33 jax==0.7.2 flax==0.11.2 tensorstore==0.1.78
+OLDEST := orbax-checkpoint==0.11.33 jax==0.7.2 flax==0.12.0 tensorstore==0.1.78
 NEWEST := orbax-checkpoint jax flax optax tensorstore
 COMPAT_VENV ?= .venv-compat
 COMPAT_TESTS := tests/storage tests/window tests/faults tests/test_manager.py \

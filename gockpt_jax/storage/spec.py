@@ -22,7 +22,7 @@ from gockpt_jax.storage.array_layout import ArrayLayout, Shape, data_file_bytes
 Json = dict[str, Any]
 
 # TensorStore appends to one OCDBT data file at a time until it is full, so stock's 2 GiB make one
-# thread write. With files of 128 MiB several do; they are at most 7,450 for each 10**12 bytes.
+# thread write. With files of 128 MiB several do.
 _PARALLEL_DATA_FILE_BYTES = 128 * 2**20
 # Below this, TensorStore's way of writing a file is as fast as ours.
 _MIN_DIRECT_BYTES = 2**20

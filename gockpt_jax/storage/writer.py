@@ -50,8 +50,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     Args:
         write_limit_bytes: See `WindowOptions.write_limit_bytes`.
         chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
-            None: 64 MiB in an OCDBT database, and 128 MiB where a chunk is a file, so that a
-            terabyte has fewer than 10,000 of them.
+            None: 64 MiB in an OCDBT database, and 128 MiB where a chunk is a file, so that
+            there are fewer of them.
         primary_host: The process that writes what is common to all; None if every one has its own
             storage. As in `ocp.options.MultiprocessingOptions`.
         replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage import handler, writer
+from gockpt_jax.storage import handler, leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, staging
 from gockpt_jax.window import clock, early, planner
@@ -259,7 +259,7 @@ def failures(directory: Path) -> None:
     faults: list[tuple[str, Any, str, Any, int]] = [
         ("ReplayError", early.EarlyChunks, "land", failing(injected), 1),
         ("AuditError", early.EarlyChunks, "finish", spoil, 1),
-        ("RuntimeError: injected", writer, "_check_data", failing(injected), 1),
+        ("RuntimeError: injected", leaf_writer, "_check_data", failing(injected), 1),
         ("HostBudgetError", planner.Planner, "refuse_oversized",
          failing(gockpt.HostBudgetError("injected")), 1),
         ("RuntimeError: injected", writer, "_check_savable", failing(injected), 1),
@@ -324,7 +324,7 @@ def stock(directory: Path) -> None:
     loop = Loop(directory, handler=handler_, multiprocessing_options=together, create=False)
     loop.run(INTERVAL)
     loop.manager.wait_until_finished()
-    with replaced(writer, "_check_data", failing(RuntimeError("injected"))):
+    with replaced(leaf_writer, "_check_data", failing(RuntimeError("injected"))):
         loop.run(2 * INTERVAL)
         error = failure_of(loop)
     assert f"process {FAULTY}: RuntimeError: injected" in error
@@ -341,7 +341,7 @@ def waiting(directory: Path) -> None:
     loop = Loop(directory, enable_async_checkpointing=False)
     loop.run(2 * INTERVAL - 1)
     with (
-        replaced(writer, "_check_data", failing(RuntimeError("injected"))),
+        replaced(leaf_writer, "_check_data", failing(RuntimeError("injected"))),
         pytest.raises(gockpt.ProcessError, match=f"process {FAULTY}: RuntimeError: injected"),
     ):
         loop.run(2 * INTERVAL)
@@ -381,7 +381,7 @@ def death(directory: Path) -> None:
     loop.run(INTERVAL)
     loop.keep()
     die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-    with replaced(writer, "_check_data", die):
+    with replaced(leaf_writer, "_check_data", die):
         loop.run(2 * INTERVAL)
         failure_of(loop)
     say("steps", loop.manager.all_steps())
