@@ -6,9 +6,13 @@ The public names. Start at `GoCkptManager`.
 from gockpt_jax.errors import AuditError as AuditError
 from gockpt_jax.errors import HostBudgetError as HostBudgetError
 from gockpt_jax.errors import ProcessError as ProcessError
+from gockpt_jax.errors import NoCheckpointError as NoCheckpointError
 from gockpt_jax.errors import ReplayError as ReplayError
 from gockpt_jax.errors import SnapshotOnlyWarning as SnapshotOnlyWarning
 from gockpt_jax.errors import StepMismatchError as StepMismatchError
+from gockpt_jax.errors import StorageError as StorageError
+from gockpt_jax.errors import TargetError as TargetError
+from gockpt_jax.errors import VerifyError as VerifyError
 from gockpt_jax.errors import WrapError as WrapError
 from gockpt_jax.manager import GoCkptManager as GoCkptManager
 from gockpt_jax.options import Audit as Audit

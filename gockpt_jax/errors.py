@@ -17,6 +17,22 @@ class AuditError(RuntimeError):
     """Replay made other values than the device; the save fails, nothing of it becomes visible."""
 
 
+class VerifyError(ValueError):
+    """A checkpoint is not what was written, or has no checksums that could tell."""
+
+
+class TargetError(ValueError):
+    """A checkpoint does not fit the target to restore into; the message names every leaf."""
+
+
+class NoCheckpointError(FileNotFoundError):
+    """There is nothing to resume from; the message says what the directory holds instead."""
+
+
+class StorageError(OSError):
+    """A save could not be written; nothing of it is visible, earlier checkpoints are intact."""
+
+
 class HostBudgetError(ValueError):
     """The host budget cannot hold the state; nothing was saved, earlier checkpoints are intact."""
 

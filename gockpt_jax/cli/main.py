@@ -3,6 +3,7 @@
 import click
 
 from gockpt_jax.cli.plan import plan
+from gockpt_jax.cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -12,3 +13,4 @@ def main() -> None:
 
 
 main.add_command(plan)
+main.add_command(verify)

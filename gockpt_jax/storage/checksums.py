@@ -14,7 +14,9 @@ the GIL. Stock never looks into this folder.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,10 +36,10 @@ ITEM_FILE = "item.json"
 
 # Orbax writes these into the item itself, after its commit, where the item is no part of a step.
 LATER_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
-# The files below these are data: their content is the chunks', which have digests of their own.
-_DATA_FOLDER = "d"
-_MANIFEST = "manifest.ocdbt"
-_TEXT_FILES = (".zarray", ".zattrs", "zarr.json")
+# Files in the folders of leaves, and of OCDBT's databases, that hold no chunks.
+_SMALL_FILES = frozenset({".zarray", ".zattrs", "zarr.json", "manifest.ocdbt"})
+_SMALL_FOLDERS = frozenset({"", "array_metadatas", FOLDER})
+_READ_THREADS = 16  # of small files, of which a bucket takes its time for each
 
 _PIECE_BYTES = 2**20
 # Below this a thread costs more than the digest.
@@ -199,10 +201,12 @@ def seal_item(item: Any, *, shared: bool) -> None:
             f"{item}: processes {missing} of {count} have left no checksums. The save fails; do all"
             " processes write into the same file system?"
         )
-    files = {
-        name: [length, None if is_data_file(name) else xxhash.xxh3_128_hexdigest(read(item, name))]
-        for name, length in files_of(item)
-    }
+    sizes = dict(files_of(item))
+    small = [name for name in sizes if not holds_chunks(name)]
+    with concurrent.futures.ThreadPoolExecutor(_READ_THREADS) as pool:
+        made = pool.map(functools.partial(file_digest, item), small)
+        digests = dict(zip(small, made, strict=True))
+    files = {name: [length, digests.get(name)] for name, length in sizes.items()}
     content = {"format": FORMAT, "version": VERSION, "processes": [*expected], "files": files}
     content["digest"] = self_digest(content)
     (item / FOLDER / ITEM_FILE).write_text(json.dumps(content))
@@ -214,9 +218,9 @@ def self_digest(content: Mapping[str, Any]) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode()))
 
 
-def read(item: epath.Path, name: str) -> bytes:
-    """Reads a small file of an item."""
-    return bytes((item / name).read_bytes())
+def file_digest(item: epath.Path, name: str) -> str:
+    """The digest of a small file's bytes."""
+    return str(xxhash.xxh3_128_hexdigest((item / name).read_bytes()))
 
 
 def files_of(item: epath.Path, below: str = "") -> Iterator[tuple[str, int]]:
@@ -229,12 +233,10 @@ def files_of(item: epath.Path, below: str = "") -> Iterator[tuple[str, int]]:
             yield name, path.stat().length
 
 
-def is_data_file(name: str) -> bool:
-    """Whether a file holds chunks, or an index of them that has checksums of its own."""
+def holds_chunks(name: str) -> bool:
+    """Whether a file's content is chunks, which have digests of their own."""
     folders, _, file = name.rpartition("/")
-    if not folders or folders in ("array_metadatas", FOLDER):
-        return file == _MANIFEST
-    return file not in _TEXT_FILES
+    return folders not in _SMALL_FOLDERS and file not in _SMALL_FILES
 
 
 # --- Reading ---------------------------------------------------------------------------------

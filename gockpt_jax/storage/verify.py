@@ -1,0 +1,333 @@
+"""Re-reads a checkpoint and compares every chunk with the checksum made before it was written.
+
+Fails closed: what is missing, foreign, damaged or of an unknown version is a fault. Chunks are
+read from disk through TensorStore, decompressed and digested, a bounded number of bytes at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from gockpt_jax.errors import VerifyError
+from gockpt_jax.storage import checksums
+from gockpt_jax.storage.checksums import ChecksumError, Chunk
+from gockpt_jax.storage.directory import Step, look_into
+from gockpt_jax.storage.stored_item import (
+    READ_LIMIT_BYTES,
+    READ_THREADS,
+    Span,
+    StoredItem,
+    StoredItemError,
+    chunk_shape,
+    for_each,
+    nbytes_of,
+)
+
+State = Literal["whole", "damaged", "unchecked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found in one item (or one step, for what lies beside its items).
+
+    Attributes:
+        path: The directory.
+        state: `whole`: everything is as it was before it was written. `damaged`: see `faults`.
+            `unchecked`: nothing is known to be wrong, but not everything has a checksum.
+        faults: One line each; every one of them names a file, a leaf or a box.
+        notes: What has no checksum, and why.
+        chunks: Chunks that were read and digested.
+        nbytes: Their bytes, before compression.
+    """
+
+    path: str
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    chunks: int = 0
+    nbytes: int = 0
+
+    @property
+    def state(self) -> State:
+        """See above."""
+        if self.faults:
+            return "damaged"
+        return "unchecked" if self.notes else "whole"
+
+    def require_whole(self) -> None:
+        """Raises VerifyError unless the item is whole; it names all faults."""
+        if self.state != "whole":
+            lines = "".join(f"\n  {line}" for line in self.faults or self.notes)
+            raise VerifyError(
+                f"{self.path} is {self.state}:{lines}\nRestore another step, or from a copy."
+            )
+
+
+class _Leaf(NamedTuple):
+    """What the files of all processes say about a leaf."""
+
+    dtype: str
+    chunks: list[Chunk]
+
+
+class _Job(NamedTuple):
+    """One read: a box of a leaf, and the chunks in it."""
+
+    name: str
+    store: ts.TensorStore
+    span: Span
+    chunks: list[Chunk]
+
+
+def verify(
+    path: Any,
+    *,
+    newest: bool = False,
+    limit_bytes: int = READ_LIMIT_BYTES,
+    threads: int = READ_THREADS,
+) -> Iterator[Verdict]:
+    """Verifies all checkpoints in a directory, and yields what was found as it goes.
+
+    Args:
+        path: A manager's directory, one step, or one item.
+        newest: Only the newest step.
+        limit_bytes: As in `verify_item`.
+        threads: As in `verify_item`.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        VerifyError: It holds no checkpoint.
+    """
+    found = look_into(path)
+    if not found.steps:
+        raise VerifyError(f"{path} holds no checkpoint: found {found.describe()}.")
+    for step in found.steps[-1:] if newest else found.steps:
+        if found.kind != "item":
+            yield _verify_beside_items(step)
+        for name in step.trees:
+            yield verify_item(step.items[name], limit_bytes=limit_bytes, threads=threads)
+
+
+def _verify_beside_items(step: Step) -> Verdict:
+    """What a step itself must hold; items that are no trees are not looked into."""
+    faults = step.faults
+    if not step.trees:
+        faults = (*faults, "it holds no tree of arrays")
+    return Verdict(str(step.path), faults)
+
+
+def verify_item(
+    path: Any,
+    *,
+    limit_bytes: int = READ_LIMIT_BYTES,
+    threads: int = READ_THREADS,
+    share: tuple[int, int] = (0, 1),
+) -> Verdict:
+    """Verifies one item of a checkpoint.
+
+    Args:
+        path: The item's directory: the one with `_METADATA`.
+        limit_bytes: The most bytes of values that are read at one time. TensorStore decompresses
+            beside it; a chunk larger than this is read alone.
+        threads: The most reads at one time.
+        share: (i, n): read only every n-th chunk from the i-th on; the rest is for other processes.
+    """
+    path = epath.Path(path)
+    if not (path / checksums.FOLDER).exists():
+        note = "it has no checksums (not written by gockpt_jax, or by a version before they came)"
+        return Verdict(str(path), notes=(note,))
+    faults, processes = _check_files(path)
+    found, leaves = _read_processes(path, processes)
+    faults += found
+    notes: list[str] = []
+    jobs: list[_Job] = []
+    try:
+        item = StoredItem(path)
+    except StoredItemError as error:
+        return Verdict(str(path), (*faults, str(error)))
+    faults += _check_leaves(item, leaves, notes)
+    for name in sorted(leaves.keys() & item.leaves.keys()):
+        found, of_leaf = _jobs_of(item, name, leaves[name])
+        faults += found
+        jobs += of_leaf
+    mine = jobs[share[0] :: share[1]]
+    sized = ((nbytes_of(job.store, job.span), job) for job in mine)
+    for found in for_each(sized, _check_chunks, limit_bytes=limit_bytes, threads=threads):
+        faults += found
+    return Verdict(
+        str(path),
+        tuple(faults),
+        tuple(notes),
+        sum(len(job.chunks) for job in mine),
+        sum(nbytes_of(job.store, job.span) for job in mine),
+    )
+
+
+def _check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
+    """Compares the item's files with the list made at its commit; returns the processes too."""
+    where = f"{checksums.FOLDER}/{checksums.ITEM_FILE}"
+    try:
+        content = checksums.parse((item / where).read_bytes(), where)
+        listed: Mapping[str, Any] = content["files"]
+        processes: list[int] = list(content["processes"])
+        if checksums.self_digest(content) != content["digest"]:
+            return [f"`{where}` is damaged: it does not have its own digest"], processes
+    except FileNotFoundError:
+        return [f"`{where}` is missing"], [0]
+    except ChecksumError as error:
+        return [str(error)], [0]
+    except (ValueError, TypeError, KeyError) as error:
+        return [f"`{where}` is damaged: {error!r}"], [0]
+    sizes = dict(checksums.files_of(item))
+    faults = [f"`{name}` is missing" for name in sorted(listed.keys() - sizes.keys())]
+    faults += [
+        f"`{name}` is foreign: it was not there when the checkpoint was committed"
+        for name in sorted(sizes.keys() - listed.keys())
+    ]
+    for name in sorted(listed.keys() & sizes.keys()):
+        size, digest = listed[name]
+        if sizes[name] != size:
+            faults.append(f"`{name}` has {sizes[name]} bytes, {size} were written")
+        elif digest and checksums.file_digest(item, name) != digest:
+            faults.append(f"`{name}` is damaged: its content has changed")
+    return faults, processes
+
+
+def _read_processes(
+    item: epath.Path, processes: Sequence[int]
+) -> tuple[list[str], dict[str, _Leaf]]:
+    """Reads the files of all processes; a leaf's chunks may come from several."""
+    faults: list[str] = []
+    leaves: dict[str, _Leaf] = {}
+    for process in processes:
+        where = f"{checksums.FOLDER}/{checksums.process_file(process)}"
+        try:
+            content = checksums.parse((item / where).read_bytes(), where)
+            if content["process_index"] != process:
+                faults.append(f"`{where}` is foreign: process {content['process_index']} wrote it")
+            for name, (dtype, chunks) in checksums.chunks_of(content).items():
+                leaf = leaves.setdefault(name, _Leaf(dtype, []))
+                leaf.chunks.extend(chunks)
+                if leaf.dtype != dtype:
+                    faults.append(f"`{name}`: the processes disagree on its dtype")
+        except FileNotFoundError:
+            faults.append(f"process {process} is missing: there is no `{where}`")
+        except ChecksumError as error:
+            faults.append(str(error))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            faults.append(f"`{where}` is damaged: {error!r}")
+    return faults, leaves
+
+
+def _check_leaves(item: StoredItem, leaves: Mapping[str, _Leaf], notes: list[str]) -> list[str]:
+    """The leaves with checksums are the tree's leaves; those of unknown types are noted."""
+    faults = [
+        f"`{name}` was written but is not in the tree's `_METADATA`"
+        for name in sorted(leaves.keys() - item.leaves.keys())
+    ]
+    for name in sorted(item.leaves.keys() - leaves.keys()):
+        leaf = item.leaves[name]
+        if leaf.is_array:
+            faults.append(f"`{name}` has no checksums, so it was not written with this checkpoint")
+        elif leaf.has_data and leaf.value_type != "string":
+            notes.append(f"`{name}` has no checksums: it is a `{leaf.value_type}`")
+    return faults
+
+
+def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[_Job]]:
+    """Opens a leaf, checks what it is, and plans its reads: each zarr chunk is read once."""
+    try:
+        store = item.open(name)
+    except Exception as error:
+        return [f"`{name}` cannot be opened: {_short(error)}"], []
+    faults = []
+    stored = store.dtype.numpy_dtype.name
+    if stored != leaf.dtype:
+        faults.append(f"`{name}`: expected {leaf.dtype}, found {stored}")
+    uncovered = _cover_fault(tuple(store.shape), leaf.chunks)
+    if uncovered:
+        return [*faults, f"`{name}`: {uncovered}"], []
+    cell_of = functools.partial(_cell, chunk_shape(store))
+    groups: dict[Any, list[Chunk]] = {}
+    for chunk in leaf.chunks:
+        cell = cell_of(chunk, tuple(store.shape))
+        groups.setdefault(cell or (chunk.start, chunk.stop), []).append(chunk)
+    return faults, [
+        _Job(name, store, tuple(map(slice, *key)), chunks) for key, chunks in groups.items()
+    ]
+
+
+def _key(span: Span) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(s.start for s in span), tuple(s.stop for s in span)
+
+
+def _cell(grid: Sequence[int], chunk: Chunk, shape: Sequence[int]) -> Any:
+    """The zarr chunk that a chunk lies in; `None` if it lies in several."""
+    start = tuple(a // n * n for a, n in zip(chunk.start, grid, strict=True))
+    stop = tuple(min(a + n, s) for a, n, s in zip(start, grid, shape, strict=True))
+    inside = all(b <= end for b, end in zip(chunk.stop, stop, strict=True))
+    return (start, stop) if inside else None
+
+
+def _cover_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
+    """Says whether chunks cover an array once; counts in a grid of all their edges."""
+    for chunk in chunks:
+        if len(chunk.start) != len(shape) or any(
+            not 0 <= a <= b <= n for a, b, n in zip(chunk.start, chunk.stop, shape, strict=True)
+        ):
+            return f"the box {chunk.start} to {chunk.stop} is not in its shape {tuple(shape)}"
+    if not shape:
+        return None if len(chunks) == 1 else f"{len(chunks)} chunks of a scalar"
+    edges = [
+        sorted({0, n, *(c.start[i] for c in chunks), *(c.stop[i] for c in chunks)})
+        for i, n in enumerate(shape)
+    ]
+    places = [{edge: j for j, edge in enumerate(axis)} for axis in edges]
+    count = np.zeros([len(axis) - 1 for axis in edges], np.uint8)
+    for chunk in chunks:
+        count[
+            tuple(
+                slice(place[a], place[b])
+                for place, a, b in zip(places, chunk.start, chunk.stop, strict=True)
+            )
+        ] += 1
+    wrong = np.argwhere(count != 1)
+    if not len(wrong):
+        return None
+    corner = tuple(axis[j] for axis, j in zip(edges, wrong[0], strict=True))
+    which = "missing" if not count[tuple(wrong[0])] else "there twice"
+    return f"the chunk at {corner} of its shape {tuple(shape)} is {which}"
+
+
+def _check_chunks(job: _Job) -> list[str]:
+    """Reads a box and digests the chunks in it."""
+    try:
+        values = np.asarray(job.store[job.span].read().result())
+    except Exception as error:
+        where = _where(_key(job.span), job.chunks)
+        return [f"`{job.name}`, {where}, cannot be read: {_short(error)}"]
+    faults = []
+    for chunk in job.chunks:
+        inner = tuple(
+            slice(a - s.start, b - s.start)
+            for a, b, s in zip(chunk.start, chunk.stop, job.span, strict=True)
+        )
+        if checksums.digest(values[inner]) != chunk.digest:
+            where = _where((chunk.start, chunk.stop), [chunk])
+            faults.append(f"`{job.name}`, {where}, is damaged: its values have changed")
+    return faults
+
+
+def _where(span: Any, chunks: Sequence[Chunk]) -> str:
+    return f"{list(span[0])} to {list(span[1])}, written by process {chunks[0].process}"
+
+
+def _short(error: Exception) -> str:
+    """TensorStore's message without the places in its own source."""
+    return str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]
