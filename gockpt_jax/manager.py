@@ -15,10 +15,12 @@ from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage import resume
 from gockpt_jax.storage.commit import CommitVotes, make_root, never_draining
-from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
+from gockpt_jax.storage.handler import GoCkptHandler, GoCkptSave
 from gockpt_jax.storage.layout import default_layout
 from gockpt_jax.storage.policies import arrange
+from gockpt_jax.storage.restore import GoCkptRestore
 from gockpt_jax.telemetry.report import PendingReport, SaveReport
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
@@ -82,7 +84,9 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
         self._gockpt_closed = False
-        self._gockpt_quiet = False  # inside `save` and `close`, where a window's failure waits
+        self._gockpt_looked = False  # into a directory that has no step of ours
+        # Inside `__init__`, `save` and `close`, where a window's failure waits.
+        self._gockpt_quiet = True
         processes = Processes(options.multiprocessing_options.active_processes)
         if processes.several and not options.read_only:
             options = never_draining(options, processes)
@@ -111,6 +115,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             logger=logger,
             handler_registry=_registry(handler_registry, self._gockpt_handler),
         )
+        self._gockpt_quiet = False
         _compat.before_shutdown(functools.partial(_finish_last_save, weakref.ref(self)))
 
     # Saving and restoring.
@@ -166,25 +171,59 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             self._gockpt_session.surface_failure()
         return accepted
 
-    def restore(self, step: int | None, *args: Any, **kwargs: Any) -> Any:
+    def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:
         """Restores a step; arguments and result are those of `ocp.CheckpointManager`.
 
         A bare `args=GoCkptRestore(target)`, or none, gives the item `state` itself. A checkpoint
         that a stock manager wrote without naming its item restores too.
+
+        Args:
+          step: The label; `None`: the newest one.
+          *args: As in `ocp.CheckpointManager`.
+          verify: Whether to re-read all trees of the step first, and compare them with the
+            checksums made before they were written.
+          **kwargs: As in `ocp.CheckpointManager`.
+
+        Raises:
+          NoCheckpointError: if there is no such step or item; says what there is.
+          TargetError: if checkpoint and target do not fit together; names all leaves.
+          VerifyError: if `verify` and the checkpoint is not what was written.
         """
         self._gockpt_session.abandon("a checkpoint was restored")
         wanted = kwargs.get("args")
-        if isinstance(wanted, ocp.args.Composite):
-            return super().restore(step, *args, **kwargs)
+        root = epath.Path(kwargs.get("directory") or self.directory)
         if step is None and not kwargs.get("directory"):
-            step = self.latest_step()
-        root = kwargs.get("directory") or self.directory
-        if step is not None and (_step_path(root, step, self._gockpt_options) / "default").exists():
-            return self._restore_unnamed(root, step, wanted)
+            step = super().latest_step()
+        if step is None and not kwargs.get("directory"):
+            raise resume.nothing_in(root)
+        if step is not None:
+            path = _step_path(root, step, self._gockpt_options)
+            items = resume.items_of(path, root)
+            if verify:
+                resume.require_whole_step(path)
+            if isinstance(wanted, ocp.args.Composite):
+                return super().restore(step, *args, **kwargs)
+            if "default" in items:
+                return self._restore_unnamed(root, step, wanted)
+            if wanted is not None and _ITEM not in items:
+                raise resume.no_item(path, _ITEM, items)
         if wanted is not None:
             kwargs["args"] = _as_composite(wanted)
         restored = super().restore(step, *args, **kwargs)
         return _only_item(restored, asked_for=wanted is not None)
+
+    def latest_step(self) -> int | None:
+        """The newest whole checkpoint's label; `None` where training has not saved one yet.
+
+        Raises:
+          NoCheckpointError: if the directory holds checkpoints, but none of this manager: a loop
+            would start anew beside them. Saves that never ended are only logged.
+        """
+        latest: int | None = super().latest_step()
+        if latest is None and not self._gockpt_quiet and not self._gockpt_looked:
+            resume.refuse_fresh_start(self.directory)
+            self._gockpt_looked = True  # what this manager saves later is no surprise
+        return latest
 
     def _restore_unnamed(self, root: Any, step: int, wanted: Any) -> Any:
         """Restores what a stock manager saved without a name, with a stock manager.

@@ -16,6 +16,7 @@ from gockpt_jax.storage import checksums
 from gockpt_jax.storage.commit import CommitVotes, vote
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.policies import labels_of_policy
+from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats
 from gockpt_jax.telemetry.report import PendingReport, SaveRecord
@@ -23,6 +24,14 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes
 from gockpt_jax.window.slots import ChunkSlot
+
+# Options of the tree handler that matter when it reads.
+_READING = (
+    "type_handler_registry",
+    "restore_concurrent_gb",
+    "multiprocessing_options",
+    "pytree_metadata_options",
+)
 
 
 class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -71,7 +80,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         limit = self._gockpt_window_options.write_limit_bytes
         self._tree, self._writer = make_tree_handler(write_limit_bytes=limit, **options)
         self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
-        self._stock_tree = ocp.PyTreeCheckpointHandler(multiprocessing_options=together)
+        self._restore_options = {"multiprocessing_options": together} | {
+            key: options[key] for key in _READING if key in options
+        }
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
         self.has_manager = False  # of ours, which knows labels, refused saves and commits
@@ -168,12 +179,14 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         asyncio.run(save_and_wait())
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        """Restores as stock does; without a target, as it was saved."""
-        if isinstance(args, ocp.args.PyTreeRestore):
-            return self._stock_tree.restore(directory, args=args)
+        """Restores as stock does; without a target, as it was saved.
+
+        Raises:
+          TargetError: if checkpoint and target do not fit together; names all leaves.
+          VerifyError: if `verify=True` and the checkpoint is not what was written.
+        """
         args = GoCkptRestore() if args is None else args
-        stock = args.as_stock() if isinstance(args, GoCkptRestore) else args
-        return self._standard.restore(directory, args=stock)
+        return restore(directory, args, self._restore_options)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
@@ -192,7 +205,6 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             self._gockpt_session.close()
         self._tree.close()
         self._standard.close()
-        self._stock_tree.close()
 
 
 @ocp.args.register_with_handler(GoCkptHandler, for_save=True)
@@ -212,29 +224,7 @@ class GoCkptSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     custom_metadata: Any = None
 
 
-@ocp.args.register_with_handler(GoCkptHandler, for_restore=True)
-@dataclasses.dataclass
-class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to restore: arguments of `GoCkptManager.restore`, like `ocp.args.StandardRestore`.
-
-    Attributes:
-      item: A tree of arrays or `jax.ShapeDtypeStruct`s to restore into, with their shardings;
-        `None`: as it was saved.
-      strict: Whether a stored shape other than the target's is an error (or padded, truncated).
-      support_layout: Whether to restore device layouts.
-      fallback_sharding: Placement of arrays whose stored sharding does not exist here.
-    """
-
-    item: Any = None
-    strict: bool = True
-    support_layout: bool = False
-    fallback_sharding: jax.sharding.Sharding | None = None
-
-    def as_stock(self) -> ocp.args.StandardRestore:
-        """The stock arguments with the same meaning."""
-        return ocp.args.StandardRestore(
-            self.item, self.strict, self.support_layout, self.fallback_sharding
-        )
+ocp.args.register_with_handler(GoCkptHandler, for_restore=True)(GoCkptRestore)
 
 
 def _as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.args.PyTreeSave:

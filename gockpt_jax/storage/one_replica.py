@@ -1,0 +1,85 @@
+"""Restoring where one replica reads and sends to the others what they would read again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+SingleReplicaArgs = ocp.type_handlers.SingleReplicaArrayRestoreArgs
+
+
+def single_replica_args(target: Any) -> Any:
+    """Restore arguments with which one replica reads what is replicated over the first mesh axis.
+
+    Args:
+        target: A tree of arrays or `ShapeDtypeStruct`s with `NamedSharding`s.
+    """
+
+    def args(leaf: Any, plain: Any) -> Any:
+        if not isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
+            return plain
+        return SingleReplicaArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=plain.strict
+        )
+
+    return jax.tree.map(args, target, ocp.checkpoint_utils.construct_restore_args(target))
+
+
+def without_keys(args: Any) -> Any:
+    """Typed PRNG keys are read by all: stock's handler of single replicas does not know them."""
+    if args.item is None:
+        return args.restore_args
+    plain = ocp.checkpoint_utils.construct_restore_args(args.item)
+
+    def choose(leaf: Any, given: Any, other: Any) -> Any:
+        is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+        return other if is_key else given
+
+    return jax.tree.map(choose, args.item, args.restore_args, plain)
+
+
+class OneReplicaReads:
+    """A type handler registry: arrays to the handler below, all else to another registry."""
+
+    def __init__(self, others: Any = None) -> None:
+        self._others = others
+        self._reader = _ReplicaReader()
+
+    def get(self, ty: Any) -> Any:
+        """Returns the handler of a type or type name."""
+        if ty == "jax.Array" or (isinstance(ty, type) and issubclass(ty, jax.Array)):
+            return self._reader
+        registry = ocp.type_handlers if self._others is None else self._others
+        return (registry.get_type_handler if self._others is None else registry.get)(ty)
+
+    def has(self, ty: Any) -> bool:
+        """Returns whether `get` would find a handler."""
+        try:
+            self.get(ty)
+        except ValueError:
+            return False
+        return True
+
+
+class _ReplicaReader(ocp.type_handlers.SingleReplicaArrayHandler):  # type: ignore[misc]
+    """Stock's, for the leaves that ask for it; the others are read by every process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plain = ocp.type_handlers.ArrayHandler()
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
+        """Reads arrays; the results are in the order of `infos`."""
+        args = list(args or [None] * len(infos))
+        restored: dict[int, Any] = {}
+        for deserialize, wanted in ((super().deserialize, True), (self._plain.deserialize, False)):
+            mine = [i for i, arg in enumerate(args) if isinstance(arg, SingleReplicaArgs) == wanted]
+            if mine:
+                arrays = await deserialize([infos[i] for i in mine], [args[i] for i in mine])
+                restored.update(zip(mine, arrays, strict=True))
+        return [restored[i] for i in range(len(infos))]

@@ -1,0 +1,183 @@
+"""Restores trees as stock does, after looking whether checkpoint and target fit together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from gockpt_jax.errors import VerifyError
+from gockpt_jax.storage.one_replica import (
+    OneReplicaReads,
+    SingleReplicaArgs,
+    single_replica_args,
+    without_keys,
+)
+from gockpt_jax.storage.target import check_target, explained, shapes_told
+from gockpt_jax.storage.verify import verify_item
+
+# Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
+# memory. Not tuned by a benchmark yet.
+_CONCURRENT_GB = 16
+
+
+def require_whole(item: Any) -> None:
+    """Verifies an item before it is restored; each process reads its share.
+
+    Raises:
+        VerifyError: It is damaged, or has no checksums. All processes raise.
+    """
+    index, count = jax.process_index(), jax.process_count()
+    verdict = verify_item(item, share=(index, count))
+    if count > 1:
+        whole = multihost_utils.process_allgather(np.asarray(verdict.state == "whole"))
+        elsewhere = [i for i, ok in enumerate(np.ravel(whole)) if not ok and i != index]
+        if elsewhere and verdict.state == "whole":
+            raise VerifyError(f"{item} is not whole: processes {elsewhere} say why.")
+    verdict.require_whole()
+
+
+def restore_tree(directory: Any, args: Any, **options: Any) -> Any:
+    """Restores with stock's tree handler.
+
+    Args:
+        directory: The item's.
+        args: `ocp.args.PyTreeRestore`. Leaves with `SingleReplicaArrayRestoreArgs` are read by one
+            replica, which sends them to the others, without a handler registered for that.
+        **options: Of `ocp.PyTreeCheckpointHandler`.
+    """
+    leaves = jax.tree.leaves(args.restore_args)
+    if any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves):
+        others = options.get("type_handler_registry")
+        options["type_handler_registry"] = OneReplicaReads(others)
+        args = dataclasses.replace(args, restore_args=without_keys(args))
+    options.setdefault("restore_concurrent_gb", concurrent_gb(directory))
+    with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
+        return handler.restore(epath.Path(directory), args=args)
+
+
+def restore_standard(directory: Any, args: Any, restore_concurrent_gb: int | None = None) -> Any:
+    """Restores with stock's standard handler; args is `ocp.args.StandardRestore`."""
+    limit = restore_concurrent_gb or concurrent_gb(directory)
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
+    with contextlib.closing(handler):
+        return handler.restore(epath.Path(directory), args=args)
+
+
+def concurrent_gb(directory: Any) -> int:
+    """Stock's limit in its own unit; stock refuses leaves that are larger than its limit."""
+    try:
+        arrays = shapes_told(epath.Path(directory))
+    except (OSError, ValueError, TypeError, KeyError):
+        return 96
+    sizes = (math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in arrays.values())
+    return max(_CONCURRENT_GB, int(max(sizes, default=0) / 1e9) + 2)
+
+
+def stand_in_sharding() -> jax.sharding.Sharding | None:
+    """Where arrays go whose devices do not exist here: the host's memory, where that is all."""
+    if jax.process_count() == 1 and jax.default_backend() == "cpu":
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return None
+
+
+@dataclasses.dataclass
+class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What to restore: arguments of `GoCkptManager.restore`, like `ocp.args.StandardRestore`.
+
+    Checkpoint and target are compared before anything is read, and one `TargetError` names all
+    leaves that do not fit.
+
+    Attributes:
+      item: A tree of arrays or `jax.ShapeDtypeStruct`s to restore into, with their shardings;
+        `None`: as it was saved.
+      strict: Whether a stored shape other than the target's is an error (or padded, truncated).
+      support_layout: Whether to restore device layouts.
+      fallback_sharding: Placement of arrays whose stored sharding does not exist here. `None`: the
+        first device, where one process runs on CPUs; an error elsewhere.
+      partial_restore: Whether to leave out what the target does not name, such as all but the
+        parameters.
+      cast: Whether a stored dtype other than the target's is converted (or an error). Stock's
+        arguments always convert.
+      single_replica: Whether one replica reads and sends to the others what is replicated over the
+        first axis of the mesh, as with `ocp.type_handlers.SingleReplicaArrayRestoreArgs`.
+      verify: Whether to re-read the item and compare it with its checksums first.
+    """
+
+    item: Any = None
+    strict: bool = True
+    support_layout: bool = False
+    fallback_sharding: jax.sharding.Sharding | None = None
+    partial_restore: bool = False
+    cast: bool = False
+    single_replica: bool = False
+    verify: bool = False
+
+    def as_stock(self) -> ocp.args.StandardRestore:
+        """The stock arguments with the same meaning."""
+        fallback = self.fallback_sharding or stand_in_sharding()
+        return ocp.args.StandardRestore(self.item, self.strict, self.support_layout, fallback)
+
+    def run(self, directory: Any, options: Mapping[str, Any]) -> Any:
+        """Restores an item; options are those of `ocp.PyTreeCheckpointHandler`."""
+        if self.verify:
+            require_whole(directory)
+        rules = {"strict": self.strict, "cast": self.cast, "partial": self.partial_restore}
+        if self.item is not None:
+            check_target(directory, self.item, **rules)
+        if not (self.partial_restore or self.single_replica):
+            return restore_standard(
+                directory, self.as_stock(), options.get("restore_concurrent_gb")
+            )
+        if self.item is None:
+            raise ValueError(
+                "`partial_restore` and `single_replica` need a target: what is to be restored, and "
+                "where. Pass `GoCkptRestore(target, ...)`."
+            )
+        if self.single_replica:
+            args = single_replica_args(self.item)
+        else:
+            args = ocp.checkpoint_utils.construct_restore_args(self.item)
+        if not self.strict:
+            args = jax.tree.map(_padded, args)
+        return restore_tree(
+            directory,
+            ocp.args.PyTreeRestore(self.item, args, partial_restore=self.partial_restore),
+            **options,
+        )
+
+
+def _padded(args: Any) -> Any:
+    return dataclasses.replace(args, strict=False) if hasattr(args, "strict") else args
+
+
+def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    """Restores an item as any of the arguments says.
+
+    Args:
+        directory: The item's.
+        args: `GoCkptRestore`, or stock's `StandardRestore` or `PyTreeRestore`.
+        options: Of `ocp.PyTreeCheckpointHandler`.
+
+    Raises:
+        TargetError: Checkpoint and target do not fit together; names all leaves.
+        VerifyError: The checkpoint is not what was written, if the arguments ask for that.
+    """
+    if isinstance(args, GoCkptRestore):
+        return args.run(directory, options)
+    if isinstance(args, ocp.args.PyTreeRestore):
+        plain = args.transforms is None and args.legacy_transform_fn is None
+        rules = {"cast": True, "strict": False, "partial": args.partial_restore}
+        with explained(directory, args.item if plain else None, **rules):
+            return restore_tree(directory, args, **options)
+    with explained(directory, args.item, cast=True, strict=args.strict):
+        return restore_standard(directory, args, options.get("restore_concurrent_gb"))

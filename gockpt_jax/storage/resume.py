@@ -1,0 +1,107 @@
+"""What a manager says when there is nothing to resume from: never nothing, never a fresh start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from etils import epath
+
+from gockpt_jax.errors import NoCheckpointError
+from gockpt_jax.storage.directory import Directory, look_into
+from gockpt_jax.storage.restore import require_whole
+
+_log = logging.getLogger("gockpt_jax")
+
+# What other libraries leave: Flax's files, PyTorch's, safetensors'.
+_FOREIGN = ("checkpoint", ".safetensors", ".distcp", ".msgpack", ".ckpt", ".pt", ".pth")
+
+
+def nothing_in(root: epath.Path) -> NoCheckpointError:
+    """The error for a directory without a whole checkpoint of this manager."""
+    found = _look(root)
+    held = "it does not exist" if found is None else f"found {found.describe()}"
+    return NoCheckpointError(f"{root}: there is no checkpoint to restore; {held}. {_advice(found)}")
+
+
+def refuse_fresh_start(root: Any) -> None:
+    """Raises where a manager without a step would start anew beside somebody's checkpoints.
+
+    Raises:
+        NoCheckpointError: There are checkpoints in the directory that the manager does not see.
+    """
+    found = _look(epath.Path(root))
+    if found is None:
+        return
+    if found.kind != "root" or any(s.trees for s in found.steps) or _foreign(found):
+        raise nothing_in(epath.Path(root))
+    if found.leftovers:
+        _log.warning(
+            "%s has no checkpoint yet: found %s. Training starts from its beginning.",
+            root,
+            found.describe(),
+        )
+
+
+def items_of(path: epath.Path, root: epath.Path) -> list[str]:
+    """The names of a step's items.
+
+    Raises:
+        NoCheckpointError: There is no such step.
+    """
+    if not path.is_dir():
+        found = _look(root)
+        held = "it does not exist" if found is None else f"found {found.describe()}"
+        raise NoCheckpointError(f"{root} has no step `{path.name}`: {held}. {_advice(found)}")
+    return [entry.name for entry in path.iterdir() if entry.is_dir()]
+
+
+def no_item(path: epath.Path, name: str, items: Collection[str]) -> NoCheckpointError:
+    """The error for a step whose state has another name."""
+    held = ", ".join(f"`{item}`" for item in sorted(items)) or "nothing"
+    example = next(iter(sorted(set(items) - {"metrics"})), name)
+    return NoCheckpointError(
+        f"{path} has no item `{name}`; it has {held}. Name the one that you mean:"
+        f" `restore(step, args=ocp.args.Composite({example}=GoCkptRestore(target)))`."
+    )
+
+
+def require_whole_step(path: epath.Path) -> None:
+    """Verifies all trees of a step, before any of it is restored.
+
+    Raises:
+        VerifyError: One of them is not what was written.
+    """
+    for step in look_into(path).steps:
+        for name in step.trees:
+            require_whole(step.items[name])
+
+
+def _look(root: epath.Path) -> Directory | None:
+    try:
+        return look_into(root)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _foreign(found: Directory) -> list[str]:
+    return [name for name in found.others if name.startswith("checkpoint_")
+            or name.endswith(_FOREIGN)]  # fmt: skip
+
+
+def _advice(found: Directory | None) -> str:
+    if found is None:
+        return "Give the directory that was trained in."
+    if found.kind == "item":
+        return "Restore it with `ocp.StandardCheckpointer().restore(path, target)`."
+    if found.kind == "step":
+        return f"Give the directory above it, {found.path.parent}."
+    if found.steps:
+        return (
+            "Give a label that is there, or the `step_prefix` and `step_name_format` it was saved"
+            " with; to start anew, use another directory."
+        )
+    if _foreign(found):
+        return "That is no layout of Orbax: convert it, or use another directory to start anew."
+    return "Start from the beginning, or give the directory that was trained in."
