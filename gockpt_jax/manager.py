@@ -190,6 +190,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           VerifyError: if `verify` and the checkpoint is not what was written.
         """
         self._gockpt_session.abandon("a checkpoint was restored")
+        self._wait_for_last_save()
         wanted = kwargs.get("args")
         root = epath.Path(kwargs.get("directory") or self.directory)
         if step is None and not kwargs.get("directory"):
@@ -211,6 +212,14 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             kwargs["args"] = _as_composite(wanted)
         restored = super().restore(step, *args, **kwargs)
         return _only_item(restored, asked_for=wanted is not None)
+
+    def _wait_for_last_save(self) -> None:
+        """As stock does before it restores; a window's failure is no matter of this save."""
+        quiet, self._gockpt_quiet = self._gockpt_quiet, True
+        try:
+            self.wait_until_finished()
+        finally:
+            self._gockpt_quiet = quiet
 
     def latest_step(self) -> int | None:
         """The newest whole checkpoint's label; `None` where training has not saved one yet.

@@ -44,18 +44,21 @@ def without_keys(args: Any) -> Any:
 
 
 class OneReplicaReads:
-    """A type handler registry: arrays to the handler below, all else to another registry."""
+    """A type handler registry: arrays to the handler below, all else to another registry.
+
+    Args:
+        others: The other registry; Orbax's global one by default.
+    """
 
     def __init__(self, others: Any = None) -> None:
-        self._others = others
-        self._reader = _ReplicaReader()
+        self._look_up = ocp.type_handlers.get_type_handler if others is None else others.get
+        self._reader = _ReplicaReader(self._look_up("jax.Array"))
 
     def get(self, ty: Any) -> Any:
-        """Returns the handler of a type or type name."""
+        """Returns the handler of a type or type name; ValueError if there is none."""
         if ty == "jax.Array" or (isinstance(ty, type) and issubclass(ty, jax.Array)):
             return self._reader
-        registry = ocp.type_handlers if self._others is None else self._others
-        return (registry.get_type_handler if self._others is None else registry.get)(ty)
+        return self._look_up(ty)
 
     def has(self, ty: Any) -> bool:
         """Returns whether `get` would find a handler."""
@@ -67,19 +70,20 @@ class OneReplicaReads:
 
 
 class _ReplicaReader(ocp.type_handlers.SingleReplicaArrayHandler):  # type: ignore[misc]
-    """Stock's, for the leaves that ask for it; the others are read by every process."""
+    """Stock's, for the leaves that ask for it; the others go to another handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: Any) -> None:
         super().__init__()
-        self._plain = ocp.type_handlers.ArrayHandler()
+        is_like_us = isinstance(others, ocp.type_handlers.SingleReplicaArrayHandler)
+        self._others = ocp.type_handlers.ArrayHandler() if is_like_us else others
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Reads arrays; the results are in the order of `infos`."""
-        args = list(args or [None] * len(infos))
+        args = list(args or [ocp.RestoreArgs()] * len(infos))
         restored: dict[int, Any] = {}
-        for deserialize, wanted in ((super().deserialize, True), (self._plain.deserialize, False)):
-            mine = [i for i, arg in enumerate(args) if isinstance(arg, SingleReplicaArgs) == wanted]
+        for read, wanted in ((super().deserialize, True), (self._others.deserialize, False)):
+            mine = [i for i, x in enumerate(args) if isinstance(x, SingleReplicaArgs) == wanted]
             if mine:
-                arrays = await deserialize([infos[i] for i in mine], [args[i] for i in mine])
+                arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
                 restored.update(zip(mine, arrays, strict=True))
         return [restored[i] for i in range(len(infos))]

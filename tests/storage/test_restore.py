@@ -1,0 +1,356 @@
+"""Restoring: into any target and placement, or an error that names everything that does not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from storage_helpers import assert_same_arrays, mesh, save
+
+import gockpt_jax as gockpt
+from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave
+from gockpt_jax.storage.one_replica import SingleReplicaArgs
+from gockpt_jax.storage.verify import verify
+
+P = PartitionSpec
+
+
+def put(value, *spec, sizes=(2, 4), names=("replica", "data")):
+    return jax.device_put(value, NamedSharding(mesh(*sizes, names=names), P(*spec)))
+
+
+def training_state():
+    rng = np.random.default_rng(0)
+    params = {
+        "w": put(rng.standard_normal((16, 8)).astype(np.float32), "data"),
+        "b": put(jnp.asarray(rng.standard_normal(8), jnp.bfloat16)),
+    }
+    moments = jax.tree.map(jnp.ones_like, params)
+    return {
+        "params": params,
+        "opt": (optax.EmptyState(), optax.ScaleByAdamState(put(jnp.int32(7)), params, moments)),
+        "key": put(jax.random.key(1)),
+        "step": 5,
+    }
+
+
+def abstract(tree, sharding=None):
+    def leaf(x):
+        if not isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
+
+    return jax.tree.map(leaf, tree)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("restore") / "run"
+    with GoCkptManager(root) as manager:
+        manager.save(3, args=GoCkptSave(training_state()), metrics={"loss": 1.0})
+    return root
+
+
+@pytest.fixture
+def reader(root):
+    with GoCkptManager(root, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        yield manager
+
+
+@pytest.fixture
+def copy(root, tmp_path):
+    return shutil.copytree(root, tmp_path / "copy")
+
+
+# --- Into any target -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["other mesh", "one device", "its own"])
+def test_onto_other_devices(reader, placement):
+    sharding = {
+        "other mesh": NamedSharding(mesh(8, 1), P()),
+        "one device": SingleDeviceSharding(jax.devices()[5]),
+        "its own": None,
+    }[placement]
+    target = abstract(training_state(), sharding)
+    restored = reader.restore(3, args=GoCkptRestore(target))
+    assert_same_arrays(restored, training_state())
+    assert jax.tree.structure(restored) == jax.tree.structure(target)
+    want = sharding or target["params"]["w"].sharding
+    assert restored["params"]["w"].sharding == want
+
+
+def test_parameters_only(reader):
+    target = {"params": abstract(training_state()["params"], NamedSharding(mesh(4, 2), P("data")))}
+    restored = reader.restore(3, args=GoCkptRestore(target, partial_restore=True))
+    assert_same_arrays(restored, {"params": training_state()["params"]})
+    assert restored["params"]["w"].sharding == target["params"]["w"].sharding
+    with pytest.raises(gockpt.TargetError, match=r"opt\.1\.mu\.b: bfloat16\[8\]"):
+        reader.restore(3, args=GoCkptRestore(target))
+
+
+def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):
+    target = abstract(training_state())
+    target["params"]["b"] = jax.ShapeDtypeStruct((8,), jnp.float32)
+    target["params"]["w"] = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    restored = reader.restore(3, args=GoCkptRestore(target, cast=True, strict=False))
+    params = training_state()["params"]
+    assert_same_arrays(restored["params"]["b"], params["b"].astype(jnp.float32))
+    assert_same_arrays(restored["params"]["w"], params["w"][:, :4])
+
+
+def forget_devices(root):
+    """As if it had been saved on 64 GPUs."""
+    file = root / "3/state/_sharding"
+    shardings = {
+        name: text.replace('"cpu:0"', '"cuda:63"').replace("[2, 4]", "[8, 8]")
+        for name, text in json.loads(file.read_text()).items()
+    }
+    assert any("[8, 8]" in text for text in shardings.values()), shardings
+    file.write_text(json.dumps(shardings))
+
+
+def test_onto_this_host_from_devices_that_do_not_exist_here(copy):
+    forget_devices(copy)
+    state = training_state()
+    with GoCkptManager(copy) as manager:
+        for args in ({}, {"args": GoCkptRestore()}):
+            restored = manager.restore(3, **args)
+            assert_same_arrays(restored["params"], state["params"])
+            assert len(restored["params"]["w"].devices()) == 1
+        assert_same_arrays(manager.restore(3, args=GoCkptRestore(abstract(state))), state)
+        restored = manager.restore(3, args=GoCkptRestore(fallback_sharding=SingleDeviceSharding(
+            jax.devices()[3])))  # fmt: skip
+        assert restored["params"]["w"].devices() == {jax.devices()[3]}
+        plain = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x,
+            state,
+        )
+        assert_same_arrays(manager.restore(3, args=GoCkptRestore(plain)), state)
+
+
+def test_one_replica_reads(reader, monkeypatch):
+    asked = []
+    handler = ocp.type_handlers.SingleReplicaArrayHandler
+    deserialize = handler.deserialize
+
+    async def counted(self, infos, args=None):
+        asked.extend(info.name for info in infos)
+        return await deserialize(self, infos, args)
+
+    monkeypatch.setattr(handler, "deserialize", counted)
+    state = training_state()
+    target = abstract(state)
+    assert_same_arrays(reader.restore(3, args=GoCkptRestore(target, single_replica=True)), state)
+    leaves = {"params.w", "params.b", "opt.1.count", "opt.1.mu.w", "opt.1.nu.b"}
+    assert leaves <= set(asked)
+    assert "key" not in asked  # stock's handler does not know typed keys
+
+    asked.clear()
+    args = jax.tree.map(
+        lambda x: SingleReplicaArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
+        if isinstance(x, jax.ShapeDtypeStruct) else ocp.RestoreArgs(),
+        target,
+    )  # fmt: skip
+    stock = ocp.args.PyTreeRestore(target, restore_args=args)
+    assert_same_arrays(reader.restore(3, args=stock), state)
+    assert leaves <= set(asked)
+    params = {"params": target["params"]}
+    restored = reader.restore(
+        3, args=GoCkptRestore(params, partial_restore=True, single_replica=True)
+    )
+    assert_same_arrays(restored, {"params": state["params"]})
+
+
+# --- What does not fit ---------------------------------------------------------------------------
+
+
+def misfit(target):
+    target = dict(target)
+    target["params"] = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32),
+                        "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+                        "head": jax.ShapeDtypeStruct((3,), jnp.int8)}  # fmt: skip
+    del target["key"]
+    return target
+
+
+@pytest.mark.parametrize("from_checksums", [True, False])
+def test_everything_that_does_not_fit_is_in_one_error(copy, from_checksums):
+    if not from_checksums:
+        shutil.rmtree(copy / "3/state/_gockpt_checksums")
+    with GoCkptManager(copy) as manager, pytest.raises(gockpt.TargetError) as raised:
+        manager.restore(3, args=GoCkptRestore(misfit(abstract(training_state()))))
+    assert isinstance(raised.value, ValueError)
+    assert str(raised.value) == "\n".join([
+        f"The checkpoint {copy}/3/state does not fit the target.",
+        "1 leaves in the target, but not in the checkpoint:",
+        "  params.head: int8[3]",
+        "1 leaves in the checkpoint, but not in the target:",
+        "  key: uint32[2]",
+        "1 leaves of another shape:",
+        "  params.w: float32[16, 8] in the checkpoint, float32[16, 4] in the target",
+        "1 leaves of another dtype:",
+        "  params.b: bfloat16[8] in the checkpoint, float32[8] in the target",
+        "Build the target from the model and optimizer that were saved; or in `GoCkptRestore`: "
+        "`partial_restore=True` leaves out what the target does not name, `strict=False` pads or "
+        "truncates, `cast=True` converts.",
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["StandardRestore", "PyTreeRestore"])
+def test_stocks_arguments_get_the_same_error(reader, how):
+    target = misfit(abstract(training_state()))
+    kwargs = {}
+    if how == "PyTreeRestore":
+        kwargs["restore_args"] = ocp.checkpoint_utils.construct_restore_args(target)
+    with pytest.raises(gockpt.TargetError) as raised:
+        reader.restore(3, args=getattr(ocp.args, how)(target, **kwargs))
+    assert "params.head: int8[3]" in str(raised.value)
+    assert "key: uint32[2]" in str(raised.value)
+    assert "params.b" not in str(raised.value)  # stock converts
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_errors_that_are_not_about_the_target_stay(reader):
+    target = abstract(training_state()) | {"step": object()}
+    with pytest.raises(ValueError, match="Unsupported type"):
+        reader.restore(3, args=ocp.args.StandardRestore(target))
+
+
+# --- Verified ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", ["none", "bare", "composite", "in the arguments"])
+def test_verified_restores(root, copy, args):
+    target = abstract(training_state())
+    kwargs = {
+        "none": {"verify": True},
+        "bare": {"verify": True, "args": GoCkptRestore(target)},
+        "composite": {"verify": True, "args": ocp.args.Composite(state=GoCkptRestore(target))},
+        "in the arguments": {"args": GoCkptRestore(target, verify=True)},
+    }[args]
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with GoCkptManager(root, options=options) as manager:
+        restored = manager.restore(None, **kwargs)
+        restored = restored["state"] if args == "composite" else restored
+        assert_same_arrays(restored["params"], training_state()["params"])
+    file = copy / "3/state/array_metadatas/process_0"
+    file.write_text(file.read_text() + " ")
+    with GoCkptManager(copy) as manager, pytest.raises(gockpt.VerifyError) as raised:
+        manager.restore(3, **kwargs)
+    assert "`array_metadatas/process_0` has" in str(raised.value)
+    assert f"{copy}/3/state is damaged" in str(raised.value)
+
+
+def test_a_checkpoint_without_checksums_is_not_verified(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(0, args=ocp.args.Composite(state=ocp.args.StandardSave({"x": jnp.ones(2)})))
+    with GoCkptManager(tmp_path) as manager:
+        with pytest.raises(gockpt.VerifyError, match="unchecked:\n  it has no checksums"):
+            manager.restore(0, verify=True)
+        assert manager.restore(0)["x"].tolist() == [1, 1]
+
+
+# --- Nothing to resume from ----------------------------------------------------------------------
+
+
+def resume(root, **options):
+    """What a training script does first."""
+    manager_options = ocp.CheckpointManagerOptions(**options)
+    with GoCkptManager(root, options=manager_options) as manager:
+        if manager.latest_step() is None:
+            return "fresh"
+        return manager.restore(None, args=GoCkptRestore(abstract(training_state())))
+
+
+def test_an_empty_directory_is_a_fresh_start(tmp_path):
+    assert resume(tmp_path / "new") == "fresh"
+    (tmp_path / "new/config.yaml").write_text("lr: 1")
+    assert resume(tmp_path / "new") == "fresh"
+
+
+def leftovers(root):
+    os.rename(root / "3", root / "3.orbax-checkpoint-tmp")
+
+
+def test_saves_that_never_ended_are_told(copy, caplog):
+    leftovers(copy)
+    with caplog.at_level(logging.WARNING, "gockpt_jax"):
+        assert resume(copy) == "fresh"
+    assert "found saves that never ended: `3.orbax-checkpoint-tmp`" in caplog.text
+    with GoCkptManager(copy) as manager, pytest.raises(gockpt.NoCheckpointError) as raised:
+        manager.restore(None)
+    assert "saves that never ended: `3.orbax-checkpoint-tmp`" in str(raised.value)
+
+
+def other_names(root):
+    os.rename(root / "3", root / "step_3")
+
+
+def an_item(root):
+    save(ocp.PyTreeCheckpointHandler(), root / "x", {"a": jnp.ones(3)})
+    shutil.rmtree(root / "3")
+    for entry in (root / "x").iterdir():
+        os.rename(entry, root / entry.name)
+    (root / "x").rmdir()
+
+
+def a_step(root):
+    for entry in (root / "3").iterdir():
+        os.rename(entry, root / entry.name)
+    (root / "3").rmdir()
+
+
+def flax_files(root):
+    shutil.rmtree(root / "3")
+    (root / "checkpoint_100").write_bytes(b"msgpack")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (other_names, "found the checkpoints `step_3`. Give a label that is there, or the"),
+        (an_item, "it is itself the item of a checkpoint"),
+        (a_step, "it is itself the step of a checkpoint, not a directory of steps"),
+        (flax_files, "no checkpoint of Orbax's: `checkpoint_100`. That is no layout of Orbax"),
+    ],
+)
+def test_a_fresh_start_beside_checkpoints_is_refused(copy, change, said):
+    change(copy)
+    with pytest.raises(gockpt.NoCheckpointError) as raised:
+        resume(copy)
+    assert isinstance(raised.value, FileNotFoundError)
+    assert said in str(raised.value)
+    with GoCkptManager(copy) as manager:
+        with pytest.raises(gockpt.NoCheckpointError, match="there is no checkpoint to restore"):
+            manager.restore(None)
+        assert manager.save(9, args=GoCkptSave({"a": jnp.ones(2)}))  # it was told
+        manager.wait_until_finished()
+        assert manager.latest_step() == 9
+
+
+def test_a_label_that_is_not_there(reader):
+    with pytest.raises(
+        gockpt.NoCheckpointError, match="has no step `4`: found the checkpoints `3`"
+    ):
+        reader.restore(4, args=GoCkptRestore(abstract(training_state())))
+
+
+def test_an_item_of_another_name(tmp_path):
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.Composite(model=GoCkptSave({"a": jnp.ones(2)})))
+        manager.wait_until_finished()
+        with pytest.raises(gockpt.NoCheckpointError) as raised:
+            manager.restore(None, args=GoCkptRestore({"a": jnp.ones(2)}))
+        assert "has no item `state`; it has `model`" in str(raised.value)
+        assert "Composite(model=GoCkptRestore(target))" in str(raised.value)
+        assert [v.state for v in verify(tmp_path)] == ["whole", "whole"]
