@@ -8,6 +8,7 @@ from gockpt_jax.errors import HostBudgetError as HostBudgetError
 from gockpt_jax.errors import ProcessError as ProcessError
 from gockpt_jax.errors import NoCheckpointError as NoCheckpointError
 from gockpt_jax.errors import ReplayError as ReplayError
+from gockpt_jax.errors import SaveFailedWarning as SaveFailedWarning
 from gockpt_jax.errors import SnapshotOnlyWarning as SnapshotOnlyWarning
 from gockpt_jax.errors import StepMismatchError as StepMismatchError
 from gockpt_jax.errors import StorageError as StorageError

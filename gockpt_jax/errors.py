@@ -41,5 +41,21 @@ class ProcessError(RuntimeError):
     """A process of the job failed or did not come, so none saves; the message names it and why."""
 
 
+class SaveFailedWarning(UserWarning):
+    """A save failed, and training goes on as `WindowOptions(on_save_error="warn")` says."""
+
+
 class SnapshotOnlyWarning(UserWarning):
     """A wrapped step cannot be armed, so its saves are snapshots; the message names the remedy."""
+
+
+def storage_error(doing: str, error: Exception) -> StorageError:
+    """The named error for what a storage refused; raise it from `error`."""
+    if isinstance(error, StorageError):
+        return error
+    named = StorageError(
+        f"{doing} failed: {error}. Nothing of this save is visible, earlier checkpoints are intact."
+        " Make room, or see to the directory and its permissions; the next save tries anew."
+    )
+    named.errno = getattr(error, "errno", None)
+    return named

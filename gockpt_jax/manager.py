@@ -1,5 +1,6 @@
 """`GoCkptManager`: an `ocp.CheckpointManager` whose saves leave the device over several steps."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,6 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax import _compat
+from gockpt_jax.errors import AuditError, ReplayError, storage_error
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import resume
 from gockpt_jax.storage.commit import CommitVotes, make_root, never_draining
@@ -23,6 +25,7 @@ from gockpt_jax.storage.policies import arrange
 from gockpt_jax.storage.restore import GoCkptRestore
 from gockpt_jax.telemetry.report import PendingReport, SaveReport
 from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.failures import surface
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
@@ -127,6 +130,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         Raises:
           HostBudgetError: if the host budget cannot hold the state.
+          StorageError: if the storage refuses this save, or has refused the one before.
           RuntimeError: if the manager is closed.
           TypeError: if the state is not given as `args`, or the label is no integer.
           ValueError: if the label is negative, or the state has been donated to a later step.
@@ -157,7 +161,10 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
                 pending.failed(error)
             if self._gockpt_handler.votes is not None:
                 self._gockpt_handler.votes.cancel()
-            raise
+            if not isinstance(error, OSError | ReplayError | AuditError):
+                raise  # no failure of the storage's: the caller's, or an interrupt
+            self._surface(error)
+            accepted = False
         finally:
             self._gockpt_session.end_save()  # a save that failed is tried again with a new seal
             self._gockpt_quiet = False
@@ -252,17 +259,24 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         return _only_item(super().item_metadata(step), asked_for=False)
 
     def wait_until_finished(self) -> None:
-        """Waits until the last save is visible; raises what went wrong with it."""
+        """Waits until the last save is visible; raises what went wrong with it.
+
+        Raises:
+          StorageError: if the storage refused it. Whatever went wrong with it, on another thread,
+            is raised here or by the next call, or warned of as `on_save_error` says.
+        """
         try:
             super().wait_until_finished()
         except BaseException as error:
             if self._gockpt_pending is not None:
                 self._gockpt_pending.failed(error)
-            self.reload()  # Orbax has dropped the steps that this save was to replace
+            with contextlib.suppress(OSError):  # the directory may be gone
+                self.reload()  # Orbax has dropped the steps that this save was to replace
             votes = self._gockpt_handler.votes
             if votes is not None and votes.failure not in (None, error):
-                raise votes.failure from error  # what the other processes raise
-            raise
+                votes.failure.__cause__ = error
+                error = votes.failure  # what the other processes raise
+            self._surface(error)
         if self._gockpt_pending is not None:
             self._gockpt_pending.committed()
         if not self._gockpt_quiet:
@@ -275,6 +289,14 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             super().close()
         finally:
             self._gockpt_session.close()
+
+    def _surface(self, error: BaseException) -> None:
+        """Raises a failed save's error under its name, or warns of it."""
+        if isinstance(error, OSError):
+            cause = error
+            error = storage_error(f"the save of step {self._gockpt_handler.label}", cause)
+            error.__cause__ = error.__cause__ if error is cause else cause
+        surface(error, self._gockpt_window_options.on_save_error)
 
     @property
     def _gockpt_pending(self) -> PendingReport | None:

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 Arm = Literal["window", "always"]
 OnFailure = Literal["raise", "demote"]
 OnBusy = Literal["wait", "skip"]
+OnSaveError = Literal["raise", "warn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,9 @@ class WindowOptions:
       on_busy: What an accepted save does that finds the previous one still being written. `"wait"`,
         as stock Orbax does. `"skip"`: it is not made, `save` returns False, and a report says so;
         forced saves and those before a preemption wait all the same. Of `GoCkptManager` only.
+      on_save_error: What becomes of a save that failed, of which nothing is visible: `"raise"` at
+        the next call of the manager or of the wrapped step, or `"warn"` (`SaveFailedWarning`) and
+        go on training. What the caller did wrong is always raised.
 
     Raises:
       ValueError: if a value is out of its range; the message names it.
@@ -124,6 +128,7 @@ class WindowOptions:
     exact: bool = False
     audit: Audit | None = Audit()
     on_busy: OnBusy = "wait"
+    on_save_error: OnSaveError = "raise"
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
@@ -141,6 +146,11 @@ class WindowOptions:
             raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
         if self.on_busy not in get_args(OnBusy):
             raise ValueError(f"`on_busy` must be one of {get_args(OnBusy)}, got {self.on_busy!r}.")
+        if self.on_save_error not in get_args(OnSaveError):
+            raise ValueError(
+                f"`on_save_error` must be one of {get_args(OnSaveError)}, got "
+                f"{self.on_save_error!r}."
+            )
         if not isinstance(self.exact, bool):
             raise ValueError(f"`exact` must be True or False, got {self.exact!r}.")
         if not isinstance(self.audit, Audit | None):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from gockpt_jax.errors import storage_error
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import checksums
 from gockpt_jax.storage.commit import CommitVotes, vote
@@ -278,11 +279,17 @@ class _Written(ocp.future.Future):  # type: ignore[misc]
         self._stats = stats
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits for every write; raises what the first failing one raised."""
+        """Waits for every write; raises what the first failing one raised.
+
+        Raises:
+          StorageError: where the storage refused.
+        """
         try:
             for future in self._futures:
                 future.result(timeout)
             self._stats.checksums.write(getattr(self._directory, "path", self._directory))
+        except (OSError, ValueError) as error:  # TensorStore's are the latter
+            raise storage_error(f"writing {self._directory}", error) from error
         finally:
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes

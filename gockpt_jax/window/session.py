@@ -33,6 +33,7 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.staging import owned_bytes
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
+from gockpt_jax.window.failures import surface
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.planner import Planner
@@ -245,10 +246,12 @@ class Session:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise ReplayError(
+            error = ReplayError(
                 f"a window failed on the worker thread: {failure!r}. Earlier checkpoints are "
                 "intact and training can go on; the next predicted save opens a new window."
-            ) from failure
+            )
+            error.__cause__ = failure
+            surface(error, self._options.on_save_error)
 
     # Saving.
 

@@ -1,0 +1,19 @@
+"""A failed save reaches the trainer: as an error, or as a warning with which training goes on."""
+
+import warnings
+
+from gockpt_jax.errors import SaveFailedWarning
+from gockpt_jax.options import OnSaveError
+
+
+def surface(error: BaseException, on_save_error: OnSaveError) -> None:
+    """Raises an error of a save, or warns of it.
+
+    Args:
+      error: What went wrong, with its cause.
+      on_save_error: The user's choice. Interrupts are raised all the same.
+    """
+    if on_save_error == "raise" or not isinstance(error, Exception):
+        raise error
+    cause = f", from {error.__cause__!r}" if error.__cause__ is not None else ""
+    warnings.warn(f"{type(error).__name__}: {error}{cause}", SaveFailedWarning, stacklevel=3)
