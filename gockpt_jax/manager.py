@@ -292,6 +292,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     def _surface(self, error: BaseException) -> None:
         """Raises a failed save's error under its name, or warns of it."""
+        self._gockpt_handler.give_back()
         if isinstance(error, OSError):
             cause = error
             error = storage_error(f"the save of step {self._gockpt_handler.label}", cause)

@@ -91,6 +91,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
         self._save = ""  # its directory
+        self._last: tuple[WriteStats, list[HostArray]] | None = None
 
     @property
     def _gockpt_pending(self) -> PendingReport | None:
@@ -148,6 +149,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
                     shard.release()
             raise
         stats = self._writer.take_stats()
+        self._last = (stats, [leaf for leaf in leaves if isinstance(leaf, HostArray)])
         if self._writer.is_primary:
             stats.checksums.add_values(stock.item, stock.save_args)
         return _Written(futures or (), record, stats, directory)
@@ -169,6 +171,18 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             if not self.has_manager:
                 digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
                 self.label = int(digits[-1]) if digits else -1
+
+    def give_back(self) -> None:
+        """Gives the host's bytes back where the last save failed before its writing began.
+
+        Orbax's threads wait up to 300 s for a directory that could not be made, and the state with
+        them.
+        """
+        if self._last is not None and not self._last[0].peak_inflight_bytes:
+            for array in self._last[1]:
+                for shard in array.shards:
+                    shard.release()
+        self._last = None
 
     def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""

@@ -1,0 +1,226 @@
+"""Storages that refuse: a named error or a warning, nothing half-visible, earlier saves intact."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import resource
+import shutil
+import warnings
+from typing import Any
+
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.storage.checksums import Checksums
+from gockpt_jax.storage.directory import look_into
+from gockpt_jax.storage.verify import verify
+
+from .injection import Fault, InjectedError
+from .states import assert_only_whole_steps, bits_of, differing
+from .trainer import WINDOW_STEPS, Trainer, chain_of
+
+KIB = 1024
+
+
+def window(how: str) -> gockpt.WindowOptions:
+    return gockpt.WindowOptions(steps=WINDOW_STEPS, on_save_error=how)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def no_large_files(*_: Any) -> Any:
+    """The kernel refuses to let a file grow, as a full disk would: EFBIG for ENOSPC."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def read_only(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The file system lets nobody make a directory there, not even root."""
+    make = os.mkdir
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> None:
+        if str(path).startswith(f"{directory}/"):
+            raise OSError(30, "Read-only file system", str(path))
+        make(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        yield
+
+
+@contextlib.contextmanager
+def vanishing(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Somebody removes the save's directory while it is written."""
+    add = Checksums.add
+
+    async def remove(self: Checksums, *args: Any) -> None:
+        for entry in directory.glob("*tmp*"):
+            shutil.rmtree(entry, ignore_errors=True)
+        await add(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checksums, "add", remove)
+        yield
+
+
+@contextlib.contextmanager
+def no_rename(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The commit itself is refused: everything is written, nothing may be visible."""
+    for name in ("rename", "replace"):
+        move = getattr(os, name)
+
+        def refuse(source: Any, target: Any, *args: Any, move: Any = move, **kw: Any) -> None:
+            if str(target) == f"{directory}/8":
+                raise OSError(28, "No space left on device", str(target))
+            move(source, target, *args, **kw)
+
+        monkeypatch.setattr(os, name, refuse)
+    yield
+
+
+TROUBLES = {
+    "full": no_large_files, "read_only": read_only, "vanishing": vanishing, "no_rename": no_rename,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_refused_save_is_raised(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    directory = tmp_path / "běh s mezerou"
+    with Trainer(directory, window=window("raise")) as trainer:
+        trainer.run_undisturbed(7)
+        with (
+            monkeypatch.context() as patch,
+            TROUBLES[trouble](directory, patch),
+            pytest.raises(gockpt.StorageError) as raised,
+        ):
+            save_and_wait(trainer)
+        trainer.given.pop(8, None)
+        assert isinstance(raised.value, OSError)
+        assert "Nothing of this save is visible" in str(raised.value)
+        assert len(chain_of(raised.value)) > 1
+        assert_goes_on(trainer)
+
+
+def save_and_wait(trainer: Trainer) -> None:
+    trainer.run(8)
+    trainer.manager.wait_until_finished()
+
+
+def assert_goes_on(trainer: Trainer) -> None:
+    """The bytes are given back, what was there is intact, and the next window works."""
+    trainer.settle()
+    assert trainer.bytes_in_flight() == (0, 0)
+    assert trainer.manager.latest_step() == 4
+    assert_only_whole_steps(trainer.directory, trainer.given)
+    assert {v.state for v in verify(trainer.directory)} == {"whole"}
+    trainer.label = max(trainer.label, 9)
+    trainer.run_past_next_window()
+    trainer.assert_intact()
+    trainer.manager.reload()
+    assert trainer.manager.latest_step() == max(trainer.given)
+
+
+@pytest.mark.parametrize("trouble", ["full", "read_only", "no_rename"])
+def test_a_refused_save_is_warned_of(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    with Trainer(tmp_path, window=window("warn")) as trainer:
+        trainer.run_undisturbed(7)
+        with (
+            monkeypatch.context() as patch,
+            TROUBLES[trouble](tmp_path, patch),
+            pytest.warns(gockpt.SaveFailedWarning, match="StorageError: .*failed"),
+        ):
+            save_and_wait(trainer)
+        trainer.run(9)
+        trainer.given.pop(8, None)
+        assert trainer.report(8).error
+        assert_goes_on(trainer)
+
+
+def test_a_failed_window_is_warned_of(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    injected = Fault(monkeypatch, Replayer, "apply")
+    with Trainer(tmp_path, window=window("warn")) as trainer:
+        trainer.run_undisturbed(6)
+        injected.arm()
+        trainer.update()
+        trainer.settle()
+        assert injected.fired
+        with pytest.warns(gockpt.SaveFailedWarning, match=r"ReplayError: .*InjectedError"):
+            trainer.run(8)
+        trainer.assert_intact()
+        assert trainer.report(8).error is None
+
+
+def test_what_the_caller_did_wrong_is_raised_all_the_same(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Trainer(tmp_path, window=window("warn")) as trainer, warnings.catch_warnings():
+        trainer.run(1)
+        old = trainer.state
+        trainer.update()
+        with pytest.raises(ValueError, match="donated"):
+            trainer.manager.save(4, args=gockpt.GoCkptSave(old))
+        interrupt = Fault(monkeypatch, Checksums, "add_values", error=KeyboardInterrupt())
+        interrupt.arm()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.manager.save(4, args=gockpt.GoCkptSave(trainer.state))
+
+
+# --- Retention ---------------------------------------------------------------------------------
+
+
+RETENTION = {
+    "max_to_keep=1": {"max_to_keep": 1},
+    "keep_period": {"max_to_keep": 1, "keep_period": 8},
+    "best_fn": {"max_to_keep": 1, "best_fn": lambda m: m["loss"], "best_mode": "min"},
+    "best_fn, others kept": {
+        "max_to_keep": 1, "best_fn": lambda m: m["loss"], "keep_checkpoints_without_metrics": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", ["write", "commit"])
+@pytest.mark.parametrize("options", RETENTION)
+def test_the_last_good_step_survives_failing_saves(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: str, stage: str
+) -> None:
+    """Orbax forgets the old step when a save begins; on disk it must stay until the commit."""
+    place = (Checksums, "write") if stage == "write" else (gockpt.GoCkptHandler, "finalize")
+    injected = Fault(monkeypatch, *place)
+    metrics = {"best_fn" in RETENTION[options] and "metrics": {"loss": 1.0}}
+    kwargs = {key: value for key, value in metrics.items() if key}
+    with Trainer(tmp_path, **RETENTION[options]) as trainer:
+        while trainer.label <= 4:
+            trainer.update()
+            trainer.save(**kwargs)
+        trainer.manager.wait_until_finished()
+        good = trainer.manager.latest_step()
+        assert good == 4 or "best_fn" in options
+        for _ in range(2):  # the second failure must not forget it either
+            injected.arm()
+            while True:
+                trainer.update()
+                if trainer.save(**kwargs):
+                    break
+            with pytest.raises(InjectedError):
+                trainer.manager.wait_until_finished()
+            failed = trainer.label - 1
+            assert trainer.manager.latest_step() == good
+            trainer.manager.reload()
+            assert trainer.manager.latest_step() == good
+            del trainer.given[failed]
+            restored = trainer.manager.restore(None, args=gockpt.GoCkptRestore(trainer.target))
+            assert not differing(bits_of(restored), trainer.given[good])
+        assert str(good) in [step.path.name for step in look_into(tmp_path).steps]
