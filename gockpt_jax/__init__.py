@@ -5,8 +5,8 @@ The public names. Start at `GoCkptManager`.
 
 from gockpt_jax.errors import AuditError as AuditError
 from gockpt_jax.errors import HostBudgetError as HostBudgetError
-from gockpt_jax.errors import ProcessError as ProcessError
 from gockpt_jax.errors import NoCheckpointError as NoCheckpointError
+from gockpt_jax.errors import ProcessError as ProcessError
 from gockpt_jax.errors import ReplayError as ReplayError
 from gockpt_jax.errors import SaveFailedWarning as SaveFailedWarning
 from gockpt_jax.errors import SnapshotOnlyWarning as SnapshotOnlyWarning
