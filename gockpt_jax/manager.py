@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
-import operator
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,9 +15,9 @@ from etils import epath
 from gockpt_jax import _compat
 from gockpt_jax.errors import AuditError, ReplayError, storage_error
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage import resume
+from gockpt_jax.storage import arguments, resume
 from gockpt_jax.storage.commit import CommitVotes, make_root, never_draining
-from gockpt_jax.storage.handler import GoCkptHandler, GoCkptSave
+from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.layout import default_layout
 from gockpt_jax.storage.policies import arrange
 from gockpt_jax.storage.restore import GoCkptRestore
@@ -29,9 +27,6 @@ from gockpt_jax.window.failures import surface
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
-
-_ITEM = "state"
-_METRICS = "metrics"
 
 
 class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is untyped.
@@ -87,13 +82,14 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
         self._gockpt_closed = False
+        self._gockpt_unheard = False  # whether nobody has asked yet how the last save ended
         self._gockpt_looked = False  # into a directory that has no step of ours
         # Inside `__init__`, `save` and `close`, where a window's failure waits.
         self._gockpt_quiet = True
         processes = Processes(options.multiprocessing_options.active_processes)
         if processes.several and not options.read_only:
             options = never_draining(options, processes)
-            make_root(_absolute(directory), self._gockpt_options, options, processes)
+            make_root(arguments.absolute(directory), self._gockpt_options, options, processes)
         handler = GoCkptHandler(
             window=window,
             processes=processes,
@@ -106,17 +102,17 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_handler = handler
         self._share_windows(handler)
         self._gockpt_session.predictor.sees_every_call = True
-        self._gockpt_session.planner.directory = str(_absolute(directory))
+        self._gockpt_session.planner.directory = str(arguments.absolute(directory))
         handler.has_manager = True
         self._gockpt_commits_later = (
             bool(options.enable_async_checkpointing) and not options.read_only
         )
         super().__init__(
-            _absolute(directory),
+            arguments.absolute(directory),
             options=self._at_commits(arrange(options, self._gockpt_session)),
             metadata=metadata,
             logger=logger,
-            handler_registry=_registry(handler_registry, self._gockpt_handler),
+            handler_registry=arguments.registry(handler_registry, self._gockpt_handler),
         )
         self._gockpt_quiet = False
         _compat.before_shutdown(functools.partial(_finish_last_save, weakref.ref(self)))
@@ -136,7 +132,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           ValueError: if the label is negative, or the state has been donated to a later step.
         """
         started_at = time.perf_counter()
-        step = _as_label(step)
+        step = arguments.as_label(step)
         if args or "items" in kwargs:
             raise TypeError(
                 "`save` takes the state by name, as in `save(step, args=GoCkptSave(state))`; got "
@@ -145,11 +141,11 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
         if "args" in kwargs:
-            kwargs["args"] = _as_composite(kwargs["args"])
+            kwargs["args"] = arguments.as_composite(kwargs["args"])
         self._gockpt_handler.label = step
         before = self._gockpt_pending
-        if self._may_raise_now and before is not None and not before.is_finished:
-            self.wait_until_finished()  # at once: that save has ended, and not well
+        if self._may_raise_now and self._gockpt_unheard:
+            self.wait_until_finished()  # at once: that save may not have ended well
         if not kwargs.get("force") and self._skips(step, started_at):
             return False
         self._gockpt_quiet = True
@@ -171,6 +167,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_session.predictor.observe(self._gockpt_session.version, step, accepted)
         pending = self._gockpt_pending
         if pending is not None and pending is not before:
+            self._gockpt_unheard = True
             pending.returned(started_at)
             if not self._gockpt_commits_later:
                 pending.committed()
@@ -205,7 +202,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if step is None and not kwargs.get("directory"):
             raise resume.nothing_in(root)
         if step is not None:
-            path = _step_path(root, step, self._gockpt_options)
+            path = arguments.step_path(root, step, self._gockpt_options)
             items = resume.items_of(path, root)
             if verify:
                 resume.require_whole_step(path)
@@ -213,12 +210,12 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
                 return super().restore(step, *args, **kwargs)
             if "default" in items:
                 return self._restore_unnamed(root, step, wanted)
-            if wanted is not None and _ITEM not in items:
-                raise resume.no_item(path, _ITEM, items)
+            if wanted is not None and arguments.ITEM not in items:
+                raise resume.no_item(path, arguments.ITEM, items)
         if wanted is not None:
-            kwargs["args"] = _as_composite(wanted)
+            kwargs["args"] = arguments.as_composite(wanted)
         restored = super().restore(step, *args, **kwargs)
-        return _only_item(restored, asked_for=wanted is not None)
+        return arguments.only_item(restored, asked_for=wanted is not None)
 
     def _wait_for_last_save(self) -> None:
         """As stock does before it restores; a window's failure is no matter of this save."""
@@ -256,7 +253,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     def item_metadata(self, step: int) -> Any:
         """Shapes and dtypes of a step, as stock gives them for the same arguments."""
-        return _only_item(super().item_metadata(step), asked_for=False)
+        return arguments.only_item(super().item_metadata(step), asked_for=False)
 
     def wait_until_finished(self) -> None:
         """Waits until the last save is visible; raises what went wrong with it.
@@ -265,6 +262,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           StorageError: if the storage refused it. Whatever went wrong with it, on another thread,
             is raised here or by the next call, or warned of as `on_save_error` says.
         """
+        self._gockpt_unheard = False
         try:
             super().wait_until_finished()
         except BaseException as error:
@@ -369,70 +367,3 @@ def _finish_last_save(manager: "weakref.ref[GoCkptManager]") -> None:
             alive.wait_until_finished()
         except Exception:
             _log.exception("the last save failed")
-
-
-def _registry(given: Any, handler: GoCkptHandler) -> Any:
-    """The user's handlers, and ours for our own and for stock arguments.
-
-    `None` stands for items of any name; what is registered for a name alone does not find it.
-    """
-    registry = ocp.DefaultCheckpointHandlerRegistry(given)
-    arguments = (
-        GoCkptSave,
-        GoCkptRestore,
-        ocp.args.PyTreeSave,
-        ocp.args.PyTreeRestore,
-        ocp.args.StandardSave,
-        ocp.args.StandardRestore,
-    )
-    for item, args in itertools.product((_ITEM, None), arguments):
-        if not registry.has(item, args):
-            registry.add(item, args, handler)
-    return registry
-
-
-def _absolute(directory: Any) -> Any:
-    """Local paths made absolute, as Orbax demands; addresses of buckets as they are."""
-    path = epath.Path(directory)
-    return path if "://" in str(directory) else path.absolute()
-
-
-def _step_path(root: Any, step: int, options: ocp.CheckpointManagerOptions) -> Any:
-    names = options.step_name_format or ocp.path.step.standard_name_format(
-        step_prefix=options.step_prefix,
-        step_format_fixed_length=options.step_format_fixed_length,
-    )
-    return ocp.path.step.build_step_path(epath.Path(root), names, step)
-
-
-def _as_label(step: Any) -> int:
-    """Orbax would write the checkpoints of other labels, and never find them again."""
-    try:
-        label = operator.index(step)
-    except TypeError:
-        label = -1
-    if isinstance(step, bool) or label < 0:
-        kind = ValueError if isinstance(step, int) else TypeError
-        raise kind(
-            f"`step` must be a non-negative integer, got {step!r}. Pass the label of the state, "
-            "for example the loop's index."
-        )
-    return label
-
-
-def _as_composite(args: Any) -> Any:
-    if args is None or isinstance(args, ocp.args.Composite):
-        return args
-    if not isinstance(args, ocp.args.CheckpointArgs):
-        raise TypeError(
-            f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
-            "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
-        )
-    return ocp.args.Composite(**{_ITEM: args})
-
-
-def _only_item(composite: Any, *, asked_for: bool) -> Any:
-    """What a bare call gets back: the item itself, where it is the only one."""
-    if asked_for or set(composite.keys()) - {_METRICS} == {_ITEM}:
-        return composite[_ITEM]
-    return composite

@@ -3,6 +3,8 @@
 import click
 
 from gockpt_jax.cli.plan import plan
+from gockpt_jax.cli.diff import diff
+from gockpt_jax.cli.inspect import inspect
 from gockpt_jax.cli.verify import verify
 
 
@@ -13,4 +15,6 @@ def main() -> None:
 
 
 main.add_command(plan)
+main.add_command(diff)
+main.add_command(inspect)
 main.add_command(verify)

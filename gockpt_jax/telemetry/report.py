@@ -210,12 +210,16 @@ class PendingReport:
         self._done("commit")
 
     def failed(self, error: BaseException) -> None:
-        """There will be no checkpoint."""
+        """There will be no checkpoint; also after `committed`, which comes before the rename."""
         with self._lock:
-            if not self._waiting_for:
+            finished = not self._waiting_for
+            if finished and self.record.error is not None:
                 return
+            told = self.record.report()
             self.record.error = f"{type(error).__name__}: {error}"
             self._waiting_for.clear()
+        if finished:
+            self._log.forget(told)
         self._log.add(self.record.report())
 
     def _done(self, part: str) -> None:
@@ -256,6 +260,11 @@ class ReportLog:
                 report.window_steps, report.reason, report.state_bytes / 1e6,
                 report.stall_secs * 1e3, report.drain_secs, report.write_secs,
             )  # fmt: skip
+
+    def forget(self, report: SaveReport) -> None:
+        """Takes a report back that has turned out to be wrong."""
+        with self._lock:
+            self._reports = [kept for kept in self._reports if kept != report]
 
     def all(self) -> tuple[SaveReport, ...]:
         """Every report so far."""

@@ -1,0 +1,100 @@
+"""`gockpt_jax inspect`: what a checkpoint holds, without reading its values."""
+
+import json
+from datetime import datetime
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gockpt_jax.storage.describe import describe_item
+from gockpt_jax.storage.directory import Directory, Step, look_into
+
+
+@click.command()
+@click.argument("path", type=str)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def inspect(path: str, as_json: bool) -> None:
+    """Shows the steps, and of the newest one the leaves, below PATH.
+
+    PATH is a manager's directory, one step, or one item. Nothing is verified.
+    """
+    try:
+        found = look_into(path)
+        items = [describe_item(s.items[name]) for s in found.steps[-1:] for name in s.trees]
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(_as_json(found) | {"items": items}))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    _print_directory(console, found)
+    for item in items:
+        _print_item(console, item)
+
+
+def _as_json(found: Directory) -> dict[str, Any]:
+    steps = [
+        {"path": str(s.path), "items": sorted(s.items), "faults": s.faults, "metadata": s.metadata}
+        for s in found.steps
+    ]
+    return {
+        "path": str(found.path),
+        "kind": found.kind,
+        "steps": steps,
+        "leftovers": found.leftovers,
+        "others": found.others,
+    }
+
+
+def _print_directory(console: Console, found: Directory) -> None:
+    if found.kind != "item":
+        table = Table("step", "items", "committed", "faults", title=escape(str(found.path)))
+        for step in found.steps:
+            table.add_row(
+                escape(step.path.name), ", ".join(step.items), _committed(step),
+                escape("; ".join(step.faults)),
+            )  # fmt: skip
+        console.print(table)
+    for what, names in (("saves that never ended", found.leftovers), ("others", found.others)):
+        if names:
+            console.print(f"{what}: {', '.join(names)}", markup=False)
+
+
+def _committed(step: Step) -> str:
+    nanoseconds = step.metadata.get("commit_timestamp_nsecs")
+    if not isinstance(nanoseconds, int):
+        return "never"
+    return datetime.fromtimestamp(nanoseconds / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def _print_item(console: Console, item: dict[str, Any]) -> None:
+    table = Table("leaf", "type", "dtype", "shape", "chunk", "MiB", "saved from",
+                  title=escape(item["path"]))  # fmt: skip
+    for leaf in item["leaves"]:
+        if "dtype" not in leaf:
+            table.add_row(
+                escape(leaf["name"]), leaf["type"], "", escape(str(leaf.get("value", "")))
+            )
+            continue
+        table.add_row(
+            escape(leaf["name"]), leaf["type"], leaf["dtype"], _shape(leaf["shape"]),
+            _shape(leaf["chunk"]), f"{leaf['bytes'] / 2**20:,.2f}", escape(leaf["placement"] or ""),
+        )  # fmt: skip
+    console.print(table)
+    layout, made = item["layout"], item["checksums"]
+    lines = {
+        "values": f"{item['bytes'] / 2**20:,.2f} MiB",
+        "on disk": f"{item['bytes_on_disk'] / 2**20:,.2f} MiB in {item['files']} files",
+        "layout": f"{layout['store']}, zarr v{layout['zarr']}",
+        "checksums": "none" if made is None else json.dumps(made),
+        "metadata": json.dumps(item["custom_metadata"]),
+    }
+    for what, text in lines.items():
+        console.print(f"{what + ':':<11}{text}", markup=False)
+
+
+def _shape(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

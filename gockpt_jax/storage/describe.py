@@ -1,0 +1,105 @@
+"""What a stored tree is, without reading its values: leaves, layout, placement, metadata."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from typing import Any
+
+from gockpt_jax.storage import checksums
+from gockpt_jax.storage.stored_item import StoredItem, StoredLeaf, chunk_shape, for_each
+
+Json = dict[str, Any]
+
+
+def describe_item(path: Any) -> Json:
+    """Returns a description that JSON can hold.
+
+    Args:
+        path: The item's directory.
+
+    Returns:
+        `path`, `layout`, `checksums`, `files` and `bytes_on_disk` of the item, its
+        `custom_metadata`, and its `leaves`: name, type, dtype, shape, chunk shape, bytes before
+        compression, and the placement that it was saved from.
+
+    Raises:
+        StoredItemError: It is no tree that Orbax has saved.
+        ValueError: A leaf's own metadata cannot be read; see `gockpt_jax verify`.
+    """
+    item = StoredItem(path)
+    placements = _placements(item)
+
+    def leaf(stored: StoredLeaf) -> Json:
+        told: Json = {"name": stored.name, "type": stored.value_type}
+        if stored.is_array:
+            store = item.open(stored.name)
+            dtype = store.dtype.numpy_dtype
+            told |= {
+                "dtype": dtype.name,
+                "shape": list(store.shape),
+                "chunk": list(chunk_shape(store)),
+                "bytes": math.prod(store.shape) * dtype.itemsize,
+                "placement": placements.get(stored.name),
+            }
+        elif stored.has_data and stored.value_type == "string":
+            told["value"] = item.strings.get(stored.name)
+        return told
+
+    leaves = list(for_each(((1, stored) for stored in item.leaves.values()), leaf))
+    sizes = [size for _, size in checksums.files_of(item.path)]
+    return {
+        "path": str(item.path),
+        "layout": {
+            "store": "ocdbt" if item.use_ocdbt else "files",
+            "zarr": 3 if item.use_zarr3 else 2,
+        },
+        "checksums": _checksums(item),
+        "files": len(sizes),
+        "bytes_on_disk": sum(sizes),
+        "bytes": sum(leaf.get("bytes", 0) for leaf in leaves),
+        "custom_metadata": item.custom_metadata,
+        "leaves": leaves,
+    }
+
+
+def _checksums(item: StoredItem) -> Json | None:
+    """Their version, and which processes made them; `None` if there are none."""
+    where = item.path / checksums.FOLDER / checksums.ITEM_FILE
+    try:
+        content = checksums.parse(where.read_bytes(), checksums.ITEM_FILE)
+        return {
+            "version": content["version"],
+            "algorithm": checksums.ALGORITHM,
+            "processes": content["processes"],
+        }
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        return {"error": str(error)}
+
+
+def _placements(item: StoredItem) -> dict[str, str]:
+    """Mesh and partition of each array, as stock has recorded them."""
+    try:
+        recorded = json.loads((item.path / "_sharding").read_text())
+        return {
+            base64.urlsafe_b64decode(name).decode(): _placement(json.loads(text))
+            for name, text in recorded.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, binascii.Error):
+        return {}
+
+
+def _placement(sharding: Json) -> str:
+    if sharding.get("sharding_type") != "NamedSharding":
+        return str(sharding.get("device_str", sharding.get("sharding_type")))
+    axes = zip(sharding["axis_names"], sharding["shape"], strict=True)
+    mesh = ", ".join(f"{name}={size}" for name, size in axes)
+    spec = ", ".join(
+        "+".join(part) if isinstance(part, list) else str(part or "-")
+        for part in sharding["partition_spec"]
+    )
+    return f"({spec}) on {mesh}"

@@ -1,0 +1,141 @@
+"""`gockpt_jax inspect` and `gockpt_jax diff`, on real checkpoints of several layouts."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gockpt_jax import GoCkptManager, GoCkptSave
+from gockpt_jax.cli.main import main
+from gockpt_jax.storage.diff import diff_items
+
+
+def run(*words):
+    result = CliRunner().invoke(main, [*map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def state():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    w = np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)
+    return {
+        "w": jax.device_put(w, NamedSharding(mesh, PartitionSpec("data", None))),
+        "b": jnp.asarray([1.0, -0.0, jnp.nan], jnp.bfloat16),
+        "n": jnp.arange(4),
+        "x[dim]": jnp.ones(3),  # brackets are markup to the tables
+        "name": "a run",
+        "empty": {},
+    }
+
+
+def saved(root, tree, step=0, metadata=None, **options):
+    with GoCkptManager(root, pytree_options=options) as manager:
+        manager.save(step, args=GoCkptSave(tree, custom_metadata=metadata))
+    return root
+
+
+# --- inspect -------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_everything_but_the_values(tmp_path):
+    root = saved(tmp_path / "run", state(), 7, {"note": "[first]"}, use_zarr3=True)
+    (root / "8.orbax-checkpoint-tmp-1").mkdir()
+    told = json.loads(run("inspect", root, "--json").output)
+    assert (told["kind"], told["leftovers"]) == ("root", ["8.orbax-checkpoint-tmp-1"])
+    assert told["steps"][0]["items"] == ["state"]
+    (item,) = told["items"]
+    assert item["layout"] == {"store": "ocdbt", "zarr": 3}
+    assert item["checksums"] == {"version": 1, "algorithm": "xxh3_128", "processes": [0]}
+    assert item["custom_metadata"]["note"] == "[first]"
+    leaves = {leaf["name"]: leaf for leaf in item["leaves"]}
+    assert leaves["w"] == {
+        "name": "w", "type": "jax.Array", "dtype": "float32", "shape": [16, 8],
+        "chunk": leaves["w"]["chunk"], "bytes": 512, "placement": "(data, -) on data=4, model=2",
+    }  # fmt: skip
+    assert leaves["name"]["value"] == "a run"
+    assert item["bytes"] == 512 + 6 + 16 + 12
+    text = run("inspect", root).output
+    for word in ("x[dim]", "16x8", "ocdbt, zarr v3", "[first]", "8.orbax-checkpoint-tmp-1"):
+        assert word in text
+    assert json.loads(run("inspect", root / "7", "--json").output)["kind"] == "step"
+    assert json.loads(run("inspect", root / "7/state", "--json").output)["kind"] == "item"
+
+
+def test_inspect_of_nothing(tmp_path):
+    assert run("inspect", tmp_path / "absent").exit_code == 1
+    assert "there is no such directory" in run("inspect", tmp_path / "absent").output
+    assert run("inspect", tmp_path).exit_code == 0
+
+
+# --- diff ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("diff") / "base", state())
+
+
+@pytest.mark.parametrize("layout", [{"use_ocdbt": False}, {"use_zarr3": True}], ids=str)
+def test_layout_and_placement_are_no_difference(tmp_path, base, layout):
+    tree = state() | {"w": jnp.asarray(np.asarray(state()["w"]))}
+    other = saved(tmp_path / "other", tree, 3, **layout)
+    result = run("diff", base, other / "3")
+    assert (result.exit_code, result.output) == (0, "")
+    assert run("diff", other / "3/state", base / "0/state").exit_code == 0
+
+
+def test_every_kind_of_difference(tmp_path, base):
+    tree = state()
+    w = np.array(tree["w"])
+    w[3, 4] = np.nextafter(w[3, 4], np.float32(9))
+    w[9, 1] = np.nextafter(np.nextafter(w[9, 1], np.float32(9)), np.float32(9))
+    step = abs(float(w[9, 1]) - float(tree["w"][9, 1]))
+    tree |= {
+        "w": jnp.asarray(w), "b": jnp.ones((3,)), "n": jnp.arange(5), "name": "another", "new": 1,
+    }  # fmt: skip
+    del tree["x[dim]"]
+    other = saved(tmp_path / "other", tree)
+    found = {leaf.name: leaf for leaf in diff_items(base / "0/state", other / "0/state")}
+    kinds = {name: leaf.kind for name, leaf in found.items()}
+    assert kinds == {
+        "w": "values", "b": "dtype", "n": "shape", "name": "values", "new": "only in B",
+        "x[dim]": "only in A",
+    }  # fmt: skip
+    assert (found["w"].elements, found["w"].size, found["w"].max_ulps) == (2, 128, 2)
+    assert found["w"].max_absolute == pytest.approx(step, rel=0.5)
+    scale = float(np.abs(np.asarray(state()["w"])).max())
+    assert found["w"].max_relative == pytest.approx(found["w"].max_absolute / scale)
+    assert (found["n"].a, found["n"].b) == ("int32[4]", "int32[5]")
+    result = run("diff", base, other)
+    assert result.exit_code == 1
+    assert "2 of 128" in result.output
+    told = json.loads(run("diff", base, other, "--json", "--limit-mib", "1").output)["differing"]
+    assert {leaf["name"] for leaf in told} == set(kinds)
+
+
+def test_bits_that_compare_equal_are_differences_of_no_ulps(tmp_path, base):
+    tree = state() | {"b": jnp.asarray([1.0, 0.0, jnp.nan], jnp.bfloat16)}
+    (found,) = diff_items(base / "0/state", saved(tmp_path, tree) / "0/state")
+    assert (found.name, found.elements, found.max_ulps, found.max_absolute) == ("b", 1, 0, 0)
+    tree = state() | {"n": jnp.asarray([0, 1, 2, 9]), "b": jnp.zeros(3, jnp.bfloat16)}
+    found = {x.name: x for x in diff_items(
+        base / "0/state", saved(tmp_path / "ints", tree) / "0/state")}  # fmt: skip
+    assert (found["n"].max_ulps, found["n"].max_absolute) == (None, 6)
+    assert found["b"].max_ulps is None  # one of the two is not finite
+
+
+def test_what_cannot_be_compared(tmp_path, base):
+    for wrong in (tmp_path / "absent", tmp_path):
+        assert run("diff", base, wrong).exit_code == 2
+    (base / "0/state").rename(base / "0/model")
+    try:
+        assert "expected one tree, found none" in run("diff", base, base, "--item", "x").output
+    finally:
+        (base / "0/model").rename(base / "0/state")
