@@ -96,7 +96,7 @@ def test_every_kind_of_difference(tmp_path, base):
     w = np.array(tree["w"])
     w[3, 4] = np.nextafter(w[3, 4], np.float32(9))
     w[9, 1] = np.nextafter(np.nextafter(w[9, 1], np.float32(9)), np.float32(9))
-    step = abs(float(w[9, 1]) - float(tree["w"][9, 1]))
+    step = abs(float(w[9, 1]) - float(np.asarray(tree["w"])[9, 1]))
     tree |= {
         "w": jnp.asarray(w), "b": jnp.ones((3,)), "n": jnp.arange(5), "name": "another", "new": 1,
     }  # fmt: skip

@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gockpt_jax.cli.console import make_console
 from gockpt_jax.storage.diff import LeafDifference, diff_items
 from gockpt_jax.storage.directory import look_into
 from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
@@ -69,4 +69,4 @@ def _print(found: list[LeafDifference]) -> None:
                 f"{leaf.max_relative:.3g}",
             ]
         table.add_row(escape(leaf.name), leaf.kind, escape(leaf.a), escape(leaf.b), *figures)
-    Console(highlight=False, soft_wrap=True).print(table)
+    make_console().print(table)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gockpt_jax.cli.console import make_console
 from gockpt_jax.storage.describe import describe_item
 from gockpt_jax.storage.directory import Directory, Step, look_into
 
@@ -29,7 +30,7 @@ def inspect(path: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_json(found) | {"items": items}))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     _print_directory(console, found)
     for item in items:
         _print_item(console, item)

@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from gockpt_jax.cli.console import make_console
 from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES, READ_THREADS
 from gockpt_jax.storage.verify import Verdict
@@ -68,7 +68,7 @@ def _as_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _print(verdicts: list[Verdict], secs: float) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     table = Table("path", "state", "chunks", "MiB")
     for verdict in verdicts:
         state = f"[{_STYLES[verdict.state]}]{verdict.state}"
