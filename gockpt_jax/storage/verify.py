@@ -7,7 +7,6 @@ read from disk through TensorStore, decompressed and digested, a bounded number 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +17,7 @@ from etils import epath
 from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage import checksums
 from gockpt_jax.storage.checksums import ChecksumError, Chunk
+from gockpt_jax.storage.coverage import cell_of, cover_fault
 from gockpt_jax.storage.directory import Step, look_into
 from gockpt_jax.storage.stored_item import (
     READ_LIMIT_BYTES,
@@ -250,13 +250,12 @@ def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[
     stored = store.dtype.numpy_dtype.name
     if stored != leaf.dtype:
         faults.append(f"`{name}`: expected {leaf.dtype}, found {stored}")
-    uncovered = _cover_fault(tuple(store.shape), leaf.chunks)
+    uncovered = cover_fault(tuple(store.shape), leaf.chunks)
     if uncovered:
         return [*faults, f"`{name}`: {uncovered}"], []
-    cell_of = functools.partial(_cell, chunk_shape(store))
     groups: dict[Any, list[Chunk]] = {}
     for chunk in leaf.chunks:
-        cell = cell_of(chunk, tuple(store.shape))
+        cell = cell_of(chunk_shape(store), chunk, tuple(store.shape))
         groups.setdefault(cell or (chunk.start, chunk.stop), []).append(chunk)
     return faults, [
         _Job(name, store, tuple(map(slice, *key)), chunks) for key, chunks in groups.items()
@@ -265,44 +264,6 @@ def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[
 
 def _key(span: Span) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(s.start for s in span), tuple(s.stop for s in span)
-
-
-def _cell(grid: Sequence[int], chunk: Chunk, shape: Sequence[int]) -> Any:
-    """The zarr chunk that a chunk lies in; `None` if it lies in several."""
-    start = tuple(a // n * n for a, n in zip(chunk.start, grid, strict=True))
-    stop = tuple(min(a + n, s) for a, n, s in zip(start, grid, shape, strict=True))
-    inside = all(b <= end for b, end in zip(chunk.stop, stop, strict=True))
-    return (start, stop) if inside else None
-
-
-def _cover_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
-    """Says whether chunks cover an array once; counts in a grid of all their edges."""
-    for chunk in chunks:
-        if len(chunk.start) != len(shape) or any(
-            not 0 <= a <= b <= n for a, b, n in zip(chunk.start, chunk.stop, shape, strict=True)
-        ):
-            return f"the box {chunk.start} to {chunk.stop} is not in its shape {tuple(shape)}"
-    if not shape:
-        return None if len(chunks) == 1 else f"{len(chunks)} chunks of a scalar"
-    edges = [
-        sorted({0, n, *(c.start[i] for c in chunks), *(c.stop[i] for c in chunks)})
-        for i, n in enumerate(shape)
-    ]
-    places = [{edge: j for j, edge in enumerate(axis)} for axis in edges]
-    count = np.zeros([len(axis) - 1 for axis in edges], np.uint8)
-    for chunk in chunks:
-        count[
-            tuple(
-                slice(place[a], place[b])
-                for place, a, b in zip(places, chunk.start, chunk.stop, strict=True)
-            )
-        ] += 1
-    wrong = np.argwhere(count != 1)
-    if not len(wrong):
-        return None
-    corner = tuple(axis[j] for axis, j in zip(edges, wrong[0], strict=True))
-    which = "missing" if not count[tuple(wrong[0])] else "there twice"
-    return f"the chunk at {corner} of its shape {tuple(shape)} is {which}"
 
 
 def _check_chunks(job: _Job) -> list[str]:

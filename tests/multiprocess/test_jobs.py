@@ -16,6 +16,8 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from gockpt_jax.storage.verify import verify
+
 from .jobs import Ended, run_job
 from .training import MESHES_OF, abstract_state
 
@@ -132,6 +134,8 @@ def assert_checkpoints(run: Path) -> None:
     """Every checkpoint is what all processes together gave, bit for bit, on two meshes."""
     given = given_by_label(run)
     assert sorted(ocp.utils.checkpoint_steps(run)) == sorted(given)
+    verdicts = list(verify(run))
+    assert [v for v in verdicts if v.state != "whole"] == []
     for label, shards in given.items():
         for mesh in ("fsdp", "fsdp_tensor"):
             with ocp.CheckpointManager(run) as stock:
