@@ -7,8 +7,8 @@ An item of a checkpoint holds, beside what stock Orbax wrote:
                                        item with its size; the digest of those that are not data
 
 Digests are xxh3 (128 bits) of the little-endian values in C order, as stored and before
-compression: independent of the layout on disk. One core makes 20 GB/s of them, on threads without
-the GIL. Stock never looks into this folder.
+compression: independent of the layout on disk. Large ones are made on threads, without the GIL.
+Stock never looks into this folder. See docs/decisions/0012.
 """
 
 from __future__ import annotations
