@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +16,9 @@ from gockpt_jax.storage.restore import require_whole
 _log = logging.getLogger("gockpt_jax")
 
 # What other libraries leave: Flax's files, PyTorch's, safetensors'.
-_FOREIGN = ("checkpoint", ".safetensors", ".distcp", ".msgpack", ".ckpt", ".pt", ".pth")
+_FOREIGN = re.compile(r"checkpoint(_\d+)?|.*\.(safetensors|distcp|msgpack|ckpt|pt|pth)")
+# A tree of another name may be anything, such as weights to start from.
+_NUMBERED = re.compile(r".*\d")
 
 
 def nothing_in(root: epath.Path) -> NoCheckpointError:
@@ -34,7 +37,8 @@ def refuse_fresh_start(root: Any) -> None:
     found = _look(epath.Path(root))
     if found is None:
         return
-    if found.kind != "root" or any(s.trees for s in found.steps) or _foreign(found):
+    steps = [s for s in found.steps if s.trees and _NUMBERED.fullmatch(s.path.name)]
+    if found.kind != "root" or steps or _foreign(found):
         raise nothing_in(epath.Path(root))
     if found.leftovers:
         _log.warning(
@@ -59,7 +63,9 @@ def items_of(path: epath.Path, root: epath.Path) -> list[str]:
 
 def no_item(path: epath.Path, name: str, items: Collection[str]) -> NoCheckpointError:
     """The error for a step whose state has another name."""
-    held = ", ".join(f"`{item}`" for item in sorted(items)) or "nothing"
+    if not items:
+        return NoCheckpointError(f"{path} has no item `{name}`: it is empty. Remove it.")
+    held = ", ".join(f"`{item}`" for item in sorted(items))
     example = next(iter(sorted(set(items) - {"metrics"})), name)
     return NoCheckpointError(
         f"{path} has no item `{name}`; it has {held}. Name the one that you mean:"
@@ -86,8 +92,7 @@ def _look(root: epath.Path) -> Directory | None:
 
 
 def _foreign(found: Directory) -> list[str]:
-    return [name for name in found.others if name.startswith("checkpoint_")
-            or name.endswith(_FOREIGN)]  # fmt: skip
+    return [name for name in found.others if _FOREIGN.fullmatch(name)]
 
 
 def _advice(found: Directory | None) -> str:

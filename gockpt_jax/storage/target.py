@@ -83,7 +83,7 @@ def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:
     text = [f"The checkpoint {path} does not fit the target."]
     for what, leaves in found.items():
         if leaves:
-            text.append(f"{len(leaves)} leaves {what}:")
+            text.append(f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'} {what}:")
             text += [f"  {line}" for line in leaves]
     hints = [hint for what, hint in advice.items() if found.get(what)]
     text.append("Build the target from the model and optimizer that were saved" + (

@@ -192,13 +192,13 @@ def test_everything_that_does_not_fit_is_in_one_error(copy, from_checksums):
     assert isinstance(raised.value, ValueError)
     assert str(raised.value) == "\n".join([
         f"The checkpoint {copy}/3/state does not fit the target.",
-        "1 leaves in the target, but not in the checkpoint:",
+        "1 leaf in the target, but not in the checkpoint:",
         "  params.head: int8[3]",
-        "1 leaves in the checkpoint, but not in the target:",
+        "1 leaf in the checkpoint, but not in the target:",
         "  key: uint32[2]",
-        "1 leaves of another shape:",
+        "1 leaf of another shape:",
         "  params.w: float32[16, 8] in the checkpoint, float32[16, 4] in the target",
-        "1 leaves of another dtype:",
+        "1 leaf of another dtype:",
         "  params.b: bfloat16[8] in the checkpoint, float32[8] in the target",
         "Build the target from the model and optimizer that were saved; or in `GoCkptRestore`: "
         "`partial_restore=True` leaves out what the target does not name, `strict=False` pads or "
@@ -275,7 +275,11 @@ def resume(root, **options):
 def test_an_empty_directory_is_a_fresh_start(tmp_path):
     assert resume(tmp_path / "new") == "fresh"
     (tmp_path / "new/config.yaml").write_text("lr: 1")
+    save(ocp.PyTreeCheckpointHandler(), tmp_path / "new/pretrained", {"a": jnp.ones(3)})
     assert resume(tmp_path / "new") == "fresh"
+    (tmp_path / "new/7").mkdir()  # Orbax takes it for a step
+    with pytest.raises(gockpt.NoCheckpointError, match="it is empty"):
+        resume(tmp_path / "new")
 
 
 def leftovers(root):
