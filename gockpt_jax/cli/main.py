@@ -2,9 +2,9 @@
 
 import click
 
-from gockpt_jax.cli.plan import plan
 from gockpt_jax.cli.diff import diff
 from gockpt_jax.cli.inspect import inspect
+from gockpt_jax.cli.plan import plan
 from gockpt_jax.cli.verify import verify
 
 

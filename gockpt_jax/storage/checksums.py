@@ -8,7 +8,7 @@ An item of a checkpoint holds, beside what stock Orbax wrote:
 
 Digests are xxh3 (128 bits) of the little-endian values in C order, as stored and before
 compression: independent of the layout on disk. Large ones are made on threads, without the GIL.
-Stock never looks into this folder. See docs/decisions/0012.
+Stock never looks into this folder. See docs/decisions/0016.
 """
 
 from __future__ import annotations
