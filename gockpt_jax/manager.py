@@ -54,6 +54,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp
+      >>> from gockpt_jax import GoCkptManager, GoCkptSave
       >>> @jax.jit
       ... def train_step(state):
       ...     return {"w": state["w"] * 0.5}

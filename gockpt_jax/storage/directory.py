@@ -86,7 +86,9 @@ def look_into(path: Any) -> Directory:
         raise FileNotFoundError(f"{path}: there is no such directory.")
     if is_tree(path):
         return Directory(path, "item", (Step(path, {"": path}, ("",)),))
-    if (path / _STEP_METADATA).exists() or any(is_tree(p) for p in _folders(path)):
+    # A directory of another name may be one of steps, with a tree among them to start from.
+    is_damaged_step = _number(path.name)[0] >= 0 and any(is_tree(p) for p in _folders(path))
+    if (path / _STEP_METADATA).exists() or is_damaged_step:
         return Directory(path, "step", (_step(path),))
     steps, leftovers, others = [], [], []
     for entry in sorted(path.iterdir()):
