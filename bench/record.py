@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Record:
         """The record with all that is needed to repeat it."""
         return {
             "name": self.name,
-            "command": " ".join(["python -m bench", *sys.argv[1:]]),
+            "command": command(),
             "commit": self.commit,
             "versions": _versions(),
             "hardware": hardware(),
@@ -79,6 +80,7 @@ def print_table(
 ) -> None:
     """Prints notes, and below them a table whose first column is text, the others numbers."""
     try:
+        from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError:  # a borrowed machine may not have it
@@ -88,12 +90,14 @@ def print_table(
             first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             print(row[0].ljust(len(first)), *rest, sep="  ")
         return
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for n, column in enumerate(columns):
         table.add_column(column, justify="right" if n else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console = Console()
+    if not console.is_terminal:  # a log file folds nothing
+        console.width = 140
     for note in notes:
         console.print(f"- {note}", markup=False, highlight=False)
     console.print(table)
@@ -172,6 +176,22 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def command() -> str:
+    """What was typed, without paths that mean nothing elsewhere."""
+    module = Path(sys.argv[0]).stem
+    name = "bench" if module == "__main__" else f"bench.{module}"
+    words = [word for word in sys.argv[1:] if not word.startswith("/")]
+    words = [w for w, after in zip(words, [*words[1:], "--"], strict=True)
+             if w not in ("--out", "--directory") or not after.startswith("--")]  # fmt: skip
+    return " ".join(["python -m", name, *words])
+
+
+def without_paths(text: str) -> str:
+    """A traceback as it can be published: files named from the repository, or the environment."""
+    text = text.replace(f"{ROOT}/", "")
+    return re.sub(r"[^\s\"']*/(site-packages|dist-packages)/", r"\1/", text)
+
+
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -198,8 +218,11 @@ def _commit() -> str:
 
 
 def sources_digest() -> str:
-    """A digest of what is measured: `python -c "import bench.record as r; print(r.sources_digest())"`
-    in a checkout says whether a record is of that checkout."""
+    """A digest of what is measured.
+
+    `python -c "import bench.record as r; print(r.sources_digest())"` in a checkout says whether a
+    record is of that checkout.
+    """
     digest = hashlib.sha256()
     for folder in ("gockpt_jax", "bench"):
         for path in sorted((ROOT / folder).rglob("*.py")):

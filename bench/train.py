@@ -9,17 +9,17 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.record import Record
+from bench.train_table import TrainRecord
 
-_LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this
+if TYPE_CHECKING:  # JAX must not start before the environment is prepared
+    from bench.train_rounds import Shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,22 +67,6 @@ def _prepare_environment() -> None:
         os.environ["XLA_FLAGS"] = flags.strip()
 
 
-@dataclasses.dataclass
-class _Clock:
-    """How much time is left.
-
-    Attributes:
-      until: `time.perf_counter()` at the end; infinite without a limit.
-    """
-
-    until: float
-
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return self.until - time.perf_counter()
-
-
 class _Bench:
     """One run of the benchmark."""
 
@@ -102,50 +86,69 @@ class _Bench:
         self.rounds = options.rounds or (3 if quick else 5)
         self.size_name = options.size or ("3m" if quick else "10m" if self.on_cpu else "")
         secs = options.minutes * 60 if options.minutes else float("inf")
-        self.clock = _Clock(time.perf_counter() + secs)
-        self.record = Record("train")
-        self.failures: dict[str, str] = {}
-        self.phases: list[dict[str, Any]] = []
-        self.record.details = {"phases": self.phases, "failures": self.failures}
+        self.until = time.perf_counter() + secs
+        self.record = TrainRecord("train", details={"failures": {}, "phases": []})
 
     def run(self) -> Record:
         """All intervals."""
-        import jax.numpy as jnp
-
         from bench.train_figures import NOTES
-        from bench.train_model import SIZES, make_job
+        from bench.train_rounds import Interval
 
         self.record.notes += NOTES
         with self._directory() as directory:
-            size = SIZES[self.size_name]
-            if self.on_cpu:
-                size = dataclasses.replace(
-                    size, batch=min(size.batch, 4), length=min(size.length, 64)
-                )
-            self.job = make_job(size, jnp.float32 if self.on_cpu else jnp.bfloat16)
-            self.state = self.job.init()
-            self.state_bytes = _bytes(self.state)
-            self._say_what_is_trained(size)
+            shared = self._start()
             for interval in self.intervals:
-                _Interval(self, interval, directory / str(interval)).run()
+                Interval(shared, interval, directory / str(interval)).run()
         return self.record
+
+    def _start(self) -> "Shared":
+        """Makes the job and its first state."""
+        import jax
+        import jax.numpy as jnp
+
+        from bench.train_model import SIZES, make_job
+        from bench.train_rounds import Shared
+
+        size = SIZES[self.size_name]
+        if self.on_cpu:
+            size = dataclasses.replace(size, batch=min(size.batch, 4), length=min(size.length, 64))
+        job = make_job(size, jnp.float32 if self.on_cpu else jnp.bfloat16)
+        state = job.init()
+        state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self.record.details["size"] = self.size_name
+        self.record.notes.insert(
+            0,
+            f"GPT {self.size_name}: {size.parameters / 1e6:.1f} M parameters, "
+            f"{state_bytes / 1e9:.2f} GB of fp32 state with AdamW, "
+            f"{'fp32' if self.on_cpu else 'bf16'} compute, {size.batch} x {size.length} bytes of "
+            "the Python standard library per step, rematerialised, donated, one device.",
+        )
+        return Shared(
+            self.options, self.record, self.until, job, state, state_bytes, self.modes,
+            self.rounds, self.on_cpu,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Path]:
         """Chooses size and place; what was written is deleted at the end."""
+        import jax
+
         from bench import train_place
+        from bench.train_rounds import CORE_PHASES, saves_per_phase
 
         probe_bytes = 2**24 if self.on_cpu else 2**30
         found = train_place.places(self.options.directory, probe_bytes=probe_bytes)
         place = found[0]
         if not self.size_name:
+            stats = jax.local_devices()[0].memory_stats() or {}
             host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             self.size_name, place, why = train_place.choose(
                 found,
-                saves=_saves_per_phase(min(self.intervals)),
+                device_bytes=stats.get("bytes_limit", 0),
+                saves=saves_per_phase(min(self.intervals)),
                 host_bytes=max(host_bytes, int((self.options.host_gib or 0) * 2**30)),
-                secs=min(self.clock.left, 3600.0),
-                phases=4 * (1 + _LEAST_ROUNDS),
+                secs=min(self.until - time.perf_counter(), 3600.0),
+                phases=CORE_PHASES,
             )
             self.record.notes.append(f"Size {self.size_name} was chosen; larger ones: {why}.")
         self.record.notes.append(
@@ -157,187 +160,3 @@ class _Bench:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
-
-    def _say_what_is_trained(self, size: Any) -> None:
-        self.record.notes.insert(
-            0,
-            f"GPT {self.size_name}: {size.parameters / 1e6:.1f} M parameters, "
-            f"{self.state_bytes / 1e9:.2f} GB of fp32 state with AdamW, "
-            f"{'fp32' if self.on_cpu else 'bf16'} compute, {size.batch} x {size.length} bytes of "
-            "the Python standard library per step, rematerialised, donated, one device.",
-        )
-
-    def save_so_far(self) -> None:
-        """Whatever comes next, what was measured stays."""
-        if getattr(self.options, "out", None):
-            self.record.write(self.options.out)
-
-
-class _Interval:
-    """All modes at one interval between saves."""
-
-    def __init__(self, bench: _Bench, interval: int, directory: Path):
-        from bench.train_phases import Loop
-
-        self.bench, self.record, self.clock = bench, bench.record, bench.clock
-        self.interval = interval
-        self.directory = directory
-        self.steps = interval * _saves_per_phase(interval)
-        self.lead = min(interval - 1, 12)  # the largest K, and two calls to foresee the save
-        self.loop = Loop(bench.state, bench.job.batches, interval=interval, lead=self.lead)
-        self.modes: dict[str, Any] = {}
-        self.last_secs: dict[str, float] = {}
-
-    def run(self) -> None:
-        """Warms up, then takes turns until all rounds are done or the time is over."""
-        from bench.train_link import slow_pulls
-        from bench.train_modes import Setting, make_mode
-
-        setting = Setting(self.bench.job, self.interval, self.directory, None, None, 0)
-        self.modes["ideal"] = make_mode("ideal", setting)
-        self.loop.run("ideal", self.modes["ideal"], 3)  # compiles
-        undisturbed = self.loop.run("ideal", self.modes["ideal"], self.lead + 3)
-        self.step_secs = undisturbed.wall_secs / undisturbed.steps
-        setting = self._setting()
-        try:
-            with slow_pulls(setting.link):
-                self._warm_up_all(setting)
-                if not self.bench.options.alone:
-                    self._rounds()
-                for mode in self.modes.values():
-                    with contextlib.suppress(Exception):
-                        mode.close()
-        finally:
-            self.bench.state = self.loop.state
-            self.bench.save_so_far()
-
-    def _setting(self) -> Any:
-        from bench.train_link import Link
-        from bench.train_modes import Setting
-
-        options, state_bytes = self.bench.options, self.bench.state_bytes
-        link = None
-        if self.bench.on_cpu and options.link_gb_per_sec != 0:
-            chosen = options.link_gb_per_sec
-            link = Link(chosen * 1e9 if chosen else state_bytes / (3 * self.step_secs))
-            self.record.notes.append(
-                f"Interval {self.interval}: the link was slowed to {link.bytes_per_sec / 1e9:.3f} "
-                f"GB/s, for all modes alike: the state takes "
-                f"{state_bytes / link.bytes_per_sec / self.step_secs:.1f} steps. Background "
-                "transfers of stock would wait in Orbax's thread, where the throttle is not: that "
-                "mode is left out."
-            )
-            self.bench.modes = [m for m in self.bench.modes if m != "orbax_async_background"]
-        fraction = options.device_budget_fraction
-        budget = int(state_bytes * fraction) if fraction else None
-        if budget:
-            self.record.notes.append(
-                f"gockpt: a device budget of {fraction:.3f} of the state, {budget} bytes."
-            )
-        return Setting(
-            self.bench.job, self.interval, self.directory, link, budget, state_bytes
-        )
-
-    def _warm_up_all(self, setting: Any) -> None:
-        from bench.train_figures import add_host_memory
-        from bench.train_modes import make_mode
-        from bench.train_phases import resident_bytes, system_bytes
-
-        longest = 0.0
-        for name in self.bench.modes:
-            rounds_secs = _LEAST_ROUNDS * (len(self.modes) + 1) * max(longest, 1.0)
-            if longest and self.clock.left < rounds_secs + 2 * longest:
-                self.record.notes.append(f"{name}: left out, the time does not suffice.")
-                continue
-            before = (resident_bytes(), system_bytes())
-
-            def warm(name: str = name) -> Any:
-                self.modes[name] = make_mode(name, setting)
-                return self._warm_up(name)
-
-            phase = self._attempt(name, warm)
-            if phase is None:
-                continue
-            if self.bench.options.alone:
-                add_host_memory(
-                    self.record, phase, interval=self.interval,
-                    state_bytes=self.bench.state_bytes, before=before,
-                )  # fmt: skip
-            longest = max(longest, phase.drain_secs + self.step_secs * self.steps)
-
-    def _warm_up(self, name: str) -> Any:
-        """A phase that does not count; again while a window could not open yet."""
-        for _ in range(3):
-            phase = self._phase(name, self.lead + 3)
-            reasons = [report["reason"] for report in phase.reports]
-            if not any("compiling" in reason or "traced" in reason for reason in reasons):
-                break
-        return phase
-
-    def _rounds(self) -> None:
-        done = 0
-        for number in range(self.bench.rounds):
-            names = [name for name in self.modes if name != "ideal"]
-            turn = number % max(1, len(names))
-            ideal = self._attempt("ideal", lambda: self._phase("ideal", self.steps))
-            if ideal is None:
-                raise RuntimeError(self.bench.failures["ideal"])
-            phases = {}
-            for name in names[turn:] + names[:turn]:
-                if self.last_secs[name] * 1.2 > self.clock.left:
-                    continue
-                phase = self._attempt(name, lambda name=name: self._phase(name, self.steps))
-                if phase is not None:
-                    phases[name] = phase
-            self._add(ideal, phases)
-            done += bool(phases)
-            self.bench.save_so_far()
-            if max(self.last_secs.values()) * 2 > self.clock.left:
-                break
-        if done < 5:
-            self.record.notes.append(f"Interval {self.interval}: medians of {done} rounds only.")
-
-    def _phase(self, name: str, steps: int) -> Any:
-        start = time.perf_counter()
-        phase = self.loop.run(name, self.modes[name], steps)
-        self.modes[name].clean()
-        self.last_secs[name] = time.perf_counter() - start
-        return phase
-
-    def _attempt(self, name: str, run: Any) -> Any:
-        """Runs a phase; a mode that fails is dropped, and training starts again without it."""
-        try:
-            return run()
-        except Exception:
-            self.bench.failures[f"{name}/{self.interval}"] = traceback.format_exc()
-            print(f"{name} failed: {sys.exc_info()[1]!r}"[:500], file=sys.stderr)
-            self.record.notes.append(f"{name}: failed, see the record's `failures`.")
-        mode = self.modes.pop(name, None)
-        with contextlib.suppress(Exception):
-            mode.close()
-        self.loop.state = None  # its step may have donated it
-        self.loop.state = self.bench.job.init()
-        return None
-
-    def _add(self, ideal: Any, phases: dict[str, Any]) -> None:
-        from bench.train_figures import add_phase
-
-        common = {"interval": self.interval, "ideal": ideal, "state_bytes": self.bench.state_bytes}
-        stock = phases.pop("orbax_async", None)
-        inflation = None
-        for phase in [ideal, *([stock] if stock else []), *phases.values()]:
-            found = add_phase(self.record, phase, async_inflation=inflation, **common)
-            if phase is stock:
-                inflation = found
-            self.bench.phases.append({"interval": self.interval, **phase.as_json()})
-
-
-def _saves_per_phase(interval: int) -> int:
-    """Short intervals have several saves, so that one meets the next."""
-    return max(1, min(3, 30 // interval))
-
-
-def _bytes(tree: Any) -> int:
-    import jax
-
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

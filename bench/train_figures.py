@@ -23,7 +23,8 @@ NOTES = [
     "device_memory_ratio, host_memory_ratio: the most sampled (every 10 ms) in use on the device,"
     " over that of ideal phases; growth of resident memory over the state's bytes, of a process"
     " that runs this mode alone. host_system_memory_ratio: growth of the machine's memory in use,"
-    " which has pinned memory in it.",
+    " which has pinned memory in it. device_memory_over_plan: the device's peak, over that of ideal"
+    " phases and what the library says that it staged and retained.",
     f"ettr_mtbf_Nh: 1 / (1 + C/tau + (tau/2 + visible + {_RESTART_SECS:.0f} s) / M): inflation C,"
     " interval tau, time between failures M of N hours, restart assumed to take that long.",
     "Excluded: compilation, and one phase of each mode before the first that counts.",
@@ -57,6 +58,10 @@ def add_phase(
     }
     if ideal.peaks.device:
         figures["device_memory_ratio"] = phase.peaks.device / ideal.peaks.device
+        planned = max((r["peak_device_bytes"] for r in phase.reports), default=0)
+        if planned:
+            over = phase.peaks.device / (ideal.peaks.device + planned)
+            figures["device_memory_over_plan"] = over
     inflation = None
     if phase.saves:
         inflation = (phase.wall_secs - undisturbed * phase.steps) / phase.saves

@@ -1,6 +1,6 @@
 """The training job of `bench train`: the example's GPT over bytes, its optimizer and its text.
 
-Layers are scanned in four segments with rematerialisation, as large models are trained: the state
+Layers are scanned in a few segments with rematerialisation, as large models are trained: the state
 has many leaves of a few hundred megabytes, and the step compiles in seconds at any depth.
 """
 
@@ -17,15 +17,14 @@ from flax.training.train_state import TrainState
 from bench.record import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
-from lm import data  # noqa: E402
-from lm.model import VOCABULARY, Block, GPTConfig  # noqa: E402
-from lm.optimizer import make_optimizer  # noqa: E402
-from lm.sharding import AXIS  # noqa: E402
+from lm import data
+from lm.model import VOCABULARY, Block, GPTConfig
+from lm.optimizer import make_optimizer
+from lm.sharding import AXIS
 
 __all__ = ["AXIS", "SIZES", "Job", "Size", "make_job"]
 
 STATE_BYTES_PER_PARAMETER = 12  # fp32: itself and Adam's two moments
-_SEGMENTS = 4
 _BATCHES = 16  # different ones, on the device beforehand: no loader in the measurement
 
 
@@ -34,16 +33,18 @@ class Size:
     """A model and its batch.
 
     Attributes:
-      layers: Blocks of the transformer, a multiple of four.
+      layers: Blocks of the transformer, a multiple of the segments.
       width: Of the residual stream; heads are 64 wide.
       batch: Excerpts per step.
       length: Bytes per excerpt.
+      segments: Of scanned layers.
     """
 
     layers: int
     width: int
     batch: int
     length: int
+    segments: int = 4
 
     @property
     def parameters(self) -> int:
@@ -57,7 +58,7 @@ class Size:
 
 
 SIZES = {
-    "toy": Size(4, 64, 2, 32),  # 0.2 M, for tests
+    "toy": Size(2, 64, 2, 32, segments=1),  # 0.1 M, for tests
     "3m": Size(4, 256, 4, 64),
     "10m": Size(8, 320, 4, 64),
     "100m": Size(12, 832, 8, 512),
@@ -84,6 +85,7 @@ class ScannedGPT(nn.Module):
 
     config: GPTConfig
     context: int
+    segments: int
     dtype: Any
 
     @nn.compact
@@ -99,9 +101,9 @@ class ScannedGPT(nn.Module):
             nn.remat(_Layer, prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            length=self.config.layers // _SEGMENTS,
+            length=self.config.layers // self.segments,
         )
-        for i in range(_SEGMENTS):
+        for i in range(self.segments):
             x, _ = segment(self.config, name=f"segment_{i}")(x, None)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
         return embed.attend(x).astype(jnp.float32)
@@ -131,7 +133,7 @@ class Job:
 def make_job(size: Size, dtype: Any) -> Job:
     """Makes the job; call it, and all of its functions, under `jax.set_mesh`."""
     config = GPTConfig(layers=size.layers, heads=size.width // 64, width=size.width)
-    model = ScannedGPT(config, context=size.length, dtype=dtype)
+    model = ScannedGPT(config, size.length, size.segments, dtype)
     optimizer = make_optimizer(100_000)
 
     def init() -> TrainState:

@@ -210,9 +210,7 @@ class GoCkpt(Ideal):
     """`GoCkptManager`, with its defaults or with a fixed K."""
 
     def __init__(self, setting: Setting, name: str, steps: int | None):
-        window = gockpt.WindowOptions(
-            steps=steps, device_budget_bytes=setting.device_budget_bytes
-        )
+        window = gockpt.WindowOptions(steps=steps, device_budget_bytes=setting.device_budget_bytes)
         self._manager = gockpt.GoCkptManager(
             setting.directory / name, options=_options(setting), window=window
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from bench.train_model import Job
 from bench.train_modes import Mode
 
 _SAMPLE_SECS = 0.01
@@ -71,17 +72,17 @@ class Loop:
 
     Args:
       state: To begin with.
-      batches: Taken in turns.
+      job: Has the batches, taken in turns, and the step outside phases.
       interval: Steps between saves.
       lead: Steps before the first save of a phase.
     """
 
-    def __init__(self, state: Any, batches: list[Any], *, interval: int, lead: int):
+    def __init__(self, state: Any, job: Job, *, interval: int, lead: int):
         self.state = state
-        self._batches = batches
+        self._job = job
         self._interval = interval
         self._lead = lead
-        self._phases = 0
+        self._next_label = 0
 
     def run(self, name: str, mode: Mode, steps: int) -> Phase:
         """Trains for some steps; the first save comes after `lead` of them, then every interval.
@@ -91,17 +92,21 @@ class Loop:
           mode: What `save` is called of after every step, as in any loop.
           steps: How many.
         """
-        self._phases += 1
-        first = self._phases * max(steps, self._interval) * self._interval - self._lead
+        # A multiple of the interval comes after `lead` steps; labels only ever grow.
+        first = (self._next_label // self._interval + 2) * self._interval - self._lead
+        self._next_label = first + steps
         seen = len(mode.reports())
         watch = _Watch(mode)
         step_secs, hook_secs, saves = [], [], 0
+        batches = self._job.batches
+        # The mode before may still hold the state that it returned; donated, it is gone for all.
+        self.state, _ = self._job.donating(self.state, batches[0])
         jax.block_until_ready(self.state)
         with _sampled() as peaks:
             start = last = time.perf_counter()
             before = None
             for n in range(steps):
-                self.state, loss = mode.step(self.state, self._batches[n % len(self._batches)])
+                self.state, loss = mode.step(self.state, batches[n % len(batches)])
                 if mode.save(first + n, self.state):
                     saves += 1
                     watch.saved()

@@ -8,8 +8,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import jax
-
 from bench.train_model import SIZES
 
 _FAST_BYTES_PER_SEC = 1.5e9  # below this a memory file system is preferred, if it has room
@@ -55,12 +53,13 @@ def places(directory: Path | None, *, probe_bytes: int) -> list[Place]:
 
 
 def choose(
-    found: list[Place], *, saves: int, host_bytes: int, secs: float, phases: int
+    found: list[Place], *, device_bytes: int, saves: int, host_bytes: int, secs: float, phases: int
 ) -> tuple[str, Place, str]:
     """The largest model that fits, and where its checkpoints go.
 
     Args:
       found: Places.
+      device_bytes: That the device's allocator has.
       saves: Per phase.
       host_bytes: Memory of this machine.
       secs: For the whole benchmark.
@@ -69,8 +68,6 @@ def choose(
     Returns:
       Its name in `SIZES`, the place, and what would have been too large, and why, in words.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}
-    device_bytes = stats.get("bytes_limit", 0)
     refused: list[str] = []
     for name in _LADDER:
         state = SIZES[name].state_bytes
@@ -85,10 +82,11 @@ def choose(
     return _LADDER[-1], found[0], "; ".join(refused)
 
 
-def _preference(place: Place) -> bool:
-    return place.in_memory == (place.bytes_per_sec >= _FAST_BYTES_PER_SEC) or (
-        not place.in_memory and place.bytes_per_sec < _FAST_BYTES_PER_SEC
-    )
+def _preference(place: Place) -> int:
+    """A fast disk, then memory, then a slow disk."""
+    if place.in_memory:
+        return 1
+    return 0 if place.bytes_per_sec >= _FAST_BYTES_PER_SEC else 2
 
 
 def _too_small(
