@@ -48,7 +48,7 @@ _TOY_TRAINING = ("--quick", "--size", "toy", "--rounds", "1", "--intervals", "6"
 PARTS = (
     Part("transfer", 1.2, ("bench.gpu_part", "transfer")),
     Part("train", 5.0, ("bench", "train"), (
-        *_TOY_TRAINING, "--modes", "ideal,gockpt,orbax_async,device_copy,gockpt_k2",
+        *_TOY_TRAINING, "--modes", "ideal,gockpt_k2,gockpt,orbax_async",
     )),
     Part("exact", 1.2, ("bench.gpu_part", "exact")),
     Part("sixth", 1.6, (

@@ -9,7 +9,7 @@ that accepts rounding lets parameters leave early too, and here is by how much t
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,7 +128,8 @@ def _replay(record: Record, name: str, widths: Sequence[int]) -> None:
             differing = sum(_differing(a, b) for a, b in zip(seen[-1], plain[-1], strict=False))
             elements = sum(a.size for a in plain[-1])
             record.samples[f"perturbed/{name}"] = [differing / elements]
-        _compare(record, f"{label}/{name}", paths, cut, leaves, seen)
+        replayed = _replayed(cut, leaves, seen)
+        compare_leaves(record, f"{label}/{name}", paths, replayed, seen[_STEPS])
 
 
 def _run(call: Any, state: Any, tree: Any) -> list[list[np.ndarray]]:
@@ -150,32 +151,36 @@ def _differing(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.count_nonzero(ulp_distance(a, b)))
 
 
-def _compare(
-    record: Record, label: str, paths: Sequence[str], cut: Cut, leaves: Sequence[Leaf],
-    seen: list[list[np.ndarray]],
+def compare_leaves(
+    record: Record, label: str, paths: Sequence[str], replayed: Mapping[int, np.ndarray],
+    true: Sequence[np.ndarray],
 ) -> None:  # fmt: skip
-    replayed = _replayed(cut, leaves, seen)
+    """Adds how far replayed leaves are from the device's own.
+
+    Args:
+      record: Takes figures, and histograms in its details.
+      label: Of the figures.
+      paths: Of all leaves.
+      replayed: Early leaves, by position.
+      true: All leaves.
+    """
     parts: dict[str, list[tuple[np.ndarray, float]]] = {}
     for j, value in replayed.items():
-        true = seen[_STEPS][j]
         part = "params" if paths[j].startswith("[0]") else "moments"
-        distance = ulp_distance(value, true).reshape(-1)
+        distance = ulp_distance(value, true[j]).reshape(-1)
         with np.errstate(invalid="ignore", over="ignore"):
-            gap = np.abs(value.astype(np.float64) - true.astype(np.float64))
-        scale = scale_of(true.reshape(-1)) or 1.0
-        parts.setdefault(part, []).append((distance, float(np.nanmax(gap, initial=0.0)) / scale))
+            gap = np.abs(value.astype(np.float64) - true[j].astype(np.float64))
+        scale = scale_of(true[j].reshape(-1)) or 1.0
+        largest = float(np.max(gap[np.isfinite(gap)], initial=0.0))
+        parts.setdefault(part, []).append((distance, largest / scale))
     for part, found in parts.items():
         distances = np.concatenate([distance for distance, _ in found])
-        edges = [0, *(edge + 1 for edge in BINS), 2**64 - 1]
-        counts = [
-            int(np.count_nonzero((distances >= low) & (distances < high)))
-            for low, high in itertools.pairwise(edges)
-        ]
-        counts[-1] += int(np.count_nonzero(distances == 2**64 - 1))
         record.samples[f"{label}/{part}/max_ulps"] = [float(distances.max(initial=0))]
         record.samples[f"{label}/{part}/differing"] = [float(np.mean(distances > 0))]
         record.samples[f"{label}/{part}/relative"] = [max(relative for _, relative in found)]
-        record.details["histograms"][f"{label}/{part}"] = counts
+        bins = np.searchsorted(np.array(BINS, np.uint64), distances)  # the first end not below it
+        counts = np.bincount(bins, minlength=len(BINS) + 1)
+        record.details["histograms"][f"{label}/{part}"] = counts.tolist()
 
 
 def _replayed(

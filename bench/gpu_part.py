@@ -20,7 +20,7 @@ def _transfer(record: Record, arguments: argparse.Namespace, left: Callable[[], 
     try:
         from bench import transfer_gpu
     except ImportError as error:
-        record.notes.append(f"the link: not measured, {error}.")
+        record.notes.append(f"the link: not measured, {without_paths(str(error))}.")
         return
     transfer_gpu.answer(record, quick=arguments.toy, limit_secs=left())
     record.details["memory_stats_after"] = _memory_stats()
