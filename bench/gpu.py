@@ -89,6 +89,7 @@ def run(quick: bool, **options: Any) -> "GpuRun":
         raise SystemExit(f"there are no parts {sorted(unknown)}")
     done = GpuRun(out)
     end = time.perf_counter() + 60 * arguments.minutes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench gpu was ended"))  # with its parts
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as cache:
         todo = [part for part in PARTS if part.name in names]
         while todo:
@@ -201,9 +202,11 @@ class GpuRun:
 def _wait(child: "subprocess.Popen[bytes]", secs: float) -> str:
     try:
         code = child.wait(max(1.0, secs))
-    except subprocess.TimeoutExpired:
+    except BaseException as error:
         os.killpg(child.pid, signal.SIGKILL)  # its own session: itself and what it started
         child.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         return "killed when its time was over"
     return "done" if code == 0 else f"failed with exit code {code}"
 
@@ -211,6 +214,8 @@ def _wait(child: "subprocess.Popen[bytes]", secs: float) -> str:
 def _environment(cache: str) -> dict[str, str]:
     """A child's environment: it starts with what earlier ones have compiled."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    if environment.get("JAX_PLATFORMS") in ("cuda", "gpu"):
+        environment["JAX_PLATFORMS"] = "cuda,cpu"  # replay needs the CPU backend
     if shutil.which("nvidia-smi"):
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", cache)

@@ -92,7 +92,7 @@ def print_table(
         return
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for n, column in enumerate(columns):
-        table.add_column(column, justify="right" if n else "left", overflow="fold")
+        table.add_column(column, justify="right" if n else "left", no_wrap=not n)
     for row in rows:
         table.add_row(*row)
     console = Console()
@@ -180,9 +180,12 @@ def command() -> str:
     """What was typed, without paths that mean nothing elsewhere."""
     module = Path(sys.argv[0]).stem
     name = "bench" if module == "__main__" else f"bench.{module}"
-    words = [word for word in sys.argv[1:] if not word.startswith("/")]
-    words = [w for w, after in zip(words, [*words[1:], "--"], strict=True)
-             if w not in ("--out", "--directory") or not after.startswith("--")]  # fmt: skip
+    words = []
+    for word in sys.argv[1:]:
+        if not word.startswith("/"):
+            words.append(word)
+        elif words and words[-1].startswith("--"):  # the option whose value it is
+            words.pop()
     return " ".join(["python -m", name, *words])
 
 

@@ -66,7 +66,7 @@ def add_phase(
     if phase.saves:
         inflation = (phase.wall_secs - undisturbed * phase.steps) / phase.saves
         figures |= _of_saves(phase, inflation, undisturbed * interval, ideal)
-        if async_inflation:
+        if async_inflation is not None and async_inflation > 0:  # else it is noise
             figures["inflation_vs_stock_async"] = inflation / async_inflation
     for name, value in figures.items():
         _add(record, phase.mode, interval, name, value)

@@ -67,8 +67,8 @@ def _replace(patch: contextlib.ExitStack, name: str, make: Any) -> None:
 
 
 def _starting(original: Any, link: Link) -> Any:
-    def init(self: Any, indices: Any, shards: Any) -> None:
-        original(self, indices, shards)
+    def init(self: Any, indices: Any, shards: Any, *rest: Any) -> None:
+        original(self, indices, shards, *rest)
         self.arrival = link.start(sum(shard.nbytes for shard in shards))
 
     return init

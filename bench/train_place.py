@@ -47,8 +47,7 @@ def places(directory: Path | None, *, probe_bytes: int) -> list[Place]:
     for path in candidates:
         if path.is_dir() and os.access(path, os.W_OK):
             rate = _write_rate(path, probe_bytes)
-            in_memory = str(path).startswith("/dev/shm")
-            found.append(Place(path, shutil.disk_usage(path).free, rate, in_memory))
+            found.append(Place(path, shutil.disk_usage(path).free, rate, _is_in_memory(path)))
     return found
 
 
@@ -102,6 +101,14 @@ def _too_small(
     if writing_secs > 0.6 * secs:
         return f"{phases * saves} saves at {place.bytes_per_sec / 1e9:.2f} GB/s take too long"
     return None
+
+
+def _is_in_memory(path: Path) -> bool:
+    """Whether the file system of a path keeps its files in memory (Linux)."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    above = {path.resolve(), *path.resolve().parents}
+    inner = [(len(at), kind) for at, kind in mounts if Path(at) in above]
+    return max(inner, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
 
 def _write_rate(path: Path, num_bytes: int) -> float:
