@@ -1,18 +1,23 @@
 """A link between device and host that is as slow as one says, for machines without a device.
 
 On the CPU backend "device to host" is a view, so nothing that a checkpoint library is there for
-would happen. Behind this link every mode's bytes take their time, one after another, as on a real
-link: stock's inside `ArrayHandler.serialize`, which returns when the state is on the host; ours
-where a pull's result is waited for. Both sleep; nothing else of either changes.
+would happen. Behind this link every mode's bytes take their time, one array after another, each
+once it has been computed: stock's inside `ArrayHandler.serialize`, which returns when the state is
+on the host; ours inside a pull, whose data is waited for. Nothing else of either changes.
 """
 
+import concurrent.futures
 import contextlib
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from gockpt_jax.transfer import pull
+
+Sent = concurrent.futures.Future[None]
 
 
 class Link:
@@ -26,24 +31,41 @@ class Link:
         self.bytes_per_sec = bytes_per_sec
         self.carried_bytes = 0
         self._free_at = 0.0
-        self._lock = threading.Lock()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "bench-link")
 
-    def start(self, num_bytes: int) -> float:
-        """Puts bytes on the link; returns when they will have arrived (`time.perf_counter`)."""
-        with self._lock:
-            now = time.perf_counter()
-            self._free_at = max(self._free_at, now) + num_bytes / self.bytes_per_sec
-            self.carried_bytes += num_bytes
-            return self._free_at
+    def send(self, arrays: Sequence[jax.Array]) -> Sent:
+        """Puts arrays on the link, behind what is on it; returns at once."""
+        return self._thread.submit(self._carry, list(arrays))
 
-    def carry(self, num_bytes: int) -> None:
-        """Puts bytes on the link and waits for them."""
-        wait_until(self.start(num_bytes))
+    def _carry(self, arrays: list[jax.Array]) -> None:
+        jax.block_until_ready(arrays)
+        num_bytes = sum(array.nbytes for array in arrays)
+        self.carried_bytes += num_bytes
+        # Counted from the end of the last one, so that short sleeps do not add up.
+        start = max(self._free_at, time.perf_counter())
+        self._free_at = start + num_bytes / self.bytes_per_sec
+        time.sleep(max(0.0, self._free_at - time.perf_counter()))
+
+    def close(self) -> None:
+        """Waits for what is on its way."""
+        self._thread.shutdown()
 
 
-def wait_until(arrival: float) -> None:
-    """Sleeps until `time.perf_counter()` says so."""
-    time.sleep(max(0.0, arrival - time.perf_counter()))
+class _OnTheWay:
+    """An array that is on the link; a pull waits for it as for any other."""
+
+    def __init__(self, array: jax.Array, sent: Sent):
+        self._array = array
+        self._sent = sent
+        self.nbytes = array.nbytes
+
+    def is_ready(self) -> bool:
+        """Whether it has arrived."""
+        return self._sent.done()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self._sent.result()
+        return np.asarray(self._array, dtype)
 
 
 @contextlib.contextmanager
@@ -52,39 +74,14 @@ def slow_pulls(link: Link | None) -> Iterator[None]:
     if link is None:
         yield
         return
-    patch = contextlib.ExitStack()
-    with patch:
-        _replace(patch, "__init__", lambda original: _starting(original, link))
-        _replace(patch, "is_ready", _ready)
-        _replace(patch, "result", _arrived)
+    start = pull.Pull.__init__
+
+    def start_on_link(self: Any, indices: Any, shards: Sequence[jax.Array], *rest: Any) -> None:
+        start(self, indices, [_OnTheWay(shard, link.send([shard])) for shard in shards], *rest)
+
+    pull.Pull.__init__ = start_on_link  # type: ignore[method-assign]
+    try:
         yield
-
-
-def _replace(patch: contextlib.ExitStack, name: str, make: Any) -> None:
-    original = getattr(pull.Pull, name)
-    setattr(pull.Pull, name, make(original))
-    patch.callback(setattr, pull.Pull, name, original)
-
-
-def _starting(original: Any, link: Link) -> Any:
-    def init(self: Any, indices: Any, shards: Any, *rest: Any) -> None:
-        original(self, indices, shards, *rest)
-        self.arrival = link.start(sum(shard.nbytes for shard in shards))
-
-    return init
-
-
-def _ready(original: Any) -> Any:
-    def is_ready(self: Any) -> bool:
-        return time.perf_counter() >= self.arrival and original(self)
-
-    return is_ready
-
-
-def _arrived(original: Any) -> Any:
-    def result(self: Any) -> Any:
-        found = original(self)
-        wait_until(self.arrival)
-        return found
-
-    return result
+    finally:
+        pull.Pull.__init__ = start  # type: ignore[method-assign]
+        link.close()

@@ -278,7 +278,7 @@ class _SlowArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
         if self._link is not None:
-            self._link.carry(sum(array.nbytes for array in values))
+            self._link.send(values).result()
         return await super().serialize(values, infos, args)
 
 
