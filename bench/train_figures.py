@@ -1,5 +1,6 @@
 """From phases to figures: `<mode>/<interval>/<figure>`."""
 
+import re
 import statistics
 from collections.abc import Iterator
 
@@ -8,6 +9,8 @@ from bench.train_phases import Phase
 
 _MTBF_HOURS = (1, 24)
 _RESTART_SECS = 60.0
+# The planner says what it expects in the reason of its choice of K.
+_PREDICTED = re.compile(r"steps: predicted stall ([0-9.]+) s")
 
 NOTES = [
     "throughput_ratio: wall of as many undisturbed steps of the same round, over the wall of the"
@@ -19,7 +22,7 @@ NOTES = [
     "visible_secs: from the return of `save` until the checkpoint was visible, seen once per step;"
     " drain_over_interval: that over the undisturbed time of an interval: above 1 the next save"
     " has to wait. drain_secs, write_secs, commit_secs, replayed and moved bytes: the library's"
-    " own reports.",
+    " own reports; predicted_stall_secs: the planner's.",
     "device_memory_ratio, host_memory_ratio: the most sampled (every 10 ms) in use on the device,"
     " over that of ideal phases; growth of resident memory over the state's bytes, of a process"
     " that runs this mode alone. host_system_memory_ratio: growth of the machine's memory in use,"
@@ -107,6 +110,9 @@ def _of_reports(phase: Phase, state_bytes: int) -> Iterator[tuple[str, float]]:
         late_bytes = report["state_bytes"] - report["early_bytes"]
         if report["drain_secs"] > 0:
             yield "drain_gb_per_sec", late_bytes / report["drain_secs"] / 1e9
+        predicted = _PREDICTED.search(report["reason"])
+        if predicted:
+            yield "predicted_stall_secs", float(predicted[1])
         if report["audit"]:
             yield "audit_max_ulps", report["audit"]["max_ulps"]
 

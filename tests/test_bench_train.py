@@ -51,6 +51,25 @@ def test_inflation_is_what_a_save_adds_to_undisturbed_steps():
     assert figures["orbax_async/5/ettr_mtbf_1h"] == pytest.approx(1 / (1 + 2 / 5 + lost))
 
 
+def test_reports_give_what_the_planner_expected():
+    report = {
+        "reason": "3 steps: predicted stall 0.125 s, of a snapshot 2.500 s; at most ...",
+        "stall_secs": 0.1, "drain_secs": 2.0, "write_secs": 1.0, "commit_secs": 0.1,
+        "window_steps": 3, "state_bytes": 10**9, "early_bytes": 6 * 10**8,
+        "gradient_bytes": 5 * 10**8, "peak_device_bytes": 25, "audit": {"max_ulps": 1},
+    }  # fmt: skip
+    record, ideal = Record("train"), phase("ideal", 10.0, saves=0, device=100)
+    window = phase("gockpt", 11.0, device=150)
+    window.reports.append(report)
+    add_phase(record, window, interval=5, ideal=ideal, state_bytes=10**9, async_inflation=None)
+    figures = record.figures
+    assert figures["gockpt/5/predicted_stall_secs"] == 0.125
+    assert figures["gockpt/5/moved_bytes_ratio"] == 1.5
+    assert figures["gockpt/5/drain_gb_per_sec"] == pytest.approx(0.2)
+    assert figures["gockpt/5/device_memory_over_plan"] == pytest.approx(150 / 125)
+    assert figures["gockpt/5/audit_max_ulps"] == 1
+
+
 def test_bytes_on_a_link_wait_for_those_before_them(monkeypatch):
     now, slept = [100.0], []
     clock = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=slept.append)
