@@ -1,7 +1,7 @@
 """The ways to checkpoint that `bench train` compares, behind one face.
 
-Each is set up as somebody who knows it well would: the same save policy, the same retention, the
-same format on disk. What differs is how the state leaves the device.
+Each is set up as somebody who knows it well would: the same save policy, the same retention. What
+differs is how the state leaves the device, and the layout on disk where a library's default does.
 """
 
 import concurrent.futures
