@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest kills scale figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest kills scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -27,6 +27,7 @@ help:
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make figures figures and tables of the documents, from bench/results'
+	@echo 'make bench   what can be measured without an accelerator, a few minutes'
 	@echo 'make lint    ruff: rules and format'
 	@echo 'make types   mypy'
 	@echo 'make clean   remove $(VENV), caches and runs'
@@ -89,6 +90,14 @@ scale: $(STAMP)
 
 figures: $(STAMP)
 	@$(BIN)/python -m bench figures
+
+# Ratios only: `make RESULTS=folder bench` writes the records there, one file for each.
+BENCHES ?= $(basename $(notdir $(wildcard $(addprefix bench/,replay.py storage.py transfer.py train.py))))
+bench: $(STAMP)
+	@for name in $(BENCHES); do \
+		$(BIN)/python -m bench $$name --quick \
+			$(if $(RESULTS),--out "$(RESULTS)/$$name.json") || exit 1; \
+	done
 
 lint: $(STAMP)
 	@$(BIN)/ruff check --quiet .

@@ -5,15 +5,18 @@ import importlib
 import sys
 from pathlib import Path
 
-# Each module has `run(quick: bool) -> Record`; its first line is its help.
+# Each module has `run(quick: bool) -> Record`; its first line is its help. One that has options of
+# its own has `add_arguments(parser)`, and `run(quick, **options)`, `out` among them.
 BENCHMARKS = {
     "aot": "bench.aot",
     "cut": "bench.cut",
     "cut_growth": "bench.cut_growth",
+    "gpu": "bench.gpu",
     "replay": "bench.replay",
     "replay_beside_training": "bench.replay_beside_training",
     "storage": "bench.storage",
     "timeline": "bench.timeline",
+    "train": "bench.train",
 }
 # What works on result files. Each module has `main(arguments) -> exit status`.
 COMMANDS = {
@@ -30,8 +33,14 @@ def main() -> None:
     parser.add_argument("name", choices=BENCHMARKS, help=f"or {' or '.join(COMMANDS)}")
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
     parser.add_argument("--out", type=Path, help="a file for the record, as JSON")
+    name = next((word for word in sys.argv[1:] if word in BENCHMARKS), None)
+    module = importlib.import_module(BENCHMARKS[name]) if name else None
+    own = hasattr(module, "add_arguments")
+    if own:
+        module.add_arguments(parser)
     arguments = parser.parse_args()
-    record = importlib.import_module(BENCHMARKS[arguments.name]).run(arguments.quick)
+    options = {key: value for key, value in vars(arguments).items() if key not in ("name", "quick")}
+    record = module.run(arguments.quick, **(options if own else {}))
     if arguments.out:
         record.write(arguments.out)
     record.show()

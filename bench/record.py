@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -27,12 +29,14 @@ class Record:
       samples: What was measured, by figure. A figure is the median of its samples.
       notes: What a reader must know: sizes, what was left out, what limits a figure.
       commit: What is measured, as it was at the beginning.
+      details: What is not a figure: reports, failures.
     """
 
     name: str
     samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     commit: str = dataclasses.field(default_factory=lambda: _commit())
+    details: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -43,7 +47,7 @@ class Record:
         """The record with all that is needed to repeat it."""
         return {
             "name": self.name,
-            "command": " ".join(["python -m bench", *sys.argv[1:]]),
+            "command": command(),
             "commit": self.commit,
             "versions": _versions(),
             "hardware": hardware(),
@@ -52,6 +56,7 @@ class Record:
                 name: [_rounded(v) for v in values] for name, values in self.samples.items()
             },
             "notes": self.notes,
+            **({"details": self.details} if self.details else {}),
         }
 
     def write(self, path: Path) -> None:
@@ -61,19 +66,41 @@ class Record:
 
     def show(self) -> None:
         """Prints the notes, and last the figures as a table."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=f"bench {self.name}")
-        for column in ("figure", "median", "least", "most", "samples"):
-            table.add_column(column, justify="left" if column == "figure" else "right")
+        rows = []
         for name, values in self.samples.items():
             numbers = (statistics.median(values), min(values), max(values))
-            table.add_row(name, *(f"{x:.4g}" for x in numbers), str(len(values)))
-        console = Console()
-        for note in self.notes:
-            console.print(f"- {note}", markup=False, highlight=False)
-        console.print(table)
+            rows.append((name, *(f"{x:.4g}" for x in numbers), str(len(values))))
+        print_table(
+            f"bench {self.name}", ("figure", "median", "least", "most", "samples"), rows, self.notes
+        )
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+) -> None:
+    """Prints notes, and below them a table whose first column is text, the others numbers."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:  # a borrowed machine may not have it
+        print(*(f"- {note}" for note in notes), title, sep="\n")
+        widths = [max(len(row[n]) for row in [columns, *rows]) for n in range(len(columns))]
+        for row in [columns, *rows]:
+            first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            print(row[0].ljust(len(first)), *rest, sep="  ")
+        return
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    for n, column in enumerate(columns):
+        table.add_column(column, justify="right" if n else "left", no_wrap=not n)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal:  # a log file folds nothing
+        console.width = 140
+    for note in notes:
+        console.print(f"- {note}", markup=False, highlight=False)
+    console.print(table)
 
 
 def interleaved(
@@ -149,6 +176,25 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def command() -> str:
+    """What was typed, without paths that mean nothing elsewhere."""
+    module = Path(sys.argv[0]).stem
+    name = "bench" if module == "__main__" else f"bench.{module}"
+    words = []
+    for word in sys.argv[1:]:
+        if not word.startswith("/"):
+            words.append(word)
+        elif words and words[-1].startswith("--"):  # the option whose value it is
+            words.pop()
+    return " ".join(["python -m", name, *words])
+
+
+def without_paths(text: str) -> str:
+    """A traceback as it can be published: files named from the repository, or the environment."""
+    text = text.replace(f"{ROOT}/", "")
+    return re.sub(r"[^\s\"']*/(site-packages|dist-packages)/", r"\1/", text)
+
+
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -158,15 +204,33 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
+    """The commit, or a digest of the sources where they were copied without their history."""
+
     def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
+        try:
+            return subprocess.run(
+                ["git", *args], cwd=ROOT, capture_output=True, text=True, check=False
+            ).stdout.strip()
+        except OSError:
+            return ""
 
     changed = (
         " with changes" if git("status", "--porcelain", "--", "gockpt_jax", "bench/*.py") else ""
     )
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+    return (git("rev-parse", "--short", "HEAD") or f"sources {sources_digest()}") + changed
+
+
+def sources_digest() -> str:
+    """A digest of what is measured.
+
+    `python -c "import bench.record as r; print(r.sources_digest())"` in a checkout says whether a
+    record is of that checkout.
+    """
+    digest = hashlib.sha256()
+    for folder in ("gockpt_jax", "bench"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _rounded(value: float) -> float:

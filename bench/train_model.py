@@ -1,0 +1,162 @@
+"""The training job of `bench train`: the example's GPT over bytes, its optimizer and its text.
+
+Layers are scanned in a few segments with rematerialisation, as large models are trained: the state
+has many leaves of a few hundred megabytes, and the step compiles in seconds at any depth.
+"""
+
+import dataclasses
+import sys
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+from bench.record import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+from lm import data
+from lm.model import VOCABULARY, Block, GPTConfig
+from lm.optimizer import make_optimizer
+from lm.sharding import AXIS
+
+__all__ = ["AXIS", "SIZES", "Job", "Size", "make_job"]
+
+STATE_BYTES_PER_PARAMETER = 12  # fp32: itself and Adam's two moments
+_BATCHES = 16  # different ones, on the device beforehand: no loader in the measurement
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model and its batch.
+
+    Attributes:
+      layers: Blocks of the transformer, a multiple of the segments.
+      width: Of the residual stream; heads are 64 wide.
+      batch: Excerpts per step.
+      length: Bytes per excerpt.
+      segments: Of scanned layers.
+    """
+
+    layers: int
+    width: int
+    batch: int
+    length: int
+    segments: int = 4
+
+    @property
+    def parameters(self) -> int:
+        """About how many: twelve matrices of width x width per layer."""
+        return 12 * self.layers * self.width**2 + (VOCABULARY + self.length) * self.width
+
+    @property
+    def state_bytes(self) -> int:
+        """About the bytes of parameters and optimizer state."""
+        return STATE_BYTES_PER_PARAMETER * self.parameters
+
+
+SIZES = {
+    "toy": Size(2, 64, 2, 32, segments=1),  # 0.1 M, for tests
+    "3m": Size(4, 256, 4, 64),
+    "10m": Size(8, 320, 4, 64),
+    "100m": Size(12, 832, 8, 512),
+    "300m": Size(24, 1024, 8, 1024),
+    "800m": Size(16, 2048, 8, 1024),  # 9.7 GB of state
+    "1.2b": Size(24, 2048, 8, 1024),
+    "1.6b": Size(32, 2048, 8, 1024),  # 19.4 GB
+    "2b": Size(40, 2048, 8, 1024),  # 24.2 GB
+    "2.8b": Size(36, 2560, 8, 1024),  # 34 GB
+    "4.2b": Size(40, 2944, 8, 1024),  # 50 GB
+}
+
+
+class _Layer(nn.Module):
+    config: GPTConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return Block(self.config, name="block")(x), None
+
+
+class ScannedGPT(nn.Module):
+    """The example's GPT, its layers in scanned segments."""
+
+    config: GPTConfig
+    context: int
+    segments: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps integers `[batch, time]` to float32 logits `[batch, time, VOCABULARY]`."""
+        width, normal = self.config.width, nn.initializers.normal(0.02)
+        embed = nn.Embed(VOCABULARY, width, dtype=self.dtype, embedding_init=normal, name="tokens")
+        position = nn.Embed(
+            self.context, width, dtype=self.dtype, embedding_init=normal, name="positions"
+        )
+        x = embed(tokens) + position(jnp.arange(tokens.shape[-1]))
+        segment = nn.scan(
+            nn.remat(_Layer, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.config.layers // self.segments,
+        )
+        for i in range(self.segments):
+            x, _ = segment(self.config, name=f"segment_{i}")(x, None)
+        x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
+        return embed.attend(x).astype(jnp.float32)
+
+
+@dataclasses.dataclass
+class Job:
+    """What all modes train.
+
+    Attributes:
+      init: Makes a fresh state on the device.
+      update: The step `(state, batch) -> (state, loss)`, not jitted.
+      donating: It, jitted as training runs it: the new state takes the old one's memory.
+      keeping: It, jitted without donation.
+      batches: On the device; step n takes number n modulo their count.
+      tokens: Per step.
+    """
+
+    init: Any
+    update: Any
+    donating: Any
+    keeping: Any
+    batches: list[jax.Array]
+    tokens: int
+
+
+def make_job(size: Size, dtype: Any) -> Job:
+    """Makes the job; call it, and all of its functions, under `jax.set_mesh`."""
+    config = GPTConfig(layers=size.layers, heads=size.width // 64, width=size.width)
+    model = ScannedGPT(config, size.length, size.segments, dtype)
+    optimizer = make_optimizer(100_000)
+
+    def init() -> TrainState:
+        tokens = jnp.zeros((size.batch, size.length), jnp.int32)
+        params = model.init(jax.random.key(0), tokens)["params"]
+        state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+    def update(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        batch = batch.astype(jnp.int32)
+
+        def loss_fn(params: Any) -> jax.Array:
+            logits = state.apply_fn({"params": params}, batch[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    text = data.load_corpus()
+    batches = [
+        jnp.asarray(data.batch(text, seed=0, step=n, size=size.batch, length=size.length))
+        for n in range(_BATCHES)
+    ]
+    donating = jax.jit(update, donate_argnums=0)
+    tokens = size.batch * size.length
+    return Job(jax.jit(init), update, donating, jax.jit(update), batches, tokens)
