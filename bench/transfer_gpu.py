@@ -1,9 +1,8 @@
 """The transfer's questions to an accelerator: each a function, each caught on its own.
 
-What they ask is at the end of the reference on JAX transfers: how fast each way to the host is, cold
-and warm; whether a pull runs beside a busy step and what it costs that step; what a pull of a
-donated buffer does (the negative test: the step must wait for it); whether the way from pinned
-memory to the replay's backend copies anything.
+How fast each way to the host is, cold and warm; whether a pull runs beside a busy step and what it
+costs that step; what a pull of a donated buffer does (the negative test: the step must wait for
+it); whether the way from pinned memory to the replay's backend copies anything.
 
     record = Record("gpu")
     answer(record, quick=True, limit_secs=120)
@@ -321,8 +320,9 @@ def _steps_secs(busy: Busy, steps: int) -> float:
 
 
 def ask_donated(asked: Asked) -> None:
-    """The negative test: a step that donates a buffer which is being pulled, beside one that does
-    not. On a GPU the first must wait for the whole transfer, or staging would be needless.
+    """The negative test: a step that donates a buffer which is being pulled, or another one.
+
+    On a GPU the first must wait for the whole transfer, or staging would be needless.
     """
     touch = jax.jit(lambda x: x + 1, donate_argnums=0)
     mib = asked.scale.busy_mib
@@ -344,8 +344,9 @@ def ask_donated(asked: Asked) -> None:
 
 
 def ask_pointers(asked: Asked) -> None:
-    """Whether pinned memory, its NumPy view and the CPU backend's array are one memory (1) or not
-    (0), and whether a staged copy is another memory than its source.
+    """Whether pinned memory, its NumPy view and the CPU backend's array are one memory (1) or not.
+
+    And whether a staged copy is another memory than its source (0).
     """
     x = asked.fresh(1)
     pinned = jax.block_until_ready(jax.device_put(x, asked.pinned))
@@ -362,7 +363,7 @@ def ask_pointers(asked: Asked) -> None:
 
 
 def ask_dispatch(asked: Asked) -> None:
-    """What starting a transfer costs the trainer's thread: 100 small ones, and one of their size."""
+    """What starting transfers costs the trainer's thread: 100 small ones, one of their size."""
     count = 100
     small = [asked.fresh(1 / 64, n) for n in range(count)]
     large = asked.fresh(count / 64)

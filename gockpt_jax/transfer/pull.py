@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax.telemetry import events
+from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.meter import LINK
 
 _log = logging.getLogger("gockpt_jax")
@@ -18,47 +19,61 @@ _log = logging.getLogger("gockpt_jax")
 Box = tuple[slice, ...]
 """Position of a shard in the global array."""
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostChunk:
-    """One shard on the host.
+    """One shard, or rows of one, on the host.
 
     Attributes:
-      index: Its position in the global array.
-      data: Its elements; a view of pinned memory where the platform has it.
+      index: The shard's position in the global array.
+      data: Its elements; a view of pinned memory where the platform has it. Rows alone are flat.
     """
 
     index: Box
     data: np.ndarray
 
 
-class Pull:
-    """A started transfer of one array's owned shards.
+class Pull(Generic[T]):
+    """A started transfer.
 
     Args:
-      indices: Their positions in the global array.
-      shards: What arrives, in host memory where the platform has it.
-      sources: What is moved.
+      sources: What is moved, each on one device.
+      buffers: What arrives, in host memory where the platform has it.
+      unpack: Makes the result of them.
     """
 
-    def __init__(self, indices: Sequence[Box], shards: Sequence[Any], sources: Sequence[Any]):
-        self._indices = indices
-        self._shards = shards
+    def __init__(
+        self,
+        sources: Sequence[Any],
+        buffers: Sequence[Any],
+        unpack: Callable[[list[np.ndarray]], T],
+    ):
         self._sources = sources
+        self._buffers = buffers
+        self._unpack = unpack
+
+    @classmethod
+    def start(
+        cls, sources: Sequence[jax.Array], unpack: Callable[[list[np.ndarray]], T]
+    ) -> "Pull[T]":
+        """Starts moving buffers of one device each; returns at once."""
+        return cls(sources, [start_buffer(source) for source in sources], unpack)
 
     def is_ready(self) -> bool:
         """Whether `result` would return at once."""
-        return all(shard.is_ready() for shard in self._shards)
+        return all(buffer.is_ready() for buffer in self._buffers)
 
-    def result(self) -> list[HostChunk]:
+    def result(self) -> T:
         """Waits for the transfer; called on the worker thread."""
         LINK.begin(self._sources, self.is_ready())
         # On pinned memory and on the CPU backend this is a view: the array it views is ours.
         with events.span(events.SPAN_LAND):
-            data = [np.asarray(shard) for shard in self._shards]
-        LINK.end(data, len(self._sources))
+            data = [np.asarray(buffer) for buffer in self._buffers]
+        LINK.end(data, len({device for source in self._sources for device in source.devices()}))
         self._sources = ()  # the device's memory is free before the budget says so
-        return [HostChunk(index, a) for index, a in zip(self._indices, data, strict=True)]
+        return self._unpack(data)
 
 
 def owned_shards(array: jax.Array) -> list[jax.Shard]:
@@ -66,7 +81,7 @@ def owned_shards(array: jax.Array) -> list[jax.Shard]:
     return [s for s in array.addressable_shards if s.replica_id == 0]
 
 
-def start_pull(array: jax.Array) -> Pull:
+def start_pull(array: jax.Array) -> Pull[list[HostChunk]]:
     """Starts moving an array's owned shards to the host; returns at once.
 
     Per shard: a global array would be moved by a program on the compute stream, behind the steps.
@@ -77,34 +92,35 @@ def start_pull(array: jax.Array) -> Pull:
     Returns:
       The transfer.
     """
-    return _start_shards(owned_shards(array))
+    shards = owned_shards(array)
+    indices = [s.index for s in shards]
 
+    def unpack(found: list[np.ndarray]) -> list[HostChunk]:
+        return [HostChunk(index, data) for index, data in zip(indices, found, strict=True)]
 
-def start_scalar_pull(array: jax.Array) -> Pull:
-    """Starts moving a captured scalar: every process replays with it, so each moves its own."""
-    return _start_shards(array.addressable_shards[:1])
-
-
-def _start_shards(shards: Sequence[jax.Shard]) -> Pull:
-    sources = [s.data for s in shards]
-    return Pull([s.index for s in shards], [_start(a) for a in sources], sources)
+    return Pull.start([s.data for s in shards], unpack)
 
 
 def align(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Gives a retained value the placement of the leaf that it replays, outside the step."""
+    """Gives a retained value the devices of the leaf that it replays, outside the step."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     moved: jax.Array = jax.device_put(array, sharding)
     return moved
 
 
-def _start(shard: jax.Array) -> jax.Array:
-    (device,) = shard.devices()
+def start_buffer(buffer: jax.Array) -> jax.Array:
+    """Starts moving a buffer of one device; what it returns is read on the host."""
+    if in_host_memory(buffer.sharding):
+        return buffer
+    (device,) = buffer.devices()
     kind = host_memory_kind(device)
     if kind is None:
-        shard.copy_to_host_async()
-        return shard
-    pinned: jax.Array = jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
+        # The user's guard is for implicit transfers of the training loop; this one is meant.
+        with jax.transfer_guard_device_to_host("allow"):
+            buffer.copy_to_host_async()
+        return buffer
+    pinned: jax.Array = jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=kind))
     return pinned
 
 

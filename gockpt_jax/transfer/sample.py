@@ -4,23 +4,21 @@ They are taken where the state is sealed, for the audit. Like staging, a sample 
 program that donates nothing, so a later step may do with the arrays what it likes.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import math
-import threading
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from gockpt_jax.transfer.pull import Pull, owned_shards, start_pull
-from gockpt_jax.transfer.staging import SUB_BYTE
+from gockpt_jax.transfer.chunks import has_whole_bytes, is_key_type
+from gockpt_jax.transfer.compiling import Programs
+from gockpt_jax.transfer.pull import HostChunk, Pull, owned_shards, start_pull
 
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
@@ -98,13 +96,7 @@ def grid_of(shape: tuple[int, ...], itemsize: int, fraction: float) -> Grid:
 
 def can_be_sampled(array: jax.Array) -> bool:
     """Whether an array has elements of whole bytes: no typed keys, no packed numbers."""
-    return _has_whole_bytes(array.dtype)
-
-
-@functools.cache
-def _has_whole_bytes(dtype: Any) -> bool:
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    return not is_key and SUB_BYTE.match(str(dtype)) is None
+    return has_whole_bytes(array.dtype) and not is_key_type(array.dtype)
 
 
 Cut = tuple[jax.Array, Grid, int]
@@ -114,7 +106,7 @@ Cut = tuple[jax.Array, Grid, int]
 class Sample:
     """Boxes on their way to the host."""
 
-    def __init__(self, pulls: list[Pull]):
+    def __init__(self, pulls: list[Pull[list[HostChunk]]]):
         self._pulls = pulls
 
     def result(self) -> list[np.ndarray]:
@@ -139,7 +131,7 @@ def start_sample(cuts: Sequence[Cut]) -> Sample:
     placed = jax.device_put(starts, [_beside(shard) for shard, _, _ in cuts])
     return Sample(
         [
-            start_pull(_program(shard, grid).result()(shard, start))
+            start_pull(_programs.needed(*_program(shard, grid))(shard, start))
             for (shard, grid, _), start in zip(cuts, placed, strict=True)
         ]
     )
@@ -158,46 +150,18 @@ def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float) -> None:
     shards = [s.data for a in arrays if can_be_sampled(a) for s in owned_shards(a)]
     _, part = share_out(len(shards), fraction)
     for shard in shards:
-        _program(shard, grid_of(shard.shape, shard.dtype.itemsize, part))
+        _programs.wanted(*_program(shard, grid_of(shard.shape, shard.dtype.itemsize, part)))
 
 
-# Compiled programs by what they take; kept for the process, like those of staging. Leaves of one
-# shape share one. One for many boxes would take seconds to compile: 26 ms per box on the CPU
-# backend.
-_programs: dict[Hashable, concurrent.futures.Future[Any]] = {}
-_lock = threading.Lock()
-_wanted: list[tuple[jax.ShapeDtypeStruct, Grid, concurrent.futures.Future[Any]]] = []
-_thread: threading.Thread | None = None
+# Leaves of one shape share a program. One for many boxes would take seconds to compile: 26 ms per
+# box on the CPU backend.
+_programs = Programs("gockpt-compile-samples")
 
 
-def _program(shard: jax.Array, grid: Grid) -> concurrent.futures.Future[Any]:
-    """The program that copies a box of an array like this one."""
-    global _thread
+def _program(shard: jax.Array, grid: Grid) -> tuple[Any, Any]:
+    """The program that copies a box of an array like this one: its key, and how it is made."""
     key = (shard.shape, shard.dtype, shard.sharding, grid.sizes)
-    with _lock:
-        if key not in _programs:
-            _programs[key] = found = concurrent.futures.Future[Any]()
-            _wanted.append((_spec(shard), grid, found))
-            # Never on the trainer's thread: under its `set_mesh`, JAX refuses a single device.
-            if _thread is None:
-                name = "gockpt-compile-samples"
-                _thread = threading.Thread(target=_compile_wanted, name=name, daemon=False)
-                _thread.start()
-        return _programs[key]
-
-
-def _compile_wanted() -> None:
-    global _thread
-    while True:
-        with _lock:
-            if not _wanted:
-                _thread = None
-                return
-            spec, grid, found = _wanted.pop(0)
-        try:
-            found.set_result(_compile(spec, grid))
-        except BaseException as error:  # handed to whoever asks for the program
-            found.set_exception(error)
+    return key, functools.partial(_compile, _spec(shard), grid)
 
 
 def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:

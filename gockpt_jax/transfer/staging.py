@@ -1,13 +1,12 @@
-"""Staging: a block of the state, copied into fresh device buffers.
+"""Staging: whole arrays, copied into fresh device buffers; and what arrays weigh.
 
-The next step donates the state's buffers, so no transfer may ever be started on them: on a GPU the
-step would wait for the whole of it (docs/guarantees.md, invariant 3). The copies are ours, nobody
-donates them, and the transfer may take as long as it likes.
+Blocks (`block.py`) stage what their programs can pack; what is left is copied here. The next step
+donates the state's buffers, so no transfer may ever be started on them: on a GPU the step would
+wait for the whole of it (docs/guarantees.md, invariant 3). The copies are ours, nobody donates
+them, and the transfer may take as long as it likes.
 """
 
 import math
-import re
-import threading
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -15,19 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
-def is_typed_key(array: Any) -> bool:
-    """Whether an array holds typed PRNG keys."""
-    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
+from gockpt_jax.transfer.chunks import Source, has_whole_bytes, in_host_memory, is_key_type
 
 
 def device_bytes(array: jax.Array) -> int:
     """Bytes of an array on one device (every device holds one shard of the same size)."""
-    itemsize: int = array.dtype.itemsize
-    if is_typed_key(array):
-        data = jax.eval_shape(jax.random.key_data, array)
-        itemsize = math.prod(data.shape[array.ndim :]) * data.dtype.itemsize
-    return math.prod(array.sharding.shard_shape(array.shape)) * itemsize
+    source = Source.of(array)
+    return source.shard_size * int(source.stored_dtype.itemsize)
 
 
 def owned_bytes(array: jax.Array) -> int:
@@ -43,13 +36,12 @@ def owned_bytes_at_most(array: jax.Array) -> int:
 
 
 def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    return [jax.random.key_data(x) if is_typed_key(x) else jnp.copy(x) for x in arrays]
+    return [jax.random.key_data(x) if is_key_type(x.dtype) else jnp.copy(x) for x in arrays]
 
 
 # Compiled copy programs by what they copy. Kept for the process: a manager that is opened again, or
 # a second one, meets the same blocks.
 _programs: dict[Hashable, Any] = {}
-SUB_BYTE = re.compile(r"(u?int|float)[1-7](_|$)")
 
 
 def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -63,7 +55,11 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
       on the same devices.
     """
     staged: list[Any] = [None] * len(arrays)
-    for positions in _by_devices(arrays):
+    for i, array in enumerate(arrays):
+        if in_host_memory(array.sharding):  # a program would put its result on the device
+            data = jax.random.key_data(array) if is_key_type(array.dtype) else array
+            staged[i] = jax.device_put(data, data.sharding, may_alias=False)
+    for positions in _by_devices(arrays, staged):
         together = [arrays[i] for i in positions]
         for i, copied in zip(positions, _program(together)(together), strict=True):
             staged[i] = copied
@@ -72,26 +68,12 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return staged
 
 
-def compile_ahead(blocks: Iterable[Sequence[jax.Array]]) -> None:
-    """Compiles the copy programs of blocks to come, on a thread of its own.
-
-    Args:
-      blocks: Arrays like those that will be staged together; only looked at before this returns.
-    """
-    specs = [[_spec(a) for a in block] for block in blocks]
-
-    def compile_all() -> None:
-        for block in specs:
-            for positions in _by_devices(block):
-                _program([block[i] for i in positions])
-
-    threading.Thread(target=compile_all, name="gockpt-compile-copies", daemon=False).start()
-
-
-def _by_devices(arrays: Sequence[Any]) -> Iterable[list[int]]:
+def _by_devices(arrays: Sequence[Any], staged: Sequence[Any]) -> Iterable[list[int]]:
+    """Positions of those that are not staged yet."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, array in enumerate(arrays):
-        groups[frozenset(array.sharding.device_set)].append(i)
+        if staged[i] is None:
+            groups[frozenset(array.sharding.device_set)].append(i)
     return groups.values()
 
 
@@ -107,6 +89,6 @@ def _program(arrays: Sequence[Any]) -> Any:
         # Two threads may both come here; they compile the same program, and either will do.
         program = jax.jit(_copy)
         # Compiled ahead it refuses placed sub-byte arrays (jax 0.10.2, CPU: "layouts disagree").
-        packed = any(SUB_BYTE.match(str(a.dtype)) for a in arrays)
+        packed = not all(has_whole_bytes(a.dtype) for a in arrays)
         _programs[key] = program if packed else program.lower([_spec(a) for a in arrays]).compile()
     return _programs[key]

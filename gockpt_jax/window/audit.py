@@ -66,6 +66,11 @@ class Auditor:
         self._turns: collections.Counter[Any] = collections.Counter()  # by what is saved together
         self._demoted: dict[str, str] = {}  # reasons, by path; the worker thread writes
 
+    @property
+    def has_demoted(self) -> bool:
+        """Whether any leaf is late from now on."""
+        return bool(self._demoted)
+
     def demoted(self, paths: Sequence[str]) -> str | None:
         """Why leaves that are updated together are late from now on; `None` if they are not."""
         return next((self._demoted[p] for p in paths if p in self._demoted), None)

@@ -2,7 +2,7 @@
 
 Everything here but `expect` runs on the worker thread, in the order in which the trainer
 dispatched it. So an update always meets the chunks that left before it and no others, and nothing
-needs a lock.
+needs a lock. What leaves as one is a unit: the updates that it has had are counted for each.
 """
 
 import collections
@@ -12,31 +12,62 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from gockpt_jax.replay.engine import Replayer, ShardReplay, Update
-from gockpt_jax.replay.memory import own
 from gockpt_jax.replay.programs import FUSED_UPDATES
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import ReplayGroup
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.pull import Box, HostChunk, Pull
+from gockpt_jax.transfer.chunks import Chunk
+from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fill
+from gockpt_jax.window.units import GroupUnit
 
-_Values = Mapping[int, Sequence[np.ndarray]]
-"""What an update brings: the shards of each cut value, flat, by position."""
+ChunkPull = Pull[list[list[HostChunk]]]
+UnitValue = tuple[int, int]
+"""A unit, and one of its group's cut values or leaves, by their positions."""
 
 
-@dataclasses.dataclass(slots=True)
-class _Early:
-    """A leaf's chunks between leaving and being final: flat data, and what it takes to write."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class CutPull:
+    """One update's cut on its way.
 
-    indices: list[Box]
-    shapes: list[tuple[int, ...]]
-    flat: list[np.ndarray]
+    Attributes:
+      values: For each block that has left, the units' cut values and their pull.
+      scalars: Positions of the captured scalars.
+      scalar_pull: Theirs.
+    """
 
-    def chunks(self) -> list[HostChunk]:
-        """As they are now, in their shapes."""
-        parts = zip(self.indices, self.shapes, self.flat, strict=True)
-        return [HostChunk(index, flat.reshape(shape)) for index, shape, flat in parts]
+    values: Sequence[tuple[Sequence[UnitValue], ChunkPull]]
+    scalars: Sequence[int]
+    scalar_pull: ChunkPull
+
+    def is_ready(self) -> bool:
+        """Whether all of it is on the host."""
+        return all(p.is_ready() for p in (*(p for _, p in self.values), self.scalar_pull))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """One update's cut on the host: flat rows in each shard by unit and value, and the scalars."""
+
+    values: Mapping[UnitValue, Sequence[np.ndarray]]
+    scalars: Mapping[int, np.ndarray]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, pull: CutPull) -> "_Cut":
+        values = {
+            key: [c.data for c in chunks]
+            for keys, of_block in pull.values
+            for key, chunks in zip(keys, of_block.result(), strict=True)
+        }
+        found = pull.scalar_pull.result()
+        scalars = {
+            i: chunks[0].data.reshape(()) for i, chunks in zip(pull.scalars, found, strict=True)
+        }
+        arrays = [*(x for rows in values.values() for x in rows), *scalars.values()]
+        return cls(values, scalars, sum(x.nbytes for x in arrays))
 
 
 class EarlyChunks:
@@ -44,56 +75,62 @@ class EarlyChunks:
 
     Args:
       groups: The program's groups.
-      replayer: Applies their recipes.
+      units: The plan's units.
+      replayer: Applies the groups' recipes.
       host: Accounts for bytes on the host.
       record: The save's record.
     """
 
     def __init__(
-        self, groups: Sequence[ReplayGroup], replayer: Replayer, host: ByteBudget,
-        record: SaveRecord,
+        self, groups: Sequence[ReplayGroup], units: Sequence[GroupUnit], replayer: Replayer,
+        host: ByteBudget, record: SaveRecord,
     ):  # fmt: skip
         self.error: BaseException | None = None
         self._groups = groups
+        self._units = units
         self._replayer = replayer
         self._host = host
         self._record = record
-        self._landed: dict[int, int] = {}  # groups, with the number of updates before they left
-        self._leaves: dict[int, _Early] = {}
-        self._expected: collections.deque[Sequence[Pull]] = collections.deque()
-        self._pending: list[tuple[_Values, int]] = []  # with their bytes
+        self._landed: dict[int, int] = {}  # units, with the number of updates before they left
+        self._leaves: dict[int, Landing] = collections.defaultdict(Landing)
+        self._expected: collections.deque[CutPull] = collections.deque()
+        self._pending: list[_Cut] = []
         self._num_applied = 0
 
-    def land(self, block: Sequence[int], pulls: Mapping[int, Pull]) -> None:
-        """Takes in a block: the groups that left together, one pull per leaf."""
-        for leaf, pull in pulls.items():
-            chunks = pull.result()
-            self._host.add(sum(c.data.nbytes for c in chunks))
-            self._leaves[leaf] = _Early(
-                [c.index for c in chunks],
-                [c.data.shape for c in chunks],
-                [own(c.data) for c in chunks],
-            )
-        self._landed.update((g, self._num_applied + len(self._pending)) for g in block)
+    def land(self, leaves: Sequence[UnitValue], chunks: Sequence[Chunk], pull: ChunkPull) -> None:
+        """Takes in a block.
 
-    def expect(self, cut: Mapping[int, Pull]) -> None:
+        Args:
+          leaves: Of each chunk, the unit and the leaf.
+          chunks: What left.
+          pull: Theirs.
+        """
+        seen = self._num_applied + len(self._pending)
+        for (unit, leaf), chunk, found in zip(leaves, chunks, pull.result(), strict=True):
+            self.put(leaf, chunk, found)
+            self._landed[unit] = seen
+
+    def put(self, leaf: int, chunk: Chunk, found: Sequence[HostChunk]) -> None:
+        """Takes in rows of a leaf; unless `land` does it for a unit, they are final."""
+        self._host.add(self._leaves[leaf].put(chunk, found))
+
+    def expect(self, cut: CutPull) -> None:
         """Tells of an update whose turn will come; called on the trainer's thread."""
-        self._expected.append(tuple(cut.values()))
+        self._expected.append(cut)
 
-    def update(self, cut: Mapping[int, Pull]) -> None:
+    def update(self, cut: CutPull) -> None:
         """Takes in one update, and applies it unless the next one is there already.
 
         Args:
-          cut: A pull for each cut value that the landed groups read, by position.
+          cut: A pull of what the landed units read.
         """
         if self._expected:
             self._expected.popleft()
-        values = {i: [c.data.reshape(-1) for c in pull.result()] for i, pull in cut.items()}
-        num_bytes = sum(a.nbytes for arrays in values.values() for a in arrays)
-        self._host.add(num_bytes)
-        self._record.gradient_bytes += num_bytes
-        self._pending.append((values, num_bytes))
-        if not self._is_worth_waiting(num_bytes):
+        landed = _Cut.of(cut)
+        self._host.add(landed.num_bytes)
+        self._record.gradient_bytes += landed.num_bytes
+        self._pending.append(landed)
+        if not self._is_worth_waiting(landed.num_bytes):
             self._apply_pending()
 
     def _is_worth_waiting(self, num_bytes: int) -> bool:
@@ -106,15 +143,15 @@ class EarlyChunks:
             return False
         limit = self._host.limit_bytes
         has_room = limit is None or self._host.used_bytes + num_bytes <= limit
-        return has_room and all(pull.is_ready() for pull in self._expected[0])
+        return has_room and self._expected[0].is_ready()
 
     def _apply_pending(self) -> None:
         """Applies what has been taken in to all chunks that had landed by then."""
         shards = [
             shard
-            for g, seen in self._landed.items()
-            if not self._groups[g].recipe.is_identity
-            for shard in self._shards(self._groups[g], max(0, seen - self._num_applied))
+            for u, seen in self._landed.items()
+            if not self._groups[self._units[u].group].recipe.is_identity
+            for shard in self._shards(u, max(0, seen - self._num_applied))
         ]
         scratch_bytes = self._replayer.scratch_bytes(shards)
         self._host.add(scratch_bytes)
@@ -125,22 +162,24 @@ class EarlyChunks:
             self._host.release(scratch_bytes)
             self._forget_pending()
 
-    def _shards(self, group: ReplayGroup, start: int) -> Iterator[ShardReplay]:
-        pending = [values for values, _ in self._pending[start:]]
-        leaves = [self._leaves[j] for j in group.leaves]
-        for shard in range(len(leaves[0].flat)):
+    def _shards(self, u: int, start: int) -> Iterator[ShardReplay]:
+        unit = self._units[u]
+        group, rows = self._groups[unit.group], slice(unit.start, unit.stop)
+        pending = self._pending[start:]
+        leaves = [self._leaves[j].flat for j in group.leaves]
+        for shard, states in enumerate(zip(*leaves, strict=True)):
             updates = tuple(
                 Update(
-                    tuple(values[i][shard] for i in group.retained),
-                    tuple(values[i][0].reshape(()) for i in group.scalars),
+                    tuple(cut.values[u, i][shard] for i in group.retained),
+                    tuple(cut.scalars[i] for i in group.scalars),
                 )
-                for values in pending
+                for cut in pending
             )
-            yield ShardReplay(group.recipe, tuple(leaf.flat[shard] for leaf in leaves), updates)
+            yield ShardReplay(group.recipe, tuple(x[rows] for x in states), updates)
 
     def _forget_pending(self) -> None:
         self._num_applied += len(self._pending)
-        self._host.release(sum(num_bytes for _, num_bytes in self._pending))
+        self._host.release(sum(cut.num_bytes for cut in self._pending))
         self._pending.clear()
 
     def finish(
@@ -154,7 +193,10 @@ class EarlyChunks:
           check: Called with its chunks before any is handed over; raises if one is wrong.
         """
         assert not self._pending, "an update waits for one that has come or will never come"
-        final = {leaf: self._leaves[leaf].chunks() for leaf in slots}
+        final = {
+            leaf: self._leaves[leaf].chunks([s.index for s in wanted])
+            for leaf, wanted in slots.items()
+        }
         if check is not None:
             check(final)
         for leaf, wanted in slots.items():
@@ -163,7 +205,7 @@ class EarlyChunks:
 
     def drop(self) -> None:
         """Forgets what was not asked for; the window was abandoned, or the save took a part."""
-        self._host.release(sum(f.nbytes for e in self._leaves.values() for f in e.flat))
+        self._host.release(sum(leaf.num_landed_bytes for leaf in self._leaves.values()))
         self._leaves.clear()
         self._landed.clear()
         self._expected.clear()

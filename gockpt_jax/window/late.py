@@ -5,9 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from gockpt_jax.telemetry import events
+from gockpt_jax.transfer.block import Block, block_of
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.pull import Pull, owned_shards, start_pull
-from gockpt_jax.transfer.staging import device_bytes, stage
+from gockpt_jax.transfer.chunks import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Chunk,
+    Source,
+    can_be_cut,
+    row_ranges,
+)
+from gockpt_jax.transfer.pull import Box, HostChunk, Pull, owned_shards
+from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
 
@@ -26,54 +35,109 @@ def take_now(
     Returns:
       For each array, by its `id`, the slots of the shards that this process writes.
     """
-    slots: dict[int, list[ChunkSlot]] = {}
-    for batch in _batches(arrays, device.limit_bytes):
-        num_bytes = sum(device_bytes(a) for a in batch)
-        device.acquire(num_bytes)
+    slots = [make_slots(owned_boxes(a)) for a in arrays]
+    landings = [Landing() for _ in arrays]
+    chunks = [
+        (n, chunk) for n, a in enumerate(arrays) for chunk in _late_chunks(a, device.limit_bytes)
+    ]
+
+    def land(position: int, found: Sequence[HostChunk]) -> None:
+        n, chunk = chunks[position]
+        host.add(landings[n].put(chunk, found))
+        if landings[n].is_complete:
+            fill(slots[n], landings[n].chunks([s.index for s in slots[n]]))
+            landings[n] = Landing()  # the slots' now
+
+    def failed(position: int, error: BaseException) -> None:
+        fail(slots[chunks[position][0]], error)
+
+    send_late([(arrays[n], chunk) for n, chunk in chunks], land, failed, worker, device)
+    return {id(a): found for a, found in zip(arrays, slots, strict=True)}
+
+
+def send_late(
+    chunks: Sequence[tuple[jax.Array, Chunk]],
+    land: Callable[[int, Sequence[HostChunk]], None],
+    failed: Callable[[int, BaseException], None],
+    worker: Worker,
+    device: ByteBudget,
+) -> None:
+    """Stages chunks in batches that fit the device budget, and starts their pulls.
+
+    Args:
+      chunks: With the arrays that they are cut from.
+      land: Takes in a chunk, by its position; called by the worker.
+      failed: Likewise, what went wrong with it.
+      worker: Lands them.
+      device: Budget for the copies.
+    """
+    for positions in _batches([c.num_bytes for _, c in chunks], device.limit_bytes):
+        block = block_of([chunks[n][1] for n in positions])
+        device.acquire(block.staged_bytes)
         try:
-            with events.span(events.SPAN_STAGE):
-                staged = stage(batch)
-            with events.span(events.SPAN_PULL):
-                pulls = [start_pull(a) for a in staged]
+            pull = stage_and_pull(block, [chunks[n][0] for n in positions])
         except BaseException:
-            device.release(num_bytes)
+            device.release(block.staged_bytes)
             raise
-        promised = [make_slots([s.index for s in owned_shards(a)]) for a in staged]
-        worker.submit(_landing(promised, pulls, num_bytes, device, host))
-        slots.update((id(a), found) for a, found in zip(batch, promised, strict=True))
-    return slots
+        worker.submit(_landing(positions, pull, land, failed, block.staged_bytes, device))
+
+
+def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
+    """Copies a block on the device and starts moving the copy to the host."""
+    with events.span(events.SPAN_STAGE):
+        staged = block.stage(arrays)
+    with events.span(events.SPAN_PULL):
+        return block.start_pull(staged)
+
+
+def owned_boxes(array: jax.Array) -> list[Box]:
+    """Positions of the shards that this process writes, in the array as it is stored."""
+    source = Source.of(array)
+    extra = (slice(None),) * (len(source.shard_shape) - len(source.shape))
+    return [(*s.index, *extra) for s in owned_shards(array)]
 
 
 def _landing(
-    slots: Sequence[Sequence[ChunkSlot]], pulls: list[Pull], num_bytes: int,
-    device: ByteBudget, host: ByteBudget,
+    positions: Sequence[int], pull: Pull[list[list[HostChunk]]],
+    land: Callable[[int, Sequence[HostChunk]], None], failed: Callable[[int, BaseException], None],
+    num_bytes: int, device: ByteBudget,
 ) -> Callable[[], None]:  # fmt: skip
-    def land() -> None:
+    pulls = [pull]
+
+    def task() -> None:
         try:
-            for wanted, pull in zip(slots, pulls, strict=True):
-                chunks = pull.result()
-                host.add(sum(c.data.nbytes for c in chunks))
-                fill(wanted, chunks)
+            for n, found in zip(positions, pulls[0].result(), strict=True):
+                land(n, found)
         except BaseException as error:
-            for wanted in slots:
-                fail(wanted, error)
+            for n in positions:
+                failed(n, error)
         finally:
             pulls.clear()  # the staged copies
             device.release(num_bytes)
 
-    return land
+    return task
 
 
-def _batches(arrays: Sequence[jax.Array], limit_bytes: int | None) -> Iterator[list[jax.Array]]:
-    """Consecutive arrays that fit the device budget together; one too large goes alone."""
-    batch: list[jax.Array] = []
+def _late_chunks(array: jax.Array, limit_bytes: int | None) -> list[Chunk]:
+    """An array as it fits the device budget: whole, or in parts of half of it."""
+    whole = Chunk.whole(Source.of(array))
+    if limit_bytes is None or whole.num_bytes <= limit_bytes or not can_be_cut(whole.source):
+        return [whole]
+    chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, limit_bytes // 2))
+    parts = -(-whole.num_bytes // chunk_bytes)
+    ranges = row_ranges(whole.source.shard_shape, parts)
+    return [Chunk(whole.source, start, stop) for start, stop in ranges]
+
+
+def _batches(sizes: Sequence[int], limit_bytes: int | None) -> Iterator[list[int]]:
+    """Consecutive positions that fit the device budget together; one too large goes alone."""
+    batch: list[int] = []
     batch_bytes = 0
-    for array in arrays:
-        num_bytes = device_bytes(array)
+    for n, num_bytes in enumerate(sizes):
         if batch and limit_bytes is not None and batch_bytes + num_bytes > limit_bytes:
             yield batch
             batch, batch_bytes = [], 0
-        batch.append(array)
+        batch.append(n)
         batch_bytes += num_bytes
     if batch:
         yield batch

@@ -6,25 +6,22 @@ from typing import Any
 import jax
 
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.pull import (
-    HostChunk,
-    Pull,
-    align,
-    owned_shards,
-    start_pull,
-    start_scalar_pull,
-)
-from gockpt_jax.transfer.staging import device_bytes, stage
+from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor
-from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.departure import Departure, make_departure, scalar_block, scalars_of
+from gockpt_jax.window.early import CutPull, EarlyChunks
+from gockpt_jax.window.late import owned_boxes, send_late, stage_and_pull
 from gockpt_jax.window.plan import Plan
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
+from gockpt_jax.window.units import GroupUnit
 from gockpt_jax.window.worker import Worker
+
+_BLOCKS_IN_FLIGHT = 2
 
 
 class OpenWindow:
@@ -34,6 +31,8 @@ class OpenWindow:
       step: The wrapped step whose updates it follows; another one later, if it has the same cut.
       program: Its program, armed.
       plan: What leaves at which version.
+      departures: The plan's blocks.
+      units: The plan's units.
       target: The version that will be saved.
       retained_bytes: What an armed step retains on one device.
       worker: Takes what has left.
@@ -45,23 +44,28 @@ class OpenWindow:
 
     def __init__(
         self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
-        retained_bytes: int, worker: Worker, device: ByteBudget, host: ByteBudget,
-        replayer: Replayer, auditor: Auditor,
+        departures: Sequence[Departure], units: Sequence[GroupUnit], retained_bytes: int,
+        worker: Worker, device: ByteBudget, host: ByteBudget, replayer: Replayer, auditor: Auditor,
     ):  # fmt: skip
         self.step = step
         self.program = program
         self.plan = plan
         self.target = target
         self.record = SaveRecord(kind="window", reason=plan.reason, window_steps=plan.steps)
+        self._planned = departures
+        self._units = units
         self._worker = worker
         self._device = device
         self._auditor = auditor
-        self._early = EarlyChunks(program.groups, replayer, host, self.record)
-        self._placed: dict[int, Any] = {}  # sharding of each leaf that has left
-        self._left: list[int] = []  # groups that have left, in that order
+        self._in_flight = ByteBudget(_BLOCKS_IN_FLIGHT)  # counts blocks
+        self._early = EarlyChunks(program.groups, units, replayer, host, self.record)
+        self._left: list[Departure] = []  # in that order
+        self._placed: dict[int, Any] = {}  # sharding of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
-        self._late: dict[int, str] = {}  # groups that left but became late, with the reason
+        self._group_of: dict[int, int] = {}  # likewise, the group
+        self._late: dict[int, str] = {}  # groups that became late, with the reason
         self._retained_bytes = retained_bytes
+        self._room_bytes = 0  # taken for the step that runs
         self._is_given_up = False
 
     @property
@@ -84,53 +88,57 @@ class OpenWindow:
         if previous is not None:
             self._check_continuity(old, previous)
         self._heed_demotions()
-        # Units are the program's groups, one to one and in its order.
-        planned = self.plan.blocks[version - (self.target - self.plan.steps + 1)]
-        block = [g for g in planned if g not in self._late]
-        leaves = [j for g in block for j in self.program.groups[g].leaves]
+        planned = self._planned[version - (self.target - self.plan.steps + 1)]
+        units = {u: self._units[u] for u in planned.units if self._units[u].group not in self._late}
+        if len(units) < len(planned.units) or not planned.has_left(old):
+            planned = make_departure(self.program, units, old)
         # First: should sending fail, the other processes go on, and this one beside them.
-        self._left.extend(block)
-        self._placed.update((j, old[j].sharding) for j in leaves)
-        if leaves and not self._is_given_up:
-            self._send(block, {j: old[j] for j in leaves})
+        self._left.append(planned)
+        for u, j in planned.leaves:
+            self._placed[j], self._group_of[j] = old[j].sharding, self._units[u].group
+        if units and not self._is_given_up:
+            self._send(planned, old)
 
     def _check_continuity(self, old: Sequence[Any], previous: Sequence[Any]) -> None:
         """What left can be replayed only if each step starts from what the last one returned."""
-        for g in self._left:
-            for j in self.program.groups[g].leaves:
-                if old[j] is not previous[j] and g not in self._late:
-                    path = self.program.positions.paths[j]
-                    self._late[g] = f"{path}: replaced between two steps of the window"
+        for j, g in self._group_of.items():
+            if old[j] is not previous[j] and g not in self._late:
+                path = self.program.positions.paths[j]
+                self._late[g] = f"{path}: replaced between two steps of the window"
 
     def _heed_demotions(self) -> None:
         """The audit of the last save may still be running while this window is open."""
+        if not self._auditor.has_demoted:
+            return
         paths = self.program.positions.paths
-        for block in self.plan.blocks:
-            for g in block:
-                reason = self._auditor.demoted([paths[j] for j in self.program.groups[g].leaves])
-                if reason is not None:
-                    self._late.setdefault(g, reason)
+        for g in {unit.group: None for unit in self._units}:
+            reason = self._auditor.demoted([paths[j] for j in self.program.groups[g].leaves])
+            if reason is not None:
+                self._late.setdefault(g, reason)
 
-    def _send(self, block: Sequence[int], arrays: Mapping[int, jax.Array]) -> None:
-        num_bytes = sum(device_bytes(a) for a in arrays.values())
+    def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
+        self._in_flight.acquire(1)
+        num_bytes = block.state.staged_bytes
         self._device.acquire(num_bytes)
         try:
-            with events.span(events.SPAN_STAGE):
-                staged = stage(list(arrays.values()))
-            with events.span(events.SPAN_PULL):
-                pulls = dict(zip(arrays, [start_pull(a) for a in staged], strict=True))
+            pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
         except BaseException:
             self._device.release(num_bytes)
+            self._in_flight.release(1)
             raise
-        self._submit(lambda: self._early.land(block, pulls), num_bytes)
+        self._submit(
+            lambda: self._early.land(block.leaves, block.state.chunks, pull), num_bytes, blocks=1
+        )
 
     def make_room(self) -> None:
-        """Waits until the armed step's retained values fit the device budget."""
-        self._device.acquire(self._retained_bytes)
+        """Waits until the armed step's retained values, and copies of them, fit the budget."""
+        copied = sum(left.cut.staged_bytes for left in self._left)
+        self._room_bytes = self._retained_bytes + copied
+        self._device.acquire(self._room_bytes)
 
     def give_back_room(self) -> None:
         """The armed step did not run after all."""
-        self._device.release(self._retained_bytes)
+        self._device.release(self._room_bytes)
 
     def follow(self, cut: Sequence[jax.Array]) -> None:
         """Sends an armed step's cut after the chunks that have left.
@@ -138,35 +146,32 @@ class OpenWindow:
         Args:
           cut: The cut arrays, in the program's order.
         """
-        pulls: dict[int, Pull] = {}
+        values = []
+        for n, left in enumerate(self._left):
+            if not left.follows(cut):  # the compiler has put them elsewhere than the leaves
+                found = [x.sharding for x in cut]
+                left = self._left[n] = left.followed_by(self.program, self._units, found)
+            # Given up or not: where values lie otherwise, it is a program of all processes.
+            with events.span(events.SPAN_STAGE):
+                values.append((left, left.cut.stage([cut[i] for _, i in left.values])))
         if self._is_given_up:
-            self._follow_with_nothing(cut)
+            self.give_back_room()
             return
+        scalars = scalars_of(self.program)
+        of_scalars = scalar_block(self.program, [x.sharding for x in cut])
         with events.span(events.SPAN_PULL):
-            for g in self._left:
-                group = self.program.groups[g]
-                placement = self._placed[group.leaves[0]]
-                for i in group.retained:
-                    pulls.setdefault(i, start_pull(align(cut[i], placement)))
-                for i in group.scalars:
-                    pulls.setdefault(i, start_scalar_pull(cut[i]))
-        self._early.expect(pulls)
-        self._submit(lambda: self._early.update(pulls), self._retained_bytes)
-
-    def _follow_with_nothing(self, cut: Sequence[jax.Array]) -> None:
-        """Takes part in what the other processes do with an armed step's cut, and takes nothing."""
-        for g in self._left:
-            group = self.program.groups[g]
-            for i in group.retained:
-                align(cut[i], self._placed[group.leaves[0]])  # may be a program of all processes
-        self.give_back_room()
+            pulls = tuple((left.values, left.cut.start_pull(staged)) for left, staged in values)
+        scalar_pull = stage_and_pull(of_scalars, [cut[i] for i in scalars])
+        pull = CutPull(pulls, scalars, scalar_pull)
+        self._early.expect(pull)
+        self._submit(lambda: self._early.update(pull), self._room_bytes)
 
     def give_up(self) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""
         self._is_given_up = True
         self.drop()
 
-    def _submit(self, task: Any, device_bytes_held: int) -> None:
+    def _submit(self, task: Any, device_bytes_held: int, blocks: int = 0) -> None:
         """Runs a task on the worker; what it held on the device is free afterwards."""
 
         def run() -> None:
@@ -177,6 +182,7 @@ class OpenWindow:
                 self._early.error = error
             finally:
                 self._device.release(device_bytes_held)
+                self._in_flight.release(blocks)
 
         self._worker.submit(run)
 
@@ -195,19 +201,18 @@ class OpenWindow:
           complete once a slot is; `None` if there is none.
         """
         self._heed_demotions()
-        slots = {
-            j: make_slots([s.index for s in owned_shards(arrays[j])])
-            for g in self._left
-            if g not in self._late
-            for j in self.program.groups[g].leaves
-            if j in arrays
-            and j not in self._handed_over
-            and arrays[j].sharding.is_equivalent_to(self._placed[j], arrays[j].ndim)
-        }
+        wanted = self._followed(arrays)
+        slots = {j: make_slots(owned_boxes(arrays[j])) for j in wanted}
         self.record.late_leaves = tuple(self._late.values())
         paths = self.program.positions.paths
         audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
         self._handed_over.update(slots)
+        rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]
+        send_late(
+            [(arrays[j], chunk) for j, chunk in rest],
+            lambda n, found: self._early.put(*rest[n], found),
+            self._failed, self._worker, self._device,
+        )  # fmt: skip
 
         def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
             if audit is not None:
@@ -220,14 +225,33 @@ class OpenWindow:
                 self._early.finish(slots, check)
             except BaseException as error:
                 self._early.drop()
-                for wanted in slots.values():
-                    fail(wanted, error)
+                for promised in slots.values():
+                    fail(promised, error)
             finally:
                 if audit is not None:
                     audit.drop()
 
         self._worker.submit(finish)
         return slots, None if audit is None else audit.metadata
+
+    def _failed(self, _: int, error: BaseException) -> None:
+        self._early.error = self._early.error or error
+
+    def _followed(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[Chunk]]:
+        """The leaves that left early and were followed all the way, with the rows that did not."""
+        followed = [
+            j for j, g in self._group_of.items()
+            if g not in self._late and j in arrays and j not in self._handed_over
+            and arrays[j].sharding.is_equivalent_to(self._placed[j], arrays[j].ndim)
+        ]  # fmt: skip
+        left = {u for departure in self._left for u in departure.units}
+        rest: dict[int, list[Chunk]] = {j: [] for j in followed}
+        for u, unit in enumerate(self._units):
+            for j in self.program.groups[unit.group].leaves if u not in left else ():
+                if j in rest:
+                    source = Source.of(arrays[j], unit.placed)
+                    rest[j].append(Chunk(source, unit.start, unit.stop))
+        return rest
 
     def drop(self) -> None:
         """Forgets everything; earlier checkpoints are untouched."""

@@ -14,6 +14,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.staging import device_bytes
 from gockpt_jax.window.choice import choose, fill
 from gockpt_jax.window.cost import Terms, Unit, describe_bytes
+from gockpt_jax.window.units import GroupUnit, units_of
 
 _DRIFT = 1.5
 """Plans are not made anew for less: a step or a link is never quite the same twice."""
@@ -35,17 +36,6 @@ class Plan:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GroupUnit(Unit):
-    """A unit of a program: one of its groups.
-
-    Attributes:
-      group: Its position among the program's groups.
-    """
-
-    group: int
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateBytes:
     """Bytes on one device.
@@ -64,30 +54,6 @@ class StateBytes:
     def late(self) -> int:
         """Of what no unit holds: it leaves at the sealed version."""
         return sum(self.leaves) - sum(u.state_bytes for u in self.units)
-
-
-def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUnit, ...]:
-    """What may leave early: at present each group as a whole, in the program's order.
-
-    A retained value is counted with the placement of the leaf that it replays.
-
-    Args:
-      program: The step's.
-      leaves: Of its state, as the last update returned it.
-    """
-    units = []
-    for g, group in enumerate(program.groups):
-        like = leaves[group.leaves[0]]
-        elements = device_bytes(like) // like.dtype.itemsize
-        retained = (program.cut_arrays[i].dtype.itemsize for i in group.retained)
-        units.append(
-            GroupUnit(
-                state_bytes=sum(device_bytes(leaves[j]) for j in group.leaves),
-                retained_bytes=elements * sum(retained),
-                group=g,
-            )
-        )
-    return tuple(units)
 
 
 def measure_bytes(program: StepProgram, leaves: Sequence[jax.Array]) -> StateBytes:

@@ -1,9 +1,9 @@
 """The plan of each step's windows, made once per program, and what the budgets admit."""
 
 import dataclasses
+import itertools
 import json
 import logging
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +18,15 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
-from gockpt_jax.transfer.staging import compile_ahead, owned_bytes_at_most
+from gockpt_jax.transfer.staging import owned_bytes_at_most
 from gockpt_jax.window.clock import StepClock
+from gockpt_jax.window.departure import Departure, make_departure
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 from gockpt_jax.window.processes import Processes
 
@@ -71,6 +74,9 @@ class Planner:
         self._is_limited = False
         self._review_due = False
         self._plans: weakref.WeakKeyDictionary[StepProgram, _Planned] = weakref.WeakKeyDictionary()
+        self._departures: weakref.WeakKeyDictionary[StepProgram, dict[Any, list[Departure]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def prepare(self, step: WrappedStep) -> None:
         """Plans for a new program, long before its first window: arming it takes long.
@@ -169,12 +175,34 @@ class Planner:
             step.give_up(_CONTRACTS)
             return
         step.arm()
-        blocks = _leaves_by_block(plan, size, program)
-        compile_ahead([[leaves[j] for j in block] for block in blocks])
-        replayer.compile_ahead(_replay_specs(program, leaves), plan.steps - 1)
+        for departure in self.departures(program, plan, size, leaves):
+            departure.compile_ahead()
+        early = {j for u in itertools.chain(*plan.blocks) for j in _leaves_of(u, size, program)}
+        late = [Chunk.whole(Source.of(a)) for j, a in enumerate(leaves) if j not in early]
+        block_of(late).compile_ahead()
+        replayer.compile_ahead(_replay_specs(program, size), plan.steps - 1)
         if self._options.audit is not None:
-            early = [leaves[j] for j in sorted(j for block in blocks[:-1] for j in block)]
-            compile_samples_ahead(early, self._options.audit.fraction)
+            sampled = [leaves[j] for j in sorted(early)]
+            compile_samples_ahead(sampled, self._options.audit.fraction)
+
+    def departures(
+        self, program: StepProgram, plan: Plan, size: StateBytes, leaves: Sequence[jax.Array]
+    ) -> list[Departure]:
+        """The blocks of a plan, made once for each plan of a program.
+
+        Args:
+          program: The step's.
+          plan: Of it.
+          size: What the plan was made for.
+          leaves: Of the state, alive or not.
+        """
+        known = self._departures.setdefault(program, {})
+        if plan.blocks not in known:
+            known[plan.blocks] = [
+                make_departure(program, {u: size.units[u] for u in block}, leaves)
+                for block in plan.blocks
+            ]
+        return known[plan.blocks]
 
     def _must_be_exact(self) -> bool:
         audit = self._options.audit
@@ -255,35 +283,21 @@ def _why_all_late(program: StepProgram, size: StateBytes) -> str:
     return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"
 
 
-def _leaves_by_block(plan: Plan, size: StateBytes, program: StepProgram) -> list[list[int]]:
-    """The leaves that are staged together, the late ones last."""
-    early = [
-        [j for u in block for j in program.groups[size.units[u].group].leaves]
-        for block in plan.blocks
-    ]
-    gone = {j for block in early for j in block}
-    return [*early, [j for j in range(len(program.leaf_specs)) if j not in gone]]
+def _leaves_of(unit: int, size: StateBytes, program: StepProgram) -> tuple[int, ...]:
+    return program.groups[size.units[unit].group].leaves
 
 
-def _replay_specs(
-    program: StepProgram, leaves: Sequence[jax.Array]
-) -> list[tuple[ReplaySpec, int]]:
-    """What the replay programs of all groups are made from, with the sizes of their shards."""
-    specs = {
-        (
-            ReplaySpec(
+def _replay_specs(program: StepProgram, size: StateBytes) -> list[tuple[ReplaySpec, int]]:
+    """What the replay programs of all units are made from, with the elements of their chunks."""
+    specs: dict[tuple[ReplaySpec, int], None] = {}  # a set that keeps its order
+    for unit in size.units:
+        group = program.groups[unit.group]
+        if not group.recipe.is_identity:
+            spec = ReplaySpec(
                 group.recipe,
                 tuple(np.dtype(program.leaf_specs[j].dtype) for j in group.leaves),
                 tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.retained),
                 tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.scalars),
-            ),
-            _shard_size(leaves[group.leaves[0]]),
-        ): None  # a set that keeps its order
-        for group in program.groups
-        if not group.recipe.is_identity
-    }
+            )
+            specs[spec, unit.stop - unit.start] = None
     return list(specs)
-
-
-def _shard_size(array: jax.Array) -> int:
-    return math.prod(array.sharding.shard_shape(array.shape))

@@ -174,9 +174,10 @@ class Session:
             return None
         self._reset_peaks()
         window = OpenWindow(
-            step, program, plan, target, retained_bytes=size.retained, worker=self._worker,
-            device=self._device, host=self.host, replayer=self.planner.replayer(leaves),
-            auditor=self._auditor,
+            step, program, plan, target,
+            departures=self.planner.departures(program, plan, size, leaves), units=size.units,
+            retained_bytes=size.retained, worker=self._worker, device=self._device, host=self.host,
+            replayer=self.planner.replayer(leaves), auditor=self._auditor,
         )  # fmt: skip
         if not admitted:  # the others may have room
             self._given_up = _NO_ROOM

@@ -14,9 +14,10 @@ from gockpt_jax.storage import leaf_writer, writer
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.leaf_writer import LeafWriter
 from gockpt_jax.storage.writer import HostArrayHandler
-from gockpt_jax.transfer import pull, staging
+from gockpt_jax.transfer import staging
+from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.pull import Pull
-from gockpt_jax.window import early, slots
+from gockpt_jax.window import early, open_window, slots
 
 from .injection import Fault, Gate, InjectedError
 from .processes import run_child, said
@@ -44,14 +45,14 @@ AFTER_SEAL = {
 
 INSIDE_SAVE = {
     "stage_of_the_late_leaves": {"owner": staging, "name": "stage"},
-    "pull_of_the_late_leaves": {"owner": pull, "name": "start_pull"},
+    "pull_of_the_late_leaves": {"owner": Block, "name": "start_pull"},
     "orbax_handler": {"owner": HostArrayHandler, "name": "serialize"},
 }
 
 ON_THE_TRAINER = {
     "stage": {"owner": staging, "name": "stage"},
-    "start_of_pull": {"owner": pull, "name": "start_pull"},
-    "start_of_pull_of_a_cut": {"owner": pull, "name": "align"},
+    "start_of_pull": {"owner": Block, "name": "start_pull"},
+    "start_of_pull_of_a_cut": {"owner": open_window, "name": "scalar_block"},
 }
 
 

@@ -15,11 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gockpt_jax as gockpt
-from gockpt_jax.transfer import pull
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.open_window import OpenWindow
 
-from .injection import replace
 from .states import bits_of, differing, stock_restore
 from .trainer import WINDOW_STEPS, Trainer
 
@@ -37,24 +35,23 @@ class CorruptedGradient:
         self.fired = 0
         self.armed = False
         self._shape: tuple[int, ...] | None = None
-        align, follow = pull.align, OpenWindow.follow
+        follow = OpenWindow.follow
 
-        def corrupt(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-            aligned = align(array, sharding)
+        def corrupt(array: jax.Array) -> jax.Array:
             fits = array.size > element and array.dtype == jnp.float32
             if not (self._pending and fits and self._shape in (None, array.shape)):
-                return aligned
+                return array
             self._pending, self.fired, self._shape = False, self.fired + 1, array.shape
-            values = np.array(aligned)
+            values = np.array(array)
             values.reshape(-1)[element] += 1
-            return jax.device_put(values, aligned.sharding)
+            return jax.device_put(values, array.sharding)
 
-        def once(window: OpenWindow, cut: Any) -> None:
+        def corrupting(window: OpenWindow, cut: Any) -> None:
             self._pending = self.armed
-            follow(window, cut)
+            followed = {i for left in window._left for _, i in left.values}
+            follow(window, [corrupt(x) if i in followed else x for i, x in enumerate(cut)])
 
-        replace(monkeypatch, pull, "align", corrupt)
-        monkeypatch.setattr(OpenWindow, "follow", once)
+        monkeypatch.setattr(OpenWindow, "follow", corrupting)
 
     def spoil(self, trainer: Trainer) -> None:
         """The next update's gradients are corrupted, if a window is open."""

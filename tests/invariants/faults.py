@@ -1,14 +1,14 @@
 """Ways in which a window could go wrong, planted into the library."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gockpt_jax.replay.engine import Replayer, ShardReplay, Update
-from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.early import CutPull, EarlyChunks
 
 NOTHING = "nothing"
 OF_CHUNKS = ("replay_off", "gradient_dropped", "gradient_twice", "chunks_swapped")
@@ -82,8 +82,8 @@ def _swap_chunks(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
     """Two chunks of one size change places as they land: shards of a leaf, or two leaves."""
     land = EarlyChunks.land
 
-    def faulty(self: EarlyChunks, block: Any, pulls: Any) -> None:
-        land(self, block, pulls)
+    def faulty(self: EarlyChunks, *block: Any) -> None:
+        land(self, *block)
         if injected.times:
             return
         places = [(leaf.flat, i) for leaf in self._leaves.values() for i in range(len(leaf.flat))]
@@ -101,14 +101,12 @@ def _swap_chunks(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
 def _stale_scalar(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
     """Each update is given the captured scalars of the one before it."""
     update = EarlyChunks.update
-    last: dict[int, Any] = {}
+    last: list[Any] = []
 
-    def faulty(self: EarlyChunks, cut: Mapping[int, Any]) -> None:
-        scalars = {i for group in self._groups for i in group.scalars}
-        stale = {i: last.get(i, pull) if i in scalars else pull for i, pull in cut.items()}
-        injected.times += any(stale[i] is not cut[i] for i in cut)
-        last.update(cut)
-        update(self, stale)
+    def faulty(self: EarlyChunks, cut: CutPull) -> None:
+        last.append(cut.scalar_pull)
+        injected.times += len(last) > 1 and bool(cut.scalars)
+        update(self, dataclasses.replace(cut, scalar_pull=last[-2:][0]))
 
     monkeypatch.setattr(EarlyChunks, "update", faulty)
 

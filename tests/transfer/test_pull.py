@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gockpt_jax.transfer.pull import align, owned_shards, start_pull, start_scalar_pull
+from gockpt_jax.transfer.pull import align, owned_shards, start_pull
 from gockpt_jax.transfer.staging import device_bytes, owned_bytes, stage
 
 P = PartitionSpec
@@ -64,10 +64,7 @@ def test_chunks_assemble_to_the_array(spec, parts, replicas, dtype):
     np.testing.assert_array_equal(assemble(array, chunks), np.asarray(array))
 
 
-def test_scalars_and_empty_arrays():
-    (chunk,) = start_scalar_pull(put(np.float32(2.5), P())).result()
-    assert chunk.data.shape == ()
-    assert chunk.data == 2.5
+def test_empty_arrays():
     (chunk,) = start_pull(jnp.zeros((0, 3))).result()
     assert chunk.data.shape == (0, 3)
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.transfer import sample as sampling
+from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.pull import owned_shards
 from gockpt_jax.transfer.sample import (
     MIN_BOX_BYTES,
@@ -109,13 +110,14 @@ def test_keys_and_packed_numbers_are_left_out():
 
 
 def test_what_was_compiled_ahead_is_used(monkeypatch):
-    monkeypatch.setattr(sampling, "_programs", {})
+    programs = Programs("gockpt-compile-samples")
+    monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7)), jax.random.key(0)]
     compile_samples_ahead(arrays, 1 / 2)
     for thread in threading.enumerate():
         if thread.name == "gockpt-compile-samples":
             thread.join()
-    before = dict(sampling._programs)
+    before = dict(programs._found)
     assert len(before) == 2
     start_sample(cuts_of(arrays[:2], 1 / 2, turn=1)).result()
-    assert sampling._programs == before
+    assert programs._found == before

@@ -16,10 +16,12 @@ from gockpt_jax.training.cut import Leaf, find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.program import ReplayGroup
 from gockpt_jax.training.recipe import make_recipe
+from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.pull import start_pull
-from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.window.early import CutPull, EarlyChunks
 from gockpt_jax.window.slots import make_slots
+from gockpt_jax.window.units import GroupUnit
 
 SIZE = 100
 LEAF_BYTES = SIZE * 4
@@ -39,6 +41,21 @@ def group_of(leaf: int) -> ReplayGroup:
     leaves = [Leaf("m", graph.inputs[0], graph.outputs[0])]
     (group,) = find_cut(leaves, even_for_nothing=True).groups
     return ReplayGroup((leaf,), (leaf,), (), make_recipe(group, leaves))
+
+
+def unit_of(group: int, start: int = 0, stop: int = SIZE) -> GroupUnit:
+    sharding = gradient(0).sharding
+    return GroupUnit(
+        state_bytes=0, retained_bytes=0, group=group, start=start, stop=stop, placed=sharding
+    )
+
+
+def pull_of(arrays, units=(None,)):
+    """The rows that each unit has of each array."""
+    parts = [(a, u or unit_of(0)) for a, u in zip(arrays, units, strict=True)]
+    chunks = [Chunk(Source.of(a), u.start, u.stop) for a, u in parts]
+    block = block_of(chunks)
+    return chunks, block.start_pull(block.stage(arrays))
 
 
 class Watched(Replayer):
@@ -63,10 +80,12 @@ class Window:
     expected: list[jax.Array]
 
     def land(self, leaf):
-        self.early.land([leaf], {leaf: start_pull(self.expected[leaf] + 0)})
+        self.early.land([(leaf, leaf)], *pull_of([self.expected[leaf]]))
 
     def update(self, n):
-        cut = {leaf: start_pull(gradient(n + leaf)) for leaf in (0, 1)}
+        values = [gradient(n + leaf) for leaf in (0, 1)]
+        _, pull = pull_of(values, (None, None))
+        cut = CutPull([([(0, 0), (1, 1)], pull)], [], pull_of([], ())[1])
         self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
         return cut
 
@@ -81,7 +100,8 @@ class Window:
 def window():
     host, replayer = ByteBudget(None), Watched()
     record = SaveRecord(kind="window", reason="")
-    early = EarlyChunks([group_of(0), group_of(1)], replayer, host, record)
+    groups, units = [group_of(0), group_of(1)], [unit_of(0), unit_of(1)]
+    early = EarlyChunks(groups, units, replayer, host, record)
     return Window(early, replayer, host, [gradient(7), gradient(8)])
 
 
@@ -92,7 +112,7 @@ def run(window, *, behind, updates=6):
     for n in range(updates):
         if n == 2:
             # Its copy is made at this version, whenever it lands.
-            tasks.append((window.early.land, [1], {1: start_pull(window.expected[1] + 0)}))
+            tasks.append((window.early.land, [(1, 1)], *pull_of([window.expected[1]])))
         cut = window.update(n)
         jax.block_until_ready([gradient(n)])
         window.early.expect(cut)

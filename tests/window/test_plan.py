@@ -40,7 +40,8 @@ def states(draw):
 
 
 def unit(state_bytes, retained_bytes=0):
-    return GroupUnit(state_bytes=state_bytes, retained_bytes=retained_bytes, group=0)
+    sizes = {"state_bytes": state_bytes, "retained_bytes": retained_bytes}
+    return GroupUnit(**sizes, group=0, start=0, stop=1, placed=None)
 
 
 def state_of(leaves, units):

@@ -1,0 +1,259 @@
+"""A block: the chunks that leave together, staged by one program per mesh and pulled as buffers.
+
+The program runs on all devices of the mesh at once and takes whole arrays, however many devices
+there are: a dispatch per block, not one per shard. Each device packs what it holds; nothing moves
+between devices, but for retained values that lie otherwise than the leaf that they replay.
+"""
+
+import functools
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gockpt_jax.transfer.chunks import Chunk, Source, row_size
+from gockpt_jax.transfer.compiling import Programs
+from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out, place_of
+from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
+from gockpt_jax.transfer.staging import stage
+
+_programs = Programs("gockpt-compile-copies")
+_blocks: dict[tuple[tuple[Chunk, ...], bool], "Block"] = {}
+_lock = threading.Lock()
+
+
+def block_of(chunks: Sequence[Chunk], *, donatable: bool = True) -> "Block":
+    """The block of these chunks; the same one whenever the same chunks leave together.
+
+    Args:
+      chunks: What leaves.
+      donatable: Whether a later step may donate the arrays. If not, whole and large ones need no
+        staging.
+    """
+    key = (tuple(chunks), donatable)
+    with _lock:
+        if key not in _blocks:
+            _blocks[key] = Block(*key)
+        return _blocks[key]
+
+
+class Block:
+    """Chunks that leave together. Made by `block_of`.
+
+    Attributes:
+      chunks: What leaves.
+      staged_bytes: What staging takes on one device, padding included.
+    """
+
+    def __init__(self, chunks: tuple[Chunk, ...], donatable: bool):
+        self.chunks = chunks
+        self._donatable = donatable
+        buffers = [b for b in lay_out(chunks) if donatable or not _needs_no_copy(b, chunks)]
+        self._by_mesh: dict[Any, list[Buffer]] = {}
+        for buffer in buffers:
+            if any(d.process_index == jax.process_index() for d in buffer.place.devices):
+                self._by_mesh.setdefault(buffer.place.devices, []).append(buffer)
+        packed = {n for b in buffers for n in b.chunks}
+        self._whole = [n for n in range(len(chunks)) if n not in packed]
+        self.staged_bytes = sum(b.staged_bytes for b in buffers) + sum(
+            c.source.shard_size * c.source.stored_dtype.itemsize
+            for c in (chunks[n] for n in self._whole)
+            if donatable or not _lies_in_place(c.source)
+        )
+
+    def compile_ahead(self) -> None:
+        """Has its programs compiled, on a thread of their own."""
+        for buffers in self._by_mesh.values():
+            key, compile_it = self._program(buffers)
+            _programs.wanted(key, compile_it)
+
+    def stage(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Copies the chunks into fresh buffers on their devices; returns at once.
+
+        Args:
+          arrays: Of each chunk, the array that it is cut from.
+
+        Returns:
+          Buffers that are nobody else's; or, for what need not be staged, the array itself.
+        """
+        staged: list[jax.Array] = []
+        for buffers in self._by_mesh.values():
+            inputs = [_on_devices_of(self.chunks[n].source, arrays[n]) for n in _inputs(buffers)]
+            staged += _programs.needed(*self._program(buffers))(*inputs)
+        whole = [arrays[n] for n in self._whole]
+        for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
+            source = self.chunks[n].source
+            staged.append(array if _lies_in_place(source) else align(array, source.placed))
+        if self._donatable:
+            taken = {id(a) for a in arrays}
+            assert not any(id(a) in taken for a in staged), "a step may donate a staged buffer"
+        return staged
+
+    def start_pull(self, staged: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
+        """Starts moving staged buffers to the host; returns at once.
+
+        Returns:
+          For each chunk, its flat elements in each shard that this process owns.
+        """
+        buffers = [b for together in self._by_mesh.values() for b in together]
+        sent: list[jax.Array] = []
+        for buffer, array in zip(buffers, staged[: len(buffers)], strict=True):
+            at = {s.device: s.data for s in array.addressable_shards}
+            sent += [at[device] for device in buffer.place.slices().flat]
+        indices: dict[int, list[Any]] = {}
+        for n, array in zip(self._whole, staged[len(buffers) :], strict=True):
+            everywhere = self.chunks[n].everywhere
+            shards = array.addressable_shards[:1] if everywhere else owned_shards(array)
+            indices[n] = [s.index for s in shards]
+            sent += [s.data for s in shards]
+        return Pull.start(sent, functools.partial(self._unpack, buffers, indices))
+
+    def _unpack(
+        self, buffers: Sequence[Buffer], indices: dict[int, list[Any]], found: list[np.ndarray]
+    ) -> list[list[HostChunk]]:
+        chunks: list[list[HostChunk]] = [[] for _ in self.chunks]
+        arrived = iter(found)
+        for buffer in buffers:
+            for row in buffer.place.slices():
+                slices = [next(arrived) for _ in row]
+                for n, offset in zip(buffer.chunks, buffer.offsets, strict=True):
+                    data = _join(buffer, slices, offset, self.chunks[n].size)
+                    chunks[n].append(HostChunk(_index(self.chunks[n].source, row[0]), data))
+        for n in self._whole:
+            part = slice(self.chunks[n].start, self.chunks[n].stop)
+            chunks[n] = [HostChunk(i, next(arrived).reshape(-1)[part]) for i in indices[n]]
+        return chunks
+
+    def _program(self, buffers: Sequence[Buffer]) -> tuple[Any, Any]:
+        chunks = [self.chunks[n] for n in _inputs(buffers)]
+        key = (tuple(chunks), tuple(buffers))
+        return key, functools.partial(_compile, chunks, tuple(buffers))
+
+
+def _inputs(buffers: Sequence[Buffer]) -> list[int]:
+    """Positions of the chunks in these buffers, in the order of the program's arguments."""
+    return [n for buffer in buffers for n in buffer.chunks]
+
+
+def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
+    """Whether a buffer would be a copy of one large array that nobody donates."""
+    first = chunks[buffer.chunks[0]]
+    alone = len(buffer.chunks) == 1 and buffer.slice_size == buffer.size
+    return (
+        alone and first.is_whole and first.num_bytes >= LARGE_BYTES
+        and _lies_in_place(first.source) and not first.source.is_key
+    )  # fmt: skip
+
+
+def _lies_in_place(source: Source) -> bool:
+    return source.given.is_equivalent_to(source.placed, len(source.shape))
+
+
+def _on_devices_of(source: Source, array: jax.Array) -> jax.Array:
+    """The array as the program takes it: on its devices, wherever on them."""
+    if _same_devices(source.given, source.placed):
+        return array
+    return align(array, source.placed)
+
+
+def _same_devices(a: jax.sharding.Sharding, b: jax.sharding.Sharding) -> bool:
+    if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
+        return a.mesh is b.mesh or tuple(a.mesh.devices.flat) == tuple(b.mesh.devices.flat)
+    return a == b
+
+
+def _compile(chunks: Sequence[Chunk], buffers: Sequence[Buffer]) -> Any:
+    mesh = buffers[0].place.mesh
+    packing = functools.partial(_pack, chunks, buffers)
+    if mesh is not None:
+        packing = jax.shard_map(
+            packing, mesh=mesh, in_specs=tuple(_spec(c.source.placed) for c in chunks),
+            out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
+        )  # fmt: skip
+    specs = [
+        jax.ShapeDtypeStruct(c.source.shape, c.source.dtype, sharding=_plain(c.source))
+        for c in chunks
+    ]
+    # Not donating, and every result is computed, so every result is a new buffer.
+    return jax.jit(packing).lower(*specs).compile()
+
+
+def _spec(sharding: Any) -> PartitionSpec:
+    spec: PartitionSpec = sharding.spec
+    return spec
+
+
+def _out_spec(buffer: Buffer) -> PartitionSpec:
+    axes = (*buffer.place.sharded, *buffer.place.split)
+    return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def _plain(source: Source) -> jax.sharding.Sharding:
+    """Where the program finds an array, on a mesh without the user's types of axes."""
+    found = source.given if _same_devices(source.given, source.placed) else source.placed
+    if not isinstance(found, NamedSharding):
+        return found
+    mesh = place_of(NamedSharding(found.mesh, found.spec)).mesh
+    assert mesh is not None
+    return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
+
+
+def _pack(
+    chunks: Sequence[Chunk], buffers: Sequence[Buffer], *shards: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What one device does: its shards' rows, one after another in each buffer."""
+    rows = iter([_take(chunk, x) for chunk, x in zip(chunks, shards, strict=True)])
+    return tuple(_fill(buffer, [next(rows) for _ in buffer.chunks]) for buffer in buffers)
+
+
+def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
+    parts: list[jax.Array] = []
+    ends = (*buffer.offsets[1:], buffer.size)
+    for row, offset, end in zip(rows, buffer.offsets, ends, strict=True):
+        parts.append(row)
+        if padding := end - offset - row.size:
+            parts.append(jnp.zeros(padding, buffer.dtype))
+    # Computed in any case, or the result could be the argument.
+    flat = jnp.concatenate(parts) if len(parts) > 1 else jnp.copy(parts[0])
+    if buffer.slice_size == buffer.size:
+        return flat
+    number = lax.axis_index(buffer.place.split)
+    start = jnp.minimum(number * buffer.slice_size, buffer.size - buffer.slice_size)
+    return lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
+
+
+def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:
+    if chunk.source.is_key:
+        shard = jax.random.key_data(shard)
+    if not chunk.is_whole:
+        row = row_size(shard.shape, chunk.start, chunk.stop)
+        axis = next(a for a in range(shard.ndim + 1) if math.prod(shard.shape[a:]) == row)
+        shard = lax.reshape(shard, (shard.size // row, *shard.shape[axis:]))
+        shard = lax.slice_in_dim(shard, chunk.start // row, chunk.stop // row)
+    return lax.reshape(shard, (chunk.size,))
+
+
+def _join(buffer: Buffer, slices: Sequence[np.ndarray], offset: int, size: int) -> np.ndarray:
+    """Elements of a buffer: a view if one slice has them, else a copy."""
+    starts = [buffer.slice_start(number) for number in range(len(slices))]
+    for start, data in zip(starts, slices, strict=True):
+        if start <= offset and offset + size <= start + data.size:
+            return data[offset - start : offset - start + size]
+    joined = np.empty(size, slices[0].dtype)
+    for start, data in zip(starts, slices, strict=True):
+        first, last = max(offset, start), min(offset + size, start + data.size)
+        if first < last:
+            joined[first - offset : last - offset] = data[first - start : last - start]
+    return joined
+
+
+def _index(source: Source, device: jax.Device) -> Any:
+    """Position of a device's shard in the array as stored."""
+    index = source.placed.devices_indices_map(source.shape)[device]
+    return (*index, *(slice(None),) * (len(source.shard_shape) - len(source.shape)))

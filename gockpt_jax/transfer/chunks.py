@@ -1,0 +1,182 @@
+"""Chunks: which elements of which array travel. Pure arithmetic on shapes and shardings.
+
+A chunk is a range of rows of an array's local shards, the same rows on every device. A shard is
+taken as a list of rows: its leading axes as one, so that a range of rows is a run of consecutive
+elements, wherever it is cut. Every process cuts alike, from global facts.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+MAX_CHUNK_BYTES = 64 * 2**20
+"""No chunk is larger, and no buffer of small ones."""
+
+MIN_CHUNK_BYTES = 2**20
+"""A leaf is not cut into smaller ones: each costs a transfer."""
+
+_ROWS_PER_PART = 8  # so many at least, so that parts are equal within an eighth
+SUB_BYTE = re.compile(r"(u?int|float)[1-7](_|$)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """An array as a chunk's program sees it.
+
+    Attributes:
+      shape: Global.
+      dtype: Of its elements; typed PRNG keys travel as their key data.
+      given: Where it is.
+      placed: By whose shards it travels: its own, or for a retained value those of the leaf that it
+        replays.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    given: jax.sharding.Sharding
+    placed: jax.sharding.Sharding
+
+    @classmethod
+    def of(cls, array: jax.Array, placed: jax.sharding.Sharding | None = None) -> "Source":
+        """That of an array, which may have been donated."""
+        return cls(array.shape, array.dtype, array.sharding, placed or array.sharding)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether the elements are typed PRNG keys."""
+        return is_key_type(self.dtype)
+
+    @property
+    def stored_dtype(self) -> Any:
+        """The dtype that travels."""
+        return _key_data(self.dtype)[1] if self.is_key else self.dtype
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """The shape of what one shard stores."""
+        shape = tuple(self.placed.shard_shape(self.shape))
+        return shape + _key_data(self.dtype)[0] if self.is_key else shape
+
+    @property
+    def shard_size(self) -> int:
+        """Elements that one shard stores."""
+        return math.prod(self.shard_shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of an array's local shards.
+
+    Attributes:
+      source: The array.
+      start: Of a shard's elements, row by row, the first.
+      stop: The one after the last.
+      everywhere: Whether every process needs it (a captured scalar), not only the one that writes.
+    """
+
+    source: Source
+    start: int
+    stop: int
+    everywhere: bool = False
+
+    @classmethod
+    def whole(cls, source: Source, *, everywhere: bool = False) -> "Chunk":
+        """All rows."""
+        return cls(source, 0, source.shard_size, everywhere)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all rows."""
+        return self.stop - self.start == self.source.shard_size
+
+    @property
+    def size(self) -> int:
+        """Elements, in each shard."""
+        return self.stop - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes, in each shard."""
+        return self.size * int(self.source.stored_dtype.itemsize)
+
+
+@functools.cache
+def is_key_type(dtype: Any) -> bool:
+    """Whether it is one of typed PRNG keys."""
+    return bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+@functools.cache
+def _key_data(dtype: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of one key's data."""
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+    return tuple(data.shape), data.dtype
+
+
+def has_whole_bytes(dtype: Any) -> bool:
+    """Whether each element has bytes of its own: no packed numbers."""
+    return SUB_BYTE.match(str(dtype)) is None
+
+
+def in_host_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Whether arrays placed so are on the host, where devices have a memory of their own."""
+    kind = sharding.memory_kind
+    if kind is None or "host" not in kind:
+        return False
+    device = next(iter(sharding.device_set))
+    return kind != _default_memory_kind(device)
+
+
+@functools.cache
+def _default_memory_kind(device: Any) -> str:
+    return str(device.default_memory().kind)
+
+
+def can_be_cut(source: Source) -> bool:
+    """Whether a program of ours can take rows of such an array; others travel as wholes."""
+    return (
+        isinstance(source.placed, NamedSharding | SingleDeviceSharding)
+        and has_whole_bytes(source.dtype)
+        and not in_host_memory(source.given)
+        and source.shard_size > 0
+    )
+
+
+def row_ranges(shape: tuple[int, ...], parts: int) -> list[tuple[int, int]]:
+    """Cuts a shard into ranges of rows that are as equal as rows allow.
+
+    Args:
+      shape: Of the shard.
+      parts: How many; fewer where there are not as many elements.
+
+    Returns:
+      Start and stop of each, in elements row by row.
+
+    Example:
+      >>> row_ranges((7, 30), 3), row_ranges((2, 50, 3), 4)
+      ([(0, 70), (70, 140), (140, 210)], [(0, 75), (75, 150), (150, 225), (225, 300)])
+    """
+    size, rows = math.prod(shape), 1
+    for length in shape:
+        if rows >= parts * _ROWS_PER_PART:
+            break
+        rows *= length
+    parts = max(1, min(parts, rows))
+    bounds = [n * rows // parts * (size // max(rows, 1)) for n in range(parts + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def row_size(shape: tuple[int, ...], start: int, stop: int) -> int:
+    """The longest rows of which a range consists: as few leading axes as can be are made one."""
+    for axis in range(len(shape) + 1):
+        row = math.prod(shape[axis:])
+        if row and start % row == 0 and stop % row == 0:
+            return row
+    return 1

@@ -1,0 +1,194 @@
+"""The flat buffers in which chunks travel, laid out from global facts alone.
+
+Chunks that lie alike on the devices (cut over the same axes of one mesh) and have one dtype share a
+buffer, each starting at a multiple of 64 bytes; large ones have one of their own. The R replicas of
+a buffer share its transfer: each moves a slice of about 1 / R, unless that is less than 1 MiB. Only
+replicas within a process do: what a process writes is what Orbax has it write.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from gockpt_jax.transfer.chunks import MAX_CHUNK_BYTES, Chunk, can_be_cut
+
+ALIGNMENT_BYTES = 64
+"""What the CPU backend asks of memory that it takes as it is."""
+
+LARGE_BYTES = 8 * 2**20
+"""From here on a chunk has a buffer of its own."""
+
+MIN_SLICE_BYTES = 2**20
+"""Replicas do not share a transfer in smaller slices."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """How chunks lie on the devices.
+
+    Attributes:
+      mesh: Of the program; `None` on a single device.
+      sharded: The axes over which their arrays are cut, in the mesh's order.
+      split: Axes of replicas within one process, which share the transfer.
+      everywhere: Whether each process takes a copy.
+      device: The single device.
+    """
+
+    mesh: Mesh | None
+    sharded: tuple[str, ...]
+    split: tuple[str, ...]
+    everywhere: bool
+    device: jax.Device | None
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """Those that the program runs on, in the mesh's order."""
+        if self.mesh is None:
+            assert self.device is not None
+            return (self.device,)
+        return tuple(self.mesh.devices.flat)
+
+    def slices(self) -> np.ndarray:
+        """The devices of the slices that this process takes: a row per shard, a column per slice.
+
+        Rows are in the order of the shards that a process owns (`owned_shards`).
+        """
+        process = jax.process_index()
+        if self.mesh is None or self.everywhere:
+            local = [d for d in self.devices if d.process_index == process]
+            return np.array(local[:1], object).reshape(-1, 1)
+        names = list(self.mesh.axis_names)
+        first = [names.index(a) for a in (*self.sharded, *self.split)]
+        rest = [i for i in range(len(names)) if i not in first]
+        number = math.prod(self.mesh.shape[a] for a in self.split)
+        grid = self.mesh.devices.transpose(*first, *rest).reshape(-1, number, math.prod(
+            self.mesh.devices.shape[i] for i in rest
+        ))[..., 0]  # fmt: skip
+        return grid[[row[0].process_index == process for row in grid]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """A flat buffer of chunks.
+
+    Attributes:
+      place: How its chunks lie.
+      dtype: Of the elements.
+      chunks: Positions of the chunks.
+      offsets: Where each starts, in elements.
+      size: Elements, padding included.
+      slice_size: Elements that each replica moves; the last slice overlaps the one before it.
+    """
+
+    place: Place
+    dtype: Any
+    chunks: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+    slice_size: int
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes on one device."""
+        return self.slice_size * int(self.dtype.itemsize)
+
+    def slice_start(self, number: int) -> int:
+        """Where a replica's slice starts."""
+        return min(number * self.slice_size, self.size - self.slice_size)
+
+
+def lay_out(chunks: Sequence[Chunk]) -> list[Buffer]:
+    """Assigns chunks to buffers, in order.
+
+    Args:
+      chunks: That can be cut; the positions of the others are in no buffer.
+    """
+    alike: dict[tuple[Place, Any], list[int]] = defaultdict(list)
+    for n, chunk in enumerate(chunks):
+        if can_be_cut(chunk.source):
+            place = place_of(chunk.source.placed, everywhere=chunk.everywhere)
+            alike[place, np.dtype(chunk.source.stored_dtype)].append(n)
+    return [
+        _buffer(place, dtype, chunks, positions)
+        for (place, dtype), together in alike.items()
+        for positions in _fill(chunks, together)
+    ]
+
+
+def _fill(chunks: Sequence[Chunk], positions: Sequence[int]) -> list[list[int]]:
+    """Those that share a buffer; large ones stand alone."""
+    filled: list[list[int]] = []
+    room = 0
+    for n in positions:
+        num_bytes = _padded(chunks[n].num_bytes, ALIGNMENT_BYTES)
+        if num_bytes >= LARGE_BYTES:
+            filled.insert(0, [n])
+        elif num_bytes <= room:
+            filled[-1].append(n)
+            room -= num_bytes
+        else:
+            filled.append([n])
+            room = MAX_CHUNK_BYTES - num_bytes
+    return filled
+
+
+def _buffer(place: Place, dtype: Any, chunks: Sequence[Chunk], positions: list[int]) -> Buffer:
+    unit = ALIGNMENT_BYTES // dtype.itemsize
+    offsets, size = [], 0
+    for n in positions:
+        offsets.append(size)
+        size += _padded(chunks[n].size, unit)
+    if len(positions) == 1:
+        size = chunks[positions[0]].size  # nothing follows it
+    split = place.split
+    while split and size * dtype.itemsize < MIN_SLICE_BYTES * _number(place, split):
+        split = split[1:]
+    place = dataclasses.replace(place, split=split)
+    number = _number(place, split)
+    slice_size = size if number == 1 else min(size, _padded(-(-size // number), unit))
+    return Buffer(place, dtype, tuple(positions), tuple(offsets), size, slice_size)
+
+
+def _number(place: Place, axes: Sequence[str]) -> int:
+    return math.prod(place.mesh.shape[a] for a in axes) if place.mesh is not None else 1
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+@functools.cache
+def place_of(sharding: jax.sharding.Sharding, *, everywhere: bool = False) -> Place:
+    """How an array of this sharding lies."""
+    if not isinstance(sharding, NamedSharding):
+        (device,) = sharding.device_set
+        return Place(None, (), (), everywhere, device)
+    mesh, used = _plain_mesh(sharding.mesh), set()
+    for entry in sharding.spec:
+        used |= set(entry if isinstance(entry, tuple) else (entry,)) - {None}
+    sharded = tuple(a for a in mesh.axis_names if a in used)
+    split = () if everywhere else tuple(a for a in _local_axes(mesh) if a not in used)
+    return Place(mesh, sharded, split, everywhere, None)
+
+
+def _plain_mesh(mesh: Any) -> Mesh:
+    """The same devices and names, without what the user's mesh says of types."""
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+def _local_axes(mesh: Mesh) -> list[str]:
+    """Axes along which there is one process."""
+    process = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
+    return [
+        name
+        for i, name in enumerate(mesh.axis_names)
+        if mesh.devices.shape[i] > 1 and (process == process.take([0], axis=i)).all()
+    ]

@@ -1,0 +1,106 @@
+"""What leaves at one version of a window, and what follows it after each later step."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer.block import Block, block_of
+from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.window.units import GroupUnit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Departure:
+    """A block of units.
+
+    Attributes:
+      units: Their positions in the plan.
+      leaves: Of each chunk of `state`, the unit and the leaf.
+      state: What is staged and leaves.
+      values: Of each chunk of `cut`, the unit and the cut value.
+      cut: What follows each armed step.
+    """
+
+    units: tuple[int, ...]
+    leaves: tuple[tuple[int, int], ...]
+    state: Block
+    values: tuple[tuple[int, int], ...]
+    cut: Block
+
+    def has_left(self, leaves: Sequence[jax.Array]) -> bool:
+        """Whether these leaves lie as those that it was made for."""
+        return all(
+            _is(leaves[j].sharding, chunk.source.given)
+            for (_, j), chunk in zip(self.leaves, self.state.chunks, strict=True)
+        )
+
+    def follows(self, cut: Sequence[jax.Array]) -> bool:
+        """Whether these cut values lie as those that it was made for."""
+        return all(
+            _is(cut[i].sharding, chunk.source.given)
+            for (_, i), chunk in zip(self.values, self.cut.chunks, strict=True)
+        )
+
+    def followed_by(
+        self, program: StepProgram, units: Sequence[GroupUnit], cut: Sequence[Any]
+    ) -> "Departure":
+        """The same, followed by cut values of these shardings."""
+        values, block = _cut_of(program, {u: units[u] for u in self.units}, cut)
+        return dataclasses.replace(self, values=values, cut=block)
+
+    def compile_ahead(self) -> None:
+        """Has its programs compiled, on a thread of their own."""
+        self.state.compile_ahead()
+        self.cut.compile_ahead()
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b or bool(a == b)
+
+
+def make_departure(
+    program: StepProgram, units: Mapping[int, GroupUnit], leaves: Sequence[jax.Array],
+    cut: Sequence[Any] | None = None,
+) -> Departure:  # fmt: skip
+    """The departure of some units.
+
+    Args:
+      program: Theirs.
+      units: By their positions in the plan.
+      leaves: Of the state, alive or not.
+      cut: Shardings of the cut values, if they are known; else they are taken to be those of the
+        leaves that they replay.
+    """
+    of_state, chunks = [], []
+    for u, unit in units.items():
+        for j in program.groups[unit.group].leaves:
+            of_state.append((u, j))
+            chunks.append(Chunk(Source.of(leaves[j], unit.placed), unit.start, unit.stop))
+    return Departure(tuple(units), tuple(of_state), block_of(chunks), *_cut_of(program, units, cut))
+
+
+def _cut_of(
+    program: StepProgram, units: Mapping[int, GroupUnit], cut: Sequence[Any] | None
+) -> tuple[tuple[tuple[int, int], ...], Block]:
+    values, chunks = [], []
+    for u, unit in units.items():
+        for i in program.groups[unit.group].retained:
+            spec, given = program.cut_arrays[i], unit.placed if cut is None else cut[i]
+            values.append((u, i))
+            source = Source(spec.shape, spec.dtype, given, unit.placed)
+            chunks.append(Chunk(source, unit.start, unit.stop))
+    return tuple(values), block_of(chunks, donatable=False)
+
+
+def scalars_of(program: StepProgram) -> tuple[int, ...]:
+    """Positions of the captured scalars among the cut values."""
+    return tuple(sorted({i for group in program.groups for i in group.scalars}))
+
+
+def scalar_block(scalars: Sequence[int], cut: Sequence[jax.Array]) -> Block:
+    """The block of the captured scalars: every process replays with them, so each takes its own."""
+    chunks = [Chunk.whole(Source.of(cut[i]), everywhere=True) for i in scalars]
+    return block_of(chunks, donatable=False)

@@ -1,0 +1,112 @@
+"""What may leave as one: rows of a group of leaves, the same on all devices.
+
+A recipe is elementwise, so rows of a group can leave at another version than the rest of it: a
+model of one leaf has even blocks too.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer.chunks import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Source,
+    can_be_cut,
+    row_ranges,
+)
+from gockpt_jax.window.cost import Unit
+
+_UNITS_PER_WINDOW = 28
+"""So many equal units at least, where leaves can be cut: blocks of the longest window (8 steps)
+are equal within a quarter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupUnit(Unit):
+    """A unit of a program: rows of one of its groups.
+
+    Attributes:
+      group: Its position among the program's groups.
+      start: Of the elements of a local shard, row by row, the first that leaves.
+      stop: The one after the last.
+      placed: By whose shards the group's leaves and retained values travel.
+    """
+
+    group: int
+    start: int
+    stop: int
+    placed: Any
+
+
+def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUnit, ...]:
+    """What may leave early, in the program's order: groups, and rows of large ones.
+
+    A retained value is counted with the placement of the leaf that it replays.
+
+    Args:
+      program: The step's.
+      leaves: Of its state, as the last update returned it.
+    """
+    placed = [placement(leaves, group.leaves) for group in program.groups]
+    sources = [
+        [Source.of(leaves[j], place) for j in group.leaves]
+        for group, place in zip(program.groups, placed, strict=True)
+        if place is not None
+    ]
+    total = sum(_bytes(s, s.shard_size) for group in sources for s in group)
+    chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, total // _UNITS_PER_WINDOW))
+    found = iter(sources)
+    units: list[GroupUnit] = []
+    for g, (group, place) in enumerate(zip(program.groups, placed, strict=True)):
+        if place is None:
+            continue
+        of_group = next(found)
+        itemsizes = [program.cut_arrays[i].dtype.itemsize for i in group.retained]
+        for start, stop in _ranges(of_group, chunk_bytes):
+            units.append(
+                GroupUnit(
+                    state_bytes=sum(_bytes(s, stop - start) for s in of_group),
+                    retained_bytes=sum(itemsizes) * (stop - start),
+                    group=g, start=start, stop=stop, placed=place,
+                )
+            )  # fmt: skip
+    return tuple(units)
+
+
+def placement(leaves: Sequence[jax.Array], group: Sequence[int]) -> jax.sharding.Sharding | None:
+    """By whose shards a group travels: those of its most sharded leaf.
+
+    The moments of ZeRO-1 are cut over the replicas of their parameter: each device then takes of
+    the parameter, and of its gradient, the rows of which it has the moments.
+
+    Returns:
+      The placement; `None` if the group cannot leave early: its leaves lie on different devices, or
+      differently on devices of several processes, where each writes what it has.
+    """
+    shardings = [leaves[j].sharding for j in group]
+    like = min(shardings, key=lambda s: Source.of(leaves[group[0]], s).shard_size)
+    others = [s for s in shardings if not s.is_equivalent_to(like, leaves[group[0]].ndim)]
+    sources = [Source.of(leaves[j], like) for j in group]
+    if others and not (
+        all(s.device_set == like.device_set for s in others)
+        and like.is_fully_addressable
+        and all(can_be_cut(s) for s in sources)
+    ):
+        return None
+    return like
+
+
+def _ranges(sources: Sequence[Source], chunk_bytes: int) -> list[tuple[int, int]]:
+    shape, size = sources[0].shard_shape, sources[0].shard_size
+    parts = max(-(-_bytes(s, size) // chunk_bytes) for s in sources)
+    if parts < 2 or not all(s.shard_shape == shape and can_be_cut(s) for s in sources):
+        return [(0, size)]
+    return row_ranges(shape, parts)
+
+
+def _bytes(source: Source, elements: int) -> int:
+    return elements * int(source.stored_dtype.itemsize)
