@@ -59,6 +59,11 @@ class Block:
         for buffer in buffers:
             if any(d.process_index == jax.process_index() for d in buffer.place.devices):
                 self._by_mesh.setdefault(buffer.place.devices, []).append(buffer)
+        self._inputs = {
+            devices: [(n, _same_devices(chunks[n].source)) for b in of_mesh for n in b.chunks]
+            for devices, of_mesh in self._by_mesh.items()
+        }
+        self._compiled: dict[Any, Any] = {}
         packed = {n for b in buffers for n in b.chunks}
         self._whole = [n for n in range(len(chunks)) if n not in packed]
         self.staged_bytes = sum(b.staged_bytes for b in buffers) + sum(
@@ -83,9 +88,13 @@ class Block:
           Buffers that are nobody else's; or, for what need not be staged, the array itself.
         """
         staged: list[jax.Array] = []
-        for buffers in self._by_mesh.values():
-            inputs = [_on_devices_of(self.chunks[n].source, arrays[n]) for n in _inputs(buffers)]
-            staged += _programs.needed(*self._program(buffers))(*inputs)
+        for devices, inputs in self._inputs.items():
+            if devices not in self._compiled:
+                self._compiled[devices] = _programs.needed(*self._program(self._by_mesh[devices]))
+            staged += self._compiled[devices](
+                *(arrays[n] if there else align(arrays[n], self.chunks[n].source.placed)
+                  for n, there in inputs)
+            )  # fmt: skip
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
             source = self.chunks[n].source
@@ -131,14 +140,9 @@ class Block:
         return chunks
 
     def _program(self, buffers: Sequence[Buffer]) -> tuple[Any, Any]:
-        chunks = [self.chunks[n] for n in _inputs(buffers)]
+        chunks = [self.chunks[n] for buffer in buffers for n in buffer.chunks]
         key = (tuple(chunks), tuple(buffers))
         return key, functools.partial(_compile, chunks, tuple(buffers))
-
-
-def _inputs(buffers: Sequence[Buffer]) -> list[int]:
-    """Positions of the chunks in these buffers, in the order of the program's arguments."""
-    return [n for buffer in buffers for n in buffer.chunks]
 
 
 def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
@@ -155,17 +159,12 @@ def _lies_in_place(source: Source) -> bool:
     return source.given.is_equivalent_to(source.placed, len(source.shape))
 
 
-def _on_devices_of(source: Source, array: jax.Array) -> jax.Array:
-    """The array as the program takes it: on its devices, wherever on them."""
-    if _same_devices(source.given, source.placed):
-        return array
-    return align(array, source.placed)
-
-
-def _same_devices(a: jax.sharding.Sharding, b: jax.sharding.Sharding) -> bool:
+def _same_devices(source: Source) -> bool:
+    """Whether an array is on its program's devices, wherever on them."""
+    a, b = source.given, source.placed
     if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
         return a.mesh is b.mesh or tuple(a.mesh.devices.flat) == tuple(b.mesh.devices.flat)
-    return a == b
+    return bool(a == b)
 
 
 def _compile(chunks: Sequence[Chunk], buffers: Sequence[Buffer]) -> Any:
@@ -196,7 +195,7 @@ def _out_spec(buffer: Buffer) -> PartitionSpec:
 
 def _plain(source: Source) -> jax.sharding.Sharding:
     """Where the program finds an array, on a mesh without the user's types of axes."""
-    found = source.given if _same_devices(source.given, source.placed) else source.placed
+    found = source.given if _same_devices(source) else source.placed
     if not isinstance(found, NamedSharding):
         return found
     mesh = place_of(NamedSharding(found.mesh, found.spec)).mesh

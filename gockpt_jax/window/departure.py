@@ -100,7 +100,13 @@ def scalars_of(program: StepProgram) -> tuple[int, ...]:
     return tuple(sorted({i for group in program.groups for i in group.scalars}))
 
 
-def scalar_block(scalars: Sequence[int], cut: Sequence[jax.Array]) -> Block:
-    """The block of the captured scalars: every process replays with them, so each takes its own."""
-    chunks = [Chunk.whole(Source.of(cut[i]), everywhere=True) for i in scalars]
-    return block_of(chunks, donatable=False)
+def scalar_block(program: StepProgram, cut: Sequence[Any]) -> Block:
+    """The block of the captured scalars: every process replays with them, so each takes its own.
+
+    Args:
+      program: The step's.
+      cut: Shardings of its cut values.
+    """
+    specs = [(program.cut_arrays[i], cut[i]) for i in scalars_of(program)]
+    sources = [Source(spec.shape, spec.dtype, given, given) for spec, given in specs]
+    return block_of([Chunk.whole(s, everywhere=True) for s in sources], donatable=False)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep

@@ -20,9 +20,9 @@ from gockpt_jax.transfer.chunks import (
 )
 from gockpt_jax.window.cost import Unit
 
-_UNITS_PER_WINDOW = 28
-"""So many equal units at least, where leaves can be cut: blocks of the longest window (8 steps)
-are equal within a quarter."""
+_UNITS_PER_WINDOW = 60
+"""About so many units, where leaves are large enough to be cut: two to six blocks are then equal,
+the seven of the longest window within an eighth."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
         if place is not None
     ]
     total = sum(_bytes(s, s.shard_size) for group in sources for s in group)
-    chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, total // _UNITS_PER_WINDOW))
+    unit_bytes = max(MIN_CHUNK_BYTES, -(-total // _UNITS_PER_WINDOW))
     found = iter(sources)
     units: list[GroupUnit] = []
     for g, (group, place) in enumerate(zip(program.groups, placed, strict=True)):
@@ -66,7 +66,7 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
             continue
         of_group = next(found)
         itemsizes = [program.cut_arrays[i].dtype.itemsize for i in group.retained]
-        for start, stop in _ranges(of_group, chunk_bytes):
+        for start, stop in _ranges(of_group, unit_bytes):
             units.append(
                 GroupUnit(
                     state_bytes=sum(_bytes(s, stop - start) for s in of_group),
@@ -100,9 +100,10 @@ def placement(leaves: Sequence[jax.Array], group: Sequence[int]) -> jax.sharding
     return like
 
 
-def _ranges(sources: Sequence[Source], chunk_bytes: int) -> list[tuple[int, int]]:
+def _ranges(sources: Sequence[Source], unit_bytes: int) -> list[tuple[int, int]]:
     shape, size = sources[0].shard_shape, sources[0].shard_size
-    parts = max(-(-_bytes(s, size) // chunk_bytes) for s in sources)
+    of_leaves = [_bytes(s, size) for s in sources]
+    parts = max(-(-sum(of_leaves) // unit_bytes), -(-max(of_leaves) // MAX_CHUNK_BYTES))
     if parts < 2 or not all(s.shard_shape == shape and can_be_cut(s) for s in sources):
         return [(0, size)]
     return row_ranges(shape, parts)

@@ -1,0 +1,198 @@
+"""Blocks: what leaves arrives, in fresh buffers, each byte once, shared among replicas."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gockpt_jax.transfer import block as blocks
+from gockpt_jax.transfer import layout, pull
+from gockpt_jax.transfer.block import block_of
+from gockpt_jax.transfer.chunks import Chunk, Source, row_ranges
+from gockpt_jax.transfer.pull import owned_shards
+
+P = PartitionSpec
+MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def small_scale(monkeypatch):
+    """Sizes at which small arrays are large, and no blocks of other scales."""
+    monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
+    monkeypatch.setattr(layout, "LARGE_BYTES", 512)
+    monkeypatch.setattr(blocks, "_blocks", {})
+
+
+def put(values, spec, **kwargs):
+    return jax.device_put(values, NamedSharding(MESH, spec, **kwargs))
+
+
+def arrays():
+    """Every kind of array that a state may hold."""
+    normal = RNG.standard_normal
+    return [
+        put(normal((8, 6)).astype(np.float32), P("a")),
+        put(normal((8, 6)).astype(np.float32), P(None, "b")),
+        put(normal((64, 13)).astype(np.float32), P()),
+        put(normal((3, 5, 7)).astype(np.float32), P()),
+        put(normal((16, 24)).astype(np.float32), P(("b", "a"))),
+        put(normal((8, 6)).astype(jnp.bfloat16), P("a", "b")),
+        put(normal((8, 6)).astype(jnp.float8_e4m3fn), P("a")),
+        put(np.float32(2.5), P()),
+        put(RNG.integers(0, 2, 5).astype(bool), P()),
+        put(np.zeros((0, 3), np.float32), P()),
+        put(jax.random.split(jax.random.key(3), 8), P("b")),
+        put(jnp.arange(8).astype(jnp.int4), P("a")),
+        put(np.arange(8.0, dtype=np.float32), P("b"), memory_kind="pinned_host"),
+        jax.device_put(jnp.arange(7), jax.devices()[3]),
+        jax.random.key(1),
+    ]
+
+
+def parts_of(array, parts):
+    source = Source.of(array)
+    return [(array, Chunk(source, *rows)) for rows in row_ranges(source.shard_shape, parts)]
+
+
+def assert_arrived(pairs, found):
+    for (array, chunk), parts in zip(pairs, found, strict=True):
+        stored = jax.random.key_data(array) if chunk.source.is_key else array
+        shards = owned_shards(stored)
+        assert [p.index for p in parts] == [s.index for s in shards]
+        for part, shard in zip(parts, shards, strict=True):
+            want = np.array(shard.data).reshape(-1)[chunk.start : chunk.stop]
+            assert (part.data.dtype, part.data.tobytes()) == (want.dtype, want.tobytes())
+
+
+@pytest.mark.parametrize("donatable", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_chunks_arrive_under_the_users_mesh_and_guard(parts, donatable):
+    pairs = [pair for array in arrays() for pair in parts_of(array, parts)]
+    block = block_of([chunk for _, chunk in pairs], donatable=donatable)
+    given_arrays = [array for array, _ in pairs]
+    block.compile_ahead()
+    with jax.set_mesh(MESH):
+        block.stage(given_arrays)  # numbers that are packed compile here, and may move constants
+        with jax.transfer_guard("disallow"):
+            pulled = block.start_pull(block.stage(given_arrays))
+    assert_arrived(pairs, pulled.result())
+
+
+def test_staged_buffers_are_new_and_weighed_to_the_byte():
+    pairs = [pair for array in arrays() if array.ndim for pair in parts_of(array, 2)]
+    block = block_of([chunk for _, chunk in pairs])
+    staged = block.stage([array for array, _ in pairs])
+    taken = {s.data.unsafe_buffer_pointer() for a, _ in pairs for s in a.addressable_shards}
+    on_device = collections.Counter()
+    for buffer in staged:
+        for shard in buffer.addressable_shards:
+            assert not shard.data.size or shard.data.unsafe_buffer_pointer() not in taken
+            on_device[shard.device] += shard.data.nbytes
+    # Arrays of one device weigh on that one alone; int4 takes a byte here.
+    assert on_device[jax.devices()[3]] == block.staged_bytes
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P("b"), P("a", "b")])
+def test_replicas_share_the_transfer(spec, monkeypatch):
+    """Each device moves its part of the array, and all of it leaves once."""
+    array = put(RNG.standard_normal((64, 80)).astype(np.float32), spec)
+    block = block_of([Chunk.whole(Source.of(array))])
+    moved = collections.Counter()
+
+    def start_buffer(buffer):
+        moved.update({next(iter(buffer.devices())): buffer.nbytes})
+        return buffer
+
+    monkeypatch.setattr(blocks, "start_buffer", start_buffer)
+    found = block.start_pull(block.stage([array])).result()
+    assert_arrived([(array, block.chunks[0])], found)
+    assert dict(moved) == dict.fromkeys(jax.devices(), array.nbytes // 8)
+    assert block.staged_bytes == array.nbytes // 8
+
+
+def test_small_arrays_share_a_buffer_and_start_at_multiples_of_64_bytes():
+    leaves = [jnp.arange(n, dtype=jnp.float32) for n in (1, 17, 16, 5)]
+    (buffer,) = layout.lay_out([Chunk.whole(Source.of(x)) for x in leaves])
+    assert (buffer.offsets, buffer.size) == ((0, 16, 48, 64), 80)
+    large = [jnp.arange(300, dtype=jnp.float32), *leaves]
+    sizes = [b.size for b in layout.lay_out([Chunk.whole(Source.of(x)) for x in large])]
+    assert sizes == [300, 80]
+
+
+def test_retained_values_need_no_copy_where_they_are_whole_large_and_in_place(monkeypatch):
+    monkeypatch.setattr(pull, "host_memory_kind", lambda device: None)
+    rows, replicated = (
+        put(RNG.standard_normal((64, 8)).astype(np.float32), s) for s in (P(("a", "b")), P())
+    )
+    source = Source.of(rows)
+    whole = block_of([Chunk.whole(source)], donatable=False)
+    (large,) = whole.stage([rows])
+    assert large is not rows  # 256 bytes of it on each device
+    monkeypatch.setattr(layout, "LARGE_BYTES", 128)
+    monkeypatch.setattr(blocks, "LARGE_BYTES", 128)
+    monkeypatch.setattr(blocks, "_blocks", {})
+    whole = block_of([Chunk.whole(source)], donatable=False)
+    assert whole.stage([rows])[0] is rows
+    assert whole.staged_bytes == 0
+    # A gradient that the compiler left replicated: each device takes the rows of its moments.
+    sliced = block_of([Chunk.whole(Source.of(replicated, rows.sharding))], donatable=False)
+    found = sliced.start_pull(sliced.stage([replicated])).result()
+    values = np.asarray(replicated)
+    for part in found[0]:
+        np.testing.assert_array_equal(part.data, values[part.index].reshape(-1))
+    assert len(found[0]) == 8
+
+
+def test_captured_scalars_are_taken_by_every_process():
+    scalars = [put(np.float32(2.5), P()), jnp.int32(7)]
+    block = block_of([Chunk.whole(Source.of(x), everywhere=True) for x in scalars], donatable=False)
+    found = block.start_pull(block.stage(scalars)).result()
+    assert [[part.data.item() for part in parts] for parts in found] == [[2.5], [7]]
+
+
+def test_a_step_may_donate_what_has_been_staged():
+    donating = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
+    given_arrays = [put(RNG.standard_normal((8, 6)).astype(np.float32), s) for s in (P("a"), P())]
+    want = [np.array(x) for x in given_arrays]
+    block = block_of([Chunk.whole(Source.of(x)) for x in given_arrays])
+    pulled = block.start_pull(block.stage(given_arrays))
+    donating(given_arrays)
+    for values, parts in zip(want, pulled.result(), strict=True):
+        for part in parts:
+            np.testing.assert_array_equal(part.data, values[part.index].reshape(-1))
+
+
+def test_a_program_that_failed_to_compile_is_tried_again(monkeypatch):
+    array = jnp.arange(97.0)
+    block = block_of([Chunk.whole(Source.of(array))])
+    compile_it = blocks._compile
+    monkeypatch.setattr(blocks, "_programs", blocks.Programs("a test"))
+    monkeypatch.setattr(blocks, "_compile", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        block.stage([array])
+    monkeypatch.setattr(blocks, "_compile", compile_it)
+    np.testing.assert_array_equal(block.stage([array])[0], array)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@given(st.lists(st.integers(1, 40), max_size=4), st.integers(1, 30))
+def test_rows_cover_a_shard_once_in_equal_parts(shape, parts):
+    ranges = row_ranges(tuple(shape), parts)
+    size = math.prod(shape)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == size
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges))
+    assert len(ranges) == min(parts, size)
+    sizes = [stop - start for start, stop in ranges]
+    assert min(sizes) > 0
+    assert max(sizes) <= max(min(sizes) + 1, math.ceil(1.2 * min(sizes)))
