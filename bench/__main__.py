@@ -17,6 +17,7 @@ BENCHMARKS = {
     "storage": "bench.storage",
     "timeline": "bench.timeline",
     "train": "bench.train",
+    "transfer": "bench.transfer",
 }
 # What works on result files. Each module has `main(arguments) -> exit status`.
 COMMANDS = {

@@ -14,7 +14,9 @@ from bench.aot_hlo import Program, read_program
 from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer import staging
+from gockpt_jax.transfer.block import Block, block_of
+from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.window.departure import make_departure
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, peak_device_bytes
 
 GIB = 2**30
@@ -107,42 +109,44 @@ def _window_figures(
     Compiled: the largest block's copies, what arming adds to the step (its own retained values
     included), and what the step before retained; or the late leaves, if they are more.
     """
-    whole = read_program(_copy_program(leaves))
-    programs = [whole]
+    whole = _copies(block_of([Chunk.whole(Source.of(leaf)) for leaf in leaves]))
+    programs = [*whole]
     figures = {"device_copy_gib": _new_bytes(whole) / GIB}
     for steps in range(2, max_steps + 1):
         plan = fill_blocks(size.units, steps, "bench")
-        blocks = _leaves_by_block(program, size, plan, len(leaves))
-        copies = [read_program(_copy_program([leaves[j] for j in b])) for b in blocks if b]
+        blocks = _blocks(program, size, plan, leaves)
+        copies = [_copies(block) for block in blocks]
         early, late = max(map(_new_bytes, copies[:-1])), _new_bytes(copies[-1])
         compiled = max(late, early + armed_extra_bytes + size.retained)
         figures[f"k{steps}/planned_gib"] = peak_device_bytes(plan, size) / GIB
         figures[f"k{steps}/compiled_gib"] = compiled / GIB
-        programs += copies
-    moved = [(_new_bytes(p), p.argument_bytes) for p in programs]
+        programs += [p for block in copies for p in block]
+    moved = [(_new_bytes([p]), p.argument_bytes) for p in programs]
     figures["staging/most_new_over_copied"] = max(new / old for new, old in moved)
     figures["staging/computing_instructions"] = float(sum(p.computing for p in programs))
     figures["staging/collectives"] = float(sum(p.collectives for p in programs))
     return figures
 
 
-def _leaves_by_block(
-    program: StepProgram, size: StateBytes, plan: Plan, num_leaves: int
-) -> list[list[int]]:
-    """The leaves that are staged together, the late ones last."""
-    groups = [[program.groups[size.units[u].group] for u in block] for block in plan.blocks]
-    early = [[j for group in block for j in group.leaves] for block in groups]
-    gone = {j for block in early for j in block}
-    return [*early, [j for j in range(num_leaves) if j not in gone]]
+def _blocks(
+    program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequence[Any]
+) -> list[Block]:
+    """What is staged together, the late leaves last."""
+    early = [
+        make_departure(program, {u: size.units[u] for u in block}, leaves) for block in plan.blocks
+    ]
+    gone = {j for departure in early for _, j in departure.leaves}
+    late = [Chunk.whole(Source.of(leaf)) for j, leaf in enumerate(leaves) if j not in gone]
+    return [*(departure.state for departure in early), block_of(late)]
 
 
-def _new_bytes(copy: Program) -> int:
-    return copy.output_bytes + copy.temp_bytes
+def _copies(block: Block) -> list[Program]:
+    """The very programs that staging runs: they compile for shapes as for arrays."""
+    return [read_program(compiled) for compiled in block.programs()]
 
 
-def _copy_program(leaves: Sequence[Any]) -> Any:
-    """The very program that staging runs: it compiles for shapes as for arrays."""
-    return staging._program(leaves)
+def _new_bytes(copies: Sequence[Program]) -> int:
+    return sum(copy.output_bytes + copy.temp_bytes for copy in copies)
 
 
 def main() -> None:

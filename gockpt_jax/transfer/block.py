@@ -78,6 +78,13 @@ class Block:
             key, compile_it = self._program(buffers)
             _programs.wanted(key, compile_it)
 
+    def programs(self) -> list[Any]:
+        """Its programs, compiled; waits for them, at the first call."""
+        for devices, buffers in self._by_mesh.items():
+            if devices not in self._compiled:
+                self._compiled[devices] = _programs.needed(*self._program(buffers))
+        return list(self._compiled.values())
+
     def stage(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Copies the chunks into fresh buffers on their devices; returns at once.
 
@@ -88,9 +95,8 @@ class Block:
           Buffers that are nobody else's; or, for what need not be staged, the array itself.
         """
         staged: list[jax.Array] = []
+        self.programs()
         for devices, inputs in self._inputs.items():
-            if devices not in self._compiled:
-                self._compiled[devices] = _programs.needed(*self._program(self._by_mesh[devices]))
             staged += self._compiled[devices](
                 *(arrays[n] if there else align(arrays[n], self.chunks[n].source.placed)
                   for n, there in inputs)
@@ -114,7 +120,7 @@ class Block:
         sent: list[jax.Array] = []
         for buffer, array in zip(buffers, staged[: len(buffers)], strict=True):
             at = {s.device: s.data for s in array.addressable_shards}
-            sent += [at[device] for device in buffer.place.slices().flat]
+            sent += [at[device] for device in buffer.senders().flat]
         indices: dict[int, list[Any]] = {}
         for n, array in zip(self._whole, staged[len(buffers) :], strict=True):
             everywhere = self.chunks[n].everywhere
@@ -129,7 +135,7 @@ class Block:
         chunks: list[list[HostChunk]] = [[] for _ in self.chunks]
         arrived = iter(found)
         for buffer in buffers:
-            for row in buffer.place.slices():
+            for row in buffer.senders():
                 slices = [next(arrived) for _ in row]
                 for n, offset in zip(buffer.chunks, buffer.offsets, strict=True):
                     data = _join(buffer, slices, offset, self.chunks[n].size)
@@ -148,7 +154,7 @@ class Block:
 def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
     """Whether a buffer would be a copy of one large array that nobody donates."""
     first = chunks[buffer.chunks[0]]
-    alone = len(buffer.chunks) == 1 and buffer.slice_size == buffer.size
+    alone = len(buffer.chunks) == 1 and not buffer.is_sliced
     return (
         alone and first.is_whole and first.num_bytes >= LARGE_BYTES
         and _lies_in_place(first.source) and not first.source.is_key
@@ -189,7 +195,7 @@ def _spec(sharding: Any) -> PartitionSpec:
 
 
 def _out_spec(buffer: Buffer) -> PartitionSpec:
-    axes = (*buffer.place.sharded, *buffer.place.split)
+    axes = (*buffer.place.sharded, *(buffer.place.split if buffer.is_sliced else ()))
     return PartitionSpec(axes) if axes else PartitionSpec()
 
 
@@ -218,13 +224,13 @@ def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
         parts.append(row)
         if padding := end - offset - row.size:
             parts.append(jnp.zeros(padding, buffer.dtype))
+    flat = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    if buffer.is_sliced:
+        number = lax.axis_index(buffer.place.split)
+        start = jnp.minimum(number * buffer.slice_size, buffer.size - buffer.slice_size)
+        return lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
     # Computed in any case, or the result could be the argument.
-    flat = jnp.concatenate(parts) if len(parts) > 1 else jnp.copy(parts[0])
-    if buffer.slice_size == buffer.size:
-        return flat
-    number = lax.axis_index(buffer.place.split)
-    start = jnp.minimum(number * buffer.slice_size, buffer.size - buffer.slice_size)
-    return lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
+    return flat if len(parts) > 1 else jnp.copy(flat)
 
 
 def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:

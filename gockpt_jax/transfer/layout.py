@@ -1,9 +1,10 @@
 """The flat buffers in which chunks travel, laid out from global facts alone.
 
 Chunks that lie alike on the devices (cut over the same axes of one mesh) and have one dtype share a
-buffer, each starting at a multiple of 64 bytes; large ones have one of their own. The R replicas of
-a buffer share its transfer: each moves a slice of about 1 / R, unless that is less than 1 MiB. Only
-replicas within a process do: what a process writes is what Orbax has it write.
+buffer, each starting at a multiple of 64 bytes; large ones have one of their own. R replicas share
+the transfer: each moves a slice of about 1 / R of a large chunk, unless that is less than 1 MiB,
+and the buffers of small ones in turn. Only replicas within a process do: what a process writes is
+what Orbax has it write.
 """
 
 import dataclasses
@@ -55,8 +56,13 @@ class Place:
             return (self.device,)
         return tuple(self.mesh.devices.flat)
 
-    def slices(self) -> np.ndarray:
-        """The devices of the slices that this process takes: a row per shard, a column per slice.
+    @property
+    def replicas(self) -> int:
+        """How many of them share the transfer."""
+        return math.prod(self.mesh.shape[a] for a in self.split) if self.mesh is not None else 1
+
+    def owners(self) -> np.ndarray:
+        """The devices of this process that have what it writes: a row per shard, its replicas.
 
         Rows are in the order of the shards that a process owns (`owned_shards`).
         """
@@ -64,13 +70,11 @@ class Place:
         if self.mesh is None or self.everywhere:
             local = [d for d in self.devices if d.process_index == process]
             return np.array(local[:1], object).reshape(-1, 1)
-        names = list(self.mesh.axis_names)
+        names, shape = list(self.mesh.axis_names), self.mesh.devices.shape
         first = [names.index(a) for a in (*self.sharded, *self.split)]
         rest = [i for i in range(len(names)) if i not in first]
-        number = math.prod(self.mesh.shape[a] for a in self.split)
-        grid = self.mesh.devices.transpose(*first, *rest).reshape(-1, number, math.prod(
-            self.mesh.devices.shape[i] for i in rest
-        ))[..., 0]  # fmt: skip
+        others = math.prod(shape[i] for i in rest)
+        grid = self.mesh.devices.transpose(*first, *rest).reshape(-1, self.replicas, others)[..., 0]
         return grid[[row[0].process_index == process for row in grid]]
 
 
@@ -84,7 +88,9 @@ class Buffer:
       chunks: Positions of the chunks.
       offsets: Where each starts, in elements.
       size: Elements, padding included.
-      slice_size: Elements that each replica moves; the last slice overlaps the one before it.
+      slice_size: Elements that a replica moves: all, or its slice; the last slice overlaps the one
+        before it.
+      turn: Which replica moves it, if it is not sliced.
     """
 
     place: Place
@@ -93,6 +99,18 @@ class Buffer:
     offsets: tuple[int, ...]
     size: int
     slice_size: int
+    turn: int = 0
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether replicas move a slice each."""
+        return self.slice_size < self.size
+
+    def senders(self) -> np.ndarray:
+        """The devices that move it: a row per shard, a column per slice."""
+        owners = self.place.owners()
+        turn = self.turn % self.place.replicas
+        return owners if self.is_sliced else owners[:, turn : turn + 1]
 
     @property
     def staged_bytes(self) -> int:
@@ -116,48 +134,47 @@ def lay_out(chunks: Sequence[Chunk]) -> list[Buffer]:
             place = place_of(chunk.source.placed, everywhere=chunk.everywhere)
             alike[place, np.dtype(chunk.source.stored_dtype)].append(n)
     return [
-        _buffer(place, dtype, chunks, positions)
+        _buffer(place, dtype, chunks, positions, turn)
         for (place, dtype), together in alike.items()
-        for positions in _fill(chunks, together)
+        for turn, positions in enumerate(_fill(chunks, together, place.replicas))
     ]
 
 
-def _fill(chunks: Sequence[Chunk], positions: Sequence[int]) -> list[list[int]]:
+def _fill(chunks: Sequence[Chunk], positions: Sequence[int], replicas: int) -> list[list[int]]:
     """Those that share a buffer; large ones stand alone."""
+    large_bytes = min(LARGE_BYTES, MIN_SLICE_BYTES * replicas) if replicas > 1 else LARGE_BYTES
+    weights = {n: _padded(chunks[n].num_bytes, ALIGNMENT_BYTES) for n in positions}
+    large = [[n] for n in positions if weights[n] >= large_bytes]
+    small = [n for n in positions if weights[n] < large_bytes]
+    limit = MAX_CHUNK_BYTES
+    if replicas > 1:  # a buffer for each of them
+        total = sum(weights[n] for n in small)
+        limit = min(limit, max(MIN_SLICE_BYTES, -(-total // replicas)))
     filled: list[list[int]] = []
     room = 0
-    for n in positions:
-        num_bytes = _padded(chunks[n].num_bytes, ALIGNMENT_BYTES)
-        if num_bytes >= LARGE_BYTES:
-            filled.insert(0, [n])
-        elif num_bytes <= room:
-            filled[-1].append(n)
-            room -= num_bytes
-        else:
-            filled.append([n])
-            room = MAX_CHUNK_BYTES - num_bytes
-    return filled
+    for n in small:
+        if not filled or weights[n] > room:
+            filled.append([])
+            room = limit
+        filled[-1].append(n)
+        room -= weights[n]
+    return [*large, *filled]
 
 
-def _buffer(place: Place, dtype: Any, chunks: Sequence[Chunk], positions: list[int]) -> Buffer:
+def _buffer(
+    place: Place, dtype: Any, chunks: Sequence[Chunk], positions: list[int], turn: int
+) -> Buffer:
     unit = ALIGNMENT_BYTES // dtype.itemsize
     offsets, size = [], 0
     for n in positions:
         offsets.append(size)
         size += _padded(chunks[n].size, unit)
+    slice_size = size
     if len(positions) == 1:
-        size = chunks[positions[0]].size  # nothing follows it
-    split = place.split
-    while split and size * dtype.itemsize < MIN_SLICE_BYTES * _number(place, split):
-        split = split[1:]
-    place = dataclasses.replace(place, split=split)
-    number = _number(place, split)
-    slice_size = size if number == 1 else min(size, _padded(-(-size // number), unit))
-    return Buffer(place, dtype, tuple(positions), tuple(offsets), size, slice_size)
-
-
-def _number(place: Place, axes: Sequence[str]) -> int:
-    return math.prod(place.mesh.shape[a] for a in axes) if place.mesh is not None else 1
+        slice_size = size = chunks[positions[0]].size  # nothing follows it
+        if size * dtype.itemsize >= MIN_SLICE_BYTES * place.replicas:
+            slice_size = min(size, _padded(-(-size // place.replicas), unit))
+    return Buffer(place, dtype, tuple(positions), tuple(offsets), size, slice_size, turn)
 
 
 def _padded(size: int, unit: int) -> int:

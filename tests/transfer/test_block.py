@@ -113,7 +113,7 @@ def test_replicas_share_the_transfer(spec, monkeypatch):
         moved.update({next(iter(buffer.devices())): buffer.nbytes})
         return buffer
 
-    monkeypatch.setattr(blocks, "start_buffer", start_buffer)
+    monkeypatch.setattr(pull, "start_buffer", start_buffer)
     found = block.start_pull(block.stage([array])).result()
     assert_arrived([(array, block.chunks[0])], found)
     assert dict(moved) == dict.fromkeys(jax.devices(), array.nbytes // 8)
