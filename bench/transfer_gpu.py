@@ -25,8 +25,8 @@ from jax.sharding import SingleDeviceSharding
 
 from bench.raw_link import raw_link_secs
 from bench.record import Record
-from gockpt_jax.transfer.pull import start_pull
-from gockpt_jax.transfer.staging import stage
+from gockpt_jax.transfer.block import block_of
+from gockpt_jax.transfer.chunks import Chunk, Source
 
 _MIB = 2**20
 
@@ -171,8 +171,8 @@ def _mover(place: Any) -> Any:
 
 def _library(asked: Asked, x: jax.Array) -> Any:
     """As the library does it: staged into a fresh buffer, pulled, seen as an array."""
-    (staged,) = stage([x])
-    return start_pull(staged).result()
+    block = block_of([Chunk.whole(Source.of(x))])
+    return block.start_pull(block.stage([x])).result()
 
 
 WAYS: Mapping[str, Way] = {
@@ -205,10 +205,10 @@ def ask_ways(asked: Asked) -> None:
 
 def _ask_way(asked: Asked, name: str, way: Way, mib: float) -> None:
     compiled = asked.fresh(mib)
-    if way in (_library, _host_output):
-        jax.block_until_ready(
-            stage([compiled]) if way is _library else _mover(asked.pinned)(compiled)
-        )
+    if way is _library:
+        block_of([Chunk.whole(Source.of(compiled))]).programs()
+    if way is _host_output:
+        jax.block_until_ready(_mover(asked.pinned)(compiled))
     del compiled
     for n in range(asked.scale.repeats + 1):
         if asked.deadline.is_over:
