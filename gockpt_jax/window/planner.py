@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from gockpt_jax.errors import HostBudgetError, ReplayError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.replay.contraction import cpu_contracts
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.block import block_of
@@ -29,6 +27,7 @@ from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure, make_departure
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.units import replay_specs
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -180,7 +179,7 @@ class Planner:
         early = {j for u in itertools.chain(*plan.blocks) for j in _leaves_of(u, size, program)}
         late = [Chunk.whole(Source.of(a)) for j, a in enumerate(leaves) if j not in early]
         block_of(late).compile_ahead()
-        replayer.compile_ahead(_replay_specs(program, size), plan.steps - 1)
+        replayer.compile_ahead(replay_specs(program, size.units), plan.steps - 1)
         if self._options.audit is not None:
             sampled = [leaves[j] for j in sorted(early)]
             compile_samples_ahead(sampled, self._options.audit.fraction)
@@ -285,19 +284,3 @@ def _why_all_late(program: StepProgram, size: StateBytes) -> str:
 
 def _leaves_of(unit: int, size: StateBytes, program: StepProgram) -> tuple[int, ...]:
     return program.groups[size.units[unit].group].leaves
-
-
-def _replay_specs(program: StepProgram, size: StateBytes) -> list[tuple[ReplaySpec, int]]:
-    """What the replay programs of all units are made from, with the elements of their chunks."""
-    specs: dict[tuple[ReplaySpec, int], None] = {}  # a set that keeps its order
-    for unit in size.units:
-        group = program.groups[unit.group]
-        if not group.recipe.is_identity:
-            spec = ReplaySpec(
-                group.recipe,
-                tuple(np.dtype(program.leaf_specs[j].dtype) for j in group.leaves),
-                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.retained),
-                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.scalars),
-            )
-            specs[spec, unit.stop - unit.start] = None
-    return list(specs)

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from gockpt_jax.replay.programs import ReplaySpec
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
@@ -111,3 +113,19 @@ def _ranges(sources: Sequence[Source], unit_bytes: int) -> list[tuple[int, int]]
 
 def _bytes(source: Source, elements: int) -> int:
     return elements * int(source.stored_dtype.itemsize)
+
+
+def replay_specs(program: StepProgram, units: Sequence[GroupUnit]) -> list[tuple[ReplaySpec, int]]:
+    """What the replay programs of all units are made from, with the elements of their chunks."""
+    specs: dict[tuple[ReplaySpec, int], None] = {}  # a set that keeps its order
+    for unit in units:
+        group = program.groups[unit.group]
+        if not group.recipe.is_identity:
+            spec = ReplaySpec(
+                group.recipe,
+                tuple(np.dtype(program.leaf_specs[j].dtype) for j in group.leaves),
+                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.retained),
+                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.scalars),
+            )
+            specs[spec, unit.stop - unit.start] = None
+    return list(specs)
