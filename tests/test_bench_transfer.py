@@ -1,0 +1,48 @@
+"""The transfer's questions to an accelerator run at toy size; one that fails costs no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import transfer_gpu
+from bench.record import Record
+from bench.transfer_gpu import QUESTIONS, answer
+
+
+def test_every_question_is_answered_or_says_why_not(monkeypatch):
+    scale = transfer_gpu.Scale((0.01,), 0.01, 16, 1, 1)
+    monkeypatch.setattr(transfer_gpu.Scale, "of", lambda *_, **__: scale)
+    record = Record("gpu")
+    answer(record, quick=True)
+    for figure in ("overlap_ratio", "same_memory/pinned_to_numpy", "dispatch_us_per_put/packed"):
+        assert record.samples[figure]
+    assert record.samples["pull_gbps/library/0.01MiB/warm"]
+    assert record.samples["donated_step_secs/pulled_buffer"]
+    assert not any("failed" in note for note in record.notes)
+    assert any(note.startswith("raw_link") for note in record.notes)
+
+
+@pytest.mark.parametrize("failing", ["pointers", "ways"])
+def test_a_question_that_fails_costs_no_other(failing, monkeypatch):
+    asked = []
+
+    def question(name):
+        def ask(_):
+            asked.append(name)
+            if name == failing:
+                raise RuntimeError("no such memory")
+
+        return ask
+
+    monkeypatch.setattr(transfer_gpu, "QUESTIONS", {name: question(name) for name in QUESTIONS})
+    record = Record("gpu")
+    answer(record, quick=True)
+    assert asked == list(QUESTIONS)
+    assert f"{failing}: failed: RuntimeError: no such memory" in record.notes
+
+
+def test_nothing_is_asked_after_the_time():
+    record = Record("gpu")
+    answer(record, quick=True, limit_secs=-1)
+    assert not record.samples
+    assert sum("not asked" in note for note in record.notes) == len(QUESTIONS)
