@@ -74,7 +74,7 @@ def test_watch_notices_a_window_that_stages_nothing(
     def start_pull(block: Block, staged: Sequence[jax.Array]) -> Pull[Any]:
         chunks = zip(block.chunks, staged, strict=True)
         pulls = [pull_rows(array, chunk.start, chunk.stop) for chunk, array in chunks]
-        return Pull([], lambda _: [pull() for pull in pulls])
+        return Pull([], [], lambda _: [pull() for pull in pulls])
 
     def pull_rows(array: jax.Array, start: int, stop: int) -> Any:
         shards = (
