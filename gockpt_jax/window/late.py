@@ -13,6 +13,7 @@ from gockpt_jax.transfer.chunks import (
     Chunk,
     Source,
     can_be_cut,
+    is_key_type,
     row_ranges,
 )
 from gockpt_jax.transfer.pull import Box, HostChunk, Pull, owned_shards
@@ -92,9 +93,9 @@ def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> Pull[list[list[
 
 def owned_boxes(array: jax.Array) -> list[Box]:
     """Positions of the shards that this process writes, in the array as it is stored."""
-    source = Source.of(array)
-    extra = (slice(None),) * (len(source.shard_shape) - len(source.shape))
-    return [(*s.index, *extra) for s in owned_shards(array)]
+    # No computation: JAX hands out the array below the keys, which the shards of keys do not show.
+    stored = jax.random.key_data(array) if is_key_type(array.dtype) else array
+    return [s.index for s in owned_shards(stored)]
 
 
 def _landing(

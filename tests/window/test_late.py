@@ -1,0 +1,51 @@
+"""Late leaves: every kind of array arrives in the shards that are written, whatever the budget."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.window import late
+from gockpt_jax.window.late import take_now
+from gockpt_jax.window.worker import Worker
+
+P = PartitionSpec
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 3000])
+def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    values = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
+    key = jax.random.key(1)
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, specs in (
+            (values, (P(), P("a"), P(("a", "b")), P(None, "b"))),
+            (jax.random.split(key, 8), (P(), P("a"))),
+            (key, (P(),)),
+            (np.float32(3.0), (P(),)),
+        )
+        for spec in specs
+    ]
+    arrays += [jax.random.key(2), jnp.arange(7), jnp.zeros(8, jnp.int4)]
+    worker, device, host = Worker(), ByteBudget(limit_bytes), ByteBudget(None)
+    slots = take_now(arrays, worker, device=device, host=host)
+    worker.close()
+    for array in arrays:
+        spec = HostArray.spec_like(array)
+        is_key = spec.key_impl is not None
+        want = np.array(jax.random.key_data(array) if is_key else array)
+        assert all(len(slot.index) == len(spec.shape) for slot in slots[id(array)])
+        got = np.zeros(spec.shape, spec.dtype)
+        for slot in slots[id(array)]:
+            got[slot.index] = slot.data.result()
+        np.testing.assert_array_equal(got, want)
+    assert device.used_bytes == 0
+    # Only what cannot be cut finer may exceed the budget, and then alone.
+    assert limit_bytes is None or device.peak_bytes <= limit_bytes
