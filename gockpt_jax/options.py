@@ -93,8 +93,10 @@ class WindowOptions:
         is always one.
       arm: `"window"` runs the user's own executable outside windows. `"always"` runs the armed one
         for every step, so that one executable defines the run.
-      exact: Forbid replay of arithmetic that the host cannot repeat bit for bit. No plan lets such
-        a leaf leave early at present, so both values give the same checkpoint.
+      exact: Forbid replay of arithmetic that the host cannot repeat bit for bit: divisions, roots,
+        transcendentals (of Adam's parameters, not of its moments). It is done only where no exact
+        window fits the device budget and the audit accepts rounding (`max_ulps` above 0, or
+        `audit=None`); the report then says so, and the audit how far it went.
       audit: What is compared with the device at every seal, and what a difference leads to; `None`:
         nothing.
       on_busy: What an accepted save does that finds the previous one still being written. `"wait"`,

@@ -166,11 +166,17 @@ class WrappedStep:
             with self._giving_up_on_errors():
                 self.program.arm(self.last_result)
 
-    def accept_rounding(self) -> None:
-        """Cuts the step anew: leaves may leave early that the host repeats but for rounding."""
+    def accept_rounding(self, is_worth_it: Callable[[StepProgram], bool]) -> None:
+        """Cuts the step anew: leaves may leave early that the host repeats but for rounding.
+
+        Args:
+          is_worth_it: Whether the program with the new cut is to take the place of this one.
+        """
         if self.program is not None and not self.program.is_armed:
             with self._giving_up_on_errors():
-                self.program = self.program.rounded()
+                rounded = self.program.rounded()
+                if is_worth_it(rounded):
+                    self.program = rounded
 
     @contextlib.contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:

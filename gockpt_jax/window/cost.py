@@ -52,6 +52,8 @@ class Terms:
       units: What may leave early.
       late_bytes: What leaves at the sealed version in any case.
       retained_bytes: What one armed step retains on the device, whatever has left.
+      copied_bytes: Of what follows, at most so much is on the device twice until it has been
+        pulled: values that are packed, or of which only rows follow.
       link_bytes_per_sec: Rate from this device to the host while all devices send.
       step_secs: One training step.
       device_budget_bytes: Of staged copies and retained values; `None`: no limit.
@@ -64,6 +66,7 @@ class Terms:
     retained_bytes: int
     link_bytes_per_sec: float
     step_secs: float
+    copied_bytes: int = 0
     device_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     max_steps: int = 8
@@ -178,8 +181,9 @@ def predict(terms: Terms, blocks: Blocks) -> Cost:
         link.hold(now, block_bytes, block_bytes)
         left_bytes += block_bytes
         following_bytes += sum(terms.units[u].retained_bytes for u in block)
-        now = link.room_at(now, terms.retained_bytes)
-        link.hold(now + terms.step_secs, terms.retained_bytes, following_bytes)
+        retained_bytes = terms.retained_bytes + min(terms.copied_bytes, following_bytes)
+        now = link.room_at(now, retained_bytes)
+        link.hold(now + terms.step_secs, retained_bytes, following_bytes)
         moved_bytes += block_bytes + following_bytes
         now += terms.step_secs
     rest_bytes = terms.state_bytes - left_bytes

@@ -16,6 +16,7 @@ from gockpt_jax.transfer.chunks import (
     is_key_type,
     row_ranges,
 )
+from gockpt_jax.transfer.layout import ALIGNMENT_BYTES
 from gockpt_jax.transfer.pull import Box, HostChunk, Pull, owned_shards
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
@@ -72,7 +73,8 @@ def send_late(
       worker: Lands them.
       device: Budget for the copies.
     """
-    for positions in _batches([c.num_bytes for _, c in chunks], device.limit_bytes):
+    padded = [-(-c.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, c in chunks]
+    for positions in _batches(padded, device.limit_bytes):
         block = block_of([chunks[n][1] for n in positions])
         device.acquire(block.staged_bytes)
         try:

@@ -24,6 +24,8 @@ from gockpt_jax.window.worker import Worker
 
 _BLOCKS_IN_FLIGHT = 2
 
+_ROUNDED = "replayed up to rounding, as no exact window fits the device budget"
+
 
 class OpenWindow:
     """A window between its opening and its seal.
@@ -52,7 +54,8 @@ class OpenWindow:
         self.program = program
         self.plan = plan
         self.target = target
-        self.record = SaveRecord(kind="window", reason=plan.reason, window_steps=plan.steps)
+        reason = plan.reason if program.is_exact else f"{plan.reason}; {_ROUNDED}"
+        self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self._planned = departures
         self._units = units
         self._worker = worker

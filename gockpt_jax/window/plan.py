@@ -51,6 +51,11 @@ class StateBytes:
     units: tuple[GroupUnit, ...]
 
     @property
+    def copied(self) -> int:
+        """Of retained values that are copied before they travel."""
+        return sum(u.retained_bytes for u in self.units if u.is_copied)
+
+    @property
     def late(self) -> int:
         """Of what no unit holds: it leaves at the sealed version."""
         return sum(self.leaves) - sum(u.state_bytes for u in self.units)
@@ -118,6 +123,7 @@ def plan_window(
                 units=size.units,
                 late_bytes=size.late,
                 retained_bytes=size.retained,
+                copied_bytes=size.copied,
                 link_bytes_per_sec=facts.link_bytes_per_sec,
                 step_secs=facts.step_secs,
                 device_budget_bytes=budget_bytes,
@@ -149,9 +155,11 @@ def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:
 def peak_device_bytes(plan: Plan, size: StateBytes) -> int:
     """Most bytes staged and retained at once: a block, beside what two steps in flight retain.
 
+    Or what one retains, with the copies of it; those wait for what went before.
+
     The late leaves follow when no further step will retain anything: they need to fit by
     themselves, and wait for what the last steps retained to be pulled.
     """
     blocks = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
     last_block = sum(size.leaves) - sum(blocks)
-    return max(last_block, max(blocks) + 2 * size.retained)
+    return max(last_block, max(blocks) + 2 * size.retained, size.retained + size.copied)

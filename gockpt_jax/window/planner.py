@@ -94,15 +94,29 @@ class Planner:
             return
         self.limit_device(stepped=True)
         leaves = program.new_state_leaves(step.last_result)
+        self._plan(program, leaves)
+        if not self._must_be_exact() and self._finds_no_room(program):
+            step.accept_rounding(lambda rounded: self._plan(rounded, leaves).steps > 1)
+            program = step.program
+        if program is not None:
+            _log.debug("planned %s", self._plans[program].plan)
+            self._make_ready(step, program, leaves)
+
+    def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> Plan:
         size = measure_bytes(program, leaves)
         facts = self._facts(size, leaves)
         if program.groups:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         else:
             plan = Plan(1, (), _why_all_late(program, size))
-        _log.debug("planned %s", plan)
         self._plans[program] = _Planned(plan, size, facts)
-        self._make_ready(step, program, leaves)
+        return plan
+
+    def _finds_no_room(self, program: StepProgram) -> bool:
+        """Whether there is no window, nor room for one device copy of the state."""
+        plan, size = self._plans[program].plan, self._plans[program].size
+        limit = self._device.limit_bytes
+        return plan.steps == 1 and limit is not None and sum(size.leaves) > limit
 
     def save_ended(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""

@@ -20,6 +20,7 @@ from gockpt_jax.transfer.chunks import (
     can_be_cut,
     row_ranges,
 )
+from gockpt_jax.transfer.layout import LARGE_BYTES
 from gockpt_jax.window.cost import Unit
 
 _UNITS_PER_WINDOW = 60
@@ -36,12 +37,14 @@ class GroupUnit(Unit):
       start: Of the elements of a local shard, row by row, the first that leaves.
       stop: The one after the last.
       placed: By whose shards the group's leaves and retained values travel.
+      is_copied: Whether retained values are copied before they travel: rows, or small arrays.
     """
 
     group: int
     start: int
     stop: int
     placed: Any
+    is_copied: bool
 
 
 def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUnit, ...]:
@@ -74,6 +77,8 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
                     state_bytes=sum(_bytes(s, stop - start) for s in of_group),
                     retained_bytes=sum(itemsizes) * (stop - start),
                     group=g, start=start, stop=stop, placed=place,
+                    is_copied=stop - start < of_group[0].shard_size
+                    or min(itemsizes, default=0) * stop < LARGE_BYTES,
                 )
             )  # fmt: skip
     return tuple(units)

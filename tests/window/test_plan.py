@@ -41,7 +41,7 @@ def states(draw):
 
 def unit(state_bytes, retained_bytes=0):
     sizes = {"state_bytes": state_bytes, "retained_bytes": retained_bytes}
-    return GroupUnit(**sizes, group=0, start=0, stop=1, placed=None)
+    return GroupUnit(**sizes, group=0, start=0, stop=1, placed=None, is_copied=True)
 
 
 def state_of(leaves, units):
