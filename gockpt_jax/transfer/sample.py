@@ -23,9 +23,10 @@ from gockpt_jax.transfer.pull import HostChunk, Pull, owned_shards, start_pull
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
 
-FEW_BOXES = 32
-"""How many boxes a sample has at most, unless its fraction demands more. Each costs the trainer's
-thread a few dispatches; shards that are more than this take turns, with larger boxes."""
+FEW_BOXES = 16
+"""How many boxes a sample has at most, unless its fraction demands more. Each is a program, and a
+device has room for 32 in flight: more would hold the trainer's thread until the steps before them
+have run. Shards that are more than this take turns, with larger boxes."""
 
 
 def share_out(shards: int, fraction: float) -> tuple[int, float]:
@@ -33,7 +34,7 @@ def share_out(shards: int, fraction: float) -> tuple[int, float]:
 
     Example:
       >>> share_out(10, 1 / 64), share_out(640, 1 / 64), share_out(640, 0.5)
-      ((10, 0.015625), (32, 0.3125), (320, 1.0))
+      ((10, 0.015625), (16, 0.625), (320, 1.0))
     """
     boxes = min(shards, max(FEW_BOXES, math.ceil(shards * fraction)))
     return boxes, min(1.0, fraction * shards / max(1, boxes))

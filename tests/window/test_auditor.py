@@ -64,14 +64,14 @@ def test_more_shards_than_boxes_take_turns(worker):
     leaves = {f"leaf {n}": jax.device_put(jnp.zeros((8, 8192)), rows) for n in range(20)}
     auditor, _, _ = audit_of(worker)
     seen = {path: np.zeros((8, 8192), int) for path in leaves}
-    for turn in range(12):
-        pairs = auditor._next_boxes(leaves, 1 / 8)
+    for turn in range(24):
+        pairs = auditor._next_boxes(leaves, 1 / 16)
         assert len(pairs) == FEW_BOXES
-        assert sum(math.prod(box.grid.sizes) for box, _ in pairs) == 20 * 8 * 8192 // 8
+        assert sum(math.prod(box.grid.sizes) for box, _ in pairs) == 20 * 8 * 8192 // 16
         devices = collections.Counter(d for _, shard in pairs for d in shard.devices())
-        assert set(devices.values()) <= {3, 4, 5}
+        assert set(devices.values()) <= {1, 2, 3}
         if not turn:
-            assert {box.path for box, _ in pairs} == set(leaves)
+            assert len({box.path for box, _ in pairs}) == FEW_BOXES
         for box, shard in pairs:
             assert shard is leaves[box.path].addressable_shards[box.number].data
             seen[box.path][box.number, box.grid.run(box.box)] += 1
