@@ -17,13 +17,14 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest kills scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
 	@echo 'make demo    train, kill inside a checkpoint window, resume, compare bit for bit'
 	@echo 'make test    all tests'
 	@echo 'make test-compat  storage, manager and examples with the oldest and the newest Orbax'
+	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make figures figures and tables of the documents, from bench/results'
@@ -82,6 +83,18 @@ $(COMPAT_VENV)-newest/.installed: pyproject.toml Makefile
 		-e '.[test]' $(NEWEST)
 	@touch $@
 
+# Emulators and the clients of buckets, in an environment of their own.
+REMOTE_VENV ?= .venv-remote
+
+test-remote: $(REMOTE_VENV)/.installed
+	@$(REMOTE_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/remote tests/storage/test_bucket_specs.py
+
+$(REMOTE_VENV)/.installed: pyproject.toml Makefile
+	@test -x "$(@D)/bin/python" || "$(PYTHON)" -m venv "$(@D)"
+	@"$(@D)/bin/python" -m pip install -qq --disable-pip-version-check \
+		-e '.[test,gs,s3,test-remote]'
+	@touch $@
+
 kills: $(STAMP)
 	@GOCKPT_KILL_CHAINS=25 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
 
@@ -107,5 +120,5 @@ types: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 
 clean:
-	@rm -rf .venv .venv-compat-* runs build dist .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf .venv .venv-compat-* .venv-remote runs build dist .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

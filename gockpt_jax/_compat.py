@@ -1,4 +1,4 @@
-"""The one place where JAX is asked for what its public interface does not tell.
+"""The one place where JAX and Orbax are asked for what their public interfaces do not tell.
 
 Each entry says why it is needed and on which versions it was read. All of them degrade: where an
 attribute is missing, the caller takes the path that needs less.
@@ -131,3 +131,43 @@ def coordination_client() -> Any | None:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def route_buckets(schemes: tuple[str, ...], kvstore: Callable[[str], dict[str, Any]]) -> bool:
+    """Has Orbax keep arrays in buckets by TensorStore's drivers, with specs of ours.
+
+    Orbax 0.12.8 knows `gs://` only. At `s3://` it refuses with OCDBT ("Checkpoint path should be
+    absolute"), and without it writes arrays into a local folder named `s3:`. All it lacks is in
+    four names, which are replaced for the whole process; local paths take the way they took.
+
+    Args:
+      schemes: Such as `gs://`; Orbax then commits there by a marker file, not by renaming.
+      kvstore: Gives the spec of an address.
+
+    Returns:
+      Whether that was possible; `False` where Orbax (such as 0.11.33) has no such names.
+    """
+    try:
+        from orbax.checkpoint._src.path import gcs_utils
+        from orbax.checkpoint._src.serialization import tensorstore_utils
+    except ImportError:
+        return False
+    names = (
+        (gcs_utils, "_GCS_PATH_PREFIX"), (gcs_utils, "get_kvstore_for_gcs"),
+        (tensorstore_utils, "_use_gcs_driver"), (tensorstore_utils, "_normalize_path"),
+    )  # fmt: skip
+    if not all(hasattr(module, name) for module, name in names):
+        return False
+    if gcs_utils.get_kvstore_for_gcs is kvstore:
+        return True
+    local = tensorstore_utils._normalize_path
+
+    def normalize(path: str) -> str:
+        scheme = next((s for s in schemes if path.startswith(s)), "")
+        return scheme + str(local(path.removeprefix(scheme)))
+
+    gcs_utils._GCS_PATH_PREFIX = schemes
+    gcs_utils.get_kvstore_for_gcs = kvstore
+    tensorstore_utils._use_gcs_driver = lambda directory: directory.startswith(schemes)
+    tensorstore_utils._normalize_path = normalize
+    return True

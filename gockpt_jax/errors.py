@@ -1,5 +1,7 @@
 """Named exceptions. Each derives from the builtin a caller would already catch."""
 
+import re
+
 
 class StepMismatchError(ValueError):
     """The state cannot be found among a wrapped step's arguments or results."""
@@ -49,13 +51,18 @@ class SnapshotOnlyWarning(UserWarning):
     """A wrapped step cannot be armed, so its saves are snapshots; the message names the remedy."""
 
 
-def storage_error(doing: str, error: Exception) -> StorageError:
-    """The named error for what a storage refused; raise it from `error`."""
+def storage_error(doing: str, error: Exception, advice: str) -> StorageError:
+    """The named error for what a storage refused, and what to do; raise it from `error`."""
     if isinstance(error, StorageError):
         return error
     named = StorageError(
-        f"{doing} failed: {error}. Nothing of this save is visible, earlier checkpoints are intact."
-        " Make room, or see to the directory and its permissions; the next save tries anew."
+        f"{doing} failed: {_brief(error)}. Nothing of this save is visible, earlier checkpoints are"
+        f" intact. {advice} The next save tries anew."
     )
     named.errno = getattr(error, "errno", None)
     return named
+
+
+def _brief(error: Exception) -> str:
+    """TensorStore's errors without its own specification of the array, a page long."""
+    return re.sub(r" \[tensorstore_spec='.*?'\](?= \[|$)", "", str(error), flags=re.DOTALL)

@@ -13,9 +13,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import AuditError, ReplayError, storage_error
+from gockpt_jax.errors import AuditError, ReplayError
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage import arguments, resume
+from gockpt_jax.storage import arguments, bucket, resume
 from gockpt_jax.storage.commit import CommitVotes, make_root, never_draining
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.layout import default_layout
@@ -80,6 +80,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         pytree_options: Mapping[str, Any] | None = None,
     ):
         del item_names  # stock and a registry do not go together with it
+        bucket.prepare(directory)
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
         self._gockpt_closed = False
@@ -158,6 +159,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
                 pending.failed(error)
             if self._gockpt_handler.votes is not None:
                 self._gockpt_handler.votes.cancel()
+            error = bucket.named(self.directory, step, error)
             if not isinstance(error, OSError | ReplayError | AuditError):
                 raise  # no failure of the storage's: the caller's, or an interrupt
             self._surface(error)
@@ -292,10 +294,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
     def _surface(self, error: BaseException) -> None:
         """Raises a failed save's error under its name, or warns of it."""
         self._gockpt_handler.give_back()
-        if isinstance(error, OSError):
-            cause = error
-            error = storage_error(f"the save of step {self._gockpt_handler.label}", cause)
-            error.__cause__ = error.__cause__ if error is cause else cause
+        error = bucket.named(self.directory, self._gockpt_handler.label, error)
         surface(error, self._gockpt_window_options.on_save_error)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gockpt_jax.storage import bucket
 from gockpt_jax.storage.host_array import HostArray
 
 Shape = tuple[int, ...]
@@ -192,5 +193,5 @@ def data_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
     given = getattr(info, "ocdbt_target_data_file_size", None)
     if given is not None:
         return int(given)
-    in_bucket = info.parent_dir.as_posix().startswith("gs://")
+    in_bucket = bucket.is_bucket(info.parent_dir.as_posix())
     return _BUCKET_DATA_FILE_BYTES if in_bucket else _LOCAL_DATA_FILE_BYTES

@@ -13,11 +13,14 @@ from typing import Any
 
 from etils import epath
 
+from gockpt_jax.storage import bucket
 from gockpt_jax.storage.checksums import FOLDER, LATER_FILES
 from gockpt_jax.storage.stored_item import METADATA_FILE
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _TEMPORARY = ".orbax-checkpoint-tmp"
+# In a bucket nothing can be renamed at once: what has no such file was never committed.
+_MARKER = "commit_success.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,7 @@ def look_into(path: Any) -> Directory:
     Raises:
         FileNotFoundError: There is no such directory.
     """
+    bucket.prepare(path)
     path = epath.Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: there is no such directory.")
@@ -92,9 +96,10 @@ def look_into(path: Any) -> Directory:
         return Directory(path, "step", (_step(path),))
     steps, leftovers, others = [], [], []
     for entry in sorted(path.iterdir()):
-        if _TEMPORARY in entry.name:
+        is_step = entry.is_dir() and _looks_like_step(entry)
+        if _TEMPORARY in entry.name or (is_step and not _is_committed(entry)):
             leftovers.append(entry.name)
-        elif entry.is_dir() and _looks_like_step(entry):
+        elif is_step:
             steps.append(_step(entry))
         else:
             others.append(entry.name)
@@ -120,6 +125,10 @@ def _looks_like_step(path: epath.Path) -> bool:
     )
 
 
+def _is_committed(path: epath.Path) -> bool:
+    return not bucket.is_bucket(path) or bool((path / _MARKER).exists())
+
+
 def _number(name: str) -> tuple[int, str]:
     digits = re.search(r"(\d+)$", name)
     return (int(digits[1]) if digits else -1, name)
@@ -140,6 +149,8 @@ def _step(path: epath.Path) -> Step:
         faults.append(f"`{_STEP_METADATA}` is missing: this is no whole checkpoint")
     except (ValueError, TypeError) as error:
         faults.append(f"`{_STEP_METADATA}` is damaged: {error!r}")
+    if not _is_committed(path):
+        faults.append(f"`{_MARKER}` is missing: the save never ended")
     handlers = metadata.get("item_handlers")
     if isinstance(handlers, Mapping):
         faults += [f"the item `{name}` is missing" for name in sorted(handlers.keys() - items)]

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import storage_error
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage import checksums
+from gockpt_jax.storage import bucket, checksums
 from gockpt_jax.storage.commit import CommitVotes, vote
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.policies import labels_of_policy
@@ -108,6 +108,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
           args: `GoCkptSave`, or stock's `StandardSave` or `PyTreeSave`.
         """
         entered_at = time.perf_counter()
+        bucket.prepare(directory)
         self._begin(directory)
         written: ocp.future.Future
         try:
@@ -200,6 +201,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
           TargetError: if checkpoint and target do not fit together; names all leaves.
           VerifyError: if `verify=True` and the checkpoint is not what was written.
         """
+        bucket.prepare(directory)
         args = GoCkptRestore() if args is None else args
         return restore(directory, args, self._restore_options)
 
@@ -303,7 +305,8 @@ class _Written(ocp.future.Future):  # type: ignore[misc]
                 future.result(timeout)
             self._stats.checksums.write(getattr(self._directory, "path", self._directory))
         except (OSError, ValueError) as error:  # TensorStore's are the latter
-            raise storage_error(f"writing {self._directory}", error) from error
+            advice = bucket.advice(self._directory)
+            raise storage_error(f"writing {self._directory}", error, advice) from error
         finally:
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes

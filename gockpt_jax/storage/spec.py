@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gockpt_jax.storage import grid
+from gockpt_jax.storage import bucket, grid
 from gockpt_jax.storage.array_layout import ArrayLayout, Shape, data_file_bytes
 
 Json = dict[str, Any]
@@ -31,20 +31,22 @@ _MIN_DIRECT_BYTES = 2**20
 def _written_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
     """Returns the size at which we begin another data file; of no concern to who reads them."""
     given = getattr(info, "ocdbt_target_data_file_size", None)
-    if given is None and "://" not in info.parent_dir.as_posix():
+    if given is None and not bucket.is_bucket(info.parent_dir.as_posix()):
         return _PARALLEL_DATA_FILE_BYTES
     return data_file_bytes(info)
 
 
-def _kvstore(directory: str) -> Json | str:
-    """Returns the base store of a directory; TensorStore itself parses bucket URLs."""
-    return directory if "://" in directory else {"driver": "file", "path": directory}
+def _kvstore(directory: str) -> Json:
+    """Returns the base store of a directory."""
+    if bucket.is_bucket(directory):
+        return bucket.kvstore(directory)
+    return {"driver": "file", "path": directory}
 
 
 def _ocdbt(info: ocp.type_handlers.ParamInfo, process_index: int) -> Json:
     base = _kvstore(f"{info.parent_dir.as_posix()}/ocdbt.process_{process_index}/")
     spec: Json = {"driver": "ocdbt", "base": base, "path": info.name}
-    if isinstance(base, dict):
+    if base["driver"] == "file":
         # On a file system data files need no atomic rename; the manifest does.
         spec["base"] = {**base, "file_io_locking": {"mode": "non_atomic"}}
         spec["manifest"] = base
@@ -121,7 +123,7 @@ def plain_folder(
         info.is_ocdbt_checkpoint
         or info.use_zarr3
         or layout.compressed
-        or "://" in folder
+        or bucket.is_bucket(folder)
         or layout.stored_dtype != layout.dtype
         or not _is_stored_as_it_is(layout.dtype)
     )

@@ -19,6 +19,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from gockpt_jax.storage import bucket
 from gockpt_jax.transfer.budget import ByteBudget
 
 METADATA_FILE = "_METADATA"
@@ -134,15 +135,17 @@ class StoredItem:
     def _kvstore(self, name: str) -> Any:
         folder = self.path.as_posix()
         if not self.use_ocdbt:
-            file = f"{folder}/{name}/"
-            return file if "://" in file else {"driver": "file", "path": file}
-        base = f"{folder}/"
+            return _base(f"{folder}/{name}/")
         return {
             "driver": "ocdbt",
-            "base": base if "://" in base else {"driver": "file", "path": base},
+            "base": _base(f"{folder}/"),
             "path": f"{name}/",
             "cache_pool": "cache_pool#ocdbt",
         }
+
+
+def _base(path: str) -> Any:
+    return bucket.kvstore(path) if bucket.is_bucket(path) else {"driver": "file", "path": path}
 
 
 def _leaf(entry: Mapping[str, Any]) -> StoredLeaf:
