@@ -45,7 +45,7 @@ def saved(root, tree, step=0, metadata=None, **options):
 
 
 def test_inspect_shows_everything_but_the_values(tmp_path):
-    root = saved(tmp_path / "run", state(), 7, {"note": "[first]"}, use_zarr3=True)
+    root = saved(tmp_path / "run", state(), 7, {"note": "[first]"}, use_zarr3=True, use_ocdbt=True)
     (root / "8.orbax-checkpoint-tmp-1").mkdir()
     told = json.loads(run("inspect", root, "--json").output)
     assert (told["kind"], told["leftovers"]) == ("root", ["8.orbax-checkpoint-tmp-1"])
