@@ -1,11 +1,13 @@
 """The checkpoint handler: seals the window inside Orbax's own save, and lets stock do the rest."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -211,7 +213,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
 
     def finalize(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
-        self._tree.finalize(directory)
+        with _nothing_said_of_no_merge():
+            self._tree.finalize(directory)
         checksums.seal_item(directory, shared=self._writer.primary_host is not None)
         if not self.has_manager and self.pending is not None:
             self.pending.committed()  # but for the rename
@@ -281,6 +284,21 @@ def _release_when_known(slot: ChunkSlot, host: ByteBudget) -> None:
     slot.data.add_done_callback(
         lambda future: None if future.exception() else host.release(future.result().nbytes)
     )
+
+
+@contextlib.contextmanager
+def _nothing_said_of_no_merge() -> Iterator[None]:
+    """Orbax warns at every save of plain files that there is no database to merge."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in str(record.msg)
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
 
 
 class _Written(ocp.future.Future):  # type: ignore[misc]
