@@ -1,8 +1,10 @@
 """Set before JAX is imported: eight CPU devices that stand in for accelerators without FMA."""
 
 import os
+import re
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # `--xla_cpu_max_isa=AVX` leaves the CPU without fused multiply-add, as accelerators are in
 # elementwise code (docs/guarantees.md). The GPU tests run on their own and keep the platform's own.
@@ -12,10 +14,32 @@ if os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too
+# Tests of one training program, on one device or eight: `[adamw-8]`, `[8-adamw]`.
+_OF_PROGRAM = re.compile(r"(?:invariants/|test_programs\.py).*\[(?:(\w+)-([18])|([18])-(\w+))\]$")
+# Files whose tests share something dear, made once on each worker that runs any of them.
+_SHARING = re.compile(
+    r".*(?:integrations|multiprocess|replay)/\w+\.py"
+    r"|.*/test_(?:bench_\w+|cli_checkpoints|fence|never_waits|restore|verify)\.py"
+)
+_LONG = ("test_random_kills.py", "test_example.py", "test_nnx_example.py", "test_stock_readable.py")
+
+
+class _Together(LoadScopeScheduling):
+    """Keeps tests that share something dear on one worker, so that it is made once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if found := _OF_PROGRAM.search(nodeid):
+            return "-".join(sorted(filter(None, found.groups())))
+        if found := _SHARING.match(nodeid):
+            return found.group()
+        return nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling | None:
+    """For `--dist loadgroup`, of which pytest-xdist 3.8 makes nothing under pytest 9."""
+    return _Together(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of one training program on one worker, so that it is compiled once."""
-    for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        if "name" in params and "devices" in params:
-            item.add_marker(pytest.mark.xdist_group(f"{params['name']}-{params['devices']}"))
+    """Long tests first: the last to end should not have begun last."""
+    items.sort(key=lambda item: item.path.name not in _LONG)
