@@ -20,7 +20,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.storage import handler, leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, staging
-from gockpt_jax.window import clock, early, planner
+from gockpt_jax.window import clock, early, planner, units
 
 from .training import INTERVAL, MESHES_OF, Loop, abstract, place, shards_of
 
@@ -230,6 +230,8 @@ def planned(directory: Path) -> None:
         replaced(clock.StepClock, "secs", property(lambda _: secs), only_on=here),
         replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: rate), only_on=here),
         replaced(budget, "device_headroom_bytes", lambda: free, only_on=here),
+        # As in large models, of which small arrays, copied before they travel, are a small part.
+        replaced(units, "LARGE_BYTES", 0, only_on=here),
     ):
         loop = Loop(directory / "run", window=gockpt.WindowOptions(max_steps=4))
         loop.run(3)
