@@ -382,9 +382,15 @@ def death(directory: Path) -> None:
     loop = Loop(directory / "run", async_options=ocp.options.AsyncOptions(timeout_secs=20))
     loop.run(INTERVAL)
     loop.keep()
-    die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    returned = threading.Event()
+
+    def die(*_: Any) -> None:
+        returned.wait()  # before, the other may still wait for this process inside `save`
+        os.kill(os.getpid(), signal.SIGKILL)
+
     with replaced(leaf_writer, "_check_data", die):
         loop.run(2 * INTERVAL)
+        returned.set()
         failure_of(loop)
     say("steps", loop.manager.all_steps())
     loop.manager.close()
