@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 
 import jax
@@ -160,7 +161,9 @@ def test_a_flipped_bit_in_a_chunk(item, layout):
     faults = faults_of(item)
     assert len(faults) == 1
     assert "is damaged" in faults[0] or "cannot be read" in faults[0]
-    assert "`w`, [" in faults[0]
+    # The largest file of a compressed layout may also hold another leaf's chunk.
+    anywhere = "compressed" in layout or "zarr3" in layout
+    assert re.search(r"`\w+`, \[" if anywhere else r"`w`, \[", faults[0])
 
 
 @every_layout

@@ -10,6 +10,7 @@ from window.training_loop import BATCH, Options, assert_same, to_host
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
+from gockpt_jax.window import units
 from gockpt_jax.window.plan import Facts
 
 SIZE = 64
@@ -36,6 +37,8 @@ def fresh():
 
 def run(tmp_path, facts, monkeypatch, **options):
     """Saves every 10 steps, each at other measured facts."""
+    # As in large models: small arrays are copied before they travel, and here all are small.
+    monkeypatch.setattr(units, "LARGE_BYTES", 0)
     now = iter(facts)
     current = [next(now)]
     monkeypatch.setattr(planner_module, "measured_facts", lambda clock: current[0])
