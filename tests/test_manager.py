@@ -157,3 +157,10 @@ def test_nothing_to_restore(tmp_path):
         assert manager.latest_step() is None
         with pytest.raises(FileNotFoundError):
             manager.restore(None, args=GoCkptRestore(fresh()))
+
+
+def test_a_save_of_plain_files_says_nothing_of_a_merge(tmp_path, caplog):
+    with GoCkptManager(tmp_path, pytree_options={"use_ocdbt": False}) as manager:
+        manager.save(0, args=GoCkptSave({"w": jnp.ones(3)}))
+        manager.wait_until_finished()
+    assert "merge" not in caplog.text

@@ -292,3 +292,16 @@ def test_one_plan_for_each_k():
     costs = best_per_steps(dataclasses.replace(FP32_ADAM, device_budget_bytes=10_000))
     assert [c.steps for c in costs] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert costs[0].stall_secs == 2.0
+
+
+def test_what_is_copied_before_it_travels_is_held_twice():
+    terms = Terms(
+        units=(Unit(state_bytes=60, retained_bytes=40),), late_bytes=40, retained_bytes=40,
+        link_bytes_per_sec=10.0, step_secs=5.0, device_budget_bytes=90,
+    )  # fmt: skip
+    once, twice = (predict(dataclasses.replace(terms, copied_bytes=n), ((0,),)) for n in (0, 40))
+    assert twice.stall_secs > once.stall_secs
+    assert twice.moved_bytes == once.moved_bytes
+    assert not predict(
+        dataclasses.replace(terms, copied_bytes=40, device_budget_bytes=70), ((0,),)
+    ).fits

@@ -42,11 +42,11 @@ def small_units(monkeypatch):
     monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 256)
 
 
-def train(directory, **options):
+def train(directory, budget_bytes=BUDGET_BYTES, **options):
     """Saves at labels 5, 11 and 17; what was saved, and the manager's reports."""
     every = ocp.CheckpointManagerOptions(save_interval_steps=6, max_to_keep=None)
     window = WindowOptions(
-        device_budget_bytes=BUDGET_BYTES, max_steps=6, step_secs=1.0,
+        device_budget_bytes=budget_bytes, max_steps=6, step_secs=1.0,
         link_bytes_per_sec=2.0 * LEAF_BYTES, **options,
     )  # fmt: skip
     with GoCkptManager(directory, options=every, window=window) as manager:
@@ -85,3 +85,10 @@ def test_nothing_is_rounded_unless_accepted(options, tmp_path):
     assert not any("rounding" in r.reason for r in reports)
     for label, true in saved.items():
         jax.tree.map(np.testing.assert_array_equal, restored[label], true)
+
+
+def test_copies_of_what_follows_need_room_too(tmp_path):
+    """The gradient fits the budget; the gradient and the packed copy of all of it do not."""
+    budget_bytes = 7 * LEAF_BYTES // 4
+    _, _, reports = train(tmp_path, budget_bytes, audit=ACCEPTS)
+    assert max(r.peak_device_bytes for r in reports) <= budget_bytes
