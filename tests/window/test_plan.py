@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,3 +164,14 @@ def test_bytes_are_those_of_one_device():
     size = measure_bytes(program, jax.tree.leaves(state))
     assert size.leaves == (32, 256, 4, 256)
     assert size.retained == 16 + 256
+
+
+def test_copies_of_what_follows_are_planned_for():
+    found = unit(60, 40)
+    facts = Facts(step_secs=20.0, link_bytes_per_sec=10.0)
+    in_place, copied = (
+        plan_window(state_of([60, 100], [one]), WindowOptions(max_steps=3), 100, facts)
+        for one in (dataclasses.replace(found, is_copied=False), found)
+    )
+    assert in_place.blocks == ((0,),)  # beside the 60 there is room for the 40 that are retained
+    assert copied.blocks == ()  # not for 40 again: the step would wait until the 60 have been sent
