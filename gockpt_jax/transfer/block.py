@@ -227,14 +227,15 @@ def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
     for row, offset, end in zip(rows, buffer.offsets, ends, strict=True):
         parts.append(row)
         if padding := end - offset - row.size:
-            parts.append(jnp.zeros(padding, buffer.dtype))
+            parts.append(jnp.zeros(padding, row.dtype))
     flat = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     if buffer.is_sliced:
         number = lax.axis_index(buffer.place.split)
         start = jnp.minimum(number * buffer.slice_size, buffer.size - buffer.slice_size)
-        return lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
-    # Computed in any case, or the result could be the argument.
-    return flat if len(parts) > 1 else jnp.copy(flat)
+        flat = lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
+    elif len(parts) == 1:  # computed in any case, or the result could be the argument
+        flat = jnp.copy(flat)
+    return flat if flat.dtype == buffer.dtype else lax.bitcast_convert_type(flat, buffer.dtype)
 
 
 def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:
@@ -245,7 +246,17 @@ def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:
         axis = next(a for a in range(shard.ndim + 1) if math.prod(shard.shape[a:]) == row)
         shard = lax.reshape(shard, (shard.size // row, *shard.shape[axis:]))
         shard = lax.slice_in_dim(shard, chunk.start // row, chunk.stop // row)
-    return lax.reshape(shard, (chunk.size,))
+    return lax.reshape(_as_bits(shard), (chunk.size,))
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Numbers as integers where a backend would move them through a wider type (bf16 on the CPU).
+
+    That would make one NaN of all.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 2:
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _join(buffer: Buffer, slices: Sequence[np.ndarray], offset: int, size: int) -> np.ndarray:

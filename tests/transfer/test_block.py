@@ -88,6 +88,19 @@ def test_chunks_arrive_under_the_users_mesh_and_guard(parts, donatable):
     assert_arrived(pairs, pulled.result())
 
 
+@pytest.mark.parametrize("spec", [P("a"), P()])
+def test_every_nan_stays_the_nan_it_is(spec, monkeypatch):
+    """The CPU backend joins and slices narrow numbers in wider ones, which makes one NaN of all."""
+    monkeypatch.setattr(layout, "LARGE_BYTES", 2**20)
+    monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 2**20)  # they share buffers
+    narrow = (jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    patterns = [np.arange(2**16).astype(f"u{np.dtype(t).itemsize}").view(t) for t in narrow]
+    arrays = [put(x.reshape(64, -1), spec) for x in patterns for _ in range(2)]
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
 def test_staged_buffers_are_new_and_weighed_to_the_byte():
     pairs = [pair for array in arrays() if array.ndim for pair in parts_of(array, 2)]
     block = block_of([chunk for _, chunk in pairs])
