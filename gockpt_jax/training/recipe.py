@@ -19,10 +19,6 @@ from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
 from gockpt_jax.training.graph import Value
 from gockpt_jax.training.walk import Leaf
 
-# What an operation keeps on a chunk. Placements (`sharding`) are those of the training mesh.
-_FREE_OF_SHAPE = ("new_dtype", "weak_type", "y", "sharding", "accuracy")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constant:
     """A scalar known while tracing, held by its bytes so that -0.0 and NaN compare as written."""
@@ -160,9 +156,9 @@ def _instruction(value: Value, register: dict[Value, int]) -> Instruction:
     operands = tuple(_operand(v, register) for v in op.inputs)
     if op.name == "broadcast_in_dim" or is_identity(op):
         return Instruction(None, (), operands, value.shape == ())
-    params = {k: v for k, v in op.params.items() if k in _FREE_OF_SHAPE}
+    params = dict(op.params)  # all of them: one left out would take another value
     if "sharding" in params:
-        params["sharding"] = None
+        params["sharding"] = None  # that of the training mesh
     return Instruction(op.primitive, tuple(sorted(params.items())), operands, value.shape == ())
 
 

@@ -200,3 +200,14 @@ def test_nan_and_infinite_chunks_go_through():
     first = {k: x.at[3].set(jnp.nan).at[4].set(jnp.inf) for k, x in update.state.items()}
     assert_replays(analyse(update.step, first, gradient()))
     assert_replays(analyse(update.step, first, gradient().at[0].set(jnp.inf)))  # skipped
+
+
+@pytest.mark.parametrize("mode", lax.RoundingMethod)
+def test_operations_keep_their_parameters(mode):
+    def step(s, g):
+        m = lax.round(s["m"] * 0.5 + g, mode)
+        return {"m": m, "w": s["w"] + m}
+
+    found = analyse(step, {k: jnp.arange(float(N)) for k in "mw"}, jnp.floor(gradient()))
+    assert found.groups == [["m", "w"]]
+    assert_replays(found)
