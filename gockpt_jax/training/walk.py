@@ -54,7 +54,7 @@ class Walk:
         return {
             v: v.nbytes
             for v in (*self.reads, *self.between)
-            if v.site is not None and v not in folded and may_be_cut(v)
+            if v.site is not None and v not in folded and not _is_packed(v) and may_be_cut(v)
         }
 
 
@@ -115,9 +115,18 @@ def _fits(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
     return all(v.shape in (value.shape, ()) for v in op.inputs)
 
 
+def _is_packed(value: Value) -> bool:
+    """Whether several elements share a byte; programs refuse such arrays that another has made."""
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        return bool(jnp.iinfo(value.dtype).bits < 8)
+    return bool(jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits < 8)
+
+
 def why_unfit(leaf: Leaf) -> str | None:
     """Why a leaf cannot be replayed whatever its program does; `None` if it may be."""
     old, new = leaf.old, leaf.new
+    if _is_packed(old) and new is not old:
+        return "numbers of less than a byte are not repeated"
     if jnp.issubdtype(old.dtype, jax.dtypes.extended):
         return "a typed PRNG key has no arithmetic to repeat"
     if (old.shape, old.dtype) != (new.shape, new.dtype):

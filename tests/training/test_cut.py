@@ -151,6 +151,21 @@ def test_typed_key_is_late_and_the_rest_is_not():
     assert "key" in found.late["key"]
 
 
+def test_numbers_of_less_than_a_byte_are_neither_replayed_nor_retained():
+    """The programs of replay refuse them; what does not change leaves as it is."""
+
+    def step(s, g):
+        codes = jnp.round(g).astype(jnp.int4)
+        new = momentum({"m": s["m"], "w": s["w"]}, codes.astype(jnp.float32))
+        return {"codes": s["codes"] + codes, "kept": s["kept"], **new}
+
+    packed = {k: jnp.zeros(N, jnp.int4) for k in ("codes", "kept")}
+    found = analyse(step, state("m", "w") | packed, gradient())
+    assert found.groups == [["kept"], ["m", "w"]]
+    assert "less than a byte" in found.late["codes"]
+    assert [v.dtype for v in found.cut.values] == [jnp.float32]
+
+
 def test_row_means_of_factored_optimizers_stay_small_leaves():
     """What is spread from a row to a matrix is not elementwise: the leaf is late, never wrong."""
 
