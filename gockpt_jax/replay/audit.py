@@ -114,4 +114,6 @@ def _pairs(x: np.ndarray) -> np.ndarray:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
+    if x.dtype.kind == "c":  # of complex128 there is no integer as wide
+        return _bits(_pairs(x))
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)

@@ -85,10 +85,11 @@ def test_other_dtypes_are_equal_or_not(dtype):
     assert difference(a, b).elements == 1
 
 
-def test_complex_numbers_are_pairs():
-    one = np.float32(1)
-    a = np.array([1 + 1j], np.complex64)
-    b = np.array([complex(1, np.nextafter(one, one + one))], np.complex64)
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_complex_numbers_are_pairs(dtype):
+    one = dtype(1).real
+    a = np.array([1 + 1j], dtype)
+    b = np.array([complex(1, np.nextafter(one, one + one))], dtype)
     assert ulp_distance(a, b).tolist() == [[0, 1]]
     assert (difference(a, b).max_ulps, difference(a, a)) == (1, difference(b, b))
 
