@@ -19,6 +19,7 @@ from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
 from gockpt_jax.training.graph import Value
 from gockpt_jax.training.walk import Leaf
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constant:
     """A scalar known while tracing, held by its bytes so that -0.0 and NaN compare as written."""
