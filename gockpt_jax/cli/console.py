@@ -1,8 +1,20 @@
-"""Where the commands print their tables."""
+"""What the commands share: where they print their tables, and options."""
 
+import click
 from rich.console import Console
 
+from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
+
 _FILE_COLUMNS = 160
+
+read_limit = click.option(
+    "--limit-mib",
+    default=READ_LIMIT_BYTES // 2**20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="MiB of values read at one time.",
+)
+"""The option of the commands that read arrays."""
 
 
 def make_console() -> Console:

@@ -7,10 +7,9 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from gockpt_jax.cli.console import make_console
+from gockpt_jax.cli.console import make_console, read_limit
 from gockpt_jax.storage.diff import LeafDifference, diff_items
 from gockpt_jax.storage.directory import look_into
-from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
 
 
 @click.command()
@@ -18,13 +17,7 @@ from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
 @click.argument("b", type=str)
 @click.option("--item", help="The item's name, where a step has several trees.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-@click.option(
-    "--limit-mib",
-    default=READ_LIMIT_BYTES // 2**20,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="MiB of values read at one time.",
-)
+@read_limit
 @click.pass_context
 def diff(
     context: click.Context, a: str, b: str, item: str | None, as_json: bool, limit_mib: int

@@ -7,9 +7,9 @@ from typing import Any
 import click
 from rich.table import Table
 
-from gockpt_jax.cli.console import make_console
+from gockpt_jax.cli.console import make_console, read_limit
 from gockpt_jax.errors import VerifyError
-from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES, READ_THREADS
+from gockpt_jax.storage.stored_item import READ_THREADS
 from gockpt_jax.storage.verify import Verdict
 from gockpt_jax.storage.verify import verify as verify_all
 
@@ -22,13 +22,7 @@ _STYLES = {"whole": "green", "damaged": "bold red", "unchecked": "yellow"}
 @click.option("--newest", is_flag=True, help="Only the newest step of a manager's directory.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 @click.option("--threads", default=READ_THREADS, show_default=True, type=click.IntRange(min=1))
-@click.option(
-    "--limit-mib",
-    default=READ_LIMIT_BYTES // 2**20,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="MiB of values read at one time.",
-)
+@read_limit
 @click.pass_context
 def verify(
     context: click.Context, path: str, newest: bool, as_json: bool, threads: int, limit_mib: int

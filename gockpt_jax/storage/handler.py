@@ -13,19 +13,19 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from gockpt_jax.errors import storage_error
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import bucket, checksums
-from gockpt_jax.storage.commit import CommitVotes, vote
+from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats
+from gockpt_jax.storage.written import Failed, Voting, Written
 from gockpt_jax.telemetry.report import PendingReport, SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.face import WindowFace
-from gockpt_jax.window.processes import PATIENCE_SECS, Processes
+from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.slots import ChunkSlot
 
 # Options of the tree handler that matter when it reads.
@@ -118,7 +118,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         except Exception as error:
             if not self._gockpt_session.processes.several:
                 raise
-            written = _Failed(error)
+            written = Failed(error)
         if not self.has_manager:
             self._gockpt_session.predictor.observe(
                 self._gockpt_session.version, self.label, accepted=True
@@ -147,20 +147,19 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         try:
             futures = await self._tree.async_save(directory, args=stock)
         except BaseException:
-            for leaf in leaves:
-                for shard in leaf.shards if isinstance(leaf, HostArray) else ():
-                    shard.release()
+            for i in positions:
+                leaves[i].release()
             raise
         stats = self._writer.take_stats()
-        self._last = (stats, [leaf for leaf in leaves if isinstance(leaf, HostArray)])
+        self._last = (stats, [leaves[i] for i in positions])
         if self._writer.is_primary:
             stats.checksums.add_values(stock.item, stock.save_args)
-        return _Written(futures or (), record, stats, directory)
+        return Written(futures or (), record, stats, directory)
 
     def _voting(self, written: ocp.future.Future) -> ocp.future.Future:
         processes = self._gockpt_session.processes
         return (
-            _Voting(written, processes, self.pending, self.label) if processes.several else written
+            Voting(written, processes, self.pending, self.label) if processes.several else written
         )
 
     def _begin(self, directory: Any) -> None:
@@ -183,8 +182,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """
         if self._last is not None and not self._last[0].peak_inflight_bytes:
             for array in self._last[1]:
-                for shard in array.shards:
-                    shard.release()
+                array.release()
         self._last = None
 
     def save(self, directory: Any, args: Any) -> None:
@@ -299,71 +297,3 @@ def _nothing_said_of_no_merge() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_news)
-
-
-class _Written(ocp.future.Future):  # type: ignore[misc]
-    """All of an item's writes and their checksums, with the time at which the last one ended."""
-
-    def __init__(
-        self, futures: Sequence[Any], record: SaveRecord, stats: WriteStats, directory: Any
-    ):
-        self._directory = directory
-        self._futures = futures
-        self._record = record
-        self._stats = stats
-
-    def result(self, timeout: float | None = None) -> None:
-        """Waits for every write; raises what the first failing one raised.
-
-        Raises:
-          StorageError: where the storage refused.
-        """
-        try:
-            for future in self._futures:
-                future.result(timeout)
-            self._stats.checksums.write(getattr(self._directory, "path", self._directory))
-        except (OSError, ValueError) as error:  # TensorStore's are the latter
-            advice = bucket.advice(self._directory)
-            raise storage_error(f"writing {self._directory}", error, advice) from error
-        finally:
-            self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
-            self._record.written_bytes += self._stats.written_bytes
-            self._record.written_at = time.perf_counter()
-
-
-class _Failed(ocp.future.Future):  # type: ignore[misc]
-    """A save that failed before anything was written, on this process."""
-
-    def __init__(self, error: Exception):
-        self._error = error
-
-    def result(self, timeout: float | None = None) -> None:
-        """Raises what went wrong."""
-        raise self._error
-
-
-class _Voting(ocp.future.Future):  # type: ignore[misc]
-    """An item's writes on all processes; for managers that take no votes at their barriers."""
-
-    def __init__(
-        self, written: ocp.future.Future, processes: Processes, pending: PendingReport | None,
-        label: int,
-    ):  # fmt: skip
-        self._written = written
-        self._processes = processes
-        self._pending = pending
-        self._label = label
-
-    def result(self, timeout: float | None = None) -> None:
-        """Waits for every write of every process; raises what the first failing one raised."""
-        error: Exception | None = None
-        try:
-            self._written.result(timeout)
-        except Exception as failed:
-            error = failed
-        patience = PATIENCE_SECS if timeout is None else timeout
-        failure = vote(self._processes, "written", self._label, error, patience)
-        if failure is not None:
-            raise failure from error
-        if self._pending is not None and jax.process_index():
-            self._pending.committed()  # but for merge and rename, of which only process 0 hears

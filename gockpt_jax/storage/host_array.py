@@ -145,6 +145,11 @@ class HostArray:
                 f" array of shape {self.shape}; this process must write each element once."
             )
 
+    def release(self) -> None:
+        """Drops the bytes of all shards, as where a save has failed."""
+        for shard in self.shards:
+            shard.release()
+
     @staticmethod
     def spec_like(array: jax.Array) -> ArraySpec:
         """Returns what a `HostArray` standing for `array` is made from.

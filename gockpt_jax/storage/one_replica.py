@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gockpt_jax.storage.registry import RegistryView, look_up
+
 SingleReplicaArgs = ocp.type_handlers.SingleReplicaArrayRestoreArgs
 
 
@@ -43,30 +45,14 @@ def without_keys(args: Any) -> Any:
     return jax.tree.map(choose, args.item, args.restore_args, plain)
 
 
-class OneReplicaReads:
-    """A type handler registry: arrays to the handler below, all else to another registry.
+def one_replica_reads(others: Any = None) -> RegistryView:
+    """Returns a registry view in which arrays are read by the handler below.
 
     Args:
-        others: The other registry; Orbax's global one by default.
+        others: The registry for all other types; Orbax's global one by default.
     """
-
-    def __init__(self, others: Any = None) -> None:
-        self._look_up = ocp.type_handlers.get_type_handler if others is None else others.get
-        self._reader = _ReplicaReader(self._look_up("jax.Array"))
-
-    def get(self, ty: Any) -> Any:
-        """Returns the handler of a type or type name; ValueError if there is none."""
-        if ty == "jax.Array" or (isinstance(ty, type) and issubclass(ty, jax.Array)):
-            return self._reader
-        return self._look_up(ty)
-
-    def has(self, ty: Any) -> bool:
-        """Returns whether `get` would find a handler."""
-        try:
-            self.get(ty)
-        except ValueError:
-            return False
-        return True
+    reader = _ReplicaReader(look_up(others)("jax.Array"))
+    return RegistryView(jax.Array, reader, others, by_name=True)
 
 
 class _ReplicaReader(ocp.type_handlers.SingleReplicaArrayHandler):  # type: ignore[misc]

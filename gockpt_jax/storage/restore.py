@@ -17,8 +17,8 @@ from jax.experimental import multihost_utils
 
 from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.one_replica import (
-    OneReplicaReads,
     SingleReplicaArgs,
+    one_replica_reads,
     single_replica_args,
     without_keys,
 )
@@ -58,7 +58,7 @@ def restore_tree(directory: Any, args: Any, **options: Any) -> Any:
     leaves = jax.tree.leaves(args.restore_args)
     if any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves):
         others = options.get("type_handler_registry")
-        options["type_handler_registry"] = OneReplicaReads(others)
+        options["type_handler_registry"] = one_replica_reads(others)
         args = dataclasses.replace(args, restore_args=without_keys(args))
     options.setdefault("restore_concurrent_gb", concurrent_gb(directory))
     with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:

@@ -2,65 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.registry import RegistryView
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES
 from gockpt_jax.storage.writer import HostArrayHandler
-
-
-class HostTypeRegistry:
-    """A type handler registry: `HostArray` to our handler, all else to another registry.
-
-    It asks the other registry at every look-up, so types that the user registers with
-    `ocp.type_handlers.register_type_handler`, before or after, are found. Look-ups by type name are
-    never ours: "jax.Array" is read by the stock handler.
-
-    Args:
-        writer: The handler of `HostArray`.
-        others: The registry for all other types; Orbax's global one by default.
-    """
-
-    def __init__(
-        self,
-        writer: HostArrayHandler,
-        others: ocp.type_handlers.TypeHandlerRegistry | None = None,
-    ) -> None:
-        self._writer = writer
-        self._others = others
-
-    def get(self, ty: Any) -> ocp.type_handlers.TypeHandler:
-        """Returns the handler of a type or type name; ValueError if there is none."""
-        if isinstance(ty, type) and issubclass(ty, HostArray):
-            return self._writer
-        if self._others is not None:
-            return self._others.get(ty)
-        return ocp.type_handlers.get_type_handler(ty)
-
-    def has(self, ty: Any) -> bool:
-        """Returns whether `get` would find a handler."""
-        try:
-            self.get(ty)
-        except ValueError:
-            return False
-        return True
-
-    def add(
-        self,
-        ty: Any,
-        handler: ocp.type_handlers.TypeHandler,
-        func: Callable[[Any], bool] | None = None,
-        override: bool = False,
-        ignore_warnings: bool = False,
-    ) -> None:
-        """Always raises TypeError: this is a view, and its registry belongs to somebody else."""
-        raise TypeError(
-            f"Cannot add {ty} here. Use `ocp.type_handlers.register_type_handler`, or add it to the"
-            " registry that was given as `type_handler_registry`."
-        )
 
 
 class TreeHandler(NamedTuple):
@@ -121,7 +70,8 @@ def make_tree_handler(
         max_replicas_for_replica_parallel=max_replicas_for_replica_parallel,
     )
     handler = ocp.PyTreeCheckpointHandler(
-        type_handler_registry=HostTypeRegistry(writer, type_handler_registry),
+        # By its name, "jax.Array" is read by the stock handler.
+        type_handler_registry=RegistryView(HostArray, writer, type_handler_registry, by_name=False),
         multiprocessing_options=multiprocessing_options,
         **options,
     )

@@ -150,8 +150,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         finally:
             # Tasks that were cancelled before they began have released nothing.
             for leaf in leaves:
-                for shard in leaf.array.shards:
-                    shard.release()
+                leaf.array.release()
             files.close()
 
     def _layout(self, leaf: _Leaf) -> array_layout.ArrayLayout:

@@ -9,7 +9,7 @@ import pytest
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, update
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
-from gockpt_jax.storage import handler
+from gockpt_jax.storage.written import Written
 
 WAIT_SECS = 60
 
@@ -19,14 +19,14 @@ class Loop:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch):
         self.go_on = threading.Event()
-        result = handler._Written.result
+        result = Written.result
 
-        def held(written: handler._Written, timeout: float | None = None) -> None:
+        def held(written: Written, timeout: float | None = None) -> None:
             result(written, timeout)
             if written._record.step == 4:
                 assert self.go_on.wait(WAIT_SECS)
 
-        monkeypatch.setattr(handler._Written, "result", held)
+        monkeypatch.setattr(Written, "result", held)
         self.manager = GoCkptManager(
             directory,
             options=Options(save_interval_steps=4),
@@ -98,7 +98,7 @@ def test_a_forced_save_waits_all_the_same(loop, monkeypatch):
 
 def test_a_failed_save_is_not_a_busy_one(loop, monkeypatch):
     loop.go_on.set()
-    monkeypatch.setattr(handler._Written, "result", _fail)
+    monkeypatch.setattr(Written, "result", _fail)
     loop.run(0)
     with pytest.raises(RuntimeError, match="injected"):
         loop.manager.wait_until_finished()
