@@ -104,7 +104,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_handler = handler
         self._share_windows(handler)
         self._gockpt_session.predictor.sees_every_call = True
-        self._gockpt_session.planner.directory = str(arguments.absolute(directory))
+        self._gockpt_session.host.directory = str(arguments.absolute(directory))
         handler.has_manager = True
         self._gockpt_commits_later = (
             bool(options.enable_async_checkpointing) and not options.read_only

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 Arm = Literal["window", "always"]
 OnFailure = Literal["raise", "demote"]
-OnBusy = Literal["wait", "skip"]
+OnBusy = Literal["wait", "skip", "newest"]
 OnSaveError = Literal["raise", "warn"]
 
 
@@ -81,8 +81,14 @@ class WindowOptions:
       link_bytes_per_sec: Rate from one device to the host while all devices of the process send,
         for the plan. `None`: learned from the transfers of earlier saves. What several processes
         have learned differs: the shortest step and the slowest link count (docs/scale.md).
-      host_budget_bytes: Bytes of host memory that pulled and replayed chunks may take in this
-        process. `None`: no limit of ours (the state of this process is what a save needs).
+      host_budget_bytes: Bytes of this process's memory that saves may take: chunks that have been
+        pulled and not yet been written, what is retained for them, and what the writer copies. A
+        window opens only if there is room for it beside what earlier saves still hold; else the
+        next step tries again with a smaller K, and the report says so. Training never waits for
+        room. A save that it cannot hold even alone is refused. `None`: what one save needs (the
+        state, two steps' retained values, `write_limit_bytes`) and a tenth, and with
+        `on_busy="newest"` two states more; but not more than the host has left, files in memory
+        counted. It then puts windows off, and refuses no save.
       write_limit_bytes: Bytes of chunks that are being written at one time; a larger chunk goes
         alone. Chunks that are to be compressed count twice. A save takes no more memory than this
         on top of the state's own bytes, and 32 MiB where chunks are plain files (`bench storage`,
@@ -101,7 +107,10 @@ class WindowOptions:
         nothing.
       on_busy: What an accepted save does that finds the previous one still being written. `"wait"`,
         as stock Orbax does. `"skip"`: it is not made, `save` returns False, and a report says so;
-        forced saves and those before a preemption wait all the same. Of `GoCkptManager` only.
+        forced saves and those before a preemption wait all the same. `"newest"`: its state is taken
+        at once and waits on the host, `save` returns True, and it is written when the previous one
+        is; a newer save that finds it still waiting takes its place, and a report says so. Without
+        room in the host budget it is skipped. For one process only. Of `GoCkptManager` only.
       on_save_error: What becomes of a save that failed, of which nothing is visible: `"raise"` at
         the next call of the manager or of the wrapped step, or `"warn"` (`SaveFailedWarning`) and
         go on training. What the caller did wrong is always raised.
@@ -142,7 +151,7 @@ class WindowOptions:
         )
         _positive_number_or_none("step_secs", self.step_secs)
         _positive_number_or_none("link_bytes_per_sec", self.link_bytes_per_sec)
-        _positive_or_none("host_budget_bytes", self.host_budget_bytes, "Use None for no limit.")
+        _positive_or_none("host_budget_bytes", self.host_budget_bytes, "Use None for the default.")
         _positive_or_none("replay_threads", self.replay_threads, "Use None for the default.")
         if self.arm not in get_args(Arm):
             raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")

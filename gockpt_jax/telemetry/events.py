@@ -13,6 +13,7 @@ SAVE_COMMIT_SECS = PREFIX + "save/commit_secs"
 SAVE_WINDOW = PREFIX + "save/window"
 SAVE_SNAPSHOT = PREFIX + "save/snapshot"
 SAVE_SKIPPED = PREFIX + "save/skipped"
+SAVE_SUPERSEDED = PREFIX + "save/superseded"
 WINDOW_ABANDONED = PREFIX + "window/abandoned"
 
 SPAN_STAGE = "gockpt/stage"

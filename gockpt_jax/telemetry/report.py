@@ -12,13 +12,16 @@ from gockpt_jax.telemetry import events
 
 _log = logging.getLogger("gockpt_jax")
 
-SaveKind = Literal["window", "snapshot", "skipped"]
+SaveKind = Literal["window", "snapshot", "skipped", "superseded"]
 _EVENTS: dict[SaveKind, str] = {
     "window": events.SAVE_WINDOW,
     "snapshot": events.SAVE_SNAPSHOT,
     "skipped": events.SAVE_SKIPPED,
+    "superseded": events.SAVE_SUPERSEDED,
 }
-_DONE: dict[SaveKind, str] = {"window": "saved", "snapshot": "saved", "skipped": "not saved"}
+_DONE: dict[SaveKind, str] = {
+    "window": "saved", "snapshot": "saved", "skipped": "not saved", "superseded": "not saved",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +66,11 @@ class SaveReport:
     Attributes:
       step: The label passed to `save`.
       kind: `"window"`: parts left over several steps. `"snapshot"`: all left at the save step.
-        `"skipped"`: there is no such checkpoint, as `on_busy="skip"` asks for.
+        `"skipped"`: there is no such checkpoint, as `on_busy="skip"` asks for. `"superseded"`: nor
+        is there, for a newer save came while its state waited, as `on_busy="newest"` asks for.
       reason: Why it was that kind, in words.
       window_steps: K; 1 for a snapshot.
+      deferred_steps: Steps for which its window found no room in the host budget, and did not open.
       state_bytes: Bytes that this process wrote or replayed of the state.
       early_bytes: Those of them that left before the save step and were replayed.
       gradient_bytes: Bytes of retained values that followed them.
@@ -75,11 +80,16 @@ class SaveReport:
         step-time inflation, which a benchmark measures, is the whole cost.
       barrier_secs: The part of it in `save` before the state was looked at: waiting for the
         previous save and for the other processes.
+      waiting_secs: From there until the save was handed to Orbax, where it had to wait for the
+        previous one (`on_busy="newest"`).
       drain_secs: From the seal until the last chunk was final on the host.
       write_secs: From the first chunk's hand-over to the last one's end of writing.
       commit_secs: From there until the checkpoint was visible.
       written_bytes: Bytes handed to TensorStore.
-      peak_host_bytes: Most bytes of chunks and retained values on the host at once.
+      peak_host_bytes: Most bytes that saves held on the host at once, from this one's beginning to
+        its end: chunks, retained values, and what replay, audit and writer take beside them. Other
+        saves' bytes are in it.
+      host_budget_bytes: What they were allowed when the state was taken.
       peak_device_bytes: Most bytes staged and retained on one device at once, by our accounting.
       audit: What was compared with the device; `None` if nothing was replayed, or without audit.
       error: What failed, in words; `None` for a committed checkpoint.
@@ -89,17 +99,20 @@ class SaveReport:
     kind: SaveKind
     reason: str
     window_steps: int
+    deferred_steps: int = 0
     state_bytes: int = 0
     early_bytes: int = 0
     gradient_bytes: int = 0
     late_leaves: tuple[str, ...] = ()
     stall_secs: float = 0.0
     barrier_secs: float = 0.0
+    waiting_secs: float = 0.0
     drain_secs: float = 0.0
     write_secs: float = 0.0
     commit_secs: float = 0.0
     written_bytes: int = 0
     peak_host_bytes: int = 0
+    host_budget_bytes: int | None = None
     peak_device_bytes: int = 0
     audit: AuditFigures | None = None
     error: str | None = None
@@ -112,6 +125,7 @@ class SaveRecord:
     kind: SaveKind
     reason: str
     window_steps: int = 1
+    deferred_steps: int = 0
     step: int = -1
     state_bytes: int = 0
     early_bytes: int = 0
@@ -120,6 +134,7 @@ class SaveRecord:
     late_leaves: tuple[str, ...] = ()
     stall_secs: float = 0.0
     barrier_secs: float = 0.0
+    waiting_secs: float = 0.0
     sealed_at: float = 0.0
     drained_at: float = 0.0
     write_secs: float = 0.0
@@ -127,6 +142,7 @@ class SaveRecord:
     committed_at: float = 0.0
     written_bytes: int = 0
     peak_host_bytes: int = 0
+    host_budget_bytes: int | None = None
     peak_device_bytes: int = 0
     audit: AuditFigures | None = None
     error: str | None = None
@@ -151,17 +167,20 @@ class SaveRecord:
             kind=self.kind,
             reason=self.reason,
             window_steps=self.window_steps,
+            deferred_steps=self.deferred_steps,
             state_bytes=self.state_bytes,
             early_bytes=self.early_bytes,
             gradient_bytes=self.gradient_bytes,
             late_leaves=self.late_leaves,
             stall_secs=self.stall_secs,
             barrier_secs=self.barrier_secs,
+            waiting_secs=self.waiting_secs,
             drain_secs=max(0.0, self.drained_at - self.sealed_at),
             write_secs=self.write_secs,
             commit_secs=max(0.0, self.committed_at - self.written_at) if self.written_at else 0.0,
             written_bytes=self.written_bytes,
             peak_host_bytes=self.peak_host_bytes,
+            host_budget_bytes=self.host_budget_bytes,
             peak_device_bytes=self.peak_device_bytes,
             audit=self.audit,
             error=self.error,

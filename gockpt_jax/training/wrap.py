@@ -116,6 +116,12 @@ class WrappedStep:
             self._programs_left = _MAX_PROGRAMS
         return result, cut
 
+    def explain(self) -> str:
+        """What leaves early, what is retained, what is late and why."""
+        if self.program is None:
+            return f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
+        return self.program.explain()
+
     def call_changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Told of a call that the program was not made for; enough of them are a new program."""
         self._refused += 1

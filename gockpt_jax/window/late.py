@@ -18,6 +18,7 @@ from gockpt_jax.transfer.chunks import (
 )
 from gockpt_jax.transfer.layout import ALIGNMENT_BYTES
 from gockpt_jax.transfer.pull import Box, HostChunk, Pull, owned_shards
+from gockpt_jax.transfer.staging import owned_bytes
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
@@ -43,17 +44,33 @@ def take_now(
         (n, chunk) for n, a in enumerate(arrays) for chunk in _late_chunks(a, device.limit_bytes)
     ]
 
+    # From now on, not from when they land: a window that opens meanwhile must not take their room.
+    held_bytes = [owned_bytes(a) for a in arrays]
+    host.add(sum(held_bytes))
+    lost: set[int] = set()
+
     def land(position: int, found: Sequence[HostChunk]) -> None:
         n, chunk = chunks[position]
-        host.add(landings[n].put(chunk, found))
-        if landings[n].is_complete:
+        landings[n].put(chunk, found)
+        if landings[n].is_complete and n not in lost:
             fill(slots[n], landings[n].chunks([s.index for s in slots[n]]))
             landings[n] = Landing()  # the slots' now
 
     def failed(position: int, error: BaseException) -> None:
-        fail(slots[chunks[position][0]], error)
+        n, _ = chunks[position]
+        if n not in lost and not all(slot.data.done() for slot in slots[n]):
+            lost.add(n)  # what is filled is given back when it has been written
+            fail(slots[n], error)
+            host.release(held_bytes[n])
 
-    send_late([(arrays[n], chunk) for n, chunk in chunks], land, failed, worker, device)
+    def forget() -> None:  # nobody will write these
+        host.release(sum(num_bytes for n, num_bytes in enumerate(held_bytes) if n not in lost))
+
+    try:
+        send_late([(arrays[n], chunk) for n, chunk in chunks], land, failed, worker, device)
+    except BaseException:
+        worker.submit(forget)
+        raise
     return {id(a): found for a, found in zip(arrays, slots, strict=True)}
 
 

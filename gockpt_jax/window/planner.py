@@ -1,4 +1,4 @@
-"""The plan of each step's windows, made once per program, and what the budgets admit."""
+"""The plan of each step's windows: made once per program, and anew when what it rests on moves."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax.errors import HostBudgetError, ReplayError
+from gockpt_jax.errors import ReplayError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.replay.contraction import cpu_contracts
 from gockpt_jax.replay.engine import Replayer
@@ -19,12 +19,12 @@ from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
 from gockpt_jax.transfer.chunks import Chunk, Source
-from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.transfer.staging import owned_bytes_at_most
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure, make_departure
+from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.units import replay_specs
@@ -48,24 +48,22 @@ class _Planned:
 
 
 class Planner:
-    """Plans for programs, keeps the device budget's limit, and admits saves to the host.
+    """Plans for programs, and keeps the device budget's limit.
 
     Args:
       options: The user's.
       device: The budget for staged copies and retained values.
-      host: Accounts for bytes on the host.
+      host: Says what the host has room for.
       processes: Those that make the same plan.
 
     Attributes:
       clock: Learns the time of a step.
-      directory: Where checkpoints go, if that is known.
     """
 
     def __init__(
-        self, options: WindowOptions, device: ByteBudget, host: ByteBudget, processes: Processes
+        self, options: WindowOptions, device: ByteBudget, host: HostBudget, processes: Processes
     ):
         self.clock = StepClock()
-        self.directory: str | None = None
         self._options = options
         self._processes = processes
         self._device = device
@@ -147,8 +145,7 @@ class Planner:
         """
         said = self._options
         local = {d for a in leaves for d in a.sharding.addressable_devices}
-        host = said.host_budget_bytes
-        host = self._host_room_bytes(size, len(local)) if host is None else host
+        host = self._host.room_bytes(sum(size.leaves) * len(local))
         seen = measured_facts(self.clock)
         measured = {
             "step_secs": said.step_secs or seen.step_secs,
@@ -161,16 +158,6 @@ class Planner:
         ]
         known = {name: [x[name] for x in answers if x[name] is not None] for name in measured}
         return Facts(**{name: min(told, default=None) for name, told in known.items()})
-
-    def _host_room_bytes(self, size: StateBytes, num_devices: int) -> int | None:
-        """What this process may take for a save, files in memory counted."""
-        free = host_headroom_bytes()
-        if free is None:
-            return None
-        free += self._host.used_bytes
-        if self.directory is not None and is_in_memory(self.directory):
-            free -= sum(size.leaves) * num_devices
-        return max(0, free)
 
     def _make_ready(
         self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]
@@ -256,33 +243,15 @@ class Planner:
             self._device.limit_bytes = headroom
             self._is_limited = stepped
 
-    def admits(self, leaves: Sequence[jax.Array], size: StateBytes) -> bool:
-        """Whether the host budget has room for a window's state and retained values now.
+    def host_bytes(self, leaves: Sequence[jax.Array], size: StateBytes) -> tuple[int, int]:
+        """What a window holds in this process: the state, and what one step retains.
 
         Args:
           leaves: Of the state, or of an earlier one, which may be donated.
-          size: Its bytes.
+          size: Its bytes on one device.
         """
-        limit = self._options.host_budget_bytes
-        if limit is None:
-            return True
         local = {d for a in leaves for d in a.sharding.addressable_devices}
-        retained_bytes = 2 * size.retained * len(local)
-        needed = sum(owned_bytes_at_most(a) for a in leaves) + retained_bytes
-        return self._host.used_bytes + needed <= limit
-
-    def refuse_oversized(self, state_bytes: int) -> None:
-        """Refuses a save that the host budget cannot hold even alone.
-
-        Raises:
-          HostBudgetError: if it cannot.
-        """
-        limit = self._options.host_budget_bytes
-        if limit is not None and state_bytes > limit:
-            raise HostBudgetError(
-                f"`host_budget_bytes={limit}` cannot hold what this process saves, {state_bytes} "
-                f"bytes. Give at least {state_bytes * 11 // 10}, or None for no limit."
-            )
+        return sum(owned_bytes_at_most(a) for a in leaves), size.retained * len(local)
 
 
 def measured_facts(clock: StepClock) -> Facts:

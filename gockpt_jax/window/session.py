@@ -18,7 +18,7 @@ others would wait for it in vain.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,24 +27,20 @@ from gockpt_jax.errors import ReplayError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
-from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.staging import owned_bytes
-from gockpt_jax.window.agreement import Agreement
-from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.failures import surface
-from gockpt_jax.window.late import take_now
+from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.opener import Opener
 from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.processes import Processes
-from gockpt_jax.window.slots import ChunkSlot
+from gockpt_jax.window.seal import Seal, Taken
 from gockpt_jax.window.worker import Worker
 
 _log = logging.getLogger("gockpt_jax")
 
-_NO_ROOM = "the host budget had no room when the window should have opened"
 _NOT_PREDICTED = "the save was not predicted, so no window was open"
 
 
@@ -54,13 +50,22 @@ class Session:
     Args:
       options: The user's.
       processes: Those that save together.
+
+    Attributes:
+      version: Updates made so far.
+      processes: As given.
+      predictor: Of saves.
+      host: The budget for what saves hold on the host.
+      planner: Of windows.
+      between_steps: Called on the trainer's thread before each update; may raise.
     """
 
     def __init__(self, options: WindowOptions, processes: Processes):
         self.version = 0
         self.processes = processes
         self.predictor = SavePredictor()
-        self.host = ByteBudget(options.host_budget_bytes)  # counts; nobody waits for it
+        self.host = HostBudget(options)
+        self.between_steps: Callable[[], None] = lambda: None
         self._options = options
         self._worker = Worker()
         self._device = ByteBudget(options.device_budget_bytes)
@@ -68,12 +73,14 @@ class Session:
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
         self.planner = Planner(options, self._device, self.host, processes)
-        self._agreement = Agreement(options, processes)
-        self._auditor = Auditor(options.audit, self._worker, device=self._device, host=self.host)
+        self._opener = Opener(
+            options, processes, self.predictor, self.planner,
+            worker=self._worker, device=self._device, host=self.host,
+        )  # fmt: skip
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
         self._given_up: str | None = None  # why this process takes no part in the open window
-        self._saving: tuple[OpenWindow | None, SaveRecord] | None = None  # between its items
+        self._seal: Seal | None = None  # of the save whose items are being taken
 
     # What the wrapped step tells.
 
@@ -87,6 +94,7 @@ class Session:
         start = time.perf_counter()
         self.end_save()
         self.surface_failure()
+        self.between_steps()
         if self._window is None:
             self.planner.clock.tick(start)
         if self._window is not None and self._window.target <= self.version:
@@ -97,7 +105,7 @@ class Session:
         window, program = self._window, step.program
         if window is None:
             return False
-        if program is None or not self._can_follow(window, step, program):
+        if program is None or not self._opener.can_follow(window, step, program):
             self.abandon("the step's program changed inside the window")
             return False
         try:
@@ -146,59 +154,12 @@ class Session:
     # Opening and abandoning.
 
     def _open(self, step: WrappedStep) -> OpenWindow | None:
-        """Opens a window if a save is predicted as many steps ahead as it takes."""
-        self._given_up = None
-        self.planner.limit_device(stepped=True)
-        self.planner.prepare(step)
-        self._agreement.settle(step)
-        horizon = self._options.steps or self._options.max_steps
-        target = self.predictor.next_save(self.version, horizon - 1) if horizon > 1 else None
-        # A window may not begin with the version that the last save sealed: K is at most the
-        # distance between saves.
-        if target is None or self.version <= self._sealed_at:
-            return None
-        program = step.program
-        if program is None:
-            self._why_snapshot = step.why_not or "the step had not been traced yet"
-            return None
-        steps = target - self.version + 1
-        plan, size = self.planner.plan_for(program, steps)
-        if plan.steps == 1:
-            self._why_snapshot = plan.reason
-        if plan.steps == 1 or plan.steps < steps or not self._is_ready(program, target):
-            return None
-        leaves = program.new_state_leaves(step.last_result)
-        admitted = self.planner.admits(leaves, size)
-        if not admitted and not self.processes.several:
-            self._why_snapshot = _NO_ROOM
-            return None
-        self._reset_peaks()
-        window = OpenWindow(
-            step, program, plan, target,
-            departures=self.planner.departures(program, plan, size, leaves), units=size.units,
-            retained_bytes=size.retained, worker=self._worker, device=self._device, host=self.host,
-            replayer=self.planner.replayer(leaves), auditor=self._auditor,
-        )  # fmt: skip
-        if not admitted:  # the others may have room
-            self._given_up = _NO_ROOM
-            window.give_up()
-        return window
-
-    def _is_ready(self, program: StepProgram, target: int) -> bool:
-        why_not = self._agreement.why_not_ready(program, target)
-        if why_not is not None:
+        """Opens a window if it is time, and remembers why not if it is not to be."""
+        window, why_not = self._opener.open(step, self.version, self._sealed_at)
+        self._given_up = None if window is None else why_not
+        if window is None and why_not is not None:
             self._why_snapshot = why_not
-        return why_not is None
-
-    def _can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:
-        """Whether a window goes on with this step; another step may have opened it."""
-        if program is window.program:
-            return True
-        if not program.replays_like(window.program):
-            return False
-        self.planner.prepare(step)
-        self._agreement.settle(step)
-        return program.is_armed and self._is_ready(program, window.target)
+        return window
 
     def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
@@ -256,9 +217,7 @@ class Session:
 
     # Saving.
 
-    def seal(
-        self, arrays: Sequence[jax.Array]
-    ) -> tuple[SaveRecord, list[list[ChunkSlot]], dict[str, Any] | None]:
+    def seal(self, arrays: Sequence[jax.Array]) -> Taken:
         """Takes the state at the save step.
 
         Args:
@@ -271,38 +230,15 @@ class Session:
           shown, complete once their slots are.
 
         Raises:
-          HostBudgetError: if a snapshot cannot fit the host budget even alone.
+          HostBudgetError: if the user's host budget cannot hold the save even alone.
           ReplayError: beside other processes, if this save's window has failed here.
         """
-        state_bytes = sum(owned_bytes(a) for a in arrays)
-        window, record = self._begin_save()
-        self.planner.refuse_oversized(state_bytes)
-        slots: dict[int, list[ChunkSlot]] = {}
-        audit: dict[str, Any] | None = None
-        if window is not None:
-            new = window.program.new_state_leaves(window.step.last_result)
-            wanted = {id(a) for a in arrays}
-            early, audit = window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
-            slots = {id(new[j]): found for j, found in early.items()}
-            record.early_leaves += len(early)
-        record.state_bytes += state_bytes
-        record.early_bytes += sum(owned_bytes(a) for a in arrays if id(a) in slots)
-        with events.span(events.SPAN_SEAL):
-            # Of an array on other processes' devices alone there is nothing to take.
-            slots.update((id(a), []) for a in arrays if not a.addressable_shards)
-            late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
-            slots.update(take_now(late, self._worker, device=self._device, host=self.host))
-        self._worker.submit(
-            lambda: record.drained(
-                peak_host_bytes=self.host.peak_bytes, peak_device_bytes=self._device.peak_bytes
-            )
-        )
-        return record, [slots[id(a)] for a in arrays], audit
+        if self._seal is None:
+            self._seal = self._begin_save()
+        return self._seal.take(arrays)
 
-    def _begin_save(self) -> tuple[OpenWindow | None, SaveRecord]:
-        """The window that is sealed now and the save's record; the same for all items of a save."""
-        if self._saving is not None:
-            return self._saving
+    def _begin_save(self) -> Seal:
+        """Ends the open window, if there is one: in the save, or without it."""
         # Before anything that can fail here alone: these ask the other processes, now or later.
         self.planner.limit_device(stepped=self.version > 0)
         self.planner.save_ended()
@@ -312,30 +248,18 @@ class Session:
             self._raise_failure()
         if window is None:
             record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
-            self._reset_peaks()
+            record.deferred_steps = self._opener.deferred_steps(self.version)
         else:
             record = window.record
-        record.sealed_at = time.perf_counter()
         self.planner.clock.pause()
         self._why_snapshot = _NOT_PREDICTED
-        self._saving = (window, record)
-        return self._saving
+        return Seal(window, record, worker=self._worker, device=self._device, host=self.host)
 
     def end_save(self) -> None:
-        """All items have been sealed; what the save did not ask for is forgotten."""
-        if self._saving is None:
-            return
-        window, record = self._saving
-        self._saving = None
-        if window is None:
-            return
-        window.drop()
-        if not record.early_leaves:
-            record.nothing_left_early()
-
-    def _reset_peaks(self) -> None:
-        self._device.reset_peak()
-        self.host.reset_peak()
+        """All items have been taken, or the save has failed: the next one is another."""
+        seal, self._seal = self._seal, None
+        if seal is not None:
+            seal.end()
 
     def _sealing_window(self) -> OpenWindow | None:
         """The open window, if this is the version it was opened for and it is sound."""
@@ -366,6 +290,12 @@ class Session:
         return 1 if program is None else self.planner.steps_of(program)
 
     @property
+    def has_due_window(self) -> bool:
+        """Whether a save at this version ends a window: what it takes has been admitted."""
+        window = self._window
+        return window is not None and window.target == self.version and window.error is None
+
+    @property
     def window_status(self) -> str:
         """What the window is doing, in a few words."""
         return "idle" if self._window is None else self._window.status(self.version)
@@ -373,11 +303,7 @@ class Session:
     def explain(self) -> str:
         """What leaves early, what is retained, what is late and why."""
         step = self._last_step
-        if step is None:
-            return "no wrapped step has run yet"
-        if step.program is None:
-            return f"snapshots only: {step.why_not or 'the step has not been traced yet'}"
-        return step.program.explain()
+        return "no wrapped step has run yet" if step is None else step.explain()
 
     def close(self) -> None:
         """Drops the open window and ends the worker thread."""

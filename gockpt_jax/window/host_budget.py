@@ -1,0 +1,137 @@
+"""The one budget for what saves hold in the memory of this process, and what it has room for.
+
+Counted in it are chunks on the host, from when they are sent for at the seal, or have landed in a
+window, until they have been written; retained values until they have been replayed; what replay and
+the audit take beside them; and what the writer copies. Nobody waits for it: room is asked for when
+a window opens, and where there is none the window opens later, or the save is a snapshot
+(docs/decisions/0019).
+"""
+
+import logging
+
+from gockpt_jax.errors import HostBudgetError
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
+from gockpt_jax.window.cost import describe_bytes
+
+_log = logging.getLogger("gockpt_jax")
+
+_STEPS_IN_FLIGHT = 2
+"""Of how many steps what follows is on the host at once, as in the cost model."""
+
+
+class HostBudget(ByteBudget):
+    """Counts what saves hold on the host, and says what there is room for.
+
+    Without a number of the user's the limit is what the largest save so far needs, and a tenth; but
+    never more than the host has left. It grows with what is saved, and is measured anew whenever it
+    is asked, so memory that something else has taken meanwhile is not promised twice.
+
+    Args:
+      options: The user's.
+
+    Attributes:
+      directory: Where checkpoints go, if that is known: files in memory take from the same.
+
+    Example:
+      >>> budget = HostBudget(WindowOptions(host_budget_bytes=100))
+      >>> budget.add(60)
+      >>> budget.why_no_room(40), budget.why_no_room(40, following_bytes=10)
+      (None, 'the host budget had no room: 60 B of 100 B were taken, and 60 B are needed')
+    """
+
+    def __init__(self, options: WindowOptions):
+        super().__init__(options.host_budget_bytes)
+        self.directory: str | None = None
+        self._is_given = options.host_budget_bytes is not None
+        self._write_bytes = options.write_limit_bytes
+        self._sampled = 0.0 if options.audit is None else options.audit.fraction
+        # One is written and one waits while the next is taken.
+        self._others = 2 if options.on_busy == "newest" else 0
+        self._state_bytes = 0
+        self._following_bytes = 0
+
+    def room_bytes(self, state_bytes: int) -> int | None:
+        """What the chunks of one save may take in all, for the plan; `None`: nothing is known.
+
+        Args:
+          state_bytes: Of the state, in this process.
+        """
+        if self._is_given:
+            return self.limit_bytes
+        left = self._left_bytes(state_bytes)
+        return None if left is None else max(0, left - self._beside_bytes(state_bytes))
+
+    def why_no_room(self, state_bytes: int, following_bytes: int = 0) -> str | None:
+        """Why a save cannot be taken in beside what is held now; `None` if it can.
+
+        Args:
+          state_bytes: Of what it saves, in this process.
+          following_bytes: What follows it after one step of its window.
+        """
+        self._measure(state_bytes, following_bytes)
+        needed = state_bytes + _STEPS_IN_FLIGHT * following_bytes
+        if not self._is_given:
+            needed += self._beside_bytes(state_bytes)
+        if self.limit_bytes is None or self.used_bytes + needed <= self.limit_bytes:
+            return None
+        taken = f"{describe_bytes(self.used_bytes)} of {describe_bytes(self.limit_bytes)}"
+        return (
+            f"the host budget had no room: {taken} were taken, and {describe_bytes(needed)} are "
+            "needed"
+        )
+
+    def admit_save(self, state_bytes: int) -> None:
+        """Takes note of a save that is made at any rate.
+
+        Without a number of the user's none is refused: it needs no more than one of stock's, and
+        what the host has left is an estimate.
+
+        Args:
+          state_bytes: Of what it saves, in this process.
+
+        Raises:
+          HostBudgetError: if the user's number cannot hold it even alone.
+        """
+        self._measure(state_bytes)
+        if self.limit_bytes is None or state_bytes <= self.limit_bytes:
+            return
+        if self._is_given:
+            raise HostBudgetError(
+                f"`host_budget_bytes={self.limit_bytes}` cannot hold what this process saves, "
+                f"{state_bytes} bytes. Give at least {state_bytes * 11 // 10}, or None for the "
+                "default."
+            )
+        _log.warning(
+            "a save takes %s of the host's memory, which has %s left",
+            describe_bytes(state_bytes), describe_bytes(self.limit_bytes),
+        )  # fmt: skip
+
+    def _measure(self, state_bytes: int, following_bytes: int = 0) -> None:
+        """Sets the default limit: for the largest save so far, within what the host has left."""
+        if self._is_given:
+            return
+        self._state_bytes = max(self._state_bytes, state_bytes)
+        self._following_bytes = max(self._following_bytes, following_bytes)
+        needed = (1 + self._others) * self._state_bytes + self._beside_bytes(self._state_bytes)
+        limit = (needed + _STEPS_IN_FLIGHT * self._following_bytes) * 11 // 10
+        left = self._left_bytes(self._state_bytes)
+        self.limit_bytes = limit if left is None else min(limit, left)
+
+    def _beside_bytes(self, state_bytes: int) -> int:
+        """What a save takes beside chunks and retained values: write buffers, the audit's sample.
+
+        Replay's scratch is a few MiB; it comes out of the tenth on top.
+        """
+        return self._write_bytes + int(self._sampled * state_bytes)
+
+    def _left_bytes(self, state_bytes: int) -> int | None:
+        """What saves may take of this host's memory, what they hold now included."""
+        free = host_headroom_bytes()
+        if free is None:
+            return None
+        free += self.used_bytes
+        if self.directory is not None and is_in_memory(self.directory):
+            free -= state_bytes  # the checkpoint itself
+        return max(0, free)

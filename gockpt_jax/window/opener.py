@@ -1,0 +1,145 @@
+"""When a window opens, and with which plan."""
+
+import dataclasses
+import logging
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.window.agreement import Agreement
+from gockpt_jax.window.audit import Auditor
+from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.planner import Planner
+from gockpt_jax.window.predict import SavePredictor
+from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.worker import Worker
+
+_log = logging.getLogger("gockpt_jax")
+
+
+@dataclasses.dataclass(slots=True)
+class _Deferral:
+    """A window that has found no room, so far.
+
+    Attributes:
+      target: The version of its save.
+      why: What stood against it when it was tried first.
+      steps: How often it was tried in vain.
+    """
+
+    target: int
+    why: str
+    steps: int = 0
+
+
+class Opener:
+    """Opens a window if a save is predicted as many steps ahead as it takes.
+
+    Args:
+      options: The user's.
+      processes: Those that open windows together.
+      predictor: Of saves.
+      planner: Of windows.
+      worker: Takes what leaves.
+      device: Budget for staged copies and retained values.
+      host: Says what there is room for.
+    """
+
+    def __init__(
+        self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
+        planner: Planner, *, worker: Worker, device: ByteBudget, host: HostBudget,
+    ):  # fmt: skip
+        self._options = options
+        self._processes = processes
+        self._predictor = predictor
+        self._planner = planner
+        self._worker = worker
+        self._device = device
+        self._host = host
+        self._agreement = Agreement(options, processes)
+        self._auditor = Auditor(options.audit, worker, device=device, host=host)
+        self._deferral: _Deferral | None = None
+
+    def open(
+        self, step: WrappedStep, version: int, sealed_at: int
+    ) -> tuple[OpenWindow | None, str | None]:
+        """Opens a window, if it is time.
+
+        Args:
+          step: The step that ran last.
+          version: Of the state.
+          sealed_at: The version of the last save.
+
+        Returns:
+          The window, and why this process takes no part in it (the others may have room); no window
+          and why it did not open, or nothing at all if no save is near.
+        """
+        self.prepare(step)
+        horizon = self._options.steps or self._options.max_steps
+        target = self._predictor.next_save(version, horizon - 1) if horizon > 1 else None
+        # A window may not begin with the version that the last save sealed: K is at most the
+        # distance between saves.
+        if target is None or version <= sealed_at:
+            return None, None
+        program = step.program
+        if program is None:
+            return None, step.why_not or "the step had not been traced yet"
+        steps = target - version + 1
+        plan, size = self._planner.plan_for(program, steps)
+        if plan.steps == 1 or plan.steps < steps:
+            return None, plan.reason if plan.steps == 1 else None
+        if (why_not := self._agreement.why_not_ready(program, target)) is not None:
+            return None, why_not
+        leaves = program.new_state_leaves(step.last_result)
+        no_room = self._host.why_no_room(*self._planner.host_bytes(leaves, size))
+        if no_room is not None and not self._processes.several:
+            return None, self._defer(target, no_room)
+        self._device.reset_peak()
+        self._host.reset_peak()
+        window = OpenWindow(
+            step, program, plan, target,
+            departures=self._planner.departures(program, plan, size, leaves), units=size.units,
+            retained_bytes=size.retained, worker=self._worker, device=self._device, host=self._host,
+            replayer=self._planner.replayer(leaves), auditor=self._auditor,
+        )  # fmt: skip
+        if no_room is not None:
+            window.give_up()
+        if (deferral := self._deferral_of(target)) is not None:
+            window.record.deferred_steps = deferral.steps
+            window.record.reason += f"; put off {deferral.steps} times, for {deferral.why}"
+        return window, no_room
+
+    def prepare(self, step: WrappedStep) -> None:
+        """Plans for a step that has run, and settles with the others whether it can be armed."""
+        self._planner.limit_device(stepped=True)
+        self._planner.prepare(step)
+        self._agreement.settle(step)
+
+    def can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:
+        """Whether a window goes on with this step; another step may have opened it."""
+        if program is window.program:
+            return True
+        if not program.replays_like(window.program):
+            return False
+        self.prepare(step)
+        is_ready = self._agreement.why_not_ready(program, window.target) is None
+        return program.is_armed and is_ready
+
+    def deferred_steps(self, target: int) -> int:
+        """For how many steps the window of this version's save has found no room."""
+        deferral = self._deferral_of(target)
+        return 0 if deferral is None else deferral.steps
+
+    def _defer(self, target: int, why: str) -> str:
+        """The next step tries again, with a smaller K."""
+        deferral = self._deferral_of(target)
+        if deferral is None:
+            deferral = self._deferral = _Deferral(target, why)
+            _log.info("the window for version %d does not open yet: %s", target, why)
+        deferral.steps += 1
+        return why
+
+    def _deferral_of(self, target: int) -> _Deferral | None:
+        return self._deferral if self._deferral and self._deferral.target == target else None

@@ -1,0 +1,86 @@
+"""A save at its seal: the state is taken, item by item."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from gockpt_jax.telemetry import events
+from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.staging import owned_bytes
+from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.late import take_now
+from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.slots import ChunkSlot
+from gockpt_jax.window.worker import Worker
+
+Taken = tuple[SaveRecord, list[list[ChunkSlot]], dict[str, Any] | None]
+"""The save's record; for each array its slots; what the audit has shown, once they are complete."""
+
+
+class Seal:
+    """One save while its items are taken; on the trainer's thread.
+
+    Args:
+      window: The one that ends here; `None` for a snapshot.
+      record: The save's.
+      worker: Lands what is taken.
+      device: Budget for staged copies.
+      host: Accounts for bytes on the host.
+    """
+
+    def __init__(
+        self, window: OpenWindow | None, record: SaveRecord, *,
+        worker: Worker, device: ByteBudget, host: HostBudget,
+    ):  # fmt: skip
+        self._window = window
+        self._record = record
+        self._worker = worker
+        self._device = device
+        self._host = host
+        if window is None:  # a window's peaks are measured from its opening on
+            device.reset_peak()
+            host.reset_peak()
+        record.sealed_at = time.perf_counter()
+
+    def take(self, arrays: Sequence[jax.Array]) -> Taken:
+        """Takes one item's arrays, as `Session.seal` describes it.
+
+        Raises:
+          HostBudgetError: if the user's host budget cannot hold the save even alone.
+        """
+        record = self._record
+        state_bytes = sum(owned_bytes(a) for a in arrays)
+        self._host.admit_save(record.state_bytes + state_bytes)
+        slots: dict[int, list[ChunkSlot]] = {}
+        audit: dict[str, Any] | None = None
+        if self._window is not None:
+            new = self._window.program.new_state_leaves(self._window.step.last_result)
+            wanted = {id(a) for a in arrays}
+            early, audit = self._window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
+            slots = {id(new[j]): found for j, found in early.items()}
+            record.early_leaves += len(early)
+        record.state_bytes += state_bytes
+        record.early_bytes += sum(owned_bytes(a) for a in arrays if id(a) in slots)
+        record.host_budget_bytes = self._host.limit_bytes
+        with events.span(events.SPAN_SEAL):
+            # Of an array on other processes' devices alone there is nothing to take.
+            slots.update((id(a), []) for a in arrays if not a.addressable_shards)
+            late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
+            slots.update(take_now(late, self._worker, device=self._device, host=self._host))
+        self._worker.submit(
+            lambda: record.drained(
+                peak_host_bytes=self._host.peak_bytes, peak_device_bytes=self._device.peak_bytes
+            )
+        )
+        return record, [slots[id(a)] for a in arrays], audit
+
+    def end(self) -> None:
+        """All items have been taken; what the save did not ask for is forgotten."""
+        if self._window is None:
+            return
+        self._window.drop()
+        if not self._record.early_leaves:
+            self._record.nothing_left_early()
