@@ -11,6 +11,7 @@ from etils import epath
 
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptSave
 from gockpt_jax.storage.restore import GoCkptRestore
+from gockpt_jax.storage.taken import TakenSave
 
 ITEM = "state"
 METRICS = "metrics"
@@ -25,6 +26,7 @@ def registry(given: Any, handler: GoCkptHandler) -> Any:
     arguments = (
         GoCkptSave,
         GoCkptRestore,
+        TakenSave,
         ocp.args.PyTreeSave,
         ocp.args.PyTreeRestore,
         ocp.args.StandardSave,

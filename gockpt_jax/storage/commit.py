@@ -138,3 +138,32 @@ def make_root(
         mode = used.file_options.path_permission_mode if used.file_options else None
         directory.mkdir(parents=True, exist_ok=True, mode=mode)
     processes.barrier("root")
+
+
+def with_word_of_commits(
+    options: ocp.CheckpointManagerOptions, processes: Processes, committed: Callable[[], None]
+) -> tuple[ocp.CheckpointManagerOptions, CommitVotes | None]:
+    """The user's options, with a word to us after each commit, and a vote before it.
+
+    Args:
+      options: Of a manager that saves asynchronously.
+      processes: Those that save together.
+      committed: Called on a thread of Orbax's.
+
+    Returns:
+      The options, and the votes; `None` for one process, and where the barriers are the user's.
+    """
+    async_options = options.async_options or ocp.options.AsyncOptions()
+    users = async_options.post_finalization_callback
+
+    def finalized() -> None:  # on the primary process alone
+        committed()
+        if users is not None:
+            users()
+
+    told = dataclasses.replace(async_options, post_finalization_callback=finalized)
+    votes = None
+    if processes.several and async_options.barrier_sync_fn is None:
+        votes = CommitVotes(processes, committed)
+        told = dataclasses.replace(told, barrier_sync_fn=votes)
+    return dataclasses.replace(options, async_options=told), votes

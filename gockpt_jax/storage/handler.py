@@ -19,6 +19,7 @@ from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.restore import GoCkptRestore, restore
+from gockpt_jax.storage.taken import TakenSave
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats
 from gockpt_jax.storage.written import Failed, Voting, Written
@@ -93,7 +94,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
         self._save = ""  # its directory
-        self._last: tuple[WriteStats, list[HostArray]] | None = None
+        self._last: tuple[WriteStats, TakenSave] | None = None
+        self._taking: PendingReport | None = None  # of the save that was taken last
 
     @property
     def _gockpt_pending(self) -> PendingReport | None:
@@ -114,7 +116,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self._begin(directory)
         written: ocp.future.Future
         try:
-            written = await self._seal_and_write(directory, args, entered_at)
+            taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
+            self.pending = taken.pending
+            written = await self._write(directory, taken)
         except Exception as error:
             if not self._gockpt_session.processes.several:
                 raise
@@ -127,9 +131,14 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
                 self.pending.returned(entered_at)
         return [written if self.votes is not None else self._voting(written)]
 
-    async def _seal_and_write(
-        self, directory: Any, args: Any, entered_at: float
-    ) -> ocp.future.Future:
+    def take(self, args: Any, entered_at: float | None = None) -> TakenSave:
+        """Seals the window (or takes a snapshot): no step can change any more what is written.
+
+        Args:
+          args: As in `async_save`.
+          entered_at: When the save has come so far; `None`: now.
+        """
+        entered_at = time.perf_counter() if entered_at is None else entered_at
         leaves, tree = jax.tree.flatten(args.item)
         _refuse_donated(args.item)
         try:
@@ -139,22 +148,25 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
             PendingReport(refused, self.label, entered_at, self._gockpt_log).failed(error)
             raise
-        if self.pending is None or self.pending.record is not record:
-            self.pending = PendingReport(record, self.label, entered_at, self._gockpt_log)
+        if self._taking is None or self._taking.record is not record:
+            self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
         for i, promised in zip(positions, slots, strict=True):
             leaves[i] = _host_array(leaves[i], promised, self._gockpt_session.host)
         stock = _as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
+        return TakenSave(stock, self._taking)
+
+    async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
+        """Starts writing what becomes final."""
         try:
-            futures = await self._tree.async_save(directory, args=stock)
+            futures = await self._tree.async_save(directory, args=taken.save)
         except BaseException:
-            for i in positions:
-                leaves[i].release()
+            taken.release()
             raise
         stats = self._writer.take_stats()
-        self._last = (stats, [leaves[i] for i in positions])
+        self._last = (stats, taken)
         if self._writer.is_primary:
-            stats.checksums.add_values(stock.item, stock.save_args)
-        return Written(futures or (), record, stats, directory)
+            stats.checksums.add_values(taken.save.item, taken.save.save_args)
+        return Written(futures or (), taken.pending.record, stats, directory)
 
     def _voting(self, written: ocp.future.Future) -> ocp.future.Future:
         processes = self._gockpt_session.processes
@@ -181,8 +193,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         them.
         """
         if self._last is not None and not self._last[0].peak_inflight_bytes:
-            for array in self._last[1]:
-                array.release()
+            self._last[1].release()
         self._last = None
 
     def save(self, directory: Any, args: Any) -> None:
@@ -242,6 +253,7 @@ class GoCkptSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     custom_metadata: Any = None
 
 
+ocp.args.register_with_handler(GoCkptHandler, for_save=True)(TakenSave)
 ocp.args.register_with_handler(GoCkptHandler, for_restore=True)(GoCkptRestore)
 
 

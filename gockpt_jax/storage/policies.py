@@ -10,6 +10,8 @@ from orbax.checkpoint import checkpoint_managers as managers
 from gockpt_jax.window.session import Session
 
 SaveLabels = Callable[[int], bool]
+WaitingOne = Callable[[], Any]
+"""Gives the save that Orbax does not know of yet (its `step`, `time`, `metrics`), or `None`."""
 
 # Neither speaks of the future: the first save cannot be seen coming, a preemption may not be asked.
 _WITHOUT_FORESIGHT = (managers.InitialSavePolicy, managers.PreemptionCheckpointingPolicy)
@@ -18,13 +20,14 @@ _START_DRIVEN = (managers.ContinuousCheckpointingPolicy,)
 
 
 def arrange(
-    options: ocp.CheckpointManagerOptions, session: Session
+    options: ocp.CheckpointManagerOptions, session: Session, waiting: WaitingOne
 ) -> ocp.CheckpointManagerOptions:
     """Has a manager's policy answer early enough for windows, and tells the predictor of it.
 
     Args:
       options: The user's.
       session: Whose windows end at the saves.
+      waiting: Gives a save that counts as one that has been made.
 
     Returns:
       The options to build the manager with. They save at the same labels, but for policies by time
@@ -33,9 +36,9 @@ def arrange(
     if options.save_decision_policy is not None:
         session.predictor.is_save_label = labels_of_policy(options.save_decision_policy)
         policy = _start_windows(options.save_decision_policy, session)
-        return dataclasses.replace(options, save_decision_policy=policy)
+        return dataclasses.replace(options, save_decision_policy=_CountsWaiting(policy, waiting))
     if options.should_save_fn is not None:
-        asked = AskedAhead(options.should_save_fn)
+        asked = AskedAhead(options.should_save_fn, waiting)
         session.predictor.is_save_label = asked.will_save
         return dataclasses.replace(options, should_save_fn=asked)
     interval, steps = options.save_interval_steps, frozenset(options.save_on_steps or ())
@@ -73,10 +76,14 @@ class AskedAhead:
     Args:
       should_save: The user's: of a label and the last saved one. Asked ahead, it is told of the
         last label that it has accepted.
+      waiting: Gives an accepted save that Orbax does not know of yet.
     """
 
-    def __init__(self, should_save: Callable[[int, int | None], bool]):
+    def __init__(
+        self, should_save: Callable[[int, int | None], bool], waiting: WaitingOne = lambda: None
+    ):
         self._should_save = should_save
+        self._waiting = waiting
         self._answers: dict[int, bool] = {}
         self._last_saved: int | None = None
 
@@ -91,6 +98,8 @@ class AskedAhead:
 
     def __call__(self, label: int, last_saved: int | None) -> bool:
         """The answer for a label that has come; the one given before, if it was asked ahead."""
+        if (waiting := self._waiting()) is not None:
+            last_saved = waiting.step
         self._last_saved = last_saved
         answer = self._answers.get(label)
         if answer is None:
@@ -125,6 +134,25 @@ class StartsWindow:
         self._until = version + ahead
         self._session.predictor.expect(self._until)
         return False
+
+
+class _CountsWaiting:
+    """A policy to which a save that waits has been made.
+
+    Args:
+      policy: The user's, arranged.
+      waiting: Gives the save.
+    """
+
+    def __init__(self, policy: Any, waiting: WaitingOne):
+        self._policy = policy
+        self._waiting = waiting
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        """As Orbax asks it."""
+        if (waiting := self._waiting()) is not None:
+            previous_steps = [*previous_steps, waiting]
+        return bool(self._policy.should_save(step, previous_steps, context=context))
 
 
 def _start_windows(policy: Any, session: Session) -> Any:

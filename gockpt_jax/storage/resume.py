@@ -1,17 +1,19 @@
-"""What a manager says when there is nothing to resume from: never nothing, never a fresh start."""
+"""Where a manager resumes from; if there is nothing, it says so: never a silent fresh start."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Collection
 from typing import Any
 
+import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.directory import Directory, look_into
-from gockpt_jax.storage.restore import require_whole
+from gockpt_jax.storage.restore import GoCkptRestore, require_whole
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -82,6 +84,26 @@ def require_whole_step(path: epath.Path) -> None:
     for step in look_into(path).steps:
         for name in step.trees:
             require_whole(step.items[name])
+
+
+def restore_unnamed(
+    root: Any, step: int, wanted: Any, options: ocp.CheckpointManagerOptions
+) -> Any:
+    """Restores what a stock manager saved without a name, with a stock manager.
+
+    A manager is bound to named or to unnamed items by the first it sees, so the caller's must not
+    see it.
+
+    Args:
+      root: The manager's directory.
+      step: A label.
+      wanted: Arguments of `restore`; `None`: as it was saved.
+      options: The manager's.
+    """
+    options = dataclasses.replace(options, read_only=True, async_options=None, create=False)
+    with ocp.CheckpointManager(root, options=options) as stock:
+        args = wanted.as_stock() if isinstance(wanted, GoCkptRestore) else wanted
+        return stock.restore(step, args=args)
 
 
 def _look(root: epath.Path) -> Directory | None:

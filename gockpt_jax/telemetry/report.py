@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -146,12 +147,18 @@ class SaveRecord:
     peak_device_bytes: int = 0
     audit: AuditFigures | None = None
     error: str | None = None
+    peaks: Callable[[], tuple[int, int]] = lambda: (0, 0)  # on the host, on one device
 
-    def drained(self, *, peak_host_bytes: int, peak_device_bytes: int) -> None:
+    def drained(self) -> None:
         """The last chunk is on the host."""
         self.drained_at = time.perf_counter()
-        self.peak_host_bytes = peak_host_bytes
-        self.peak_device_bytes = peak_device_bytes
+        self.measure()
+
+    def measure(self) -> None:
+        """Takes note of the peaks so far; another save's window may measure anew from then on."""
+        host_bytes, device_bytes = self.peaks()
+        self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
+        self.peak_device_bytes = max(self.peak_device_bytes, device_bytes)
 
     def nothing_left_early(self) -> None:
         """The save asked for nothing that the window had taken: it was a snapshot after all."""
@@ -219,14 +226,28 @@ class PendingReport:
 
     def returned(self, started_at: float) -> None:
         """`save`, called at `started_at`, returns to the trainer."""
-        self.record.barrier_secs = self._entered_at - started_at
+        self.record.barrier_secs += max(0.0, self._entered_at - started_at)
         self.record.stall_secs += time.perf_counter() - started_at
         self._done("return")
+
+    def waits(self, started_at: float) -> None:
+        """`save`, called at `started_at`, returns; Orbax hears of the save later."""
+        self.record.barrier_secs += max(0.0, self._entered_at - started_at)
+        self.record.stall_secs += time.perf_counter() - started_at
 
     def committed(self) -> None:
         """The checkpoint is visible."""
         self.record.committed_at = time.perf_counter()
+        self.record.measure()
         self._done("commit")
+
+    def superseded(self, step: int) -> None:
+        """There will be no checkpoint: a newer save, of this label, has taken its place."""
+        with self._lock:
+            self.record.kind = "superseded"
+            self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
+            self._waiting_for.clear()
+        self._log.add(self.record.report())
 
     def failed(self, error: BaseException) -> None:
         """There will be no checkpoint; also after `committed`, which comes before the rename."""

@@ -45,6 +45,11 @@ class WindowFace:
         self._gockpt_session = other._gockpt_session
 
     @property
+    def window_options(self) -> WindowOptions:
+        """How states leave the device."""
+        return self._gockpt_window_options
+
+    @property
     def _gockpt_pending(self) -> PendingReport | None:
         """The report of the last save, which may not be complete."""
         raise NotImplementedError

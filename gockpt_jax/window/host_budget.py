@@ -63,20 +63,24 @@ class HostBudget(ByteBudget):
         left = self._left_bytes(state_bytes)
         return None if left is None else max(0, left - self._beside_bytes(state_bytes))
 
-    def why_no_room(self, state_bytes: int, following_bytes: int = 0) -> str | None:
+    def why_no_room(
+        self, state_bytes: int, following_bytes: int = 0, *, freed_bytes: int = 0
+    ) -> str | None:
         """Why a save cannot be taken in beside what is held now; `None` if it can.
 
         Args:
           state_bytes: Of what it saves, in this process.
           following_bytes: What follows it after one step of its window.
+          freed_bytes: Of what is held now, what would be given back before.
         """
         self._measure(state_bytes, following_bytes)
+        used_bytes = max(0, self.used_bytes - freed_bytes)
         needed = state_bytes + _STEPS_IN_FLIGHT * following_bytes
         if not self._is_given:
             needed += self._beside_bytes(state_bytes)
-        if self.limit_bytes is None or self.used_bytes + needed <= self.limit_bytes:
+        if self.limit_bytes is None or used_bytes + needed <= self.limit_bytes:
             return None
-        taken = f"{describe_bytes(self.used_bytes)} of {describe_bytes(self.limit_bytes)}"
+        taken = f"{describe_bytes(used_bytes)} of {describe_bytes(self.limit_bytes)}"
         return (
             f"the host budget had no room: {taken} were taken, and {describe_bytes(needed)} are "
             "needed"

@@ -44,6 +44,7 @@ class Seal:
             device.reset_peak()
             host.reset_peak()
         record.sealed_at = time.perf_counter()
+        record.peaks = lambda: (host.peak_bytes, device.peak_bytes)
 
     def take(self, arrays: Sequence[jax.Array]) -> Taken:
         """Takes one item's arrays, as `Session.seal` describes it.
@@ -70,11 +71,7 @@ class Seal:
             slots.update((id(a), []) for a in arrays if not a.addressable_shards)
             late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
             slots.update(take_now(late, self._worker, device=self._device, host=self._host))
-        self._worker.submit(
-            lambda: record.drained(
-                peak_host_bytes=self._host.peak_bytes, peak_device_bytes=self._device.peak_bytes
-            )
-        )
+        self._worker.submit(record.drained)
         return record, [slots[id(a)] for a in arrays], audit
 
     def end(self) -> None:

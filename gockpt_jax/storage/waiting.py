@@ -1,0 +1,199 @@
+"""A save that waits on the host until the previous one has been written: `on_busy="newest"`.
+
+There is one place to wait in. Labels are committed in their order, so of two saves that wait the
+older would have to be written first, or not at all; and whoever asks for the newest wants it not to
+be late. So a newer save takes the place of the one that waits, as in PCcheck (Strati et al., ASPLOS
+2025), whose slots are on the storage: there several are written at once, and here one is.
+"""
+
+import copy
+import dataclasses
+import datetime
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage.handler import GoCkptHandler
+from gockpt_jax.storage.taken import TakenSave
+from gockpt_jax.telemetry.report import PendingReport
+from gockpt_jax.transfer.staging import owned_bytes
+from gockpt_jax.window.processes import Processes
+
+_log = logging.getLogger("gockpt_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class WaitingSave:
+    """An accepted save of which Orbax does not know yet. To policies it is a save like others.
+
+    Attributes:
+      step: Its label.
+      time: When it was accepted.
+      arguments: For `ocp.CheckpointManager.save`; nothing in them changes any more.
+      pending: Its report.
+    """
+
+    step: int
+    time: datetime.datetime
+    arguments: Mapping[str, Any]
+    pending: PendingReport
+
+    @property
+    def metrics(self) -> Any:
+        """As they were given to `save`."""
+        return self.arguments.get("metrics")
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds on the host."""
+        return self.pending.record.state_bytes
+
+    @property
+    def taken(self) -> list[TakenSave]:
+        """Its trees of arrays."""
+        return [x for x in self.arguments["args"].values() if isinstance(x, TakenSave)]
+
+    def release(self) -> None:
+        """Gives its bytes back, those on their way as soon as they have landed."""
+        for item in self.taken:
+            item.release()
+
+
+class WaitingRoom:
+    """Where a save waits.
+
+    Args:
+      handler: Takes states, and writes them later.
+      registry: Of the manager's handlers.
+
+    Attributes:
+      occupant: The save that waits; `None` if none does.
+    """
+
+    def __init__(self, handler: GoCkptHandler, registry: Any):
+        self.occupant: WaitingSave | None = None
+        self._handler = handler
+        self._registry = registry
+
+    @property
+    def occupied(self) -> WaitingSave:
+        """The save that waits, where it is known that one does."""
+        assert self.occupant is not None, "nobody waits"
+        return self.occupant
+
+    def take(self, step: int, arguments: Mapping[str, Any]) -> str | None:
+        """Takes a save's state, and has it wait in the place of the one that does.
+
+        Args:
+          step: Its label.
+          arguments: Those of `ocp.CheckpointManager.save`; `args` is a `Composite`.
+
+        Returns:
+          Why it cannot wait; `None` if it does.
+
+        Raises:
+          ValueError: if the state has been donated to a later step.
+          HostBudgetError: if the user's host budget cannot hold it even alone.
+        """
+        items = dict(arguments["args"].items())
+        why_not = self._why_not_now(items) or self._why_no_room(step, items)
+        if why_not is not None:
+            return why_not
+        self._handler.label = step
+        taken: dict[str, Any] = {}
+        try:
+            for name, args in items.items():
+                own = _own(args)
+                taken[name] = self._handler.take(own) if self._is_ours(name, args) else own
+        except BaseException:
+            for args in taken.values():
+                if isinstance(args, TakenSave):
+                    args.release()
+            raise
+        pending = next(args.pending for args in taken.values() if isinstance(args, TakenSave))
+        others = {key: copy.deepcopy(x) for key, x in arguments.items() if key != "args"}
+        self.supersede(step)
+        self.occupant = WaitingSave(
+            step=step,
+            time=datetime.datetime.now(tz=datetime.UTC),
+            arguments={**others, "args": ocp.args.Composite(**taken)},
+            pending=pending,
+        )
+        return None
+
+    def leave(self) -> WaitingSave:
+        """The save that waits goes to be written."""
+        waiting, self.occupant = self.occupied, None
+        record = waiting.pending.record
+        record.waiting_secs = time.perf_counter() - record.sealed_at
+        return waiting
+
+    def supersede(self, step: int) -> None:
+        """Drops the save that waits, if it is older than this one; a report says so."""
+        waiting = self.occupant
+        if waiting is None or waiting.step >= step:
+            return
+        self.occupant = None
+        error = next((e for item in waiting.taken if (e := item.failure()) is not None), None)
+        waiting.release()
+        if error is None:
+            waiting.pending.superseded(step)
+        else:
+            _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
+            waiting.pending.failed(error)
+
+    def _why_not_now(self, items: Mapping[str, Any]) -> str | None:
+        """Why the items cannot be taken before they are written."""
+        for name, args in items.items():
+            if not self._is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
+                return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"
+        if not any(self._is_ours(name, args) for name, args in items.items()):
+            return "there is no tree of arrays in it"
+        return None
+
+    def _why_no_room(self, step: int, items: Mapping[str, Any]) -> str | None:
+        """Why the host budget cannot hold it; drops the save that waits, if that makes the room."""
+        session = self._handler._gockpt_session
+        if session.has_due_window:  # was admitted when the window opened
+            return None
+        ours = [args.item for name, args in items.items() if self._is_ours(name, args)]
+        arrays = [x for x in jax.tree.leaves(ours) if isinstance(x, jax.Array)]
+        num_bytes = sum(owned_bytes(a) for a in arrays if not a.is_deleted())
+        why_not = session.host.why_no_room(num_bytes)
+        if why_not is None or self.occupant is None:
+            return why_not
+        why_not = session.host.why_no_room(num_bytes, freed_bytes=self.occupant.num_bytes)
+        if why_not is None:
+            self.supersede(step)
+        return why_not
+
+    def _is_ours(self, name: str, args: Any) -> bool:
+        keys = ((key, args) for key in (name, None))
+        found = next((self._registry.get(*key) for key in keys if self._registry.has(*key)), None)
+        return found is self._handler
+
+
+def refuse_to_wait(options: WindowOptions, processes: Processes) -> None:
+    """Saves of several processes do not wait: each would hear of the last one's end by itself.
+
+    Raises:
+      ValueError: if they are asked to.
+    """
+    if options.on_busy == "newest" and processes.several:
+        raise ValueError(
+            f'`on_busy="newest"` is for one process, and {len(processes.members)} save together. '
+            'Use `on_busy="skip"`: it leaves a save out on all of them, or on none.'
+        )
+
+
+def _own(args: Any) -> Any:
+    """Arguments that the loop cannot change any more; arrays on devices are those given."""
+    if isinstance(args, ocp.args.JsonSave):
+        return copy.deepcopy(args)
+    item = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else copy.deepcopy(x), args.item)
+    return dataclasses.replace(args, item=item, custom_metadata=copy.deepcopy(args.custom_metadata))
