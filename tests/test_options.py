@@ -41,7 +41,7 @@ def test_bad_choice_names_the_choices(value):
     expected = re.escape(f"`arm` must be one of ('window', 'always'), got {value!r}.")
     with pytest.raises(ValueError, match=expected):
         WindowOptions(arm=value)
-    expected = re.escape(f"`on_busy` must be one of ('wait', 'skip'), got {value!r}.")
+    expected = re.escape(f"`on_busy` must be one of ('wait', 'skip', 'newest'), got {value!r}.")
     with pytest.raises(ValueError, match=expected):
         WindowOptions(on_busy=value)
 

@@ -38,6 +38,8 @@ class Loop:
     def run(self, last: int, **save: bool) -> bool:
         """Trains up to a label; returns whether that one was saved."""
         while self.label <= last:
+            if self.label == 4:
+                self.manager.wait_until_finished()  # only what follows the held one finds it busy
             self.state = self.step(self.state, BATCH)
             accepted = self.manager.save(self.label, args=GoCkptSave(self.state), **save)
             if accepted:

@@ -8,9 +8,9 @@ import pytest
 from window.training_loop import BATCH, Options, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
-from gockpt_jax.window import units
 from gockpt_jax.window.plan import Facts
 
 SIZE = 64
@@ -104,9 +104,9 @@ def test_a_fixed_k_stays(tmp_path, monkeypatch):
 )
 def test_windows_need_host_memory(tmp_path, monkeypatch, room, in_memory, kind):
     """A window holds the 24 leaves of state, and two steps' values for 2 of them at the least."""
-    monkeypatch.setattr(planner_module, "host_headroom_bytes", lambda: room * LEAF)
-    monkeypatch.setattr(planner_module, "is_in_memory", lambda directory: in_memory)
-    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE}
+    monkeypatch.setattr(host_budget, "host_headroom_bytes", lambda: room * LEAF)
+    monkeypatch.setattr(host_budget, "is_in_memory", lambda directory: in_memory)
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE, "write_limit_bytes": 1, "audit": None}
     reports, _ = run(tmp_path, [Facts()], monkeypatch, **said)
     assert reports[-1].kind == kind
     assert ("the host budget" in reports[-1].reason) == (kind == "snapshot")

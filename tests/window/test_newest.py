@@ -1,0 +1,452 @@
+"""A save that finds the previous one still being written waits on the host: `on_busy="newest"`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from window.training_loop import (
+    BATCH,
+    SIZE,
+    STATE_BYTES,
+    Options,
+    assert_same,
+    fresh,
+    to_host,
+    update,
+)
+
+import gockpt_jax as gockpt
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.storage.written import Written
+
+WAIT_SECS = 60
+LEAF = 4 * SIZE
+
+
+donating = jax.jit(update.__wrapped__, donate_argnums=0)
+
+
+class Loop:
+    """Calls `save` at every label; the write of a label is held until it is let go."""
+
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *held: int,
+        window: dict[str, Any] | None = None, **options: Any,
+    ):  # fmt: skip
+        self.gates = {label: threading.Event() for label in held}
+        self.written = {label: threading.Event() for label in held}
+        result = Written.result
+
+        def holding(written: Written, timeout: float | None = None) -> None:
+            result(written, timeout)
+            if (label := written._record.step) in self.gates:
+                self.written[label].set()
+                assert self.gates[label].wait(WAIT_SECS)
+
+        monkeypatch.setattr(Written, "result", holding)
+        self.manager = GoCkptManager(
+            directory,
+            options=Options(**{"save_interval_steps": 4, **options}),
+            window=WindowOptions(**{"steps": 3, "on_busy": "newest", **(window or {})}),
+        )
+        self.step, self.state = self.manager.wrap(donating), jax.tree.map(jax.numpy.array, fresh())
+        self.label = 0
+        self.given: dict[int, Any] = {}
+
+    def train(self, last: int, **kwargs: Any) -> bool:
+        """Trains up to a label; returns whether that one was accepted."""
+        while self.label <= last:
+            if self.label == 4:
+                self.manager.wait_until_finished()  # only what follows the held one finds it busy
+            self.state = self.step(self.state, BATCH)
+            args = {"args": GoCkptSave(self.state), **kwargs}
+            accepted = self.manager.save(self.label, **args)
+            if accepted:
+                self.given[self.label] = to_host(self.state)
+            self.label += 1
+        return accepted
+
+    def finish(self) -> None:
+        """Orbax's thread has committed what it was given, or failed; nobody has heard of it."""
+        for gate in self.gates.values():
+            gate.set()
+        for thread in threading.enumerate():
+            if thread.name == "save_finalize":
+                threading.Thread.join(thread, WAIT_SECS)
+
+    def hooks(self) -> None:
+        """One more update, without `save`."""
+        self.state = self.step(self.state, BATCH)
+
+    @property
+    def kinds(self) -> dict[int, str]:
+        return {report.step: report.kind for report in self.manager.reports}
+
+    def report(self, label: int) -> gockpt.SaveReport:
+        (found,) = [report for report in self.manager.reports if report.step == label]
+        return found
+
+    def assert_saved(self, *labels: int) -> None:
+        """These are there, bit for bit, and no others; and nothing is held any more."""
+        assert sorted(self.manager.all_steps()) == sorted(labels)
+        for label in labels:
+            assert_same(self.manager.restore(label), self.given[label])
+        self.manager._gockpt_session._worker.wait_until_idle()
+        assert self.manager._gockpt_session.host.used_bytes == 0
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loops = []
+
+    def make(*held: int, **kwargs: Any) -> Loop:
+        loops.append(Loop(tmp_path, monkeypatch, *held, **kwargs))
+        return loops[-1]
+
+    yield make
+    for loop in loops:
+        loop.finish()
+
+
+def on_disk(loop: Loop) -> list[int]:
+    """What another process would find."""
+    with ocp.CheckpointManager(loop.manager.directory) as stock:
+        return sorted(stock.all_steps())
+
+
+def test_a_save_waits_and_is_written_by_the_next_step(start):
+    loop = start(4)
+    assert loop.train(8)  # at once: nobody has let the write of 4 go on
+    assert on_disk(loop) == [0]
+    assert loop.manager.latest_step() == 8
+    assert sorted(loop.manager.all_steps()) == [0, 4, 8]
+    assert loop.manager.is_saving_in_progress()
+    assert loop.manager._gockpt_session.host.used_bytes >= STATE_BYTES
+    loop.finish()
+    assert loop.manager.is_saving_in_progress()  # until the trainer's thread comes by
+    loop.hooks()
+    loop.finish()
+    assert on_disk(loop) == [0, 4, 8]
+    loop.manager.wait_until_finished()
+    assert loop.kinds == {0: "snapshot", 4: "window", 8: "window"}
+    report = loop.report(8)
+    assert report.waiting_secs > 0
+    assert report.error is None
+    assert 0 <= report.barrier_secs <= report.stall_secs
+    assert loop.report(4).waiting_secs == 0
+    loop.assert_saved(0, 4, 8)
+    loop.manager.close()
+
+
+def test_it_is_written_by_the_next_call_of_save(start):
+    loop = start(4)
+    loop.train(8)
+    loop.finish()
+    assert not loop.manager.save(8, args=GoCkptSave(loop.state))  # there is such a save
+    loop.finish()
+    assert on_disk(loop) == [0, 4, 8]
+    loop.manager.close()
+
+
+def test_a_newer_save_takes_its_place(start, caplog):
+    loop = start(4)
+    with caplog.at_level(logging.INFO, "gockpt_jax"):
+        for label in (8, 12, 16):
+            assert loop.train(label)
+    assert loop.manager.latest_step() == 16
+    assert sorted(loop.manager.all_steps()) == [0, 4, 16]
+    report = loop.report(8)
+    assert (report.kind, report.window_steps, report.error) == ("superseded", 3, None)
+    assert report.reason.startswith("superseded by step 12 while it waited")
+    assert any("step 8 not saved: superseded" in r.getMessage() for r in caplog.records)
+    loop.manager._gockpt_session._worker.wait_until_idle()
+    assert loop.written[4].wait(WAIT_SECS)
+    held = loop.manager._gockpt_session.host.used_bytes
+    assert held <= STATE_BYTES, "what was superseded, and what is written, is given back"
+    loop.finish()
+    loop.manager.wait_until_finished()
+    assert loop.kinds == {
+        0: "snapshot", 4: "window", 8: "superseded", 12: "superseded", 16: "window",
+    }  # fmt: skip
+    loop.assert_saved(0, 4, 16)
+    loop.manager.close()
+
+
+@pytest.mark.parametrize("how", ["wait_until_finished", "close", "restore", "delete"])
+def test_whoever_waits_waits_for_it_too(start, how):
+    loop = start(4)
+    loop.train(8)
+    calls = {
+        "wait_until_finished": loop.manager.wait_until_finished,
+        "close": loop.manager.close,
+        "restore": lambda: assert_same(loop.manager.restore(None), loop.given[8]),
+        "delete": lambda: loop.manager.delete(8),
+    }
+    loop.gates[4].set()
+    calls[how]()
+    assert on_disk(loop) == ([0, 4] if how == "delete" else [0, 4, 8])
+    if how != "close":
+        loop.manager.close()
+
+
+def test_a_script_that_ends_without_close_writes_it(start):
+    loop = start(4)
+    loop.train(8)
+    loop.gates[4].set()
+    from gockpt_jax.manager import _finish_saves
+
+    _finish_saves(lambda: loop.manager)  # as before the interpreter's end
+    assert on_disk(loop) == [0, 4, 8]
+    loop.manager.close()
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_forced_saves_and_preemptions_wait_and_supersede(start, monkeypatch, preempted):
+    loop = start(4)
+    loop.train(8)
+    hear = loop.manager._hear_last_save
+
+    def waiting() -> None:
+        loop.gates[4].set()
+        hear()
+
+    monkeypatch.setattr(loop.manager, "_hear_last_save", waiting)
+    if preempted:
+        monkeypatch.setattr(loop.manager, "reached_preemption", lambda step: step == 9)
+    assert loop.train(9, force=not preempted)
+    assert loop.gates[4].is_set(), "it has waited"
+    assert loop.kinds[8] == "superseded"
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 9)
+    loop.manager.close()
+
+
+def test_a_forced_save_of_the_same_label_is_refused(start):
+    loop = start(4)
+    loop.train(8)
+    loop.gates[4].set()
+    with pytest.raises(ValueError, match="already exists"):
+        loop.manager.save(8, args=GoCkptSave(loop.state), force=True)
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 8)
+    loop.manager.close()
+
+
+def test_it_counts_as_a_save_for_policies(start):
+    asked = []
+
+    def should_save(label: int, last: int | None) -> bool:
+        asked.append((label, last))
+        return last is None or label - last >= 4
+
+    loop = start(4, window={"steps": None}, should_save_fn=should_save)
+    loop.train(9)
+    assert (9, 8) in asked
+    assert sorted(loop.given) == [0, 4, 8]
+    loop.gates[4].set()
+    loop.manager.close()
+    assert on_disk(loop) == [0, 4, 8]
+
+
+class Every4:
+    """A policy of a user's own, by what has been saved."""
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        return not previous_steps or step.step - previous_steps[-1].step >= 4
+
+
+def test_it_counts_for_policies_of_a_users_own(start):
+    loop = start(4, save_interval_steps=1, save_decision_policy=Every4())
+    loop.train(11)
+    assert sorted(loop.given) == [0, 4, 8]
+    loop.gates[4].set()
+    loop.manager.close()
+    assert on_disk(loop) == [0, 4, 8]
+
+
+def test_what_is_given_to_save_may_change_afterwards(start):
+    """All that is not on a device is taken with the state."""
+    best = {"best_fn": lambda metrics: metrics["loss"]}
+    loop = start(4, **best)
+    loop.train(7)
+    loop.state = loop.step(loop.state, BATCH)
+    notes, metrics, table = {"seen": [8]}, {"loss": 0.5}, np.arange(4)
+    metadata = {"run": ["a"]}
+    given = to_host(loop.state)
+    args = ocp.args.Composite(
+        state=GoCkptSave({"state": loop.state, "table": table}, custom_metadata=metadata),
+        notes=ocp.args.JsonSave(notes),
+    )
+    assert loop.manager.save(8, args=args, metrics=metrics)
+    notes["seen"].append(9)
+    metrics["loss"] = 7.0
+    metadata["run"].append("b")
+    table += 1
+    loop.label = 9
+    loop.hooks()  # donates the state
+    loop.gates[4].set()
+    loop.manager.wait_until_finished()
+    assert loop.report(8).kind == "window"
+    restored = loop.manager.restore(8)
+    assert_same(restored["state"]["state"], given)
+    assert restored["state"]["table"].tolist() == [0, 1, 2, 3]
+    assert restored["notes"] == {"seen": [8]}
+    assert loop.manager.metrics(8) == {"loss": 0.5}
+    loop.manager.close()
+
+
+def test_items_that_cannot_be_taken_beforehand_are_skipped(start):
+    loop = start(4)
+    loop.train(7)
+    loop.state = loop.step(loop.state, BATCH)
+    args = ocp.args.Composite(state=GoCkptSave(loop.state), data=ocp.args.ArraySave(np.arange(3)))
+    assert not loop.manager.save(8, args=args)
+    report = loop.manager.last_report
+    assert (report.step, report.kind) == (8, "skipped")
+    assert "`data` (`ArraySaveArgs`) cannot be taken beforehand" in report.reason
+    loop.gates[4].set()
+    loop.manager.close()
+
+
+def test_without_room_it_is_skipped(start):
+    budget = 2 * STATE_BYTES + 100  # for two states, or a window
+    loop = start(4, window={"host_budget_bytes": budget, "audit": None})
+    host = loop.manager._gockpt_session.host
+    loop.train(4)
+    assert loop.written[4].wait(WAIT_SECS)
+    host.add(STATE_BYTES)  # as if it were still being written
+    assert loop.train(8)
+    waiting = loop.manager._gockpt_waiting.occupied.pending.record
+    assert (waiting.kind, waiting.deferred_steps) == ("snapshot", 2)
+    assert "the host budget had no room" in waiting.reason
+    loop.manager._gockpt_session._worker.wait_until_idle()
+    assert loop.train(12), "room is made by the one that it supersedes"
+    assert loop.report(8).kind == "superseded"
+    host.add(200)  # something else has come
+    assert not loop.train(16)
+    report = loop.manager.last_report
+    assert (report.step, report.kind) == (16, "skipped")
+    assert "the save of step 4 was still being written, and the host budget had no room" in (
+        report.reason
+    )
+    host.release(200 + STATE_BYTES)
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 12)
+    loop.manager.close()
+
+
+@pytest.mark.parametrize("heard_by", ["step", "save", "wait_until_finished", "close"])
+def test_the_previous_save_fails_and_the_waiting_one_is_written(start, monkeypatch, heard_by):
+    loop = start(4)
+    loop.train(3)
+    fail_writing_of(monkeypatch, 4)
+    loop.train(8)
+    loop.finish()
+    calls = {
+        "step": loop.hooks,
+        "save": lambda: loop.manager.save(8, args=GoCkptSave(loop.state)),
+        "wait_until_finished": loop.manager.wait_until_finished,
+        "close": loop.manager.close,
+    }
+    with pytest.raises(RuntimeError, match="injected"):
+        calls[heard_by]()
+    loop.hooks()  # the state is alive, and training goes on
+    if heard_by != "close":
+        loop.manager.close()
+    assert on_disk(loop) == [0, 8]
+    assert "injected" in loop.report(4).error
+    assert loop.report(8).error is None
+
+
+def test_the_waiting_save_fails(start, monkeypatch):
+    loop = start(4)
+    loop.train(7)
+    fail_writing_of(monkeypatch, 8)
+    assert loop.train(8)
+    loop.gates[4].set()
+    with pytest.raises(RuntimeError, match="injected"):
+        loop.manager.wait_until_finished()
+    assert loop.manager.latest_step() == 4
+    assert "injected" in loop.report(8).error
+    loop.train(12)
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, *(x for x in loop.given if x > 8))
+    loop.manager.close()
+
+
+def test_a_warning_is_enough_if_so_asked(start, monkeypatch):
+    loop = start(4, window={"on_save_error": "warn"})
+    loop.train(3)
+    fail_writing_of(monkeypatch, 4)
+    loop.train(8)
+    loop.finish()
+    with pytest.warns(gockpt.SaveFailedWarning, match="injected"):
+        loop.hooks()
+    loop.manager.close()
+    assert on_disk(loop) == [0, 8]
+
+
+def test_orbax_refuses_the_waiting_save(start, monkeypatch):
+    """Another process has put something there meanwhile."""
+    loop = start(4)
+    loop.train(8)
+    loop.finish()
+    monkeypatch.setattr(
+        ocp.CheckpointManager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("refused"))
+    )
+    with pytest.raises(gockpt.StorageError, match="refused"):
+        loop.hooks()
+    monkeypatch.undo()
+    assert "refused" in loop.report(8).error
+    assert not loop.manager.is_saving_in_progress()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4)
+    loop.manager.close()
+
+
+def fail_writing_of(monkeypatch: pytest.MonkeyPatch, label: int) -> None:
+    held = Written.result
+
+    def failing(written: Written, timeout: float | None = None) -> None:
+        held(written, timeout)
+        if written._record.step == label:
+            raise RuntimeError("injected")
+
+    monkeypatch.setattr(Written, "result", failing)
+
+
+def test_a_donated_state_is_refused_and_nothing_waits_for_it(start):
+    loop = start(4)
+    loop.train(7)
+    old = loop.state
+    loop.hooks()
+    loop.hooks()
+    with pytest.raises(ValueError, match="donated"):
+        loop.manager.save(8, args=GoCkptSave(old))
+    assert loop.manager._gockpt_waiting.occupant is None
+    loop.gates[4].set()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4)
+    loop.manager.close()
+
+
+def test_the_default_budget_holds_two_states_more(start):
+    """Beside what one save needs; replay's scratch is what its write buffers may be here."""
+    scratch = 2 * 4 * CHUNK_SIZES[-1]
+    loop = start(4, window={"write_limit_bytes": scratch, "audit": None})
+    loop.train(12)
+    loop.gates[4].set()
+    loop.manager.close()
+    assert loop.kinds == {0: "snapshot", 4: "window", 8: "superseded", 12: "window"}
+    for report in loop.manager.reports:
+        assert report.peak_host_bytes <= report.host_budget_bytes
+    assert loop.report(12).host_budget_bytes == (3 * STATE_BYTES + 2 * LEAF + scratch) * 11 // 10
