@@ -82,7 +82,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False
         limit = self._gockpt_window_options.write_limit_bytes
-        self._tree, self._writer = make_tree_handler(write_limit_bytes=limit, **options)
+        self._tree, self._writer = make_tree_handler(
+            write_limit_bytes=limit, host=self._gockpt_session.host, **options
+        )
         self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
         self._restore_options = {"multiprocessing_options": together} | {
             key: options[key] for key in _READING if key in options

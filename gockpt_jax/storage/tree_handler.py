@@ -10,6 +10,7 @@ from gockpt_jax.storage.host_array import HostArray
 from gockpt_jax.storage.registry import RegistryView
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES
 from gockpt_jax.storage.writer import HostArrayHandler
+from gockpt_jax.transfer.budget import ByteBudget
 
 
 class TreeHandler(NamedTuple):
@@ -35,6 +36,7 @@ def make_tree_handler(
     max_replicas_for_replica_parallel: int | None = None,
     type_handler_registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
     multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
+    host: ByteBudget | None = None,
     **options: Any,
 ) -> TreeHandler:
     """Makes a stock PyTree handler that also takes `HostArray` leaves.
@@ -49,6 +51,7 @@ def make_tree_handler(
         max_replicas_for_replica_parallel: See `HostArrayHandler`.
         type_handler_registry: The handlers of all other types; Orbax's global ones by default.
         multiprocessing_options: As in `ocp.PyTreeCheckpointHandler`.
+        host: See `HostArrayHandler`.
         **options: Any other keyword of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
             `use_compression`, ...). `save_concurrent_gb` is stock's word for `write_limit_bytes`
             (in units of 10**9 bytes) and takes its place.
@@ -63,6 +66,7 @@ def make_tree_handler(
         write_limit_bytes = int(save_concurrent_gb * 10**9)
     writer = HostArrayHandler(
         write_limit_bytes=write_limit_bytes,
+        host=host,
         primary_host=multiprocessing_options.primary_host,
         chunk_byte_size=chunk_byte_size,
         use_replica_parallel=use_replica_parallel,

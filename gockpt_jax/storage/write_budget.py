@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.telemetry import events
+from gockpt_jax.transfer.budget import ByteBudget
 
 # Two files of 128 MiB, or four chunks of 64 MiB, keep the disk busy (`bench storage`); without a
 # limit, TensorStore's copies and compressed chunks take the size of the state again.
@@ -44,10 +45,12 @@ class WriteBudget:
     Args:
         limit_bytes: The most bytes in flight.
         stats: Is kept up to date.
+        host: Accounts for them beside all else that saves hold; None: nobody does.
     """
 
-    def __init__(self, limit_bytes: int, stats: WriteStats) -> None:
+    def __init__(self, limit_bytes: int, stats: WriteStats, host: ByteBudget | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._host = ByteBudget(None) if host is None else host
         self.stats = stats
         self._inflight_bytes = 0
         self._busy_since_secs = 0.0
@@ -72,6 +75,7 @@ class WriteBudget:
             self._remove(held)
 
     def _add(self, nbytes: int) -> None:
+        self._host.add(nbytes)
         if not self._inflight_bytes:
             self._busy_since_secs = time.perf_counter()
             self._busy.enter_context(events.span(events.SPAN_WRITE))
@@ -80,6 +84,7 @@ class WriteBudget:
         self.stats.peak_inflight_bytes = peak_bytes
 
     def _remove(self, nbytes: int) -> None:
+        self._host.release(nbytes)
         self._inflight_bytes -= nbytes
         if not self._inflight_bytes:
             self.stats.write_secs += time.perf_counter() - self._busy_since_secs

@@ -29,6 +29,7 @@ from gockpt_jax.storage.leaf_writer import (
     to_the_end,
 )
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES, WriteBudget, WriteStats
+from gockpt_jax.transfer.budget import ByteBudget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         max_replicas_for_replica_parallel: As in stock.
         write_array_metadatas: Whether to write `array_metadatas`, as stock's own handler does; one
             that a user makes (`ocp.type_handlers.ArrayHandler()`) does not.
+        host: Accounts for what is in flight beside all else that saves hold; None: nobody does.
 
     Raises:
         ValueError: `write_limit_bytes` or `chunk_byte_size` is not positive.
@@ -77,6 +79,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         min_slice_bytes_for_replica_parallel: int | None = None,
         max_replicas_for_replica_parallel: int | None = None,
         write_array_metadatas: bool = True,
+        host: ByteBudget | None = None,
     ) -> None:
         super().__init__(primary_host=primary_host, replica_id=replica_id)
         for name, value in (
@@ -86,6 +89,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             if value is not None and value <= 0:
                 raise ValueError(f"`{name}`: expected at least 1, got {value}.")
         self._write_limit_bytes = write_limit_bytes
+        self._host = host
         self._chunk_byte_size = chunk_byte_size
         self.primary_host = primary_host
         self.is_primary = primary_host is None or jax.process_index() == primary_host
@@ -135,7 +139,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         return [future]
 
     async def _write_all(self, leaves: Sequence[_Leaf], stats: WriteStats) -> None:
-        budget, files = WriteBudget(self._write_limit_bytes, stats), DirectFiles()
+        budget, files = WriteBudget(self._write_limit_bytes, stats, self._host), DirectFiles()
         try:
             for leaf in leaves:
                 await _directory_exists(leaf.info)
