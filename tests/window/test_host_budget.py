@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import weakref
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from window.training_loop import BATCH, SIZE, STATE_BYTES, Options, assert_same, fresh, to_host, update
+from window.training_loop import (
+    BATCH,
+    SIZE,
+    STATE_BYTES,
+    Options,
+    assert_same,
+    fresh,
+    to_host,
+    update,
+)
 
 from gockpt_jax import Audit, GoCkptManager, GoCkptSave, HostBudgetError, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
@@ -24,7 +32,6 @@ from gockpt_jax.window.host_budget import HostBudget
 WAIT_SECS = 60
 LEAF = 4 * SIZE
 SCRATCH = 2 * 4 * CHUNK_SIZES[-1]  # replay's, for two moments
-GIB = 2**30
 
 
 def budget_of(**options: Any) -> HostBudget:
@@ -119,23 +126,10 @@ def test_a_number_of_the_users_is_kept(host):
 
 
 class Loop:
-    """Saves every fourth label; the chunks of one label's `w` are held back from the disk."""
+    """Saves every fourth label, in windows of four steps."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **window: Any):
-        self.go_on, self.holding = threading.Event(), threading.Event()
-        self.go_on.set()
-        write_shard = LeafWriter.write_shard
-
-        async def held(writer: LeafWriter, shard: Any, box: Any) -> None:
-            if "params" in writer.name and not self.go_on.is_set():
-                while not shard.data.done():
-                    await asyncio.sleep(0.001)
-                self.holding.set()
-                await asyncio.to_thread(self.go_on.wait, WAIT_SECS)
-            await write_shard(writer, shard, box)
-
-        monkeypatch.setattr(LeafWriter, "write_shard", held)
-        # Write buffers may be no more than replay's scratch: else the budget would be all theirs.
+    def __init__(self, directory: Path, **window: Any):
+        # The writer may take no more than replay: else the budget would be all for write buffers.
         options = {"steps": 4, "audit": None, "write_limit_bytes": SCRATCH, **window}
         self.manager = GoCkptManager(
             directory, options=Options(save_interval_steps=4), window=WindowOptions(**options)
@@ -143,3 +137,162 @@ class Loop:
         self.host = self.manager._gockpt_session.host
         self.step, self.state, self.label = self.manager.wrap(update), fresh(), 0
         self.saved: dict[int, Any] = {}
+
+    def train(self, last: int) -> None:
+        while self.label <= last:
+            self.state = self.step(self.state, BATCH)
+            if self.manager.save(self.label, args=GoCkptSave(self.state)):
+                self.saved[self.label] = to_host(self.state)
+            self.label += 1
+
+    def finish(self) -> None:
+        self.manager.wait_until_finished()
+        self.manager._gockpt_session._worker.wait_until_idle()
+        assert self.host.used_bytes == 0
+
+    def close(self) -> None:
+        """All saves are there, bit for bit."""
+        self.finish()
+        for label, state in self.saved.items():
+            assert_same(self.manager.restore(label), state)
+        self.manager.close()
+
+
+@pytest.mark.parametrize("given", [None, 2 * STATE_BYTES])
+def test_a_window_without_room_opens_later_with_fewer_steps(tmp_path, caplog, given):
+    loop = Loop(tmp_path, host_budget_bytes=given)
+    loop.train(4)
+    loop.finish()
+    loop.host.add(STATE_BYTES + SCRATCH)  # as if it were still being written
+    with caplog.at_level(logging.INFO, "gockpt_jax"):
+        loop.train(7)  # returns: nobody waits for room
+    assert loop.manager.window_status == "idle"
+    assert "the window for version 9 does not open yet: the host budget had no" in caplog.text
+    loop.host.release(STATE_BYTES + SCRATCH)
+    loop.train(8)
+    loop.finish()
+    at_4, at_8 = loop.manager.reports[1:]
+    assert (at_4.kind, at_4.window_steps, at_4.deferred_steps) == ("window", 4, 0)
+    assert (at_8.kind, at_8.window_steps, at_8.deferred_steps) == ("window", 2, 2)
+    assert "put off 2 times, for the host budget had no room" in at_8.reason
+    loop.train(12)
+    loop.close()
+    report = loop.manager.last_report
+    assert (report.kind, report.window_steps, report.deferred_steps) == ("window", 4, 0)
+
+
+def test_a_save_that_finds_no_room_in_time_is_a_snapshot(tmp_path):
+    loop = Loop(tmp_path)
+    loop.train(4)
+    loop.finish()
+    loop.host.add(STATE_BYTES + SCRATCH)
+    loop.train(8)
+    loop.host.release(STATE_BYTES + SCRATCH)
+    loop.close()
+    report = loop.manager.last_report
+    assert (report.kind, report.deferred_steps) == ("snapshot", 3)
+    assert report.reason.startswith("the host budget had no room: ")
+
+
+def test_saves_stay_within_the_default_budget(tmp_path):
+    """Each of them: nothing adds up, and no estimate of what a save needs is too low."""
+    loop = Loop(tmp_path)
+    for label in range(4, 21, 4):
+        loop.train(label)
+        loop.manager.wait_until_finished()
+    loop.close()
+    assert [r.kind for r in loop.manager.reports[1:]] == ["window"] * 5
+    for report in loop.manager.reports:
+        assert STATE_BYTES <= report.peak_host_bytes <= report.host_budget_bytes
+    retained = 2 * LEAF
+    assert loop.manager.last_report.host_budget_bytes == (
+        (STATE_BYTES + retained + SCRATCH) * 11 // 10
+    )
+
+
+@pytest.mark.parametrize("label", [0, 4], ids=["snapshot", "window"])
+def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, label):
+    """While another of the same save has not been: its memory, and its part of the budget."""
+    go_on, others_are_written = threading.Event(), threading.Event()
+    written: dict[str, weakref.ref[np.ndarray]] = {}
+    write_shard = LeafWriter.write_shard
+
+    async def held(writer: LeafWriter, shard: Any, box: Any) -> None:
+        if "params" in writer.name:
+            await asyncio.to_thread(go_on.wait, WAIT_SECS)
+        landed = await asyncio.wrap_future(shard.data)
+        found = weakref.ref(landed)
+        del landed
+        await write_shard(writer, shard, box)
+        written[writer.name] = found
+        if len(written) == 3:
+            others_are_written.set()
+
+    loop = Loop(tmp_path)
+    loop.train(label - 1)
+    loop.manager.wait_until_finished()
+    monkeypatch.setattr(LeafWriter, "write_shard", held)
+    loop.train(label)
+    assert others_are_written.wait(WAIT_SECS)
+    loop.manager._gockpt_session._worker.wait_until_idle()
+    assert loop.manager.is_saving_in_progress()
+    assert {name: found() for name, found in written.items()} == dict.fromkeys(written)
+    assert loop.host.used_bytes == LEAF
+    go_on.set()
+    loop.close()
+
+
+def test_the_writer_s_bytes_are_counted(tmp_path, monkeypatch):
+    used = []
+    loop = Loop(tmp_path)
+    sync = LeafWriter._written
+
+    def looking(writer: LeafWriter, *chunk: Any) -> Any:
+        used.append(loop.host.used_bytes)
+        return sync(writer, *chunk)
+
+    monkeypatch.setattr(LeafWriter, "_written", looking)
+    loop.train(0)
+    loop.close()
+    assert max(used) > STATE_BYTES
+
+
+@pytest.mark.parametrize("where", ["staging", "landing"])
+def test_what_could_not_be_taken_is_given_back(tmp_path, monkeypatch, where):
+    """A snapshot in several batches, of which one fails."""
+    loop = Loop(tmp_path, device_budget_bytes=2 * LEAF)
+    loop.train(0)
+    loop.finish()
+    name, method = {"staging": (Block, "stage"), "landing": (Block, "start_pull")}[where]
+    real, calls = getattr(name, method), []
+
+    def second_fails(block: Block, staged: Any) -> Any:
+        calls.append(block)
+        if len(calls) != 2:
+            return real(block, staged)
+        if where == "staging":
+            raise RuntimeError("injected")
+        return FailedPull()
+
+    monkeypatch.setattr(name, method, second_fails)
+    with pytest.raises(RuntimeError, match="injected"):
+        save_and_wait(loop)
+    loop.finish()
+    assert len(calls) >= 2
+    assert loop.manager.all_steps() == [0]
+    loop.close()
+
+
+def save_and_wait(loop: Loop) -> None:
+    loop.manager.save(1, args=GoCkptSave(loop.state), force=True)
+    loop.manager.wait_until_finished()
+
+
+class FailedPull:
+    """One that cannot be landed."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        raise RuntimeError("injected")
