@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,18 +15,16 @@ import orbax.checkpoint as ocp
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import bucket, checksums
 from gockpt_jax.storage.commit import CommitVotes
-from gockpt_jax.storage.host_array import HostArray, HostShard
+from gockpt_jax.storage.host_array import HostArray
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.restore import GoCkptRestore, restore
-from gockpt_jax.storage.taken import TakenSave
+from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, refuse_donated
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats
 from gockpt_jax.storage.written import Failed, Voting, Written
 from gockpt_jax.telemetry.report import PendingReport, SaveRecord
-from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
-from gockpt_jax.window.slots import ChunkSlot
 
 # Options of the tree handler that matter when it reads.
 _READING = (
@@ -96,7 +93,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
         self._save = ""  # its directory
-        self._last: tuple[WriteStats, TakenSave] | None = None
+        self._last: tuple[WriteStats, list[HostArray]] | None = None
         self._taking: PendingReport | None = None  # of the save that was taken last
 
     @property
@@ -142,7 +139,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """
         entered_at = time.perf_counter() if entered_at is None else entered_at
         leaves, tree = jax.tree.flatten(args.item)
-        _refuse_donated(args.item)
+        refuse_donated(args.item)
         try:
             positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
             record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
@@ -153,8 +150,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         if self._taking is None or self._taking.record is not record:
             self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
         for i, promised in zip(positions, slots, strict=True):
-            leaves[i] = _host_array(leaves[i], promised, self._gockpt_session.host)
-        stock = _as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
+            leaves[i] = host_array(leaves[i], promised, self._gockpt_session.host)
+        stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
         return TakenSave(stock, self._taking)
 
     async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
@@ -165,7 +162,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             taken.release()
             raise
         stats = self._writer.take_stats()
-        self._last = (stats, taken)
+        self._last = (stats, taken.arrays)
         if self._writer.is_primary:
             stats.checksums.add_values(taken.save.item, taken.save.save_args)
         return Written(futures or (), taken.pending.record, stats, directory)
@@ -195,7 +192,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         them.
         """
         if self._last is not None and not self._last[0].peak_inflight_bytes:
-            self._last[1].release()
+            for array in self._last[1]:
+                array.release()
         self._last = None
 
     def save(self, directory: Any, args: Any) -> None:
@@ -257,45 +255,6 @@ class GoCkptSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 ocp.args.register_with_handler(GoCkptHandler, for_save=True)(TakenSave)
 ocp.args.register_with_handler(GoCkptHandler, for_restore=True)(GoCkptRestore)
-
-
-def _as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.args.PyTreeSave:
-    """The same arguments for the stock tree handler, with another tree of the same structure.
-
-    The audit's figures go beside the user's metadata, where that is a dictionary. They are not
-    known yet: Orbax writes metadata after the last chunk, when the worker has filled them in.
-    """
-    metadata = args.custom_metadata
-    if audit is not None and isinstance(metadata, dict | None):
-        metadata = {"gockpt_jax": {"audit": audit}, **(metadata or {})}
-    if isinstance(args, ocp.args.PyTreeSave):
-        return dataclasses.replace(args, item=item, custom_metadata=metadata)
-    return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=metadata)
-
-
-def _refuse_donated(item: Any) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(
-                f"the state given to `save` is gone: {jax.tree_util.keystr(path)} was donated to a "
-                "later step, or deleted. Save what the step returned, before the next step."
-            )
-
-
-def _host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -> HostArray:
-    spec = HostArray.spec_like(array)
-    shards = []
-    for slot in slots:
-        release = functools.partial(_release_when_known, slot, host)
-        shards.append(HostShard(slot.index, slot.data, release))
-    return HostArray(spec.shape, spec.dtype, spec.sharding, shards, spec.key_impl)
-
-
-def _release_when_known(slot: ChunkSlot, host: ByteBudget) -> None:
-    """Gives a chunk's bytes back to the host's account, once it has landed."""
-    slot.data.add_done_callback(
-        lambda future: None if future.exception() else host.release(future.result().nbytes)
-    )
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             error = bucket.named(self.directory, step, error)
             if not isinstance(error, OSError | ReplayError | AuditError):
                 raise  # no failure of the storage's: the caller's, or an interrupt
-            self._surface(error)
+            self._surface(error, step)
         finally:
             self._gockpt_session.end_save()  # a save that failed is tried again with a new seal
             self._gockpt_quiet = False
@@ -158,6 +158,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
 
     def _write_waiting(self) -> None:
         started_at = time.perf_counter()
+        self._gockpt_session.planner.clock.pause()  # what follows is no step
         waiting, begun = self._gockpt_waiting.leave(), False
         try:
             with self._attempt(waiting.step):
@@ -212,10 +213,15 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         """Waits for the last save, and for the one that waits behind it, whatever became of it."""
         try:
             self._hear_last_save()
-        finally:
-            if self._gockpt_waiting.occupant is not None:
-                self._write_waiting()
-                self._hear_last_save()
+        except Exception:  # an interrupt is not made to wait for another save
+            self._finish_waiting()
+            raise
+        self._finish_waiting()
+
+    def _finish_waiting(self) -> None:
+        if self._gockpt_waiting.occupant is not None:
+            self._write_waiting()
+            self._hear_last_save()
 
     def _hear_last_save(self) -> None:
         """Waits for the save that is being written, and raises what went wrong with it."""
@@ -223,15 +229,17 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         try:
             super().wait_until_finished()
         except BaseException as error:
-            if self._gockpt_pending is not None:
-                self._gockpt_pending.failed(error)
+            pending, step = self._gockpt_pending, self._gockpt_handler.label
+            if pending is not None:
+                pending.failed(error)
+                step = pending.step
             with contextlib.suppress(OSError):  # the directory may be gone
                 self.reload()  # Orbax has dropped the steps that this save was to replace
             votes = self._gockpt_handler.votes
             if votes is not None and votes.failure not in (None, error):
                 votes.failure.__cause__ = error
                 error = votes.failure  # what the other processes raise
-            self._surface(error)
+            self._surface(error, step)
         self._committed()
 
     def _committed(self) -> None:
@@ -239,10 +247,10 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         if self._gockpt_pending is not None:
             self._gockpt_pending.committed()
 
-    def _surface(self, error: BaseException) -> None:
+    def _surface(self, error: BaseException, step: int) -> None:
         """Raises a failed save's error under its name, or warns of it."""
         self._gockpt_handler.give_back()
-        error = bucket.named(self.directory, self._gockpt_handler.label, error)
+        error = bucket.named(self.directory, step, error)
         surface(error, self._gockpt_window_options.on_save_error)
 
     @property

@@ -1,12 +1,17 @@
 """An item whose state has been taken from the devices, and which is written now or later."""
 
 import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.telemetry.report import PendingReport
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.window.slots import ChunkSlot
 
 
 @dataclasses.dataclass
@@ -40,3 +45,54 @@ class TakenSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
         """Gives the bytes back, those on their way as soon as they have landed."""
         for array in self.arrays:
             array.release()
+
+
+def as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.args.PyTreeSave:
+    """The same arguments for the stock tree handler, with another tree of the same structure.
+
+    The audit's figures go beside the user's metadata, where that is a dictionary. They are not
+    known yet: Orbax writes metadata after the last chunk, when the worker has filled them in.
+    """
+    metadata = args.custom_metadata
+    if audit is not None and isinstance(metadata, dict | None):
+        metadata = {"gockpt_jax": {"audit": audit}, **(metadata or {})}
+    if isinstance(args, ocp.args.PyTreeSave):
+        return dataclasses.replace(args, item=item, custom_metadata=metadata)
+    return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=metadata)
+
+
+def refuse_donated(item: Any) -> None:
+    """Refuses a state that is gone.
+
+    Raises:
+      ValueError: if an array of it has been donated or deleted; names it.
+    """
+    for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(
+                f"the state given to `save` is gone: {jax.tree_util.keystr(path)} was donated to a "
+                "later step, or deleted. Save what the step returned, before the next step."
+            )
+
+
+def host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -> HostArray:
+    """What stands for an array whose chunks are on the host, or will be.
+
+    Args:
+      array: Alive.
+      slots: Where its chunks will be found.
+      host: Is given their bytes back, each as soon as it has been written.
+    """
+    spec = HostArray.spec_like(array)
+    shards = []
+    for slot in slots:
+        release = functools.partial(_release_when_known, slot, host)
+        shards.append(HostShard(slot.index, slot.data, release))
+    return HostArray(spec.shape, spec.dtype, spec.sharding, shards, spec.key_impl)
+
+
+def _release_when_known(slot: ChunkSlot, host: ByteBudget) -> None:
+    """Gives a chunk's bytes back to the host's account, once it has landed."""
+    slot.data.add_done_callback(
+        lambda future: None if future.exception() else host.release(future.result().nbytes)
+    )

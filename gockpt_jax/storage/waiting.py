@@ -101,7 +101,7 @@ class WaitingRoom:
           HostBudgetError: if the user's host budget cannot hold it even alone.
         """
         items = dict(arguments["args"].items())
-        why_not = self._why_not_now(items) or self._why_no_room(step, items)
+        why_not = self._why_not_now(step, items) or self._why_no_room(step, items)
         if why_not is not None:
             return why_not
         self._handler.label = step
@@ -147,8 +147,10 @@ class WaitingRoom:
             _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
             waiting.pending.failed(error)
 
-    def _why_not_now(self, items: Mapping[str, Any]) -> str | None:
+    def _why_not_now(self, step: int, items: Mapping[str, Any]) -> str | None:
         """Why the items cannot be taken before they are written."""
+        if self.occupant is not None and self.occupant.step >= step:
+            return f"a newer save waits, of step {self.occupant.step}"
         for name, args in items.items():
             if not self._is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
                 return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -169,29 +169,15 @@ class SaveRecord:
 
     def report(self) -> SaveReport:
         """The finished report."""
-        return SaveReport(
-            step=self.step,
-            kind=self.kind,
-            reason=self.reason,
-            window_steps=self.window_steps,
-            deferred_steps=self.deferred_steps,
-            state_bytes=self.state_bytes,
-            early_bytes=self.early_bytes,
-            gradient_bytes=self.gradient_bytes,
-            late_leaves=self.late_leaves,
-            stall_secs=self.stall_secs,
-            barrier_secs=self.barrier_secs,
-            waiting_secs=self.waiting_secs,
-            drain_secs=max(0.0, self.drained_at - self.sealed_at),
-            write_secs=self.write_secs,
-            commit_secs=max(0.0, self.committed_at - self.written_at) if self.written_at else 0.0,
-            written_bytes=self.written_bytes,
-            peak_host_bytes=self.peak_host_bytes,
-            host_budget_bytes=self.host_budget_bytes,
-            peak_device_bytes=self.peak_device_bytes,
-            audit=self.audit,
-            error=self.error,
-        )
+        told: dict[str, Any] = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(SaveReport)
+            if hasattr(self, f.name)
+        }
+        told["drain_secs"] = max(0.0, self.drained_at - self.sealed_at)
+        if self.written_at:
+            told["commit_secs"] = max(0.0, self.committed_at - self.written_at)
+        return SaveReport(**told)
 
 
 class PendingReport:

@@ -2,7 +2,7 @@
 
 import warnings
 
-from gockpt_jax.errors import SaveFailedWarning
+from gockpt_jax.errors import ReplayError, SaveFailedWarning
 from gockpt_jax.options import OnSaveError
 
 
@@ -17,3 +17,13 @@ def surface(error: BaseException, on_save_error: OnSaveError) -> None:
         raise error
     cause = f", from {error.__cause__!r}" if error.__cause__ is not None else ""
     warnings.warn(f"{type(error).__name__}: {error}{cause}", SaveFailedWarning, stacklevel=3)
+
+
+def window_failed(failure: BaseException) -> ReplayError:
+    """What the trainer is told of an error on the worker thread, in a window that was open."""
+    error = ReplayError(
+        f"a window failed on the worker thread: {failure!r}. Earlier checkpoints are intact and "
+        "training can go on; the next predicted save opens a new window."
+    )
+    error.__cause__ = failure
+    return error

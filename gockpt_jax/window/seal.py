@@ -47,7 +47,16 @@ class Seal:
         record.peaks = lambda: (host.peak_bytes, device.peak_bytes)
 
     def take(self, arrays: Sequence[jax.Array]) -> Taken:
-        """Takes one item's arrays, as `Session.seal` describes it.
+        """Takes one item's arrays.
+
+        Args:
+          arrays: Those to be saved. The ones that the last update returned, by identity, and that
+            left early and were followed all the way, come from the window; all others are staged
+            now.
+
+        Returns:
+          The save's record; for each array its slots; what the audit of those that left early has
+          shown, complete once their slots are.
 
         Raises:
           HostBudgetError: if the user's host budget cannot hold the save even alone.

@@ -23,13 +23,12 @@ from typing import Any
 
 import jax
 
-from gockpt_jax.errors import ReplayError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.window.failures import surface
+from gockpt_jax.window.failures import surface, window_failed
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.opener import Opener
@@ -53,10 +52,7 @@ class Session:
 
     Attributes:
       version: Updates made so far.
-      processes: As given.
-      predictor: Of saves.
       host: The budget for what saves hold on the host.
-      planner: Of windows.
       between_steps: Called on the trainer's thread before each update; may raise.
     """
 
@@ -91,10 +87,10 @@ class Session:
           ReplayError: if a window failed since the last call. Nothing has been dispatched, the
             state is alive, and the next call goes on.
         """
-        start = time.perf_counter()
         self.end_save()
         self.surface_failure()
         self.between_steps()
+        start = time.perf_counter()
         if self._window is None:
             self.planner.clock.tick(start)
         if self._window is not None and self._window.target <= self.version:
@@ -165,9 +161,7 @@ class Session:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
         if self._window is None:
             return
-        level = logging.DEBUG if self._window.error is None else logging.WARNING
-        _log.log(level, "window for version %d abandoned: %s", self._window.target, reason)
-        events.record_event(events.WINDOW_ABANDONED)
+        self._tell(self._window, "abandoned", reason)
         self._why_snapshot = f"its window was abandoned: {reason}"
         self._window.drop()
         self._window = self._given_up = None
@@ -182,12 +176,15 @@ class Session:
         if not self.processes.several:
             self.abandon(reason)
             return
-        level = logging.DEBUG if self._window.error is None else logging.WARNING
-        _log.log(level, "a part of the window for version %d given up: %s",
-                 self._window.target, reason)  # fmt: skip
-        events.record_event(events.WINDOW_ABANDONED)
+        self._tell(self._window, "given up in part", reason)
         self._given_up = reason
         self._window.give_up()
+
+    @staticmethod
+    def _tell(window: OpenWindow, what: str, reason: str) -> None:
+        level = logging.DEBUG if window.error is None else logging.WARNING
+        _log.log(level, "window for version %d %s: %s", window.target, what, reason)
+        events.record_event(events.WINDOW_ABANDONED)
 
     def surface_failure(self) -> None:
         """Raises what went wrong in a window since the last call.
@@ -206,28 +203,14 @@ class Session:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            error = ReplayError(
-                f"a window failed on the worker thread: {failure!r}. Earlier checkpoints are "
-                "intact and training can go on; the next predicted save opens a new window."
-            )
-            error.__cause__ = failure
-            surface(error, self._options.on_save_error)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            surface(window_failed(failure), self._options.on_save_error)
 
     # Saving.
 
     def seal(self, arrays: Sequence[jax.Array]) -> Taken:
-        """Takes the state at the save step.
-
-        Args:
-          arrays: The arrays to be saved. Those that the last update returned, by identity, and that
-            left early and were followed all the way, come from the window; all others are staged
-            now.
-
-        Returns:
-          The save's record; for each array its slots; what the audit of those that left early has
-          shown, complete once their slots are.
+        """Takes one item's arrays at the save step, as `Seal.take` says.
 
         Raises:
           HostBudgetError: if the user's host budget cannot hold the save even alone.
