@@ -242,6 +242,16 @@ def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, l
     loop.close()
 
 
+def test_a_snapshot_is_counted_before_it_lands(tmp_path):
+    """Else the next window would be promised the room that it is about to take."""
+    loop, go_on = Loop(tmp_path), threading.Event()
+    loop.manager._gockpt_session._worker.submit(lambda: go_on.wait(WAIT_SECS) and None)
+    loop.train(0)
+    assert loop.host.used_bytes == STATE_BYTES
+    go_on.set()
+    loop.close()
+
+
 def test_the_writer_s_bytes_are_counted(tmp_path, monkeypatch):
     used = []
     loop = Loop(tmp_path)
