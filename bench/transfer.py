@@ -84,6 +84,7 @@ def run(quick: bool) -> Record:
     windows = [r for r in reports if r.kind == "window"]
     record.samples["staged_budget_ratio"] = [r.peak_device_bytes / budget for r in windows]
     record.samples["host_state_ratio"] = [r.peak_host_bytes / r.state_bytes for r in windows]
+    record.samples["host_budget_ratio"] = [r.peak_host_bytes / r.host_budget_bytes for r in windows]
     record.notes += [
         f"Adam, {_LEAVES} leaves of {width} x {width} fp32 ({state_bytes / 2**20:.0f} MiB), windows"
         f" of {_STEPS} steps, {len(windows)} of them; each step is waited for, and what follows it"
@@ -93,7 +94,8 @@ def run(quick: bool) -> Record:
         "processor time, in which other work on the machine is not.",
         "staged_budget_ratio: most bytes staged and retained on one device at once, padding "
         f"included, over the device budget of {budget / 2**20:.1f} MiB; host_state_ratio: most "
-        "bytes of chunks, retained values and replay's buffers on the host, over the state's.",
+        "bytes of chunks, retained values, replay's and the writer's buffers on the host, over the "
+        "state's; host_budget_ratio: over the default host budget.",
     ]
     if jax.default_backend() == "cpu":
         record.notes.append("No accelerator: its questions were not asked.")

@@ -118,8 +118,9 @@ class HostBudget(ByteBudget):
             return
         self._state_bytes = max(self._state_bytes, state_bytes)
         self._following_bytes = max(self._following_bytes, following_bytes)
-        needed = (1 + self._others) * self._state_bytes + self._beside_bytes(self._state_bytes)
-        limit = (needed + _STEPS_IN_FLIGHT * self._following_bytes) * 11 // 10
+        states = (1 + self._others) * self._state_bytes + self._sampled_bytes(self._state_bytes)
+        following = _STEPS_IN_FLIGHT * self._following_bytes
+        limit = (states + following + self._write_bytes) * 11 // 10
         left = self._left_bytes(self._state_bytes)
         self.limit_bytes = limit if left is None else min(limit, left)
 
@@ -128,7 +129,11 @@ class HostBudget(ByteBudget):
 
         Replay's scratch is a few MiB; it comes out of the tenth on top.
         """
-        return self._write_bytes + int(self._sampled * state_bytes)
+        # Chunks that are compressed count twice.
+        return min(self._write_bytes, 2 * state_bytes) + self._sampled_bytes(state_bytes)
+
+    def _sampled_bytes(self, state_bytes: int) -> int:
+        return int(self._sampled * state_bytes)
 
     def _left_bytes(self, state_bytes: int) -> int | None:
         """What saves may take of this host's memory, what they hold now included."""
