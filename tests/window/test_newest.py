@@ -26,6 +26,8 @@ import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.written import Written
+from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.processes import Processes
 
 WAIT_SECS = 60
 LEAF = 4 * SIZE
@@ -384,6 +386,27 @@ def test_the_waiting_save_fails(start, monkeypatch):
     loop.manager.close()
 
 
+def test_one_that_had_failed_before_it_was_superseded_is_reported_as_failed(start, monkeypatch):
+    loop = start(4)
+    loop.train(7)
+    with monkeypatch.context() as patch:
+        patch.setattr(EarlyChunks, "finish", _fail)
+        assert loop.train(8)
+        loop.manager._gockpt_session._worker.wait_until_idle()
+    assert loop.train(12)
+    report = loop.report(8)
+    assert "injected" in report.error
+    assert report.kind == "window"
+    loop.gates[4].set()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 12)
+    loop.manager.close()
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("injected")
+
+
 def test_a_warning_is_enough_if_so_asked(start, monkeypatch):
     loop = start(4, window={"on_save_error": "warn"})
     loop.train(3)
@@ -451,3 +474,15 @@ def test_the_default_budget_holds_two_states_more(start):
     for report in loop.manager.reports:
         assert report.peak_host_bytes <= report.host_budget_bytes
     assert loop.report(12).host_budget_bytes == (3 * STATE_BYTES + 2 * LEAF + scratch) * 11 // 10
+
+
+def test_several_processes_are_refused_before_anything_is_made(tmp_path, monkeypatch):
+    class Two(Processes):
+        def __init__(self, members: Any = None):
+            super().__init__(members)
+            self.members, self.several = frozenset({0, 1}), True
+
+    monkeypatch.setattr("gockpt_jax.manager.Processes", Two)
+    with pytest.raises(ValueError, match=r'is for one process, and 2 save .*`on_busy="skip"`'):
+        GoCkptManager(tmp_path / "run", window=WindowOptions(on_busy="newest"))
+    assert not (tmp_path / "run").exists()
