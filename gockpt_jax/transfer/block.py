@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gockpt_jax.transfer.chunks import Chunk, Source, row_size
+from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_size
 from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out, place_of
 from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
@@ -49,6 +49,7 @@ class Block:
     Attributes:
       chunks: What leaves.
       staged_bytes: What staging takes on one device, padding included.
+      held_bytes: What is there until it has been pulled: staged copies, and arrays that need none.
     """
 
     def __init__(self, chunks: tuple[Chunk, ...], donatable: bool):
@@ -66,11 +67,12 @@ class Block:
         self._compiled: dict[Any, Any] = {}
         packed = {n for b in buffers for n in b.chunks}
         self._whole = [n for n in range(len(chunks)) if n not in packed]
-        self.staged_bytes = sum(b.staged_bytes for b in buffers) + sum(
-            c.source.shard_size * c.source.stored_dtype.itemsize
-            for c in (chunks[n] for n in self._whole)
-            if donatable or not _lies_in_place(c.source)
-        )
+        whole = [chunks[n].source for n in self._whole]
+        on_device = [s for s in whole if not in_host_memory(s.placed)]
+        copied = [s for s in on_device if donatable or not _lies_in_place(s)]
+        packed_bytes = sum(b.staged_bytes for b in buffers)
+        self.staged_bytes = packed_bytes + sum(map(_shard_bytes, copied))
+        self.held_bytes = packed_bytes + sum(map(_shard_bytes, on_device))
 
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
@@ -159,6 +161,10 @@ def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
         alone and first.is_whole and first.num_bytes >= LARGE_BYTES
         and _lies_in_place(first.source) and not first.source.is_key
     )  # fmt: skip
+
+
+def _shard_bytes(source: Source) -> int:
+    return source.shard_size * int(source.stored_dtype.itemsize)
 
 
 def _lies_in_place(source: Source) -> bool:

@@ -67,11 +67,13 @@ class Pull(Generic[T]):
 
     def result(self) -> T:
         """Waits for the transfer; called on the worker thread."""
-        LINK.begin(self._sources, self.is_ready())
+        sent = [n for n, source in enumerate(self._sources) if not in_host_memory(source.sharding)]
+        LINK.begin([self._sources[n] for n in sent], self.is_ready())
         # On pinned memory and on the CPU backend this is a view: the array it views is ours.
         with events.span(events.SPAN_LAND):
             data = [np.asarray(buffer) for buffer in self._buffers]
-        LINK.end(data, len({device for source in self._sources for device in source.devices()}))
+        devices = {device for n in sent for device in self._sources[n].devices()}
+        LINK.end([data[n] for n in sent], len(devices))
         self._sources = ()  # the device's memory is free before the budget says so
         return self._unpack(data)
 

@@ -113,7 +113,9 @@ def _levels(units: Sequence[Unit]) -> Iterator[list[int]]:
 
 
 def _in_order(units: Sequence[Unit]) -> list[int]:
-    """Positions, each after those that must not leave later, otherwise by gain.
+    """Positions, each after those that must not leave later, otherwise groups by gain.
+
+    Rows of a group are neighbours.
 
     Raises:
       ValueError: if units wait for each other; they should be one.
@@ -124,8 +126,10 @@ def _in_order(units: Sequence[Unit]) -> list[int]:
         for first in set(unit.after):
             allows[first].append(position)
 
-    def entry(u: int) -> tuple[float, int, int]:
-        return units[u].retained_bytes / max(units[u].state_bytes, 1), -units[u].state_bytes, u
+    rank = _ranks(units)
+
+    def entry(u: int) -> tuple[float, int, int, int]:
+        return (*rank[u], u)
 
     ready = [entry(u) for u, n in enumerate(waiting) if n == 0]
     heapq.heapify(ready)
@@ -143,47 +147,58 @@ def _in_order(units: Sequence[Unit]) -> list[int]:
     return order
 
 
+def _ranks(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
+    """By what groups leave, least first: what follows of their bytes, their size, their place."""
+    groups: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
+    for u, unit in enumerate(units):
+        groups[("unit", u) if unit.group is None else ("group", unit.group)].append(u)
+    rank: list[tuple[float, int, int]] = [(0.0, 0, 0)] * len(units)
+    for members in groups.values():
+        state = sum(units[u].state_bytes for u in members)
+        retained = sum(units[u].retained_bytes for u in members)
+        for u in members:
+            rank[u] = (retained / max(state, 1), -state, members[0])
+    return rank
+
+
 def fill(
     units: Sequence[Unit], steps: int, early: Sequence[int] | None = None, *, shrinking: bool
 ) -> Blocks:
-    """Spreads units over K - 1 blocks.
+    """Cuts the units, in order, into K - 1 blocks.
+
+    Neighbours in that order leave together, so at most one group is cut by each boundary: what the
+    others retain is pulled as it is. What gains most leaves first, for it is followed longest.
 
     Args:
       units: All of them.
       steps: K.
-      early: Positions of those that leave early, with all that must not leave later; `None`: all.
+      early: Positions of those that leave early, in that order; `None`: all, those that gain most
+        first.
       shrinking: Every step moves the same bytes. What follows what has left grows from step to
         step, so blocks shrink: if `q` is what is retained over what leaves, each is `1 - q` times
-        the one before. Otherwise blocks are even, and the largest of them is as small as can be.
+        the one before. Otherwise blocks are even.
 
     Returns:
-      Positions by block, ascending; blocks may be empty where units are few.
+      Positions by block, ascending. A block has at most a unit more than its share; if there are
+      fewer units than blocks the last ones are empty.
     """
-    early = range(len(units)) if early is None else early
+    early = _in_order(units) if early is None else early
     if steps == 1 or not early:
         return ()
     total = sum(units[u].state_bytes for u in early)
     followed = sum(units[u].retained_bytes for u in early) / max(total, 1)
     shrinks = max(1 - followed, _LEAST_SHRINKING) if shrinking else 1.0
     weights = [shrinks**i for i in range(steps - 1)]
-    room = [total * w / sum(weights) for w in weights]
-    blocks: list[list[int]] = [[] for _ in room]
-    block_of: dict[int, int] = {}
-    depth = _depths(units)
-    for u in sorted(early, key=lambda u: (depth.get(u, 0), -units[u].state_bytes, u)):
-        first = max((block_of[v] for v in units[u].after), default=0) if units[u].after else 0
-        block = room.index(max(room[first:]), first)
-        blocks[block].append(u)
-        block_of[u] = block
-        room[block] -= units[u].state_bytes
-    return tuple(tuple(sorted(block)) for block in blocks)
-
-
-def _depths(units: Sequence[Unit]) -> dict[int, int]:
-    """How long the chain is of what must not leave later than each; empty if there is none."""
-    depth: dict[int, int] = {}
-    if not any(unit.after for unit in units):
-        return depth
-    for u in _in_order(units):
-        depth[u] = max((depth[v] + 1 for v in units[u].after), default=0)
-    return depth
+    order, blocks, filled = collections.deque(early), [], 0
+    for i, weight in enumerate(weights):
+        # To where its share ends; or, if those before it have taken more, to its part of the rest.
+        share = total * sum(weights[: i + 1]) / sum(weights)
+        end = max(share, filled + (total - filled) * weight / sum(weights[i:]))
+        block: list[int] = []
+        while order and (
+            not block or i == steps - 2 or filled + units[order[0]].state_bytes / 2 <= end
+        ):
+            block.append(order.popleft())
+            filled += units[block[-1]].state_bytes
+        blocks.append(tuple(sorted(block)))
+    return tuple(blocks)

@@ -3,12 +3,20 @@
 A window of K steps is played on one device and its link to the host, step by step:
 
     device   stage b1 | armed step | stage b2 | armed step | ... | stage the rest: sealed | step
-    link              | b1 ------- | g1, b2 -------------- | ... | g, the rest ---------------
+    link              | b1 ------- | f1, b2 -------------- | ... | f, the rest ---------------
+    held     b1       | b1, r + c1 | f1, b2   | f1, b2, r + c2  ...
 
-`b` are the blocks that leave before each armed step, `g` what follows them: the retained values of
-all that has left. The link takes them in this order at one rate. A block is held on the device from
-its copy until it has been pulled; retained values from the *start* of the step that returns them
-until they have been pulled, so those of two steps in flight are counted. Whatever would exceed the
+`b` are the blocks that leave before each armed step, `f` what follows them: the retained values of
+all that has left. The link takes them in this order at one rate. Each armed step retains `r`, the
+values of all groups, for the armed set is fixed; `c` of what follows is copied before it travels.
+The device holds
+
+    a block          from its copy until it has been pulled,
+    r + c            while the step runs, from its start,
+    f, of r + c      until it has been pulled: what nothing follows is free once the step has run,
+                     and so are the originals of copies.
+
+So what follows one step is counted beside all that the next one retains. Whatever would exceed the
 device budget waits, and that wait is the only stall: transfers themselves hide behind steps.
 At the sealed version the rest must be copied before the next step donates it; of what exceeds the
 budget, that is again a wait for the link. A snapshot is the same with nothing before it (K = 1).
@@ -18,12 +26,16 @@ device budget: there a block is as large as a step can hide, and a block must ha
 next one. `tests/window/test_cost.py` finds the paper's formulas with that budget.
 
 Left out, since it is the same for every plan: the copies on the device (under 1 ms per GB).
-Left out, since nothing is known of it: that a step is slower while the link is busy, and replay,
-which goes on beside the steps after it.
+Left out, since nothing is known of it: that a step is slower while the link is busy; replay, which
+goes on beside the steps after it; and that a trainer who runs ahead of the device has to wait for
+the step before it if there is no room for what both retain: the device is then idle for one
+dispatch.
 """
 
 import collections
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 Blocks = tuple[tuple[int, ...], ...]
 """Positions of the units that leave at each of the first K - 1 versions."""
@@ -37,11 +49,16 @@ class Unit:
       state_bytes: Staged and pulled when it leaves.
       retained_bytes: Pulled behind it after each later step of the window.
       after: Positions of units that must not leave later than it.
+      group: Whose rows it is; `None`: all of a group. What a group retains is pulled as it is if
+        all its rows leave in one block, and else copied first.
+      is_copied: Whether what it retains is copied first in any case: small arrays are packed.
     """
 
     state_bytes: int
     retained_bytes: int
     after: tuple[int, ...] = ()
+    group: int | None = None
+    is_copied: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +68,8 @@ class Terms:
     Attributes:
       units: What may leave early.
       late_bytes: What leaves at the sealed version in any case.
-      retained_bytes: What one armed step retains on the device, whatever has left.
-      copied_bytes: Of what follows, at most so much is on the device twice until it has been
-        pulled: values that are packed, or of which only rows follow.
+      retained_bytes: What one armed step retains on the device, whatever has left. Less than what
+        follows only if those values are there in any case, as the paper's gradients are.
       link_bytes_per_sec: Rate from this device to the host while all devices send.
       step_secs: One training step.
       device_budget_bytes: Of staged copies and retained values; `None`: no limit.
@@ -66,7 +82,6 @@ class Terms:
     retained_bytes: int
     link_bytes_per_sec: float
     step_secs: float
-    copied_bytes: int = 0
     device_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     max_steps: int = 8
@@ -128,13 +143,23 @@ class _Link:
             self._held_bytes -= freed
         return now
 
-    def hold(self, ready_at: float, num_bytes: int, sent_bytes: int) -> None:
-        """Holds bytes on the device until as many have been sent, from when they are ready."""
-        self.fits = self.fits and not self._exceeds(num_bytes)
+    def hold(
+        self, ready_at: float, num_bytes: int, sent_bytes: int, passing_bytes: int = 0
+    ) -> None:
+        """Holds bytes on the device until as many have been sent, from when they are ready.
+
+        Args:
+          ready_at: When they can be sent.
+          num_bytes: Held from now until they have been.
+          sent_bytes: What the link takes for them.
+          passing_bytes: Held besides, but only until they are ready.
+        """
+        together = num_bytes + passing_bytes
+        self.fits = self.fits and not self._exceeds(together)
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes + together)
         self.free_at = max(self.free_at, ready_at) + sent_bytes / self._rate
         self._held.append((self.free_at, num_bytes))
         self._held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
     def hold_rest(self, now: float, num_bytes: int) -> float:
         """Takes in any number of bytes, part by part as there is room; when the last are in."""
@@ -150,6 +175,29 @@ class _Link:
 
     def _exceeds(self, num_bytes: int) -> bool:
         return self._budget is not None and self._held_bytes + num_bytes > self._budget
+
+
+def copied_bytes(units: Sequence[Unit], blocks: Blocks) -> list[int]:
+    """Of what follows each block, the bytes that are copied before they travel.
+
+    Example:
+      >>> rows = [Unit(state_bytes=8, retained_bytes=4, group=g) for g in (0, 0, 1, 1)]
+      >>> copied_bytes(rows, ((0, 1), (2, 3))), copied_bytes(rows, ((0, 1, 2), (3,)))
+      ([0, 0], [4, 4])
+    """
+    sizes = collections.Counter(unit.group for unit in units)
+    copied = []
+    for block in blocks:
+        here = collections.Counter(units[u].group for u in block)
+        copied.append(
+            sum(
+                unit.retained_bytes
+                for unit in (units[u] for u in block)
+                if unit.is_copied
+                or (unit.group is not None and here[unit.group] < sizes[unit.group])
+            )
+        )
+    return copied
 
 
 def predict(terms: Terms, blocks: Blocks) -> Cost:
@@ -169,21 +217,23 @@ def predict(terms: Terms, blocks: Blocks) -> Cost:
       ... )
       >>> predict(terms, ()).stall_secs  # 120 bytes, of which 90 may be copied first
       3.0
-      >>> predict(terms, ((0,),)).stall_secs  # 40 retained must wait for 30 of the 80
+      >>> predict(terms, ((0,),)).stall_secs  # 40 retained must wait until the 80 have gone
       8.0
     """
     link = _Link(terms)
     now = 0.0
     left_bytes = following_bytes = moved_bytes = 0
-    for block in blocks:
+    copied = itertools.accumulate(copied_bytes(terms.units, blocks))
+    for block, twice_bytes in zip(blocks, copied, strict=True):
         block_bytes = sum(terms.units[u].state_bytes for u in block)
         now = link.room_at(now, block_bytes)
         link.hold(now, block_bytes, block_bytes)
         left_bytes += block_bytes
         following_bytes += sum(terms.units[u].retained_bytes for u in block)
-        retained_bytes = terms.retained_bytes + min(terms.copied_bytes, following_bytes)
-        now = link.room_at(now, retained_bytes)
-        link.hold(now + terms.step_secs, retained_bytes, following_bytes)
+        step_bytes = terms.retained_bytes + twice_bytes
+        held_bytes = min(following_bytes, step_bytes)
+        now = link.room_at(now, step_bytes)
+        link.hold(now + terms.step_secs, held_bytes, following_bytes, step_bytes - held_bytes)
         moved_bytes += block_bytes + following_bytes
         now += terms.step_secs
     rest_bytes = terms.state_bytes - left_bytes

@@ -1,5 +1,6 @@
 """What leaves at one version of a window, and what follows it after each later step."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ from gockpt_jax.transfer.block import Block, block_of
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.window.units import GroupUnit
 
+Followers = tuple[tuple[int, ...], int]
+"""A unit, or all of a group, and one of the group's cut values, by their positions."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Departure:
@@ -20,14 +24,15 @@ class Departure:
       units: Their positions in the plan.
       leaves: Of each chunk of `state`, the unit and the leaf.
       state: What is staged and leaves.
-      values: Of each chunk of `cut`, the unit and the cut value.
-      cut: What follows each armed step.
+      values: Of each chunk of `cut`, the units whose rows it has, and the cut value.
+      cut: What follows each armed step: a value of which all rows have left is one chunk, so that
+        it can be pulled as it is.
     """
 
     units: tuple[int, ...]
     leaves: tuple[tuple[int, int], ...]
     state: Block
-    values: tuple[tuple[int, int], ...]
+    values: tuple[Followers, ...]
     cut: Block
 
     def has_left(self, leaves: Sequence[jax.Array]) -> bool:
@@ -84,15 +89,31 @@ def make_departure(
 
 def _cut_of(
     program: StepProgram, units: Mapping[int, GroupUnit], cut: Sequence[Any] | None
-) -> tuple[tuple[tuple[int, int], ...], Block]:
-    values, chunks = [], []
-    for u, unit in units.items():
-        for i in program.groups[unit.group].retained:
-            spec, given = program.cut_arrays[i], unit.placed if cut is None else cut[i]
-            values.append((u, i))
-            source = Source(spec.shape, spec.dtype, given, unit.placed)
-            chunks.append(Chunk(source, unit.start, unit.stop))
+) -> tuple[tuple[Followers, ...], Block]:
+    values: list[Followers] = []
+    chunks = []
+    for run in _runs(program, units):
+        first, last = units[run[0]], units[run[-1]]
+        for i in program.groups[first.group].retained:
+            spec, given = program.cut_arrays[i], first.placed if cut is None else cut[i]
+            values.append((run, i))
+            source = Source(spec.shape, spec.dtype, given, first.placed)
+            chunks.append(Chunk(source, first.start, last.stop))
     return tuple(values), block_of(chunks, donatable=False)
+
+
+def _runs(program: StepProgram, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]:
+    """The units of each group together if they are all of it, and otherwise one by one."""
+    of_groups: dict[int, list[int]] = collections.defaultdict(list)
+    for u, unit in units.items():
+        of_groups[unit.group].append(u)
+    runs: list[tuple[int, ...]] = []
+    for group, members in of_groups.items():
+        spec, placed = program.leaf_specs[program.groups[group].leaves[0]], units[members[0]].placed
+        size = Source(spec.shape, spec.dtype, placed, placed).shard_size
+        is_whole = sum(units[u].stop - units[u].start for u in members) == size
+        runs += [tuple(members)] if is_whole else [(u,) for u in members]
+    return runs
 
 
 def scalars_of(program: StepProgram) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from gockpt_jax.training.program import ReplayGroup
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.window.departure import Followers
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fill
 from gockpt_jax.window.units import GroupUnit
@@ -33,12 +34,12 @@ class CutPull:
     """One update's cut on its way.
 
     Attributes:
-      values: For each block that has left, the units' cut values and their pull.
+      values: For each block that has left, what follows it and its pull.
       scalars: Positions of the captured scalars.
       scalar_pull: Theirs.
     """
 
-    values: Sequence[tuple[Sequence[UnitValue], ChunkPull]]
+    values: Sequence[tuple[Sequence[Followers], ChunkPull]]
     scalars: Sequence[int]
     scalar_pull: ChunkPull
 
@@ -56,11 +57,12 @@ class _Cut:
     num_bytes: int
 
     @classmethod
-    def of(cls, pull: CutPull) -> "_Cut":
+    def of(cls, pull: CutPull, units: Sequence[GroupUnit]) -> "_Cut":
         values = {
-            key: [c.data for c in chunks]
+            (u, i): [_rows(c.data, units[run[0]], units[u]) for c in chunks]
             for keys, of_block in pull.values
-            for key, chunks in zip(keys, of_block.result(), strict=True)
+            for (run, i), chunks in zip(keys, of_block.result(), strict=True)
+            for u in run
         }
         found = pull.scalar_pull.result()
         scalars = {
@@ -68,6 +70,11 @@ class _Cut:
         }
         arrays = [*(x for rows in values.values() for x in rows), *scalars.values()]
         return cls(values, scalars, sum(x.nbytes for x in arrays))
+
+
+def _rows(data: np.ndarray, first: GroupUnit, unit: GroupUnit) -> np.ndarray:
+    """Of flat rows that begin with those of one unit, those of another."""
+    return data[unit.start - first.start : unit.stop - first.start]
 
 
 class EarlyChunks:
@@ -126,7 +133,7 @@ class EarlyChunks:
         """
         if self._expected:
             self._expected.popleft()
-        landed = _Cut.of(cut)
+        landed = _Cut.of(cut, self._units)
         self._host.add(landed.num_bytes)
         self._record.gradient_bytes += landed.num_bytes
         self._pending.append(landed)

@@ -13,6 +13,7 @@ from gockpt_jax.transfer.chunks import (
     Chunk,
     Source,
     can_be_cut,
+    in_host_memory,
     is_key_type,
     row_ranges,
 )
@@ -90,7 +91,7 @@ def send_late(
       worker: Lands them.
       device: Budget for the copies.
     """
-    padded = [-(-c.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for _, c in chunks]
+    padded = [_staged_bytes(chunk) for _, chunk in chunks]
     for positions in _batches(padded, device.limit_bytes):
         block = block_of([chunks[n][1] for n in positions])
         device.acquire(block.staged_bytes)
@@ -136,6 +137,13 @@ def _landing(
             device.release(num_bytes)
 
     return task
+
+
+def _staged_bytes(chunk: Chunk) -> int:
+    """At most, on one device; copies of what the host holds are made there."""
+    if in_host_memory(chunk.source.given):
+        return 0
+    return -(-chunk.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _late_chunks(array: jax.Array, limit_bytes: int | None) -> list[Chunk]:

@@ -1,6 +1,7 @@
 """One open window, on the trainer's thread: what leaves, what follows, what is sealed."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from gockpt_jax.window.early import CutPull, EarlyChunks
 from gockpt_jax.window.late import owned_boxes, send_late, stage_and_pull
 from gockpt_jax.window.plan import Plan
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
+from gockpt_jax.window.step_room import StepRoom
 from gockpt_jax.window.units import GroupUnit
 from gockpt_jax.window.worker import Worker
 
@@ -39,6 +41,7 @@ class OpenWindow:
       target: The version that will be saved.
       retained_bytes: What an armed step retains on one device.
       worker: Takes what has left.
+      watcher: Finds out when the armed steps have run.
       device: Budget for staged copies and retained values.
       host: Accounts for bytes on the host.
       replayer: Applies the recipes.
@@ -48,7 +51,8 @@ class OpenWindow:
     def __init__(
         self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
         departures: Sequence[Departure], units: Sequence[GroupUnit], retained_bytes: int,
-        worker: Worker, device: ByteBudget, host: ByteBudget, replayer: Replayer, auditor: Auditor,
+        worker: Worker, watcher: Worker, device: ByteBudget, host: ByteBudget, replayer: Replayer,
+        auditor: Auditor,
     ):  # fmt: skip
         self.step = step
         self.program = program
@@ -69,7 +73,9 @@ class OpenWindow:
         self._group_of: dict[int, int] = {}  # likewise, the group
         self._late: dict[int, str] = {}  # groups that became late, with the reason
         self._retained_bytes = retained_bytes
-        self._room_bytes = 0  # taken for the step that runs
+        self._room = StepRoom(device, watcher)
+        sizes = [math.prod(spec.shape) for spec in program.cut_arrays]
+        self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
         self._is_given_up = False
 
     @property
@@ -130,53 +136,72 @@ class OpenWindow:
             self._device.release(num_bytes)
             self._in_flight.release(1)
             raise
-        self._submit(
-            lambda: self._early.land(block.leaves, block.state.chunks, pull), num_bytes, blocks=1
-        )
+
+        def landed() -> None:
+            self._device.release(num_bytes)
+            self._in_flight.release(1)
+
+        self._submit(lambda: self._early.land(block.leaves, block.state.chunks, pull), landed)
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
         copied = sum(left.cut.staged_bytes for left in self._left)
-        self._room_bytes = self._retained_bytes + copied
-        self._device.acquire(self._room_bytes)
+        self._room.take(self._retained_bytes + copied)
 
     def give_back_room(self) -> None:
         """The armed step did not run after all."""
-        self._device.release(self._room_bytes)
+        self._room.give_back()
 
     def follow(self, cut: Sequence[jax.Array]) -> None:
-        """Sends an armed step's cut after the chunks that have left.
+        """Sends an armed step's cut after the chunks that have left; nothing keeps the rest.
 
         Args:
           cut: The cut arrays, in the program's order.
         """
-        values = []
-        for n, left in enumerate(self._left):
-            if not left.follows(cut):  # the compiler has put them elsewhere than the leaves
-                found = [x.sharding for x in cut]
-                left = self._left[n] = left.followed_by(self.program, self._units, found)
-            # Given up or not: where values lie otherwise, it is a program of all processes.
-            with events.span(events.SPAN_STAGE):
-                values.append((left, left.cut.stage([cut[i] for _, i in left.values])))
-        if self._is_given_up:
-            self.give_back_room()
+        has_run = [*cut[self._smallest : self._smallest + 1]]  # none, if there is no cut
+        try:
+            staged = [self._stage_cut(n, cut) for n in range(len(self._left))]
+            has_run += [x for of_block in staged for x in of_block]
+            pull = None if self._is_given_up else self._start_pulls(staged, cut)
+        except BaseException:
+            self._room.dispatched(has_run, 0)
+            raise
+        if pull is None:
+            self._room.dispatched(has_run, 0)
             return
+        following_bytes = sum(left.cut.held_bytes for left in self._left)
+        pulled = self._room.dispatched(has_run, following_bytes)
+        self._early.expect(pull)
+        self._submit(lambda: self._early.update(pull), pulled)
+
+    def _stage_cut(self, n: int, cut: Sequence[jax.Array]) -> list[jax.Array]:
+        left = self._left[n]
+        if not left.follows(cut):  # the compiler has put them elsewhere than the leaves
+            found = [x.sharding for x in cut]
+            left = self._left[n] = left.followed_by(self.program, self._units, found)
+        # Given up or not: where values lie otherwise, it is a program of all processes.
+        with events.span(events.SPAN_STAGE):
+            return left.cut.stage([cut[i] for _, i in left.values])
+
+    def _start_pulls(
+        self, staged: Sequence[Sequence[jax.Array]], cut: Sequence[jax.Array]
+    ) -> CutPull:
         scalars = scalars_of(self.program)
         of_scalars = scalar_block(self.program, [x.sharding for x in cut])
         with events.span(events.SPAN_PULL):
-            pulls = tuple((left.values, left.cut.start_pull(staged)) for left, staged in values)
-        scalar_pull = stage_and_pull(of_scalars, [cut[i] for i in scalars])
-        pull = CutPull(pulls, scalars, scalar_pull)
-        self._early.expect(pull)
-        self._submit(lambda: self._early.update(pull), self._room_bytes)
+            pulls = tuple(
+                (left.values, left.cut.start_pull(of_block))
+                for left, of_block in zip(self._left, staged, strict=True)
+            )
+        return CutPull(pulls, scalars, stage_and_pull(of_scalars, [cut[i] for i in scalars]))
 
     def give_up(self) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""
         self._is_given_up = True
         self.drop()
 
-    def _submit(self, task: Any, device_bytes_held: int, blocks: int = 0) -> None:
-        """Runs a task on the worker; what it held on the device is free afterwards."""
+    def _submit(self, task: Callable[[], None], has_landed: Callable[[], None]) -> None:
+        """Runs a task on the worker, and then gives back what it held."""
 
         def run() -> None:
             try:
@@ -185,8 +210,7 @@ class OpenWindow:
             except BaseException as error:
                 self._early.error = error
             finally:
-                self._device.release(device_bytes_held)
-                self._in_flight.release(blocks)
+                has_landed()
 
         self._worker.submit(run)
 

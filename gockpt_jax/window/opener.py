@@ -43,19 +43,21 @@ class Opener:
       predictor: Of saves.
       planner: Of windows.
       worker: Takes what leaves.
+      watcher: Finds out when armed steps have run.
       device: Budget for staged copies and retained values.
       host: Says what there is room for.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
-        planner: Planner, *, worker: Worker, device: ByteBudget, host: HostBudget,
+        planner: Planner, *, worker: Worker, watcher: Worker, device: ByteBudget, host: HostBudget,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
         self._predictor = predictor
         self._planner = planner
         self._worker = worker
+        self._watcher = watcher
         self._device = device
         self._host = host
         self._agreement = Agreement(options, processes)
@@ -101,7 +103,8 @@ class Opener:
         window = OpenWindow(
             step, program, plan, target,
             departures=self._planner.departures(program, plan, size, leaves), units=size.units,
-            retained_bytes=size.retained, worker=self._worker, device=self._device, host=self._host,
+            retained_bytes=size.retained, worker=self._worker, watcher=self._watcher,
+            device=self._device, host=self._host,
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
         )  # fmt: skip
         if no_room is not None:

@@ -5,16 +5,18 @@ known; or, until then, the smallest for which nothing exceeds the device budget.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.staging import device_bytes
 from gockpt_jax.window.choice import choose, fill
-from gockpt_jax.window.cost import Terms, Unit, describe_bytes
-from gockpt_jax.window.units import GroupUnit, units_of
+from gockpt_jax.window.cost import Terms, Unit, copied_bytes, describe_bytes
+from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
 _DRIFT = 1.5
 """Plans are not made anew for less: a step or a link is never quite the same twice."""
@@ -38,34 +40,43 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes on one device.
+    """Bytes of one device.
 
     Attributes:
       leaves: Of each leaf of the state.
       retained: Of all cut values together, in every armed step.
       units: What may leave early.
+      in_host_memory: Of the leaves that the host holds already: they are copied there, and take
+        neither room on the device nor time on the link.
     """
 
     leaves: tuple[int, ...]
     retained: int
     units: tuple[GroupUnit, ...]
+    in_host_memory: int = 0
 
     @property
-    def copied(self) -> int:
-        """Of retained values that are copied before they travel."""
-        return sum(u.retained_bytes for u in self.units if u.is_copied)
+    def followers(self) -> int:
+        """Of retained values, what is sent after a step once all units have left."""
+        return sum(u.retained_bytes for u in self.units)
+
+    @property
+    def sent(self) -> int:
+        """Of what is staged on the device and sent to the host."""
+        return sum(self.leaves) - self.in_host_memory
 
     @property
     def late(self) -> int:
-        """Of what no unit holds: it leaves at the sealed version."""
-        return sum(self.leaves) - sum(u.state_bytes for u in self.units)
+        """Of what is sent and no unit holds: it leaves at the sealed version."""
+        return self.sent - sum(u.state_bytes for u in self.units)
 
 
 def measure_bytes(program: StepProgram, leaves: Sequence[jax.Array]) -> StateBytes:
-    """Bytes on one device, of the state as the last update returned it."""
-    units = units_of(program, leaves)
-    retained = sum(u.retained_bytes for u in units)
-    return StateBytes(tuple(device_bytes(a) for a in leaves), retained, units)
+    """Bytes of one device, of the state as the last update returned it."""
+    weights = [device_bytes(a) for a in leaves]
+    in_host = [w for w, a in zip(weights, leaves, strict=True) if in_host_memory(a.sharding)]
+    retained = retained_bytes(program, leaves)
+    return StateBytes(tuple(weights), retained, units_of(program, leaves), sum(in_host))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,25 +129,26 @@ def plan_window(
     if options.steps is not None:
         return fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
     if facts is not None and facts.step_secs is not None and facts.link_bytes_per_sec is not None:
+        host = facts.host_budget_bytes
         choice = choose(
             Terms(
                 units=size.units,
                 late_bytes=size.late,
                 retained_bytes=size.retained,
-                copied_bytes=size.copied,
                 link_bytes_per_sec=facts.link_bytes_per_sec,
                 step_secs=facts.step_secs,
                 device_budget_bytes=budget_bytes,
-                host_budget_bytes=facts.host_budget_bytes,
+                # Whatever is sent comes beside the copies that are made there.
+                host_budget_bytes=None if host is None else host - size.in_host_memory,
                 max_steps=options.max_steps,
             )
         )
         return Plan(choice.cost.steps, choice.cost.blocks, choice.reason)
-    state = describe_bytes(sum(size.leaves))
+    state = describe_bytes(size.sent)
     if budget_bytes is None:
         return Plan(1, (), f"one device copy of the state fits: {state}, no device budget")
     budget = f"the device budget of {describe_bytes(budget_bytes)}"
-    if sum(size.leaves) <= budget_bytes:
+    if size.sent <= budget_bytes:
         return Plan(1, (), f"one device copy of the state fits: {state}, {budget}")
     for steps in range(2, options.max_steps + 1):
         plan = fill_blocks(size.units, steps, f"{steps} steps keep within {budget}")
@@ -153,13 +165,17 @@ def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:
 
 
 def peak_device_bytes(plan: Plan, size: StateBytes) -> int:
-    """Most bytes staged and retained at once: a block, beside what two steps in flight retain.
+    """Most bytes staged and retained at once, if a transfer takes no longer than a step.
 
-    Or what one retains, with the copies of it; those wait for what went before.
+    A block, beside what follows the step before it and all that the next step retains. Or what one
+    step retains, with the copies of what follows: those may wait for what went before.
 
     The late leaves follow when no further step will retain anything: they need to fit by
     themselves, and wait for what the last steps retained to be pulled.
     """
     blocks = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
-    last_block = sum(size.leaves) - sum(blocks)
-    return max(last_block, max(blocks) + 2 * size.retained, size.retained + size.copied)
+    follows = [sum(size.units[u].retained_bytes for u in block) for block in plan.blocks]
+    before = [0, *itertools.accumulate(follows)]
+    beside = [b + f + size.retained for b, f in zip(blocks, before, strict=False)]
+    copied = sum(copied_bytes(size.units, plan.blocks))
+    return max(size.sent - sum(blocks), *beside, size.retained + copied)

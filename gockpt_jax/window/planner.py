@@ -114,7 +114,7 @@ class Planner:
         """Whether there is no window, nor room for one device copy of the state."""
         plan, size = self._plans[program].plan, self._plans[program].size
         limit = self._device.limit_bytes
-        return plan.steps == 1 and limit is not None and sum(size.leaves) > limit
+        return plan.steps == 1 and limit is not None and size.sent > limit
 
     def save_ended(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
@@ -244,14 +244,14 @@ class Planner:
             self._is_limited = stepped
 
     def host_bytes(self, leaves: Sequence[jax.Array], size: StateBytes) -> tuple[int, int]:
-        """What a window holds in this process: the state, and what one step retains.
+        """What a window holds in this process: the state, and what follows one step.
 
         Args:
           leaves: Of the state, or of an earlier one, which may be donated.
           size: Its bytes on one device.
         """
         local = {d for a in leaves for d in a.sharding.addressable_devices}
-        return sum(owned_bytes_at_most(a) for a in leaves), size.retained * len(local)
+        return sum(owned_bytes_at_most(a) for a in leaves), size.followers * len(local)
 
 
 def measured_facts(clock: StepClock) -> Facts:

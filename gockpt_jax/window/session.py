@@ -64,6 +64,7 @@ class Session:
         self.between_steps: Callable[[], None] = lambda: None
         self._options = options
         self._worker = Worker()
+        self._watcher = Worker("gockpt-steps")
         self._device = ByteBudget(options.device_budget_bytes)
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
@@ -71,7 +72,7 @@ class Session:
         self.planner = Planner(options, self._device, self.host, processes)
         self._opener = Opener(
             options, processes, self.predictor, self.planner,
-            worker=self._worker, device=self._device, host=self.host,
+            worker=self._worker, watcher=self._watcher, device=self._device, host=self.host,
         )  # fmt: skip
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
@@ -142,7 +143,6 @@ class Session:
                 self._window.follow(cut)
             except Exception as error:  # the old state is donated: the caller must get the new one
                 _log.warning("a window was given up, training is not affected: %r", error)
-                self._window.give_back_room()
                 self._give_up(f"its cut could not be pulled: {error!r}")
                 return
             self._window.record.stall_secs += time.perf_counter() - start
@@ -289,8 +289,9 @@ class Session:
         return "no wrapped step has run yet" if step is None else step.explain()
 
     def close(self) -> None:
-        """Drops the open window and ends the worker thread."""
+        """Drops the open window and ends the worker threads."""
         if self._window is not None:
             error = self._window.error
             self.abandon("the manager was closed" if error is None else f"it failed: {error!r}")
         self._worker.close()
+        self._watcher.close()

@@ -18,9 +18,10 @@ from gockpt_jax.transfer.chunks import (
     MIN_CHUNK_BYTES,
     Source,
     can_be_cut,
+    in_host_memory,
     row_ranges,
 )
-from gockpt_jax.transfer.layout import LARGE_BYTES
+from gockpt_jax.transfer.layout import LARGE_BYTES, place_of
 from gockpt_jax.window.cost import Unit
 
 _UNITS_PER_WINDOW = 60
@@ -37,26 +38,30 @@ class GroupUnit(Unit):
       start: Of the elements of a local shard, row by row, the first that leaves.
       stop: The one after the last.
       placed: By whose shards the group's leaves and retained values travel.
-      is_copied: Whether retained values are copied before they travel: rows, or small arrays.
     """
 
     group: int
     start: int
     stop: int
     placed: Any
-    is_copied: bool
 
 
 def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUnit, ...]:
     """What may leave early, in the program's order: groups, and rows of large ones.
 
-    A retained value is counted with the placement of the leaf that it replays.
+    A retained value is counted with the placement of the leaf that it replays. A group that is in
+    the host's memory does not leave early: it has no way to go, and a gradient would.
 
     Args:
       program: The step's.
       leaves: Of its state, as the last update returned it.
     """
-    placed = [placement(leaves, group.leaves) for group in program.groups]
+    placed = [
+        None
+        if all(in_host_memory(leaves[j].sharding) for j in group.leaves)
+        else placement(leaves, group.leaves)
+        for group in program.groups
+    ]
     sources = [
         [Source.of(leaves[j], place) for j in group.leaves]
         for group, place in zip(program.groups, placed, strict=True)
@@ -71,14 +76,16 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
             continue
         of_group = next(found)
         itemsizes = [program.cut_arrays[i].dtype.itemsize for i in group.retained]
+        # Small ones are packed, and replicas within a process move slices.
+        is_copied = min(itemsizes, default=0) * of_group[0].shard_size < LARGE_BYTES or (
+            can_be_cut(of_group[0]) and place_of(place).replicas > 1
+        )
         for start, stop in _ranges(of_group, unit_bytes):
             units.append(
                 GroupUnit(
                     state_bytes=sum(_bytes(s, stop - start) for s in of_group),
                     retained_bytes=sum(itemsizes) * (stop - start),
-                    group=g, start=start, stop=stop, placed=place,
-                    is_copied=stop - start < of_group[0].shard_size
-                    or min(itemsizes, default=0) * stop < LARGE_BYTES,
+                    group=g, start=start, stop=stop, placed=place, is_copied=is_copied,
                 )
             )  # fmt: skip
     return tuple(units)
@@ -105,6 +112,24 @@ def placement(leaves: Sequence[jax.Array], group: Sequence[int]) -> jax.sharding
     ):
         return None
     return like
+
+
+def retained_bytes(program: StepProgram, leaves: Sequence[jax.Array]) -> int:
+    """What an armed step retains on one device: of all groups, also of those that must be late.
+
+    Args:
+      program: The step's.
+      leaves: Of its state, as the last update returned it.
+    """
+    total = 0
+    for group in program.groups:
+        place = placement(leaves, group.leaves)
+        places = [leaves[j].sharding for j in group.leaves] if place is None else [place]
+        for i in group.retained:
+            spec = program.cut_arrays[i]
+            sources = [Source(spec.shape, spec.dtype, p, p) for p in places]
+            total += max(_bytes(s, s.shard_size) for s in sources)
+    return total
 
 
 def _ranges(sources: Sequence[Source], unit_bytes: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The one thread that owns a chunk from the pull to the writer."""
+"""The threads beside the trainer's: one owns a chunk from the pull to the writer."""
 
 import collections
 import logging
@@ -18,9 +18,13 @@ class Worker:
     The thread is not a daemon: one that is inside JAX while the interpreter shuts down aborts the
     process. It ends by itself when it has nothing to do and the main thread is gone, so that a
     script which forgets `close()`, or dies of an exception, still exits.
+
+    Args:
+      name: Of the thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "gockpt-worker") -> None:
+        self._name = name
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -33,7 +37,7 @@ class Worker:
             self._tasks.append(task)
             self._changed.notify_all()
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="gockpt-worker")
+                self._thread = threading.Thread(target=self._run, name=self._name)
                 self._thread.start()
 
     def wait_until_idle(self) -> None:

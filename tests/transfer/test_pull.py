@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gockpt_jax.transfer.pull import align, owned_shards, start_pull
+from gockpt_jax.transfer import pull as pulls
+from gockpt_jax.transfer.meter import LinkMeter
+from gockpt_jax.transfer.pull import Pull, align, owned_shards, start_pull
 from gockpt_jax.transfer.staging import device_bytes, owned_bytes, stage
 
 P = PartitionSpec
@@ -145,3 +147,20 @@ def test_no_transfer_is_implicit(spec):
         chunks = start_pull(copied).result()
         align(other, array.sharding)
     np.testing.assert_array_equal(assemble(array, chunks), VALUES)
+
+
+def test_the_link_is_measured_without_what_the_host_holds(monkeypatch):
+    class Noting(LinkMeter):
+        def end(self, chunks, num_devices):
+            seen.append((sum(c.nbytes for c in chunks), num_devices))
+
+    seen = []
+    monkeypatch.setattr(pulls, "LINK", Noting())
+    device = jax.devices()[2]
+    there = jax.device_put(
+        VALUES, SingleDeviceSharding(jax.devices()[3], memory_kind="pinned_host")
+    )
+    found = Pull.start([there, jax.device_put(VALUES[:2], device)], list).result()
+    for data, want in zip(found, (VALUES, VALUES[:2]), strict=True):
+        np.testing.assert_array_equal(data, want)
+    assert seen == [(VALUES[:2].nbytes, 1)]

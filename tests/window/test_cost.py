@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gockpt_jax.window.choice import best_per_steps, choose, fill, windows_of
-from gockpt_jax.window.cost import Terms, Unit, predict
+from gockpt_jax.window.cost import Terms, Unit, copied_bytes, predict
 
 thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 TICK = 1.001e-3  # stalls closer than this are equal to the model
@@ -25,6 +25,8 @@ def terms(draw):
                 state_bytes=draw(st.integers(0, 1000)),
                 retained_bytes=draw(st.integers(0, 600)),
                 after=tuple(sorted(after)),
+                group=draw(st.sampled_from([None, 0, 1])),
+                is_copied=draw(st.booleans()),
             )
         )
     beside = draw(st.integers(0, 100))  # retained for leaves that the plan keeps, or by replicas
@@ -46,26 +48,40 @@ def held_over_time(terms, cost):
     A slow and plain second model: intervals of what is held, not a queue.
     """
     rate, budget = terms.link_bytes_per_sec, terms.device_budget_bytes
-    held, now, free, following = [], 0.0, 0.0, 0
+    held, now, free, left = [], 0.0, 0.0, []
 
     def in_use(at):
         return sum(n for start, end, n in held if start <= at < end)
 
-    def take(n, ready_in, sent):
-        nonlocal now, free
+    def wait_for(n):
+        nonlocal now
         ends = sorted(end for _, end, _ in held if end > now)
         while budget is not None and in_use(now) + n > budget and ends:
             now = max(now, ends.pop(0))
-        free = max(free, now + ready_in) + sent / rate
-        held.append((now, free, n))
 
     for block in cost.blocks:
         block_bytes = sum(terms.units[u].state_bytes for u in block)
-        take(block_bytes, 0.0, block_bytes)
-        following += sum(terms.units[u].retained_bytes for u in block)
-        take(terms.retained_bytes, terms.step_secs, following)
-        now += terms.step_secs
+        wait_for(block_bytes)
+        free = max(free, now) + block_bytes / rate
+        held.append((now, free, block_bytes))
+        left.append(block)
+        following = sum(terms.units[u].retained_bytes for b in left for u in b)
+        copies = sum(terms.units[u].retained_bytes for b in left for u in b
+                     if is_copied(terms.units, u, b))  # fmt: skip
+        retained = terms.retained_bytes + copies
+        wait_for(retained)
+        ends = now + terms.step_secs
+        free = max(free, ends) + following / rate
+        held += [(now, ends, retained - following), (now, free, following)]
+        now = ends
     return held, now
+
+
+def is_copied(units, u, block):
+    """A value is pulled as it is only if it is no small one, and all of its group leave here."""
+    unit = units[u]
+    of_group = {v for v, other in enumerate(units) if other.group == unit.group}
+    return unit.is_copied or (unit.group is not None and not of_group <= set(block))
 
 
 @thorough
@@ -93,21 +109,33 @@ def test_a_window_lasts_as_long_as_its_waits(terms):
         assert cost.stall_secs >= before_the_rest - 1e-6 * (1 + now)
 
 
-def test_two_steps_in_flight_are_counted():
-    """While a step runs, what the last one retained is still on its way."""
+def test_what_nothing_follows_is_held_while_its_step_runs():
+    """And what follows one step beside all that the next one retains."""
     unit = Unit(state_bytes=80, retained_bytes=40)
-    roomy = Terms(
+    tight = Terms(
         units=(unit, unit), late_bytes=80, retained_bytes=80, link_bytes_per_sec=1.0,
         step_secs=1000.0, device_budget_bytes=160,
     )  # fmt: skip
-    # The second step waits for the first gradients to have gone.
-    assert predict(roomy, ((0,), (1,))).peak_bytes == 160
-    assert predict(roomy, ((0,), (1,))).stall_secs == 40
-    almost = dataclasses.replace(roomy, device_budget_bytes=239)
-    assert predict(almost, ((0,), (1,))).stall_secs == 40
-    enough = dataclasses.replace(roomy, device_budget_bytes=240)
-    assert predict(enough, ((0,), (1,))).stall_secs == 0
-    assert predict(enough, ((0,), (1,))).peak_bytes == 240
+    blocks = ((0,), (1,))
+    # Before the second step 40 follow the first, and the block is staged: they have to go first.
+    assert predict(tight, blocks).peak_bytes == 160
+    assert predict(tight, blocks).stall_secs == 40
+    almost = dataclasses.replace(tight, device_budget_bytes=199)
+    assert predict(almost, blocks).stall_secs == 40
+    enough = dataclasses.replace(tight, device_budget_bytes=200)
+    assert predict(enough, blocks).stall_secs == 0
+    assert predict(enough, blocks).peak_bytes == 80 + 40 + 80
+
+
+def test_a_block_beside_what_the_step_before_it_retained():
+    """That step has run: of its 400 only the 1 that follows is left."""
+    units = (Unit(state_bytes=100, retained_bytes=1), Unit(state_bytes=400, retained_bytes=399))
+    terms = Terms(
+        units=units, late_bytes=1, retained_bytes=400, link_bytes_per_sec=1e9, step_secs=1.0,
+        device_budget_bytes=801,
+    )  # fmt: skip
+    assert predict(terms, ((0,), (1,))).stall_secs == 0
+    assert predict(terms, ((0,), (1,))).peak_bytes == 801
 
 
 @thorough
@@ -294,14 +322,58 @@ def test_one_plan_for_each_k():
     assert costs[0].stall_secs == 2.0
 
 
-def test_what_is_copied_before_it_travels_is_held_twice():
+def test_what_is_copied_before_it_travels_is_held_twice_while_the_step_runs():
     terms = Terms(
-        units=(Unit(state_bytes=60, retained_bytes=40),), late_bytes=40, retained_bytes=40,
-        link_bytes_per_sec=10.0, step_secs=5.0, device_budget_bytes=90,
+        units=(Unit(state_bytes=60, retained_bytes=40),), late_bytes=10, retained_bytes=40,
+        link_bytes_per_sec=10.0, step_secs=5.0, device_budget_bytes=120,
     )  # fmt: skip
-    once, twice = (predict(dataclasses.replace(terms, copied_bytes=n), ((0,),)) for n in (0, 40))
-    assert twice.stall_secs > once.stall_secs
-    assert twice.moved_bytes == once.moved_bytes
-    assert not predict(
-        dataclasses.replace(terms, copied_bytes=40, device_budget_bytes=70), ((0,),)
-    ).fits
+    unit = dataclasses.replace(terms.units[0], is_copied=True)
+    twice = dataclasses.replace(terms, units=(unit,))
+    assert predict(terms, ((0,),)).stall_secs == 0
+    assert predict(twice, ((0,),)).stall_secs == 6  # until the 60 have gone
+    assert predict(twice, ((0,),)).moved_bytes == predict(terms, ((0,),)).moved_bytes
+    assert predict(twice, ((0,),)).peak_bytes == 80
+    assert predict(dataclasses.replace(twice, device_budget_bytes=140), ((0,),)).peak_bytes == 140
+    assert not predict(dataclasses.replace(twice, device_budget_bytes=79), ((0,),)).fits
+
+
+def test_what_follows_a_group_is_copied_unless_all_of_it_leaves_in_one_block():
+    rows = [Unit(state_bytes=8, retained_bytes=4, group=g) for g in (0, 0, 0, 1, 1)]
+    small = dataclasses.replace(rows[0], group=2, is_copied=True)
+    alone = dataclasses.replace(rows[0], group=None)
+    units = (*rows, small, alone)
+    assert copied_bytes(units, ((0, 1, 2), (3, 4, 5, 6))) == [0, 4]
+    assert copied_bytes(units, ((0, 1), (2, 3, 4, 5, 6))) == [8, 8]
+    assert copied_bytes(units, ((3,), (0, 1, 2))) == [4, 0]  # the other row is late
+
+
+@pytest.mark.parametrize("steps", [3, 5, 8])
+@pytest.mark.parametrize("shrinking", [True, False])
+def test_rows_of_a_group_leave_together(steps, shrinking):
+    """Each boundary cuts one group at most, so little is copied of what follows."""
+    units = [
+        Unit(state_bytes=rows * 10 + n % 2, retained_bytes=rows * 5, group=n)
+        for n, rows in enumerate((3, 9, 3, 6, 9, 6, 3, 3, 9))
+        for _ in range(rows)
+    ]
+    blocks = fill(units, steps, shrinking=shrinking)
+    order = [u for block in blocks for u in sorted(block, key=lambda u: units[u].group)]
+    assert sorted(order) == list(range(len(units)))
+    cut = [
+        g for g in range(9) if len({b for b in blocks if any(units[u].group == g for u in b)}) > 1
+    ]
+    assert len(cut) <= steps - 2
+    in_cut_groups = sum(u.retained_bytes for u in units if u.group in cut)
+    assert sum(copied_bytes(units, blocks)) == in_cut_groups < sum(u.retained_bytes for u in units)
+
+
+def test_what_gains_most_leaves_first():
+    units = tuple(Unit(state_bytes=8, retained_bytes=r, group=r) for r in (4, 0, 4, 2, 0, 2))
+    assert fill(units, 4, shrinking=False) == ((1, 4), (3, 5), (0, 2))
+
+
+def test_one_large_unit_leaves_the_other_blocks_even():
+    sizes = (100, 10, 10, 10, 10, 10, 10)
+    units = tuple(Unit(state_bytes=n, retained_bytes=0) for n in sizes)
+    assert fill(units, 5, shrinking=False) == ((0,), (1, 2), (3, 4), (5, 6))
+    assert fill(units[:3], 5, shrinking=False) == ((0,), (1,), (2,), ())

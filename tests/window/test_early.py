@@ -46,13 +46,7 @@ def group_of(leaf: int) -> ReplayGroup:
 def unit_of(group: int, start: int = 0, stop: int = SIZE) -> GroupUnit:
     sharding = gradient(0).sharding
     return GroupUnit(
-        state_bytes=0,
-        retained_bytes=0,
-        group=group,
-        start=start,
-        stop=stop,
-        placed=sharding,
-        is_copied=True,
+        state_bytes=0, retained_bytes=0, group=group, start=start, stop=stop, placed=sharding
     )
 
 
@@ -91,7 +85,7 @@ class Window:
     def update(self, n):
         values = [gradient(n + leaf) for leaf in (0, 1)]
         _, pull = pull_of(values, (None, None))
-        cut = CutPull([([(0, 0), (1, 1)], pull)], [], pull_of([], ())[1])
+        cut = CutPull([([((0,), 0), ((1,), 1)], pull)], [], pull_of([], ())[1])
         self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
         return cut
 

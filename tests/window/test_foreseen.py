@@ -222,7 +222,7 @@ def inject_rate(state):
 
 
 def prune(state):
-    return state | {"w": state["w"] | {"a": jnp.where(state["w"]["a"] > 0.9, state["w"]["a"], 0)}}
+    return state | {"w": state["w"] | {"b": jnp.where(state["w"]["b"] > 0.9, state["w"]["b"], 0)}}
 
 
 def restore_moments(state):
@@ -232,10 +232,10 @@ def restore_moments(state):
 @pytest.mark.parametrize("at", [9, 10])
 @pytest.mark.parametrize(
     ("edit", "path"),
-    [(inject_rate, None), (prune, "['w']['a']"), (restore_moments, "['m']['a']")],
+    [(inject_rate, None), (prune, "['w']['b']"), (restore_moments, "['m']['b']")],
 )
 def test_edited_leaves_become_late(tmp_path, edit, path, at):
-    """Before the first or second step of the window of save 10, when `a` or nothing had left."""
+    """Before the first or second step of the window of save 10, when `b` or nothing had left."""
     options = Options(save_interval_steps=5)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
         step, state, saved = manager.wrap(sgd), start(), {}

@@ -36,14 +36,15 @@ def states(draw):
     units = []
     while early:
         size = draw(st.integers(1, len(early)))
-        units.append(unit(sum(leaves[j] for j in early[:size]), draw(st.integers(0, 200))))
+        found = unit(sum(leaves[j] for j in early[:size]), draw(st.integers(0, 200)))
+        units.append(dataclasses.replace(found, group=draw(st.integers(0, len(units)))))
         early = early[size:]
     return state_of(leaves, units)
 
 
-def unit(state_bytes, retained_bytes=0):
+def unit(state_bytes, retained_bytes=0, group=0):
     sizes = {"state_bytes": state_bytes, "retained_bytes": retained_bytes}
-    return GroupUnit(**sizes, group=0, start=0, stop=1, placed=None, is_copied=True)
+    return GroupUnit(**sizes, group=group, start=0, stop=1, placed=None, is_copied=True)
 
 
 def state_of(leaves, units):
@@ -136,13 +137,18 @@ def test_plans_are_made_anew_only_for_a_drift(step_secs, rate, differs):
     assert now.differ_from(Facts()) is (step_secs is not None and rate is not None)
 
 
-def test_peak_counts_two_steps_in_flight_beside_the_heaviest_block():
-    size = state_of((100, 80, 50), [unit(100, 5), unit(80, 5)])
-    assert peak_device_bytes(fill_blocks(size.units, 2, ""), size) == 180 + 20
-    assert peak_device_bytes(fill_blocks(size.units, 3, ""), size) == 100 + 20
+def test_peak_counts_what_follows_a_step_beside_all_that_the_next_retains():
+    size = state_of((100, 80, 50), [unit(100, 7, group=0), unit(80, 5, group=1)])
+    assert peak_device_bytes(fill_blocks(size.units, 2, ""), size) == 180 + 12
+    # The 80 leave first: they are followed by less.
+    assert fill_blocks(size.units, 3, "").blocks == ((1,), (0,))
+    assert peak_device_bytes(fill_blocks(size.units, 3, ""), size) == 100 + 5 + 12
     heavy = state_of((10, 10, 50), [unit(10, 5), unit(10, 5)])
     # The late leaves follow when nothing more is retained.
     assert peak_device_bytes(fill_blocks(heavy.units, 3, ""), heavy) == 50
+    # Copies of what follows, once all has left.
+    light = state_of((1, 1), [unit(1, 50), unit(1, 50)])
+    assert peak_device_bytes(fill_blocks(light.units, 3, ""), light) == 100 + 100
 
 
 def test_bytes_are_those_of_one_device():
@@ -164,6 +170,44 @@ def test_bytes_are_those_of_one_device():
     size = measure_bytes(program, jax.tree.leaves(state))
     assert size.leaves == (32, 256, 4, 256)
     assert size.retained == 16 + 256
+
+
+def test_what_the_host_holds_takes_neither_device_nor_link():
+    """Nor does it leave early; but the armed step retains for it all the same."""
+    device = jax.devices()[0]
+    host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+    def step(state):
+        m = 0.5 * state["m"] + jnp.sin(state["w"])
+        return {"m": m, "w": state["w"] - m}
+
+    jitted, leaf = jax.jit(step), 64 * 4
+    state = {k: jnp.ones(64) for k in ("m", "w")}
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted, form, (state,), {}, even_for_nothing=False)
+    both = measure_bytes(program, [state["m"], state["w"]])
+    assert (both.sent, both.late, len(both.units)) == (2 * leaf, 0, 1)
+    for on_host in (("m",), ("m", "w")):
+        leaves = [jax.device_put(x, host) if k in on_host else x for k, x in state.items()]
+        size = measure_bytes(program, leaves)
+        sent = 2 * leaf - len(on_host) * leaf
+        assert (size.sent, size.late, size.units, size.retained) == (sent, sent, (), leaf)
+        assert size.leaves == (leaf, leaf)  # what is on the host and on disk in the end
+        assert plan_window(size, WindowOptions(), max(sent, 1)).steps == 1
+
+
+def test_copies_that_the_host_makes_take_of_its_budget():
+    size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
+    facts = dataclasses.replace(KNOWN, host_budget_bytes=300)
+    assert plan_window(size, WindowOptions(), 200, facts).steps == 2
+    beside = dataclasses.replace(size, leaves=(*size.leaves, 50), in_host_memory=50)
+    assert (beside.sent, beside.late) == (size.sent, size.late)
+    tight = plan_window(beside, WindowOptions(), 200, facts)
+    assert (tight.steps, "the host budget" in tight.reason) == (1, True)
+    roomy = dataclasses.replace(facts, host_budget_bytes=350)
+    assert plan_window(beside, WindowOptions(), 200, roomy) == plan_window(
+        size, WindowOptions(), 200, facts
+    )
 
 
 def test_copies_of_what_follows_are_planned_for():

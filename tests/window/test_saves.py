@@ -6,6 +6,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from window.training_loop import (
     BATCH,
@@ -55,12 +56,12 @@ def test_window_is_no_longer_than_the_saves_are_apart(tmp_path):
     [
         (None, "snapshot", "one device copy of the state fits"),
         (STATE_BYTES, "snapshot", "one device copy of the state fits"),
-        (STATE_BYTES - 1, "snapshot", "no window of at most 8 steps fits"),
+        (STATE_BYTES - 5, "snapshot", "no window of at most 8 steps fits"),
         (1, "snapshot", "no window of at most 8 steps fits"),
     ],
 )
 def test_planned_saves_tell_why(tmp_path, budget, kind, reason):
-    """One leaf cannot be spread: what follows it weighs as much as what it saves."""
+    """One leaf cannot be spread, and beside its moments its gradient must fit."""
     window = WindowOptions(device_budget_bytes=budget)
     with GoCkptManager(tmp_path, options=Options(save_interval_steps=5), window=window) as manager:
         train(manager, range(16))
@@ -78,9 +79,9 @@ def adapter_update(state, batch):
     return state | {"m": m, "v": v, "w": w}
 
 
-@pytest.mark.parametrize(("leaves", "steps"), [(20, 1), (19, 3), (16, 3), (14, 4), (12, 5), (9, 1)])
+@pytest.mark.parametrize(("leaves", "steps"), [(20, 1), (19, 3), (12, 3), (11, 4), (10, 5), (8, 1)])
 def test_planner_takes_the_fewest_steps_that_keep_the_budget(tmp_path, leaves, steps):
-    """Of 20 leaves 16 may leave early, and two armed steps in flight retain 8 leaves' worth."""
+    """Of 20 leaves 16 may leave early, what is frozen first; an armed step retains 4."""
     sizes = {"frozen": 8, "m": 4, "v": 4, "w": 4}
     state = {k: {str(i): jnp.full(SIZE, 0.5) for i in range(n)} for k, n in sizes.items()}
     budget = leaves * SIZE * 4
@@ -173,9 +174,11 @@ def test_reports_are_plausible_and_told_to_monitoring(tmp_path, caplog):
     jax.monitoring.register_event_listener(counter := lambda name, **_: told.append((name, 1)))
     try:
         options = Options(save_interval_steps=5)
+        # How much piles up on the device is a matter of time, were it not for the budget.
+        limited = WindowOptions(steps=3, device_budget_bytes=2 * STATE_BYTES)
         with (
             caplog.at_level(logging.INFO, logger="gockpt_jax"),
-            GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager,
+            GoCkptManager(tmp_path, options=options, window=limited) as manager,
         ):
             train(manager, range(11))
             reports = manager.reports
@@ -224,3 +227,18 @@ def test_an_oversized_state_is_refused_and_training_goes_on(tmp_path):
         assert manager.save(1, args=GoCkptSave(small))
         manager.wait_until_finished()
         assert_same(manager.restore(1), small)
+
+
+def test_what_the_host_holds_is_saved_without_device_memory(tmp_path):
+    """And may be deleted, or donated, once `save` has returned."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    values = np.arange(1024, dtype=np.float32)
+    state = {"table": jax.device_put(values, place), "w": jnp.ones(SIZE)}
+    window = WindowOptions(device_budget_bytes=SIZE * 4)
+    with GoCkptManager(tmp_path, window=window) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        state["table"].delete()
+        manager.wait_until_finished()
+        assert manager.last_report.peak_device_bytes == SIZE * 4
+        assert manager.last_report.state_bytes == 1024 * 4 + SIZE * 4
+        np.testing.assert_array_equal(manager.restore(0)["table"], values)

@@ -1,0 +1,72 @@
+"""Room on the device for what armed steps retain: all of it while they run, then what follows."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+import jax
+
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.window.worker import Worker
+
+
+class StepRoom:
+    """What is taken of the device budget for an armed step, and given back in two parts.
+
+    An armed step returns the retained values of all groups. Those that nothing follows are free
+    once it has run, for nobody refers to them; so are the originals of copies. What follows is
+    there until it has been pulled.
+
+    Used on the trainer's thread. Another finds out that a step has run: the trainer never waits for
+    the device, and whoever lands pulls may be waiting for an earlier one.
+
+    Args:
+      device: Budget for staged copies and retained values.
+      watcher: Waits for the steps.
+    """
+
+    def __init__(self, device: ByteBudget, watcher: Worker):
+        self._device = device
+        self._watcher = watcher
+        self._taken_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Waits until all that a step retains, and copies of what follows, fit the budget."""
+        self._device.acquire(num_bytes)
+        self._taken_bytes = num_bytes
+
+    def give_back(self) -> None:
+        """The step did not run after all."""
+        self._device.release(self._taken_bytes)
+        self._taken_bytes = 0
+
+    def dispatched(self, results: Sequence[jax.Array], following_bytes: int) -> Callable[[], None]:
+        """The step is in the device's queue, and what nothing follows is nobody's any more.
+
+        Args:
+          results: Some that are ready when it has run, and all that is copied of them: nobody
+            refers to these for longer than until then.
+          following_bytes: Held until it has been pulled.
+
+        Returns:
+          To be called, on any thread, when it has been.
+        """
+        # More than was taken, if the compiler has put a value elsewhere than was foreseen.
+        self._device.add(max(0, following_bytes - self._taken_bytes))
+        passing_bytes = max(0, self._taken_bytes - following_bytes)
+        self._taken_bytes = 0
+        watched, has_run = list(results), threading.Event()
+
+        def watch() -> None:
+            with contextlib.suppress(Exception):  # that of a step is the trainer's
+                jax.block_until_ready(watched)
+            watched.clear()  # before the budget says that the memory is free
+            self._device.release(passing_bytes)
+            has_run.set()
+
+        def pulled() -> None:
+            has_run.wait()  # not before `watched` is empty
+            self._device.release(following_bytes)
+
+        self._watcher.submit(watch)
+        return pulled

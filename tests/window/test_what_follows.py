@@ -1,0 +1,244 @@
+"""What an armed step retains: on the device no longer than the step, but for what follows."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions, _compat
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer import block, layout
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.window import units
+from gockpt_jax.window.cost import copied_bytes
+from gockpt_jax.window.departure import make_departure
+from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.plan import fill_blocks, measure_bytes
+from gockpt_jax.window.step_room import StepRoom
+from gockpt_jax.window.worker import Worker
+
+SHAPE = (64, 48)
+LEAF = 64 * 48 * 4
+NAMES = ("a", "b", "c")
+MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+PLACES = {
+    "one device": SingleDeviceSharding(jax.devices()[0]),
+    "sharded": NamedSharding(MESH, PartitionSpec("x")),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_scale(monkeypatch):
+    """Sizes at which each leaf is large, and cut into rows."""
+    monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 64)
+    for module in (units, layout, block):
+        monkeypatch.setattr(module, "LARGE_BYTES", 256)
+    monkeypatch.setattr(block, "_blocks", {})
+
+
+def update(state):
+    """Momentum of three leaves, each followed by a gradient of its own."""
+    g = {k: jnp.sin(3 * w) for k, w in state["w"].items()}
+    m = {k: 0.75 * m + g[k] for k, m in state["m"].items()}
+    return {"m": m, "w": {k: w - 0.125 * m[k] for k, w in state["w"].items()}}
+
+
+def fresh(place=PLACES["one device"]):
+    rng = np.random.default_rng(1)
+    values = [rng.standard_normal(SHAPE).astype(np.float32) for _ in NAMES]
+    w = {k: jax.device_put(x, place) for k, x in zip(NAMES, values, strict=True)}
+    return {"m": jax.tree.map(jnp.zeros_like, w), "w": w}
+
+
+def program_of(state):
+    jitted = jax.jit(update)
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    return StepProgram(jitted, form, (state,), {}, even_for_nothing=False)
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_as_much_is_copied_as_the_plan_says(place, steps):
+    """Of groups that do not leave whole in one block; the others' values travel as they are."""
+    state = fresh(place)
+    program = program_of(state)
+    leaves = jax.tree.leaves(state)
+    size = measure_bytes(program, leaves)
+    assert len(size.units) > 3 * steps
+    blocks = fill_blocks(size.units, steps, "").blocks
+    departures = [make_departure(program, {u: size.units[u] for u in b}, leaves) for b in blocks]
+    planned = copied_bytes(size.units, blocks)
+    for departure, num_bytes in zip(departures, planned, strict=True):
+        padding = departure.cut.staged_bytes - num_bytes
+        assert 0 <= padding <= 64 * len(departure.cut.chunks) * (num_bytes > 0)
+    assert (sum(planned) > 0) == (steps == 3)  # a block and a half: the second group is cut
+    assert sum(planned) < size.retained
+    follows = [sum(size.units[u].retained_bytes for u in b) for b in blocks]
+    held = [
+        d.cut.held_bytes - d.cut.staged_bytes + n for d, n in zip(departures, planned, strict=True)
+    ]
+    assert held == follows
+    assert sum(follows) == size.retained
+
+
+def test_replicas_copy_the_slices_that_they_send(monkeypatch):
+    monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
+    state = fresh(NamedSharding(MESH, PartitionSpec()))
+    program, leaves = program_of(state), jax.tree.leaves(state)
+    size = measure_bytes(program, leaves)
+    assert copied_bytes(size.units, (tuple(range(len(size.units))),)) == [size.retained]
+    departure = make_departure(program, dict(enumerate(size.units)), leaves)
+    assert departure.cut.staged_bytes == departure.cut.held_bytes == size.retained // 8
+
+
+class Loop:
+    """A loop under a manager whose worker stops at the first update until it may go on."""
+
+    def __init__(self, directory, steps, place, monkeypatch):
+        options = ocp.CheckpointManagerOptions(save_interval_steps=8)
+        self.manager = GoCkptManager(directory, options=options, window=WindowOptions(steps=steps))
+        self.step = self.manager.wrap(jax.jit(update, donate_argnums=0))
+        self.session = self.manager._gockpt_session
+        self.state, self.label = fresh(place), 0
+        self.window, self.retained = None, []
+        self.at_update, self.may_go = threading.Event(), threading.Event()
+        follow, land_update = OpenWindow.follow, EarlyChunks.update
+
+        def noting(window, cut):
+            self.window = window
+            refs = [weakref.ref(x) for x in cut]
+            follow(window, cut)
+            whole = {left.values[n][1] for left in window._left for n in left.cut._whole}
+            self.retained = [(x, i in whole) for i, x in enumerate(refs)]
+
+        def stopping(early, cut):
+            self.at_update.set()
+            assert self.may_go.wait(10)
+            land_update(early, cut)
+
+        monkeypatch.setattr(OpenWindow, "follow", noting)
+        monkeypatch.setattr(EarlyChunks, "update", stopping)
+
+    def update(self):
+        self.state = self.step(self.state)
+
+    def save(self):
+        self.manager.save(self.label, args=GoCkptSave(self.state))
+        self.label += 1
+
+    def until_a_window_opens(self):
+        self.update()
+        while self.window is None:
+            self.save()
+            self.update()
+        assert self.at_update.wait(60)
+
+
+@pytest.mark.parametrize(("steps", "place"), [(3, "one device"), (4, "one device"), (4, "sharded")])
+def test_what_nothing_follows_is_free_when_the_step_has_run(tmp_path, steps, place, monkeypatch):
+    """And what is copied too; only what follows is there, and counted, until it has been pulled."""
+    loop = Loop(tmp_path, steps, PLACES[place], monkeypatch)
+    with loop.manager:
+        loop.until_a_window_opens()
+        dropped, counted = 0, 0
+        for armed in range(1, steps):
+            loop.session._watcher.wait_until_idle()
+            alive = [stays for x, stays in loop.retained if x() is not None]
+            assert all(alive), "a value is referred to that nobody sends"
+            dropped += sum(not stays for _, stays in loop.retained)
+            left = loop.window._left
+            counted += sum(d.cut.held_bytes for d in left)
+            blocks = sum(d.state.staged_bytes for d in left[1:])  # the first has landed
+            assert loop.session._device.used_bytes == counted + blocks
+            if armed < steps - 1:
+                loop.save()
+                loop.update()
+        assert dropped
+        loop.may_go.set()
+        loop.save()
+        wanted, label = jax.tree.map(np.array, loop.state), loop.label - 1
+        loop.manager.wait_until_finished()
+        report = loop.manager.last_report
+        assert (report.step, report.kind, report.window_steps) == (label, "window", steps)
+        jax.tree.map(np.testing.assert_array_equal, loop.manager.restore(label), wanted)
+        loop.session._watcher.wait_until_idle()
+        assert loop.session._device.used_bytes == 0
+
+
+class Result:
+    """Of a step that runs until it is told to end."""
+
+    def __init__(self, has_run, error=None):
+        self.has_run, self.error = has_run, error
+
+    def block_until_ready(self):
+        assert self.has_run.wait(60)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def room():
+    watcher = Worker("a test")
+    yield StepRoom(ByteBudget(100), watcher), watcher
+    watcher.close()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the step failed")])
+def test_room_is_given_back_in_two_parts(room, error):
+    room, watcher = room
+    has_run = threading.Event()
+    room.take(90)
+    results = [Result(has_run, error)]
+    ref = weakref.ref(results[0])
+    pulled = room.dispatched(results, 30)
+    results.clear()
+    room.give_back()  # has nothing more to give
+    assert room._device.used_bytes == 90
+    has_run.set()
+    watcher.wait_until_idle()
+    assert room._device.used_bytes == 30
+    assert error is not None or ref() is None  # its traceback refers to it
+    pulled()
+    assert room._device.used_bytes == 0
+
+
+def test_what_follows_is_free_only_when_nobody_waits_for_it_any_more(room):
+    """The one who waits for the step refers to what follows; a pull may be seen to end before."""
+    room, _ = room
+    has_run, ended = threading.Event(), []
+    room.take(90)
+    pulled = room.dispatched([Result(has_run)], 30)
+    landing = threading.Thread(target=lambda: (pulled(), ended.append(True)))
+    landing.start()
+    assert (room._device.used_bytes, ended) == (90, [])
+    has_run.set()
+    landing.join(60)
+    assert (room._device.used_bytes, ended) == (0, [True])
+
+
+def test_a_step_that_did_not_run_gives_all_back(room):
+    room, _ = room
+    room.take(90)
+    room.give_back()
+    assert room._device.used_bytes == 0
+
+
+def test_more_than_was_foreseen_is_counted(room):
+    """The compiler put a value elsewhere than its leaf, so it is copied."""
+    room, watcher = room
+    room.take(20)
+    pulled = room.dispatched([], 50)
+    watcher.wait_until_idle()
+    assert room._device.used_bytes == 50
+    pulled()
+    assert room._device.used_bytes == 0
