@@ -88,7 +88,7 @@ def _cut_of(
     values, chunks = [], []
     for u, unit in units.items():
         for i in program.groups[unit.group].retained:
-            spec, given = program.cut_arrays[i], unit.placed if cut is None else cut[i]
+            spec, given = program.cut_arrays[i], unit.given if cut is None else cut[i]
             values.append((u, i))
             source = Source(spec.shape, spec.dtype, given, unit.placed)
             chunks.append(Chunk(source, unit.start, unit.stop))

@@ -7,6 +7,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.host_budget import HostBudget
@@ -45,11 +46,13 @@ class Opener:
       worker: Takes what leaves.
       device: Budget for staged copies and retained values.
       host: Says what there is room for.
+      replicas: How they share what leaves.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
         planner: Planner, *, worker: Worker, device: ByteBudget, host: HostBudget,
+        replicas: Replicas,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
@@ -58,8 +61,9 @@ class Opener:
         self._worker = worker
         self._device = device
         self._host = host
+        self._replicas = replicas
         self._agreement = Agreement(options, processes)
-        self._auditor = Auditor(options.audit, worker, device=device, host=host)
+        self._auditor = Auditor(options.audit, worker, device=device, host=host, replicas=replicas)
         self._deferral: _Deferral | None = None
 
     def open(
@@ -103,6 +107,7 @@ class Opener:
             departures=self._planner.departures(program, plan, size, leaves), units=size.units,
             retained_bytes=size.retained, worker=self._worker, device=self._device, host=self._host,
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
+            replicas=self._replicas,
         )  # fmt: skip
         if no_room is not None:
             window.give_up()

@@ -11,7 +11,7 @@ import jax
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer.staging import device_bytes
+from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
 from gockpt_jax.window.choice import choose, fill
 from gockpt_jax.window.cost import Terms, Unit, describe_bytes
 from gockpt_jax.window.units import GroupUnit, units_of
@@ -38,11 +38,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes on one device.
+    """Bytes of one device.
 
     Attributes:
-      leaves: Of each leaf of the state.
-      retained: Of all cut values together, in every armed step.
+      leaves: Of each leaf of the state, what the device sends.
+      retained: Of all cut values together, what it holds in every armed step.
       units: What may leave early.
     """
 
@@ -56,16 +56,23 @@ class StateBytes:
         return sum(u.retained_bytes for u in self.units if u.is_copied)
 
     @property
+    def followers(self) -> int:
+        """Of retained values, what it sends after a step, once everything has left."""
+        return sum(u.retained_bytes for u in self.units)
+
+    @property
     def late(self) -> int:
         """Of what no unit holds: it leaves at the sealed version."""
         return sum(self.leaves) - sum(u.state_bytes for u in self.units)
 
 
-def measure_bytes(program: StepProgram, leaves: Sequence[jax.Array]) -> StateBytes:
-    """Bytes on one device, of the state as the last update returned it."""
-    units = units_of(program, leaves)
-    retained = sum(u.retained_bytes for u in units)
-    return StateBytes(tuple(device_bytes(a) for a in leaves), retained, units)
+def measure_bytes(
+    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas = FIRST_ALONE
+) -> StateBytes:
+    """Bytes of one device, of the state as the last update returned it."""
+    units = units_of(program, leaves, replicas)
+    retained = sum(u.held_bytes for u in units)
+    return StateBytes(tuple(replicas.source(a).shard_bytes for a in leaves), retained, units)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

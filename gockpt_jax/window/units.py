@@ -21,6 +21,7 @@ from gockpt_jax.transfer.chunks import (
     row_ranges,
 )
 from gockpt_jax.transfer.layout import LARGE_BYTES
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.cost import Unit
 
 _UNITS_PER_WINDOW = 60
@@ -37,17 +38,24 @@ class GroupUnit(Unit):
       start: Of the elements of a local shard, row by row, the first that leaves.
       stop: The one after the last.
       placed: By whose shards the group's leaves and retained values travel.
-      is_copied: Whether retained values are copied before they travel: rows, or small arrays.
+      given: Where an armed step's retained values are taken to lie, until it has run.
+      held_bytes: Of retained values on the device: replicas hold more than follows.
+      is_copied: Whether retained values are copied before they travel: rows, slices of replicas, or
+        small arrays.
     """
 
     group: int
     start: int
     stop: int
     placed: Any
+    given: Any
+    held_bytes: int
     is_copied: bool
 
 
-def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUnit, ...]:
+def units_of(
+    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas
+) -> tuple[GroupUnit, ...]:
     """What may leave early, in the program's order: groups, and rows of large ones.
 
     A retained value is counted with the placement of the leaf that it replays.
@@ -55,14 +63,15 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
     Args:
       program: The step's.
       leaves: Of its state, as the last update returned it.
+      replicas: How they share what leaves.
     """
-    placed = [placement(leaves, group.leaves) for group in program.groups]
+    placed = [placement(leaves, group.leaves, replicas) for group in program.groups]
     sources = [
         [Source.of(leaves[j], place) for j in group.leaves]
         for group, place in zip(program.groups, placed, strict=True)
         if place is not None
     ]
-    total = sum(_bytes(s, s.shard_size) for group in sources for s in group)
+    total = sum(s.shard_bytes for group in sources for s in group)
     unit_bytes = max(MIN_CHUNK_BYTES, -(-total // _UNITS_PER_WINDOW))
     found = iter(sources)
     units: list[GroupUnit] = []
@@ -70,31 +79,37 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
         if place is None:
             continue
         of_group = next(found)
+        given = _given([s.given for s in of_group], place, len(of_group[0].shape))
+        held = dataclasses.replace(of_group[0], placed=given).shard_size // of_group[0].shard_size
         itemsizes = [program.cut_arrays[i].dtype.itemsize for i in group.retained]
         for start, stop in _ranges(of_group, unit_bytes):
             units.append(
                 GroupUnit(
                     state_bytes=sum(_bytes(s, stop - start) for s in of_group),
                     retained_bytes=sum(itemsizes) * (stop - start),
-                    group=g, start=start, stop=stop, placed=place,
-                    is_copied=stop - start < of_group[0].shard_size
+                    group=g, start=start, stop=stop, placed=place, given=given,
+                    held_bytes=held * sum(itemsizes) * (stop - start),
+                    is_copied=stop - start < of_group[0].shard_size or held > 1
                     or min(itemsizes, default=0) * stop < LARGE_BYTES,
                 )
             )  # fmt: skip
     return tuple(units)
 
 
-def placement(leaves: Sequence[jax.Array], group: Sequence[int]) -> jax.sharding.Sharding | None:
+def placement(
+    leaves: Sequence[jax.Array], group: Sequence[int], replicas: Replicas
+) -> jax.sharding.Sharding | None:
     """By whose shards a group travels: those of its most sharded leaf.
 
     The moments of ZeRO-1 are cut over the replicas of their parameter: each device then takes of
-    the parameter, and of its gradient, the rows of which it has the moments.
+    the parameter, and of its gradient, the rows of which it has the moments. Where all leaves are
+    replicated, each replica takes the slice that it writes.
 
     Returns:
       The placement; `None` if the group cannot leave early: its leaves lie on different devices, or
       differently on devices of several processes, where each writes what it has.
     """
-    shardings = [leaves[j].sharding for j in group]
+    shardings = [replicas.placed(leaves[j]) for j in group]
     like = min(shardings, key=lambda s: Source.of(leaves[group[0]], s).shard_size)
     others = [s for s in shardings if not s.is_equivalent_to(like, leaves[group[0]].ndim)]
     sources = [Source.of(leaves[j], like) for j in group]
@@ -105,6 +120,14 @@ def placement(leaves: Sequence[jax.Array], group: Sequence[int]) -> jax.sharding
     ):
         return None
     return like
+
+
+def _given(
+    shardings: Sequence[jax.sharding.Sharding], placed: jax.sharding.Sharding, ndim: int
+) -> jax.sharding.Sharding:
+    """Where a group's retained values are taken to lie: as its leaves do, if all lie alike."""
+    alike = all(s.is_equivalent_to(shardings[0], ndim) for s in shardings)
+    return shardings[0] if alike else placed
 
 
 def _ranges(sources: Sequence[Source], unit_bytes: int) -> list[tuple[int, int]]:

@@ -52,6 +52,8 @@ def unit_of(group: int, start: int = 0, stop: int = SIZE) -> GroupUnit:
         start=start,
         stop=stop,
         placed=sharding,
+        given=sharding,
+        held_bytes=0,
         is_copied=True,
     )
 
