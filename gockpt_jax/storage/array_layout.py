@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -38,8 +40,8 @@ def _stock_replica_parallel() -> bool:
 class ReplicaLayout:
     """How stock cuts replicated shards into chunks; the fields are those of its `ArrayHandler`.
 
-    Where stock lets R replicas write 1/R of each shard, a chunk is such a slice. This fixes the
-    layout on disk only: who writes which box is the business of the shards given to us.
+    Where stock lets R replicas write 1/R of each shard, a chunk is such a slice. Who writes which
+    is settled where it is taken (`transfer/replicas.py`), from `write_shape`.
 
     Attributes:
         use_replica_parallel: Whether chunks are replica slices.
@@ -50,6 +52,27 @@ class ReplicaLayout:
     use_replica_parallel: bool = dataclasses.field(default_factory=_stock_replica_parallel)
     min_slice_bytes: int = 0
     max_replicas: int | None = None
+
+    def write_shape(self, shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Shape:
+        """Returns the shape of what one replica writes under stock: the chunk before splitting."""
+        shard = tuple(sharding.shard_shape(shape))
+        if not self.use_replica_parallel or not _may_slice(shard, sharding):
+            return shard
+        replicas = len(sharding.device_set) * math.prod(shard) // math.prod(shape)
+        replicas = min(replicas, self.max_replicas or replicas)
+        axis = next((i for i, n in enumerate(shard) if n % replicas == 0), None)
+        if replicas <= 1 or axis is None:
+            return shard
+        piece = (*shard[:axis], shard[axis] // replicas, *shard[axis + 1 :])
+        too_small = math.prod(piece) * np.dtype(dtype).itemsize < self.min_slice_bytes
+        return shard if too_small else piece
+
+
+def _may_slice(shard: Shape, sharding: jax.sharding.Sharding) -> bool:
+    """Stock leaves small arrays in pinned host memory whole: slicing them might hang there."""
+    if sharding.memory_kind != "pinned_host":
+        return True
+    return len(shard) >= 2 and math.prod(shard) % 1024 == 0 and shard[-1] % 128 == 0
 
 
 def replica_layout(
@@ -64,31 +87,18 @@ def replica_layout(
     return ReplicaLayout(**{name: value for name, value in given.items() if value is not None})
 
 
+def replica_layout_of(options: Mapping[str, Any]) -> ReplicaLayout:
+    """Returns the layout of a handler with these options, by `ArrayHandler`'s names for them."""
+    return replica_layout(
+        options.get("use_replica_parallel"),
+        options.get("min_slice_bytes_for_replica_parallel"),
+        options.get("max_replicas_for_replica_parallel"),
+    )
+
+
 def default_chunk_bytes(info: ocp.type_handlers.ParamInfo) -> int:
     """Returns the largest chunk, in bytes, where the user says nothing."""
     return _CHUNK_BYTES if info.is_ocdbt_checkpoint else _FILE_CHUNK_BYTES
-
-
-def write_shape(array: HostArray, layout: ReplicaLayout) -> Shape:
-    """Returns the shape of what one replica writes under stock: the chunk before any splitting."""
-    shard = tuple(array.sharding.shard_shape(array.shape))
-    if not layout.use_replica_parallel or not _may_slice(array, shard):
-        return shard
-    replicas = len(array.sharding.device_set) * math.prod(shard) // array.size
-    replicas = min(replicas, layout.max_replicas or replicas)
-    axis = next((i for i, n in enumerate(shard) if n % replicas == 0), None)
-    if replicas <= 1 or axis is None:
-        return shard
-    piece = (*shard[:axis], shard[axis] // replicas, *shard[axis + 1 :])
-    too_small = math.prod(piece) * array.dtype.itemsize < layout.min_slice_bytes
-    return shard if too_small else piece
-
-
-def _may_slice(array: HostArray, shard: Shape) -> bool:
-    """Stock leaves small arrays in pinned host memory whole: slicing them might hang there."""
-    if array.sharding.memory_kind != "pinned_host":
-        return True
-    return array.ndim >= 2 and math.prod(shard) % 1024 == 0 and shard[-1] % 128 == 0
 
 
 def chunk_shape(
@@ -175,7 +185,7 @@ def array_layout(
     `chunk_bytes` is what `args.chunk_byte_size` is taken for where it is not given.
     """
     stored = array.dtype if args.dtype is None else np.dtype(args.dtype)
-    write = write_shape(array, replica_layout)
+    write = replica_layout.write_shape(array.shape, array.dtype, array.sharding)
     limit_bytes = args.chunk_byte_size or max(chunk_bytes, stored.itemsize)
     target_bytes = data_file_bytes(info)
     # An OCDBT data file should hold a chunk, so stock splits bigger ones; 0 means no such limit.

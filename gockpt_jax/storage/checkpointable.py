@@ -1,17 +1,17 @@
 """The face for Orbax's v1: a checkpointable whose saves leave the device through windows."""
 
 import asyncio
-import inspect
 from collections.abc import Awaitable
 from typing import Any
 
-import jax
 from orbax.checkpoint import v1
 
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage.commit import vote
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
 from gockpt_jax.telemetry.report import PendingReport
 from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.processes import PATIENCE_SECS
 
 
 class GoCkptCheckpointable(WindowFace):
@@ -74,15 +74,20 @@ class GoCkptCheckpointable(WindowFace):
         path = directory.path
         futures = await self._handler.async_save(path, GoCkptSave(self.item))
 
+        label = self._handler.label
+
         async def write() -> None:
             await directory.await_creation()
             for future in futures:
                 await asyncio.to_thread(future.result)
-            # v1 asks nobody to finalize, so the processes agree among themselves.
-            await _barrier("written", path)
+            # v1 asks nobody to finalize. The others would wait for one that fails in it.
+            error = None
             if v1.multihost.is_primary_host(0):
-                await asyncio.to_thread(self._handler.finalize, path)
-            await _barrier("finalized", path)
+                try:
+                    await asyncio.to_thread(self._handler.finalize, path)
+                except Exception as failed:
+                    error = failed
+            await asyncio.to_thread(self._agree, label, error)
 
         return write()
 
@@ -106,17 +111,16 @@ class GoCkptCheckpointable(WindowFace):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _agree(self, label: int, error: Exception | None) -> None:
+        """Raises what has failed in finalizing, on every process."""
+        processes = self._gockpt_session.processes
+        if processes.several:
+            failure = vote(processes, "finalized", label, error, PATIENCE_SECS)
+            if failure is not None:
+                raise failure from error
+        elif error is not None:
+            raise error
+
     @property
     def _gockpt_pending(self) -> PendingReport | None:
         return self._handler.pending
-
-
-async def _barrier(phase: str, path: Any) -> None:
-    """All processes have come so far with the save at this path."""
-    if jax.process_count() == 1:
-        return
-    reached = v1.multihost.sync_global_processes(
-        f"gockpt_jax_{phase}_{path.name}", operation_id=f"{path.parent.name}.{phase}"
-    )
-    if inspect.isawaitable(reached):
-        await reached

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import bucket, checksums
+from gockpt_jax.storage.array_layout import replica_layout_of
 from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.host_array import HostArray
 from gockpt_jax.storage.policies import labels_of_policy
@@ -23,6 +24,7 @@ from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats
 from gockpt_jax.storage.written import Failed, Voting, Written
 from gockpt_jax.telemetry.report import PendingReport, SaveRecord
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
 
@@ -74,7 +76,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         together = options.setdefault(
             "multiprocessing_options", ocp.options.MultiprocessingOptions()
         )
-        self._open_windows(window, processes or Processes(together.active_processes))
+        # What a process takes is what Orbax has it write.
+        replicas = Replicas(replica_layout_of(options).write_shape)
+        self._open_windows(window, processes or Processes(together.active_processes), replicas)
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False

@@ -21,7 +21,6 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.taken import TakenSave
 from gockpt_jax.telemetry.report import PendingReport
-from gockpt_jax.transfer.staging import owned_bytes
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
@@ -165,7 +164,7 @@ class WaitingRoom:
             return None
         ours = [args.item for name, args in items.items() if self._is_ours(name, args)]
         arrays = [x for x in jax.tree.leaves(ours) if isinstance(x, jax.Array)]
-        num_bytes = sum(owned_bytes(a) for a in arrays if not a.is_deleted())
+        num_bytes = sum(session.replicas.owned_bytes(a) for a in arrays if not a.is_deleted())
         why_not = session.host.why_no_room(num_bytes)
         if why_not is None or self.occupant is None:
             return why_not

@@ -69,6 +69,11 @@ class Source:
         """Elements that one shard stores."""
         return math.prod(self.shard_shape)
 
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one shard."""
+        return self.shard_size * int(self.stored_dtype.itemsize)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:

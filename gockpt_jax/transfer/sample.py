@@ -18,7 +18,8 @@ from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax.transfer.chunks import has_whole_bytes, is_key_type
 from gockpt_jax.transfer.compiling import Programs
-from gockpt_jax.transfer.pull import HostChunk, Pull, owned_shards, start_pull
+from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
+from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
 
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
@@ -42,10 +43,10 @@ def share_out(shards: int, fraction: float) -> tuple[int, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """A shard, cut into boxes of one size; each is a run of consecutive elements.
+    """A piece of an array, cut into boxes of one size; each is a run of consecutive elements.
 
     Attributes:
-      shape: Of the shard.
+      shape: Of the piece.
       sizes: Of a box.
       axis: The dimension that is cut: sizes are 1 before it and whole after it.
     """
@@ -74,7 +75,7 @@ class Grid:
         return (*map(int, lead), first, *rest)
 
     def run(self, box: int) -> slice:
-        """Where a box is among the shard's elements, row by row."""
+        """Where a box is among the piece's elements, row by row."""
         start = int(np.ravel_multi_index(self.start(box), self.shape)) if self.shape else 0
         return slice(start, start + math.prod(self.sizes))
 
@@ -100,8 +101,8 @@ def can_be_sampled(array: jax.Array) -> bool:
     return has_whole_bytes(array.dtype) and not is_key_type(array.dtype)
 
 
-Cut = tuple[jax.Array, Grid, int]
-"""An array of one device, alive; how it is cut; which box is taken."""
+Cut = tuple[Piece, Grid, int]
+"""What is written as one, alive; how it is cut; which box is taken."""
 
 
 class Sample:
@@ -120,38 +121,42 @@ class Sample:
 def sample_bytes(cuts: Sequence[Cut]) -> int:
     """Bytes of the boxes, on the device that holds the most of them."""
     by_device: dict[Any, int] = defaultdict(int)
-    for shard, grid, _ in cuts:
-        by_device[_device(shard)] += math.prod(grid.sizes) * shard.dtype.itemsize
+    for piece, grid, _ in cuts:
+        by_device[_device(piece.shard)] += math.prod(grid.sizes) * piece.shard.dtype.itemsize
     return max(by_device.values(), default=0)
 
 
 def start_sample(cuts: Sequence[Cut]) -> Sample:
     """Copies boxes on their devices and starts the pulls; returns at once."""
-    starts = [np.asarray(grid.start(box), np.int32) for _, grid, box in cuts]
+    starts = [np.add(p.start, grid.start(box)).astype(np.int32) for p, grid, box in cuts]
     # Explicitly: the user's transfer guard may forbid what happens by itself.
-    placed = jax.device_put(starts, [_beside(shard) for shard, _, _ in cuts])
+    placed = jax.device_put(starts, [_beside(p.shard) for p, _, _ in cuts])
     return Sample(
         [
-            start_pull(_programs.needed(*_program(shard, grid))(shard, start))
-            for (shard, grid, _), start in zip(cuts, placed, strict=True)
+            start_pull(_programs.needed(*_program(p.shard, grid))(p.shard, start))
+            for (p, grid, _), start in zip(cuts, placed, strict=True)
         ]
     )
 
 
-def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float) -> None:
+def compile_samples_ahead(
+    arrays: Sequence[jax.Array], fraction: float, replicas: Replicas = FIRST_ALONE
+) -> None:
     """Compiles what `start_sample` will need for these arrays, on a thread of its own.
 
     Args:
       arrays: Arrays like those that will be sampled together; only looked at before this returns.
         If another step has donated them, their programs are compiled when they are needed.
       fraction: Of all their bytes.
+      replicas: How they share the arrays.
     """
     if any(a.is_deleted() for a in arrays):
         return
-    shards = [s.data for a in arrays if can_be_sampled(a) for s in owned_shards(a)]
-    _, part = share_out(len(shards), fraction)
-    for shard in shards:
-        _programs.wanted(*_program(shard, grid_of(shard.shape, shard.dtype.itemsize, part)))
+    pieces = [p for a in arrays if can_be_sampled(a) for p in replicas.pieces(a)]
+    _, part = share_out(len(pieces), fraction)
+    for piece in pieces:
+        grid = grid_of(piece.shape, piece.shard.dtype.itemsize, part)
+        _programs.wanted(*_program(piece.shard, grid))
 
 
 # Leaves of one shape share a program. One for many boxes would take seconds to compile: 26 ms per

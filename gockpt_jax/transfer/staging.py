@@ -1,4 +1,4 @@
-"""Staging: whole arrays, copied into fresh device buffers; and what arrays weigh.
+"""Staging: whole arrays, copied into fresh device buffers.
 
 Blocks (`block.py`) stage what their programs can pack; what is left is copied here. The next step
 donates the state's buffers, so no transfer may ever be started on them: on a GPU the step would
@@ -6,7 +6,6 @@ wait for the whole of it (docs/guarantees.md, invariant 3). The copies are ours,
 them, and the transfer may take as long as it likes.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -14,25 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gockpt_jax.transfer.chunks import Source, has_whole_bytes, in_host_memory, is_key_type
-
-
-def device_bytes(array: jax.Array) -> int:
-    """Bytes of an array on one device (every device holds one shard of the same size)."""
-    source = Source.of(array)
-    return source.shard_size * int(source.stored_dtype.itemsize)
-
-
-def owned_bytes(array: jax.Array) -> int:
-    """Bytes of the shards that this process writes."""
-    return device_bytes(array) * len([s for s in array.addressable_shards if s.replica_id == 0])
-
-
-def owned_bytes_at_most(array: jax.Array) -> int:
-    """As `owned_bytes`, of donated arrays too; too many where processes hold the same shards."""
-    shard_size = math.prod(array.sharding.shard_shape(array.shape))
-    shards = math.prod(array.shape) // max(shard_size, 1)
-    return device_bytes(array) * min(shards, len(array.sharding.addressable_devices))
+from gockpt_jax.transfer.chunks import has_whole_bytes, in_host_memory, is_key_type
 
 
 def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -14,7 +14,8 @@ from gockpt_jax.replay.audit import UNEQUAL, difference, scale_of
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures, SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.pull import HostChunk, owned_shards
+from gockpt_jax.transfer.pull import HostChunk
+from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
 from gockpt_jax.transfer.sample import (
     Cut,
     Grid,
@@ -30,7 +31,7 @@ from gockpt_jax.window.worker import Worker
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Box:
-    """What is compared: of a leaf, of the n-th shard that this process owns, one box of a grid."""
+    """What is compared: of a leaf, of the n-th piece that this process writes, a box of a grid."""
 
     path: str
     number: int
@@ -38,12 +39,12 @@ class _Box:
     box: int
 
 
-_Pair = tuple[_Box, jax.Array]  # with the shard itself
+_Pair = tuple[_Box, Piece]
 _NAMED = 5  # leaves in an error's text
 
 
 def _cuts(pairs: Sequence[_Pair]) -> list[Cut]:
-    return [(shard, box.grid, box.box) for box, shard in pairs]
+    return [(piece, box.grid, box.box) for box, piece in pairs]
 
 
 class Auditor:
@@ -54,15 +55,18 @@ class Auditor:
       worker: Lands the samples.
       device: Budget for the samples.
       host: Accounts for them on the host.
+      replicas: How they share the leaves.
     """
 
     def __init__(
-        self, options: Audit | None, worker: Worker, *, device: ByteBudget, host: ByteBudget
-    ):
+        self, options: Audit | None, worker: Worker, *, device: ByteBudget, host: ByteBudget,
+        replicas: Replicas = FIRST_ALONE,
+    ):  # fmt: skip
         self._options = options
         self._worker = worker
         self._device = device
         self._host = host
+        self._replicas = replicas
         self._turns: collections.Counter[Any] = collections.Counter()  # by what is saved together
         self._demoted: dict[str, str] = {}  # reasons, by path; the worker thread writes
 
@@ -103,21 +107,21 @@ class Auditor:
         return pending
 
     def _next_boxes(self, leaves: Mapping[str, jax.Array], fraction: float) -> list[_Pair]:
-        """What has its turn: first one shard of each leaf, on different devices, then another."""
-        order: list[tuple[int, int, str, int, jax.Shard]] = []
+        """What has its turn: first one piece of each leaf, on different devices, then another."""
+        order: list[tuple[int, int, str, int, Piece]] = []
         for i, (path, array) in enumerate(leaves.items()):
-            owned = owned_shards(array)
-            order += [((n - i) % len(owned), i, path, n, shard) for n, shard in enumerate(owned)]
+            owned = self._replicas.pieces(array)
+            order += [((n - i) % len(owned), i, path, n, piece) for n, piece in enumerate(owned)]
         order.sort(key=lambda entry: entry[:2])
         number, part = share_out(len(order), fraction)
         first = self._turns[frozenset(leaves)]
         self._turns[frozenset(leaves)] += number
         pairs = []
         for at in range(first, first + number):
-            _, _, path, n, shard = order[at % len(order)]
-            grid = grid_of(shard.data.shape, shard.data.dtype.itemsize, part)
+            _, _, path, n, piece = order[at % len(order)]
+            grid = grid_of(piece.shape, piece.shard.dtype.itemsize, part)
             # Each time round, the box is the next one.
-            pairs.append((_Box(path, n, grid, at // len(order) % grid.count), shard.data))
+            pairs.append((_Box(path, n, grid, at // len(order) % grid.count), piece))
         return pairs
 
     def _batches(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
@@ -194,7 +198,7 @@ class PendingAudit:
         """Compares replayed leaves with the sample.
 
         Args:
-          final: The chunks of each leaf, by path, in the order of its owned shards.
+          final: The chunks of each leaf, by path, in the order of its pieces.
 
         Raises:
           AuditError: if a chunk is further from the device's own than the bound.

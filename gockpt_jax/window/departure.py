@@ -95,7 +95,7 @@ def _cut_of(
     for run in _runs(program, units):
         first, last = units[run[0]], units[run[-1]]
         for i in program.groups[first.group].retained:
-            spec, given = program.cut_arrays[i], first.placed if cut is None else cut[i]
+            spec, given = program.cut_arrays[i], first.given if cut is None else cut[i]
             values.append((run, i))
             source = Source(spec.shape, spec.dtype, given, first.placed)
             chunks.append(Chunk(source, first.start, last.stop))

@@ -8,6 +8,7 @@ from gockpt_jax.telemetry.report import PendingReport, ReportLog, SaveReport
 from gockpt_jax.training.call import Places
 from gockpt_jax.training.nested import NestedStep, wrap_step
 from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.session import Session
 
@@ -22,7 +23,9 @@ class WindowFace:
     _gockpt_session: Session
     _gockpt_log: ReportLog
 
-    def _open_windows(self, options: WindowOptions | None, processes: Processes) -> None:
+    def _open_windows(
+        self, options: WindowOptions | None, processes: Processes, replicas: Replicas
+    ) -> None:
         """Starts a session of processes that save together.
 
         Raises:
@@ -36,7 +39,7 @@ class WindowFace:
             )
         self._gockpt_window_options = options
         self._gockpt_log = ReportLog()
-        self._gockpt_session = Session(options, processes)
+        self._gockpt_session = Session(options, processes, replicas)
 
     def _share_windows(self, other: "WindowFace") -> None:
         """Takes part in another's session."""

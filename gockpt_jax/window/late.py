@@ -14,19 +14,23 @@ from gockpt_jax.transfer.chunks import (
     Source,
     can_be_cut,
     in_host_memory,
-    is_key_type,
     row_ranges,
 )
 from gockpt_jax.transfer.layout import ALIGNMENT_BYTES
-from gockpt_jax.transfer.pull import Box, HostChunk, Pull, owned_shards
-from gockpt_jax.transfer.staging import owned_bytes
+from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
 
 
 def take_now(
-    arrays: Sequence[jax.Array], worker: Worker, *, device: ByteBudget, host: ByteBudget
+    arrays: Sequence[jax.Array],
+    worker: Worker,
+    *,
+    device: ByteBudget,
+    host: ByteBudget,
+    replicas: Replicas = FIRST_ALONE,
 ) -> dict[int, list[ChunkSlot]]:
     """Stages arrays and starts their pulls; waits only while the device budget is used up.
 
@@ -35,18 +39,21 @@ def take_now(
       worker: Lands them.
       device: Budget for the copies.
       host: Accounts for bytes on the host.
+      replicas: How they share what is taken.
 
     Returns:
-      For each array, by its `id`, the slots of the shards that this process writes.
+      For each array, by its `id`, the slots of what this process writes.
     """
-    slots = [make_slots(owned_boxes(a)) for a in arrays]
+    slots = [make_slots(replicas.boxes(a)) for a in arrays]
     landings = [Landing() for _ in arrays]
     chunks = [
-        (n, chunk) for n, a in enumerate(arrays) for chunk in _late_chunks(a, device.limit_bytes)
+        (n, chunk)
+        for n, a in enumerate(arrays)
+        for chunk in _late_chunks(replicas.source(a), device.limit_bytes)
     ]
 
     # From now on, not from when they land: a window that opens meanwhile must not take their room.
-    held_bytes = [owned_bytes(a) for a in arrays]
+    held_bytes = [replicas.owned_bytes(a) for a in arrays]
     host.add(sum(held_bytes))
     lost: set[int] = set()
 
@@ -111,13 +118,6 @@ def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> Pull[list[list[
         return block.start_pull(staged)
 
 
-def owned_boxes(array: jax.Array) -> list[Box]:
-    """Positions of the shards that this process writes, in the array as it is stored."""
-    # No computation: JAX hands out the array below the keys, which the shards of keys do not show.
-    stored = jax.random.key_data(array) if is_key_type(array.dtype) else array
-    return [s.index for s in owned_shards(stored)]
-
-
 def _landing(
     positions: Sequence[int], pull: Pull[list[list[HostChunk]]],
     land: Callable[[int, Sequence[HostChunk]], None], failed: Callable[[int, BaseException], None],
@@ -146,9 +146,9 @@ def _staged_bytes(chunk: Chunk) -> int:
     return -(-chunk.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _late_chunks(array: jax.Array, limit_bytes: int | None) -> list[Chunk]:
+def _late_chunks(source: Source, limit_bytes: int | None) -> list[Chunk]:
     """An array as it fits the device budget: whole, or in parts of half of it."""
-    whole = Chunk.whole(Source.of(array))
+    whole = Chunk.whole(source)
     if limit_bytes is None or whole.num_bytes <= limit_bytes or not can_be_cut(whole.source):
         return [whole]
     chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, limit_bytes // 2))

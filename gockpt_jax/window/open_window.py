@@ -14,10 +14,11 @@ from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.departure import Departure, make_departure, scalar_block, scalars_of
 from gockpt_jax.window.early import CutPull, EarlyChunks
-from gockpt_jax.window.late import owned_boxes, send_late, stage_and_pull
+from gockpt_jax.window.late import send_late, stage_and_pull
 from gockpt_jax.window.plan import Plan
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
 from gockpt_jax.window.step_room import StepRoom
@@ -46,13 +47,14 @@ class OpenWindow:
       host: Accounts for bytes on the host.
       replayer: Applies the recipes.
       auditor: Compares what was replayed, and knows what must not leave early any more.
+      replicas: How they share what is taken.
     """
 
     def __init__(
         self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
         departures: Sequence[Departure], units: Sequence[GroupUnit], retained_bytes: int,
         worker: Worker, watcher: Worker, device: ByteBudget, host: ByteBudget, replayer: Replayer,
-        auditor: Auditor,
+        auditor: Auditor, replicas: Replicas,
     ):  # fmt: skip
         self.step = step
         self.program = program
@@ -65,6 +67,7 @@ class OpenWindow:
         self._worker = worker
         self._device = device
         self._auditor = auditor
+        self._replicas = replicas
         self._in_flight = ByteBudget(_BLOCKS_IN_FLIGHT)  # counts blocks
         self._early = EarlyChunks(program.groups, units, replayer, host, self.record)
         self._left: list[Departure] = []  # in that order
@@ -230,7 +233,7 @@ class OpenWindow:
         """
         self._heed_demotions()
         wanted = self._followed(arrays)
-        slots = {j: make_slots(owned_boxes(arrays[j])) for j in wanted}
+        slots = {j: make_slots(self._replicas.boxes(arrays[j])) for j in wanted}
         self.record.late_leaves = tuple(self._late.values())
         paths = self.program.positions.paths
         audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)

@@ -7,6 +7,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.host_budget import HostBudget
@@ -46,11 +47,13 @@ class Opener:
       watcher: Finds out when armed steps have run.
       device: Budget for staged copies and retained values.
       host: Says what there is room for.
+      replicas: How they share what leaves.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
         planner: Planner, *, worker: Worker, watcher: Worker, device: ByteBudget, host: HostBudget,
+        replicas: Replicas,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
@@ -60,8 +63,9 @@ class Opener:
         self._watcher = watcher
         self._device = device
         self._host = host
+        self._replicas = replicas
         self._agreement = Agreement(options, processes)
-        self._auditor = Auditor(options.audit, worker, device=device, host=host)
+        self._auditor = Auditor(options.audit, worker, device=device, host=host, replicas=replicas)
         self._deferral: _Deferral | None = None
 
     def open(
@@ -106,6 +110,7 @@ class Opener:
             retained_bytes=size.retained, worker=self._worker, watcher=self._watcher,
             device=self._device, host=self._host,
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
+            replicas=self._replicas,
         )  # fmt: skip
         if no_room is not None:
             window.give_up()

@@ -13,7 +13,7 @@ import jax
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.chunks import in_host_memory
-from gockpt_jax.transfer.staging import device_bytes
+from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
 from gockpt_jax.window.choice import choose, fill
 from gockpt_jax.window.cost import Terms, Unit, copied_bytes, describe_bytes
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
@@ -43,8 +43,8 @@ class StateBytes:
     """Bytes of one device.
 
     Attributes:
-      leaves: Of each leaf of the state.
-      retained: Of all cut values together, in every armed step.
+      leaves: Of each leaf of the state, what the device sends.
+      retained: Of all cut values together, what it holds in every armed step.
       units: What may leave early.
       in_host_memory: Of the leaves that the host holds already: they are copied there, and take
         neither room on the device nor time on the link.
@@ -71,12 +71,15 @@ class StateBytes:
         return self.sent - sum(u.state_bytes for u in self.units)
 
 
-def measure_bytes(program: StepProgram, leaves: Sequence[jax.Array]) -> StateBytes:
+def measure_bytes(
+    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas = FIRST_ALONE
+) -> StateBytes:
     """Bytes of one device, of the state as the last update returned it."""
-    weights = [device_bytes(a) for a in leaves]
+    weights = [replicas.source(a).shard_bytes for a in leaves]
     in_host = [w for w, a in zip(weights, leaves, strict=True) if in_host_memory(a.sharding)]
-    retained = retained_bytes(program, leaves)
-    return StateBytes(tuple(weights), retained, units_of(program, leaves), sum(in_host))
+    retained = retained_bytes(program, leaves, replicas)
+    units = units_of(program, leaves, replicas)
+    return StateBytes(tuple(weights), retained, units, sum(in_host))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

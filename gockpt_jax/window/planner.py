@@ -18,10 +18,10 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
-from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.meter import LINK
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.transfer.sample import compile_samples_ahead
-from gockpt_jax.transfer.staging import owned_bytes_at_most
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure, make_departure
 from gockpt_jax.window.host_budget import HostBudget
@@ -55,17 +55,20 @@ class Planner:
       device: The budget for staged copies and retained values.
       host: Says what the host has room for.
       processes: Those that make the same plan.
+      replicas: How they share what leaves.
 
     Attributes:
       clock: Learns the time of a step.
     """
 
     def __init__(
-        self, options: WindowOptions, device: ByteBudget, host: HostBudget, processes: Processes
-    ):
+        self, options: WindowOptions, device: ByteBudget, host: HostBudget, processes: Processes,
+        replicas: Replicas,
+    ):  # fmt: skip
         self.clock = StepClock()
         self._options = options
         self._processes = processes
+        self._replicas = replicas
         self._device = device
         self._host = host
         self._is_limited = False
@@ -101,7 +104,7 @@ class Planner:
             self._make_ready(step, program, leaves)
 
     def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> Plan:
-        size = measure_bytes(program, leaves)
+        size = measure_bytes(program, leaves, self._replicas)
         facts = self._facts(size, leaves)
         if program.groups:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
@@ -178,12 +181,14 @@ class Planner:
         for departure in self.departures(program, plan, size, leaves):
             departure.compile_ahead()
         early = {j for u in itertools.chain(*plan.blocks) for j in _leaves_of(u, size, program)}
-        late = [Chunk.whole(Source.of(a)) for j, a in enumerate(leaves) if j not in early]
+        late = [
+            Chunk.whole(self._replicas.source(a)) for j, a in enumerate(leaves) if j not in early
+        ]
         block_of(late).compile_ahead()
         replayer.compile_ahead(replay_specs(program, size.units), plan.steps - 1)
         if self._options.audit is not None:
             sampled = [leaves[j] for j in sorted(early)]
-            compile_samples_ahead(sampled, self._options.audit.fraction)
+            compile_samples_ahead(sampled, self._options.audit.fraction, self._replicas)
 
     def departures(
         self, program: StepProgram, plan: Plan, size: StateBytes, leaves: Sequence[jax.Array]
@@ -251,7 +256,8 @@ class Planner:
           size: Its bytes on one device.
         """
         local = {d for a in leaves for d in a.sharding.addressable_devices}
-        return sum(owned_bytes_at_most(a) for a in leaves), size.followers * len(local)
+        state_bytes = sum(self._replicas.owned_bytes_at_most(a) for a in leaves)
+        return state_bytes, size.followers * len(local)
 
 
 def measured_facts(clock: StepClock) -> Facts:

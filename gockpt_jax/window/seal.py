@@ -9,7 +9,7 @@ import jax
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.staging import owned_bytes
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
@@ -29,17 +29,19 @@ class Seal:
       worker: Lands what is taken.
       device: Budget for staged copies.
       host: Accounts for bytes on the host.
+      replicas: How they share what is taken.
     """
 
     def __init__(
         self, window: OpenWindow | None, record: SaveRecord, *,
-        worker: Worker, device: ByteBudget, host: HostBudget,
+        worker: Worker, device: ByteBudget, host: HostBudget, replicas: Replicas,
     ):  # fmt: skip
         self._window = window
         self._record = record
         self._worker = worker
         self._device = device
         self._host = host
+        self._replicas = replicas
         if window is None:  # a window's peaks are measured from its opening on
             device.reset_peak()
             host.reset_peak()
@@ -62,7 +64,8 @@ class Seal:
           HostBudgetError: if the user's host budget cannot hold the save even alone.
         """
         record = self._record
-        state_bytes = sum(owned_bytes(a) for a in arrays)
+        owned = {id(a): self._replicas.owned_bytes(a) for a in arrays}
+        state_bytes = sum(owned[id(a)] for a in arrays)
         self._host.admit_save(record.state_bytes + state_bytes)
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
@@ -73,13 +76,18 @@ class Seal:
             slots = {id(new[j]): found for j, found in early.items()}
             record.early_leaves += len(early)
         record.state_bytes += state_bytes
-        record.early_bytes += sum(owned_bytes(a) for a in arrays if id(a) in slots)
+        record.early_bytes += sum(owned[id(a)] for a in arrays if id(a) in slots)
         record.host_budget_bytes = self._host.limit_bytes
         with events.span(events.SPAN_SEAL):
             # Of an array on other processes' devices alone there is nothing to take.
             slots.update((id(a), []) for a in arrays if not a.addressable_shards)
             late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
-            slots.update(take_now(late, self._worker, device=self._device, host=self._host))
+            slots.update(
+                take_now(
+                    late, self._worker, device=self._device, host=self._host,
+                    replicas=self._replicas,
+                )
+            )  # fmt: skip
         self._worker.submit(record.drained)
         return record, [slots[id(a)] for a in arrays], audit
 

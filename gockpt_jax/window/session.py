@@ -28,6 +28,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.failures import surface, window_failed
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.open_window import OpenWindow
@@ -49,14 +50,16 @@ class Session:
     Args:
       options: The user's.
       processes: Those that save together.
+      replicas: How they share what is taken and written.
 
     Attributes:
+      replicas: As given.
       version: Updates made so far.
       host: The budget for what saves hold on the host.
       between_steps: Called on the trainer's thread before each update; may raise.
     """
 
-    def __init__(self, options: WindowOptions, processes: Processes):
+    def __init__(self, options: WindowOptions, processes: Processes, replicas: Replicas):
         self.version = 0
         self.processes = processes
         self.predictor = SavePredictor()
@@ -69,10 +72,12 @@ class Session:
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
-        self.planner = Planner(options, self._device, self.host, processes)
+        self.replicas = replicas
+        self.planner = Planner(options, self._device, self.host, processes, replicas)
         self._opener = Opener(
             options, processes, self.predictor, self.planner,
             worker=self._worker, watcher=self._watcher, device=self._device, host=self.host,
+            replicas=replicas,
         )  # fmt: skip
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
@@ -236,7 +241,10 @@ class Session:
             record = window.record
         self.planner.clock.pause()
         self._why_snapshot = _NOT_PREDICTED
-        return Seal(window, record, worker=self._worker, device=self._device, host=self.host)
+        return Seal(
+            window, record, worker=self._worker, device=self._device, host=self.host,
+            replicas=self.replicas,
+        )  # fmt: skip
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""

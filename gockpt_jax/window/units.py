@@ -22,6 +22,7 @@ from gockpt_jax.transfer.chunks import (
     row_ranges,
 )
 from gockpt_jax.transfer.layout import LARGE_BYTES, place_of
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.cost import Unit
 
 _UNITS_PER_WINDOW = 60
@@ -38,15 +39,19 @@ class GroupUnit(Unit):
       start: Of the elements of a local shard, row by row, the first that leaves.
       stop: The one after the last.
       placed: By whose shards the group's leaves and retained values travel.
+      given: Where an armed step's retained values are taken to lie, until it has run.
     """
 
     group: int
     start: int
     stop: int
     placed: Any
+    given: Any
 
 
-def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUnit, ...]:
+def units_of(
+    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas
+) -> tuple[GroupUnit, ...]:
     """What may leave early, in the program's order: groups, and rows of large ones.
 
     A retained value is counted with the placement of the leaf that it replays. A group that is in
@@ -55,11 +60,12 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
     Args:
       program: The step's.
       leaves: Of its state, as the last update returned it.
+      replicas: How they share what leaves.
     """
     placed = [
         None
         if all(in_host_memory(leaves[j].sharding) for j in group.leaves)
-        else placement(leaves, group.leaves)
+        else placement(leaves, group.leaves, replicas)
         for group in program.groups
     ]
     sources = [
@@ -67,7 +73,7 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
         for group, place in zip(program.groups, placed, strict=True)
         if place is not None
     ]
-    total = sum(_bytes(s, s.shard_size) for group in sources for s in group)
+    total = sum(s.shard_bytes for group in sources for s in group)
     unit_bytes = max(MIN_CHUNK_BYTES, -(-total // _UNITS_PER_WINDOW))
     found = iter(sources)
     units: list[GroupUnit] = []
@@ -75,33 +81,40 @@ def units_of(program: StepProgram, leaves: Sequence[jax.Array]) -> tuple[GroupUn
         if place is None:
             continue
         of_group = next(found)
+        given = _given([s.given for s in of_group], place, len(of_group[0].shape))
         itemsizes = [program.cut_arrays[i].dtype.itemsize for i in group.retained]
-        # Small ones are packed, and replicas within a process move slices.
-        is_copied = min(itemsizes, default=0) * of_group[0].shard_size < LARGE_BYTES or (
-            can_be_cut(of_group[0]) and place_of(place).replicas > 1
+        # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
+        is_copied = (
+            min(itemsizes, default=0) * of_group[0].shard_size < LARGE_BYTES
+            or (can_be_cut(of_group[0]) and place_of(place).replicas > 1)
+            or not given.is_equivalent_to(place, len(of_group[0].shape))
         )
         for start, stop in _ranges(of_group, unit_bytes):
             units.append(
                 GroupUnit(
                     state_bytes=sum(_bytes(s, stop - start) for s in of_group),
                     retained_bytes=sum(itemsizes) * (stop - start),
-                    group=g, start=start, stop=stop, placed=place, is_copied=is_copied,
+                    group=g, start=start, stop=stop, placed=place, given=given,
+                    is_copied=is_copied,
                 )
             )  # fmt: skip
     return tuple(units)
 
 
-def placement(leaves: Sequence[jax.Array], group: Sequence[int]) -> jax.sharding.Sharding | None:
+def placement(
+    leaves: Sequence[jax.Array], group: Sequence[int], replicas: Replicas
+) -> jax.sharding.Sharding | None:
     """By whose shards a group travels: those of its most sharded leaf.
 
     The moments of ZeRO-1 are cut over the replicas of their parameter: each device then takes of
-    the parameter, and of its gradient, the rows of which it has the moments.
+    the parameter, and of its gradient, the rows of which it has the moments. Where all leaves are
+    replicated, each replica takes the slice that it writes.
 
     Returns:
       The placement; `None` if the group cannot leave early: its leaves lie on different devices, or
       differently on devices of several processes, where each writes what it has.
     """
-    shardings = [leaves[j].sharding for j in group]
+    shardings = [replicas.placed(leaves[j]) for j in group]
     like = min(shardings, key=lambda s: Source.of(leaves[group[0]], s).shard_size)
     others = [s for s in shardings if not s.is_equivalent_to(like, leaves[group[0]].ndim)]
     sources = [Source.of(leaves[j], like) for j in group]
@@ -114,17 +127,28 @@ def placement(leaves: Sequence[jax.Array], group: Sequence[int]) -> jax.sharding
     return like
 
 
-def retained_bytes(program: StepProgram, leaves: Sequence[jax.Array]) -> int:
+def _given(
+    shardings: Sequence[jax.sharding.Sharding], placed: jax.sharding.Sharding, ndim: int
+) -> jax.sharding.Sharding:
+    """Where a group's retained values are taken to lie: as its leaves do, if all lie alike."""
+    alike = all(s.is_equivalent_to(shardings[0], ndim) for s in shardings)
+    return shardings[0] if alike else placed
+
+
+def retained_bytes(program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas) -> int:
     """What an armed step retains on one device: of all groups, also of those that must be late.
 
     Args:
       program: The step's.
       leaves: Of its state, as the last update returned it.
+      replicas: How they share what leaves; each holds all of what it retains.
     """
     total = 0
     for group in program.groups:
-        place = placement(leaves, group.leaves)
-        places = [leaves[j].sharding for j in group.leaves] if place is None else [place]
+        place = placement(leaves, group.leaves, replicas)
+        places = [leaves[j].sharding for j in group.leaves]
+        if place is not None:
+            places = [_given(places, place, leaves[group.leaves[0]].ndim)]
         for i in group.retained:
             spec = program.cut_arrays[i]
             sources = [Source(spec.shape, spec.dtype, p, p) for p in places]

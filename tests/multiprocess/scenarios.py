@@ -19,10 +19,11 @@ import pytest
 import gockpt_jax as gockpt
 from gockpt_jax.storage import handler, leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer import budget, meter, pull, staging
-from gockpt_jax.window import clock, early, planner, units
+from gockpt_jax.transfer import budget, meter, pull, replicas, staging
+from gockpt_jax.v1 import GoCkptCheckpointable
+from gockpt_jax.window import clock, early, host_budget, planner, units
 
-from .training import INTERVAL, MESHES_OF, Loop, abstract, place, shards_of
+from .training import INTERVAL, MESHES_OF, WINDOW_STEPS, Loop, abstract, place, shards_of
 
 FAULTY = 1  # The process in which things go wrong, unless a scenario says otherwise.
 
@@ -54,27 +55,112 @@ def failing(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+def small_slices() -> contextlib.AbstractContextManager[None]:
+    """Replicas share leaves of a few hundred bytes."""
+    return replaced(replicas, "MIN_SLICE_ELEMENTS", 16, only_on=jax.process_index())
+
+
+def no_room(*args: Any, **kwargs: Any) -> str:
+    """What the host budget says where there is none."""
+    return "the host budget had no room"
+
+
 def meshes(directory: Path) -> None:
     """Trains on meshes, with windows, and restores on another mesh."""
-    for name in MESHES_OF[jax.process_count()]:
-        loop = Loop(directory / name, name)
-        statuses = []
-        for _ in range(2 * INTERVAL + 1):
-            statuses.append(loop.manager.window_status)
-            loop.update()
-            loop.save()
+    with small_slices():
+        for name in MESHES_OF[jax.process_count()]:
+            train_on(name, directory)
+
+
+def train_on(name: str, directory: Path) -> None:
+    """Trains on a mesh."""
+    loop = Loop(directory / name, name)
+    statuses = []
+    for _ in range(2 * INTERVAL + 1):
+        statuses.append(loop.manager.window_status)
+        loop.update()
+        loop.save()
+    loop.keep()
+    reports = loop.manager.reports
+    kinds = {report.step: report.kind for report in reports}
+    assert kinds == {0: "snapshot", INTERVAL: "window", 2 * INTERVAL: "window"}, reports
+    say("plan", name, [s for s in statuses if "window" in s], loop.session.explain())
+    say("written", name, [report.written_bytes for report in reports])
+    other = place(loop.state, "tensor" if name == "fsdp" else "fsdp")
+    restored = loop.manager.restore(2 * INTERVAL, args=gockpt.GoCkptRestore(abstract(other)))
+    expected = shards_of(other)
+    for key, shard in shards_of(restored).items():
+        assert shard.tobytes() == expected[key].tobytes(), key
+    loop.manager.close()
+
+
+def shared(directory: Path) -> None:
+    """Each replica takes and writes its slices, on devices of both processes, whatever happens."""
+    with small_slices():
+        loop = Loop(directory / "data_parallel", "data_parallel")
+        share(loop)
+        share(Loop(directory / "zero_1", "zero_1", layout={"use_ocdbt": True}))
+    plain = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+    with ocp.Checkpointer(plain) as stock:
+        stock.save(directory / "data_parallel_stock", args=ocp.args.PyTreeSave(loop.state))
+
+
+def share(loop: Loop) -> None:
+    """A snapshot, windows, one of which a process gives up its part of, and one that fails."""
+    pulled: list[int] = []
+    start = pull.start_buffer
+
+    def counted(buffer: jax.Array) -> jax.Array:
+        pulled.append(buffer.nbytes)
+        return start(buffer)
+
+    with replaced(pull, "start_buffer", counted, only_on=jax.process_index()):
+        for label in (0, INTERVAL):
+            pulled.clear()
+            loop.run(label)
+            loop.manager.wait_until_finished()
+            report = loop.report(label)
+            say("shared", loop.directory.name, report.kind, sum(pulled), report.written_bytes)
+    assert report.early_bytes > 0, report
+    with replaced(host_budget.HostBudget, "why_no_room", no_room):
+        loop.run(2 * INTERVAL)
+        loop.manager.wait_until_finished()
+    expected = "snapshot" if jax.process_index() == FAULTY else "window"
+    assert loop.report(2 * INTERVAL).kind == expected
+    with replaced(early.EarlyChunks, "land", failing(RuntimeError("injected"))):
+        loop.run(3 * INTERVAL)
+        assert f"process {FAULTY}: ReplayError" in failure_of(loop)
+    del loop.given[3 * INTERVAL]
+    loop.run(4 * INTERVAL)
+    loop.keep()
+    assert loop.report(4 * INTERVAL).kind == "window"
+    assert loop.session._device.used_bytes == 0 == loop.session.host.used_bytes
+    loop.manager.close()
+
+
+def v1(directory: Path) -> None:
+    """Under v1's `Checkpointer`: windows, one that fails on one process, and what is loaded."""
+    window = gockpt.WindowOptions(steps=WINDOW_STEPS)
+    with small_slices():
+        windows = GoCkptCheckpointable(window=window)
+        loop = Loop(directory / "run", "data_parallel", checkpointable=windows)
+        loop.run(3 * INTERVAL)
         loop.keep()
-        reports = loop.manager.reports
-        kinds = {report.step: report.kind for report in reports}
-        assert kinds == {0: "snapshot", INTERVAL: "window", 2 * INTERVAL: "window"}, reports
-        say("plan", name, [s for s in statuses if "window" in s], loop.session.explain())
-        say("written", name, [report.written_bytes for report in reports])
-        other = place(loop.state, "tensor" if name == "fsdp" else "fsdp")
-        restored = loop.manager.restore(2 * INTERVAL, args=gockpt.GoCkptRestore(abstract(other)))
-        expected = shards_of(other)
-        for key, shard in shards_of(restored).items():
+        kinds = [r.kind for r in windows.reports]
+        assert kinds == ["snapshot", "snapshot", "window", "window"], windows.reports
+        target = {"state": windows(abstract(place(loop.state, "fsdp")))}
+        loaded = loop.manager.checkpointer.load_checkpointables(3 * INTERVAL, target)
+        expected = shards_of(place(loop.state, "fsdp"))
+        for key, shard in shards_of(loaded["state"].item).items():
             assert shard.tobytes() == expected[key].tobytes(), key
-        loop.manager.close()
+        with replaced(
+            handler.GoCkptHandler, "finalize", failing(RuntimeError("injected")), only_on=0
+        ):
+            loop.run(4 * INTERVAL)
+            assert "process 0: RuntimeError: injected" in failure_of(loop)
+        with pytest.raises(gockpt.ProcessError):  # Orbax raises it again
+            loop.manager.close()
+        assert sorted(ocp.utils.checkpoint_steps(loop.directory)) == [0, 4, 8, 12]
 
 
 def elsewhere(directory: Path) -> None:
@@ -155,7 +241,7 @@ def give_up(loop: Loop) -> None:
         assert report.kind == ("snapshot" if is_faulty and reason else "window"), report
         assert not is_faulty or (reason or "") in report.reason, report
 
-    with replaced(planner.Planner, "admits", lambda *_: False):
+    with replaced(host_budget.HostBudget, "why_no_room", no_room):
         next_save(8, "the host budget had no room")
     with replaced(staging, "stage", failing(MemoryError("the device is full"))):
         loop.run(11)
@@ -262,7 +348,7 @@ def failures(directory: Path) -> None:
         ("ReplayError", early.EarlyChunks, "land", failing(injected), 1),
         ("AuditError", early.EarlyChunks, "finish", spoil, 1),
         ("RuntimeError: injected", leaf_writer, "_check_data", failing(injected), 1),
-        ("HostBudgetError", planner.Planner, "refuse_oversized",
+        ("HostBudgetError", host_budget.HostBudget, "admit_save",
          failing(gockpt.HostBudgetError("injected")), 1),
         ("RuntimeError: injected", writer, "_check_savable", failing(injected), 1),
         ("RuntimeError: injected", handler.GoCkptHandler, "finalize", failing(injected), 0),

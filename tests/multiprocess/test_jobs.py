@@ -7,6 +7,7 @@ process, the scenario asserts (`scenarios.py`); here is what only an outsider ca
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from .jobs import Ended, run_job
 from .training import MESHES_OF, abstract_state
 
 pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
-TWO = ("meshes", "queue", "parts", "unarmed", "planned", "failures", "others")
+TWO = ("meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "failures", "others")
 FOUR = ("meshes", "elsewhere")
 
 
@@ -40,7 +41,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
     return directory, run_job(directory, 4, *FOUR)
 
 
-@pytest.mark.parametrize("scenario", TWO[1:])
+@pytest.mark.parametrize("scenario", [s for s in TWO if s not in ("meshes", "shared")])
 def test_two_processes(two: tuple[Path, list[Ended]], scenario: str) -> None:
     directory, ended = two
     for process in ended:
@@ -103,6 +104,42 @@ def assert_mesh(directory: Path, ended: list[Ended], mesh: str) -> None:
     assert np.sum(written, axis=0).tolist() == [total] * 3
 
 
+@pytest.mark.parametrize("mesh", ["data_parallel", "zero_1"])
+def test_replicas_of_two_processes_share(two: tuple[Path, list[Ended]], mesh: str) -> None:
+    """Each moves and writes its part, and the chunks are those of a stock save."""
+    directory, ended = two
+    for process in ended:
+        assert process.did("shared"), process.output[-6000:]
+    run = directory / "shared" / mesh
+    assert_checkpoints(run, mesh)
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_state(mesh)))
+    said = [[x.split() for x in p.said("shared") if x.startswith(mesh + " ")] for p in ended]
+    for one, other in zip(*said, strict=True):
+        assert one[1] == other[1]
+        for mine, others in zip(one[2:], other[2:], strict=True):
+            assert 0.4 < int(mine) / (int(mine) + int(others)) < 0.6
+        assert int(one[3]) + int(other[3]) == total
+
+
+def test_slices_are_the_files_of_a_stock_save(two: tuple[Path, list[Ended]]) -> None:
+    directory, _ = two
+    stock = directory / "shared" / "data_parallel_stock"
+    ours = directory / "shared" / "data_parallel" / "16" / "state"
+    of_the_step = ("_CHECKPOINT_METADATA", "commit_success.txt")  # time and place
+    files = [f.relative_to(stock) for f in stock.rglob("*") if f.is_file()]
+    files = [f for f in files if f.name not in of_the_step]
+    named = {str(f) for f in files}
+    assert {"params.w/0.0", "params.w/3.0", "array_metadatas/process_1", "_sharding"} <= named
+    for file in files:
+        found, expected = (ours / file).read_bytes(), (stock / file).read_bytes()
+        if file.name == "_METADATA":  # the audit's figures are in ours
+            found, expected = (
+                json.dumps(json.loads(x) | {"custom_metadata": None}).encode()
+                for x in (found, expected)
+            )
+        assert found == expected, file
+
+
 def test_a_leaf_of_which_processes_hold_no_shard(four: tuple[Path, list[Ended]]) -> None:
     directory, ended = four
     for process in ended:
@@ -130,8 +167,13 @@ def test_a_dead_process_is_named_in_time(tmp_path: Path) -> None:
 # --- What they have saved, read by stock Orbax in this one process -------------------------------
 
 
-def assert_checkpoints(run: Path) -> None:
-    """Every checkpoint is what all processes together gave, bit for bit, on two meshes."""
+def assert_checkpoints(run: Path, of: str | None = None) -> None:
+    """Every checkpoint is what all processes together gave, bit for bit, on two meshes.
+
+    Args:
+        run: The manager's directory.
+        of: The mesh of the job, if it has an optimizer of its own.
+    """
     given = given_by_label(run)
     assert sorted(ocp.utils.checkpoint_steps(run)) == sorted(given)
     verdicts = list(verify(run))
@@ -139,7 +181,7 @@ def assert_checkpoints(run: Path) -> None:
     for label, shards in given.items():
         for mesh in ("fsdp", "fsdp_tensor"):
             with ocp.CheckpointManager(run) as stock:
-                restored = restore(stock, run / str(label), label, abstract_state(mesh))
+                restored = restore(stock, run / str(label), label, abstract_state(mesh, of))
             arrays = {
                 jax.tree_util.keystr(path): np.asarray(x)
                 for path, x in jax.tree_util.tree_flatten_with_path(restored)[0]

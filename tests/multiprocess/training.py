@@ -14,22 +14,28 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1
 
 import gockpt_jax as gockpt
+from gockpt_jax.v1 import GoCkptCheckpointable
 
 INTERVAL, WINDOW_STEPS = 4, 3  # Windows of saves 4, 8, ... ; the first, of save 0, is a snapshot.
 SIZES = {"w": (16, 24), "u": (24, 8), "b": (24,)}
 
-# Each mesh: its axes with their sizes, given the number of devices, and where parameters lie.
+# Each mesh: its axes with their sizes, given the number of devices, and where parameters lie; and
+# the optimizer's leaves, if these lie elsewhere.
 MESHES: dict[str, tuple[Any, dict[str, P]]] = {
     "fsdp": (lambda n: {"fsdp": n}, {"w": P("fsdp"), "u": P("fsdp"), "b": P("fsdp")}),
     "data_parallel": (lambda n: {"data": n}, {"w": P(), "u": P(), "b": P()}),
+    "zero_1": (lambda n: {"data": n}, {"opt/w": P("data"), "opt/u": P("data")}),
     "tensor": (lambda n: {"tensor": n}, {"w": P(None, "tensor"), "u": P("tensor"), "b": P()}),
     "fsdp_tensor": (
         lambda n: {"fsdp": n // 2, "tensor": 2},
         {"w": P("fsdp", "tensor"), "u": P("tensor", "fsdp"), "b": P("tensor")},
     ),
 }
+
+OPTIMIZERS = {"zero_1": optax.sgd(1e-2, momentum=0.9)}  # Momentum and parameter are one group.
 
 # One of each kind on two processes, and on four.
 MESHES_OF = {2: ("fsdp", "tensor"), 4: ("data_parallel", "fsdp_tensor")}
@@ -43,6 +49,8 @@ class Loop:
         mesh: A name in `MESHES`.
         window: Of three steps by default.
         handler: For a stock manager instead of ours.
+        checkpointable: For a `Checkpointer` of v1, which then has the last word on what is saved.
+        layout: On disk, as `pytree_options` of our manager.
         **options: Of `ocp.CheckpointManagerOptions`; every fourth label is saved by default.
     """
 
@@ -53,14 +61,21 @@ class Loop:
         *,
         window: gockpt.WindowOptions | None = None,
         handler: gockpt.GoCkptHandler | None = None,
+        checkpointable: GoCkptCheckpointable | None = None,
+        layout: Any = None,
         **options: Any,
     ) -> None:
         options.setdefault("save_interval_steps", INTERVAL)
         stock = ocp.CheckpointManagerOptions(**options)
-        if handler is None:
+        if checkpointable is not None:
+            self.manager = _Checkpointer(directory, checkpointable)
+            self.face: Any = checkpointable
+        elif handler is None:
             window = window or gockpt.WindowOptions(steps=WINDOW_STEPS)
-            self.manager = gockpt.GoCkptManager(directory, options=stock, window=window)
-            self.face: Any = self.manager
+            self.manager = gockpt.GoCkptManager(
+                directory, options=stock, window=window, pytree_options=layout
+            )
+            self.face = self.manager
         else:
             self.manager = ocp.CheckpointManager(directory, item_handlers=handler, options=stock)
             self.face = handler
@@ -113,6 +128,36 @@ class Loop:
             np.savez(folder / f"{label}_{jax.process_index()}.npz", **shards)
 
 
+class _Checkpointer:
+    """One of v1 with a manager's methods; every fourth label is saved."""
+
+    def __init__(self, directory: Path, checkpointable: GoCkptCheckpointable) -> None:
+        policy = v1.training.save_decision_policies.FixedIntervalPolicy(INTERVAL)
+        self.checkpointer = v1.training.Checkpointer(directory, save_decision_policy=policy)
+        self._checkpointable = checkpointable
+        self._response: Any = None
+
+    def save(self, label: int, args: Any) -> bool:
+        """Saves one label blocking, the next in the background."""
+        items = {"state": self._checkpointable(args.item)}
+        if label % (2 * INTERVAL):
+            return bool(self.checkpointer.save_checkpointables(label, items))
+        response = self.checkpointer.save_checkpointables_async(label, items)
+        self._response = response or self._response
+        return response is not None
+
+    def wait_until_finished(self) -> None:
+        """Waits for the save in the background."""
+        self._response.result()
+
+    def close(self) -> None:
+        """Closes the `Checkpointer` and the checkpointable."""
+        try:
+            self.checkpointer.close()
+        finally:
+            self._checkpointable.close()
+
+
 @functools.cache
 def make_mesh(name: str) -> Mesh:
     """The mesh of all devices of the job."""
@@ -124,7 +169,7 @@ def make_mesh(name: str) -> Mesh:
 @functools.cache
 def _job(mesh: str) -> tuple[Any, Any]:
     """A function that makes the first state, and the jitted step; one of each for all loops."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    tx = optimizer(mesh)
 
     def init() -> Any:
         params = {
@@ -146,12 +191,19 @@ def _job(mesh: str) -> tuple[Any, Any]:
     return jax.jit(init, out_shardings=shardings), step
 
 
+def optimizer(mesh: str) -> optax.GradientTransformation:
+    """The optimizer of the jobs on a mesh."""
+    adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    return OPTIMIZERS.get(mesh, adamw)
+
+
 def place(tree: Any, mesh: str) -> Any:
     """A tree of arrays, or of their specifications, on another mesh."""
+    specs = MESHES[mesh][1]
 
     def move(path: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        spec = MESHES[mesh][1].get(name, P()) if leaf.ndim else P()
+        first, name = (jax.tree_util.keystr((path[n],), simple=True) for n in (0, -1))
+        spec = specs.get(f"{first}/{name}", specs.get(name, P())) if leaf.ndim else P()
         sharding = NamedSharding(make_mesh(mesh), spec)
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf, sharding)
@@ -165,9 +217,14 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def abstract_state(mesh: str) -> Any:
-    """The state's shapes on the mesh of all devices of this process or job."""
-    return abstract(jax.eval_shape(_job(mesh)[0]))
+def abstract_state(mesh: str, of: str | None = None) -> Any:
+    """The state's shapes on the mesh of all devices of this process or job.
+
+    Args:
+        mesh: Where it is to lie.
+        of: The mesh of the job that it comes from, if that has another optimizer.
+    """
+    return abstract(place(jax.eval_shape(_job(of or mesh)[0]), mesh))
 
 
 def shards_of(tree: Any) -> dict[str, np.ndarray]:

@@ -11,9 +11,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gockpt_jax.transfer import pull as pulls
+from gockpt_jax.transfer.chunks import Source
 from gockpt_jax.transfer.meter import LinkMeter
 from gockpt_jax.transfer.pull import Pull, align, owned_shards, start_pull
-from gockpt_jax.transfer.staging import device_bytes, owned_bytes, stage
+from gockpt_jax.transfer.replicas import FIRST_ALONE
+from gockpt_jax.transfer.staging import stage
 
 P = PartitionSpec
 MESH = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -53,8 +55,8 @@ def test_owned_shards_are_one_replica(spec, parts, replicas):
     assert len(shards) == parts
     assert len(array.addressable_shards) == parts * replicas
     assert sum(math.prod(s.data.shape) for s in shards) == VALUES.size
-    assert owned_bytes(array) == VALUES.nbytes
-    assert device_bytes(array) == VALUES.nbytes // parts
+    assert FIRST_ALONE.owned_bytes(array) == VALUES.nbytes
+    assert Source.of(array).shard_bytes == VALUES.nbytes // parts
 
 
 @every_layout
@@ -133,8 +135,8 @@ def test_one_array_twice_is_staged_twice():
 
 def test_typed_keys_weigh_their_key_data():
     keys = jax.random.split(jax.random.key(0), 4)
-    assert device_bytes(keys) == jax.random.key_data(keys).nbytes
-    assert device_bytes(jax.random.key(0, impl="rbg")) == 16
+    assert Source.of(keys).shard_bytes == jax.random.key_data(keys).nbytes
+    assert Source.of(jax.random.key(0, impl="rbg")).shard_bytes == 16
 
 
 @pytest.mark.parametrize("spec", [P(), P("fsdp"), P("fsdp", "tensor")])

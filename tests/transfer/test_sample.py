@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.transfer import sample as sampling
 from gockpt_jax.transfer.compiling import Programs
-from gockpt_jax.transfer.pull import owned_shards
+from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.sample import (
     MIN_BOX_BYTES,
     can_be_sampled,
@@ -55,9 +55,9 @@ def test_boxes_cover_the_shard_and_are_what_they_say(shape, fraction):
 
 
 def cuts_of(arrays, fraction, turn):
-    shards = [s.data for a in arrays for s in owned_shards(a)]
-    grids = [grid_of(s.shape, s.dtype.itemsize, fraction) for s in shards]
-    return [(s, g, turn % g.count) for s, g in zip(shards, grids, strict=True)]
+    pieces = [p for a in arrays for p in FIRST_ALONE.pieces(a)]
+    grids = [grid_of(p.shape, p.shard.dtype.itemsize, fraction) for p in pieces]
+    return [(p, g, turn % g.count) for p, g in zip(pieces, grids, strict=True)]
 
 
 def arrays_on(mesh):
@@ -78,7 +78,7 @@ def test_samples_are_the_boxes_and_new_buffers(axis_type, devices):
     # Results of a step: those of one device leave their shards the array's own sharding.
     arrays = [jax.jit(lambda x: x, out_shardings=a.sharding)(a) for a in arrays_on(mesh)]
     cuts = cuts_of(arrays, 1 / 4, turn=3)
-    want = [np.array(s).reshape(-1)[g.run(box)] for s, g, box in cuts]
+    want = [np.array(p.shard).reshape(-1)[g.run(box)] for p, g, box in cuts]
     with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
         sample = start_sample(cuts)
         for array in arrays:

@@ -68,12 +68,12 @@ def test_more_shards_than_boxes_take_turns(worker):
         pairs = auditor._next_boxes(leaves, 1 / 16)
         assert len(pairs) == FEW_BOXES
         assert sum(math.prod(box.grid.sizes) for box, _ in pairs) == 20 * 8 * 8192 // 16
-        devices = collections.Counter(d for _, shard in pairs for d in shard.devices())
+        devices = collections.Counter(d for _, p in pairs for d in p.shard.devices())
         assert set(devices.values()) <= {1, 2, 3}
         if not turn:
             assert len({box.path for box, _ in pairs}) == FEW_BOXES
-        for box, shard in pairs:
-            assert shard is leaves[box.path].addressable_shards[box.number].data
+        for box, piece in pairs:
+            assert piece.shard is leaves[box.path].addressable_shards[box.number].data
             seen[box.path][box.number, box.grid.run(box.box)] += 1
     assert min(s.min() for s in seen.values()) >= 1
 

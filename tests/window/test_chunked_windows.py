@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.transfer import block, layout
+from gockpt_jax.transfer import block, layout, replicas
 from gockpt_jax.window import units
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.units import units_of
@@ -62,7 +62,8 @@ MODELS = {
     "prime": Model((101, 7), None, None),
     "prime row": Model((1, 1009), None, None),
     "sharded": Model((64, 48), P("a", "b"), P("a", "b")),
-    "replicated": Model((67, 16), P(), P()),
+    "replicated": Model((64, 48), P(), P()),
+    "replicated, no slices": Model((67, 13), P(), P()),
     "zero-1": Model((64, 48), P(), P(("a", "b"))),
     "zero-1 over columns": Model((32, 64), P("a"), P("a", "b")),
 }
@@ -74,6 +75,7 @@ def small_scale(monkeypatch):
     """Sizes at which small leaves are cut, and replicas share."""
     monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 64)
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
+    monkeypatch.setattr(replicas, "MIN_SLICE_ELEMENTS", 16)
     monkeypatch.setattr(layout, "LARGE_BYTES", 256)
     monkeypatch.setattr(block, "_blocks", {})
 
@@ -122,7 +124,8 @@ def test_checkpoint_is_the_state(model, cut, tmp_path, monkeypatch):
         assert loop.save() == {"m": True, "w": True}
         report = loop.manager.last_report
         program = loop.step.program
-        found = units_of(program, [loop.state["m"], loop.state["w"]])
+        shared = loop.manager._gockpt_session.replicas
+        found = units_of(program, [loop.state["m"], loop.state["w"]], shared)
         assert report.early_bytes > 0
         assert report.audit.max_ulps == 0
         assert (len(found) > len(program.groups)) == cut

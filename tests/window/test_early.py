@@ -46,7 +46,13 @@ def group_of(leaf: int) -> ReplayGroup:
 def unit_of(group: int, start: int = 0, stop: int = SIZE) -> GroupUnit:
     sharding = gradient(0).sharding
     return GroupUnit(
-        state_bytes=0, retained_bytes=0, group=group, start=start, stop=stop, placed=sharding
+        state_bytes=0,
+        retained_bytes=0,
+        group=group,
+        start=start,
+        stop=stop,
+        placed=sharding,
+        given=sharding,
     )
 
 

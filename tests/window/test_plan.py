@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import WindowOptions, _compat
+from gockpt_jax.storage.array_layout import ReplicaLayout
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.plan import (
     Facts,
     GroupUnit,
@@ -43,8 +45,10 @@ def states(draw):
 
 
 def unit(state_bytes, retained_bytes=0, group=0):
-    sizes = {"state_bytes": state_bytes, "retained_bytes": retained_bytes}
-    return GroupUnit(**sizes, group=group, start=0, stop=1, placed=None, is_copied=True)
+    return GroupUnit(
+        state_bytes=state_bytes, retained_bytes=retained_bytes, group=group, start=0, stop=1,
+        placed=None, given=None, is_copied=True,
+    )  # fmt: skip
 
 
 def state_of(leaves, units):
@@ -151,8 +155,11 @@ def test_peak_counts_what_follows_a_step_beside_all_that_the_next_retains():
     assert peak_device_bytes(fill_blocks(light.units, 3, ""), light) == 100 + 100
 
 
-def test_bytes_are_those_of_one_device():
-    """Sharded leaves weigh an eighth, replicated ones the whole; a gradient as its own dtype."""
+def test_bytes_are_those_of_one_device(monkeypatch):
+    """Sharded leaves weigh an eighth, replicated ones the whole; a gradient as its own dtype.
+
+    Replicas that share send an eighth, and hold all that an armed step returns to them.
+    """
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     spread, whole = (NamedSharding(mesh, p) for p in (PartitionSpec("x"), PartitionSpec()))
 
@@ -169,7 +176,12 @@ def test_bytes_are_those_of_one_device():
     program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
     size = measure_bytes(program, jax.tree.leaves(state))
     assert size.leaves == (32, 256, 4, 256)
-    assert size.retained == 16 + 256
+    assert size.retained == size.followers == 16 + 256
+    monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 8)
+    sharing = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
+    size = measure_bytes(program, jax.tree.leaves(state), sharing)
+    assert size.leaves == (32, 32, 4, 32)
+    assert (size.retained, size.followers, size.late) == (16 + 256, 16 + 32, 4)
 
 
 def test_what_the_host_holds_takes_neither_device_nor_link():

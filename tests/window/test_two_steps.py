@@ -9,7 +9,7 @@ import pytest
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, update
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
-from gockpt_jax.transfer.staging import owned_bytes, owned_bytes_at_most
+from gockpt_jax.transfer.replicas import FIRST_ALONE
 
 
 @pytest.mark.parametrize("host_budget_bytes", [None, 100_000])
@@ -85,6 +85,6 @@ def test_bytes_of_a_donated_array(spec):
     placed = jax.NamedSharding(mesh, jax.P(*spec))
     for array in (np.ones((8, 4), np.float32), jax.random.split(jax.random.key(0), (8, 2))):
         placed_array = jax.device_put(array, placed)
-        want = owned_bytes(placed_array)
+        want = FIRST_ALONE.owned_bytes(placed_array)
         placed_array.delete()
-        assert owned_bytes_at_most(placed_array) == want
+        assert FIRST_ALONE.owned_bytes_at_most(placed_array) == want
