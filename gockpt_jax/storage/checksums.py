@@ -44,6 +44,7 @@ _READ_THREADS = 16  # of small files, of which a bucket takes its time for each
 _PIECE_BYTES = 2**20
 # Below this a thread costs more than the digest.
 _INLINE_BYTES = 2**18
+_DIGEST_THREADS = 2
 
 Box = tuple[slice, ...]
 
@@ -110,6 +111,8 @@ class Checksums:
 
     def __init__(self) -> None:
         self._leaves: dict[str, dict[str, Any]] = {}
+        # Faster than a disk, and the first chunk need not wait for the digests of all others.
+        self._threads = asyncio.Semaphore(_DIGEST_THREADS)
 
     async def add(self, name: str, box: Box, data: np.ndarray[Any, Any], dtype: Any = None) -> None:
         """Records a chunk that is about to be written.
@@ -123,7 +126,8 @@ class Checksums:
         if data.nbytes < _INLINE_BYTES:
             made = _stored_digest(data, dtype)
         else:
-            made = await asyncio.to_thread(_stored_digest, data, dtype)
+            async with self._threads:
+                made = await asyncio.to_thread(_stored_digest, data, dtype)
         chunks = self._chunks(name, data.dtype if dtype is None else np.dtype(dtype))
         chunks.append([[s.start for s in box], [s.stop for s in box], made])
 

@@ -7,25 +7,21 @@ Orbax's own builder of these specs changed its interface between 0.12.4 and 0.12
 from __future__ import annotations
 
 import base64
-import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage import bucket, grid
 from gockpt_jax.storage.array_layout import ArrayLayout, Shape, data_file_bytes
+from gockpt_jax.storage.plain_array import is_stored_as_it_is
 
 Json = dict[str, Any]
 
 # TensorStore appends to one OCDBT data file at a time until it is full, so stock's 2 GiB make one
 # thread write. With files of 128 MiB several do.
 _PARALLEL_DATA_FILE_BYTES = 128 * 2**20
-# Below this, TensorStore's way of writing a file is as fast as ours.
-_MIN_DIRECT_BYTES = 2**20
 
 
 def _written_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
@@ -36,11 +32,11 @@ def _written_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
     return data_file_bytes(info)
 
 
-def _kvstore(directory: str) -> Json:
-    """Returns the base store of a directory."""
+def _kvstore(directory: str, sync: bool = True) -> Json:
+    """Returns the base store of a directory; `sync`: whether what is written is durable at once."""
     if bucket.is_bucket(directory):
         return bucket.kvstore(directory)
-    return {"driver": "file", "path": directory}
+    return {"driver": "file", "path": directory} | ({} if sync else {"file_io_sync": False})
 
 
 def _ocdbt(info: ocp.type_handlers.ParamInfo, process_index: int) -> Json:
@@ -85,13 +81,19 @@ def _zarr3(shape: Shape, chunk: Shape, compress: bool) -> Json:
 
 
 def array_spec(
-    info: ocp.type_handlers.ParamInfo, layout: ArrayLayout, shape: Shape, process_index: int
+    info: ocp.type_handlers.ParamInfo,
+    layout: ArrayLayout,
+    shape: Shape,
+    process_index: int,
+    *,
+    sync: bool = True,
 ) -> Json:
     """Returns the TensorStore spec under which this process writes one leaf.
 
-    `info.parent_dir` must exist already (await `info.await_path_creation()`).
+    `info.parent_dir` must exist already (await `info.await_path_creation()`). Without `sync`, plain
+    files are durable only when somebody else has synced them.
     """
-    file = _kvstore(f"{info.parent_dir.as_posix()}/{info.name}")
+    file = _kvstore(f"{info.parent_dir.as_posix()}/{info.name}", sync)
     zarr = _zarr3 if info.use_zarr3 else _zarr2
     spec: Json = {
         "driver": "zarr3" if info.use_zarr3 else "zarr",
@@ -106,6 +108,14 @@ def array_spec(
     if layout.stored_dtype == layout.dtype:
         return spec
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
+
+
+def metadata_file(info: ocp.type_handlers.ParamInfo) -> str | None:
+    """Returns the file that says what a leaf is; None where it is no file of its own."""
+    folder = info.parent_dir.as_posix()
+    if info.is_ocdbt_checkpoint or bucket.is_bucket(folder):
+        return None
+    return f"{folder}/{info.name}/{'zarr.json' if info.use_zarr3 else '.zarray'}"
 
 
 def plain_folder(
@@ -125,18 +135,11 @@ def plain_folder(
         or layout.compressed
         or bucket.is_bucket(folder)
         or layout.stored_dtype != layout.dtype
-        or not _is_stored_as_it_is(layout.dtype)
+        or not is_stored_as_it_is(layout.dtype)
     )
-    is_large = math.prod(layout.chunk) * layout.dtype.itemsize >= _MIN_DIRECT_BYTES
-    if is_plain and is_large and all(grid.is_whole(box, layout.chunk) for box in boxes):
+    if is_plain and all(grid.is_whole(box, layout.chunk) for box in boxes):
         return f"{folder}/{info.name}"
     return None
-
-
-def _is_stored_as_it_is(dtype: np.dtype[Any]) -> bool:
-    """Whether zarr v2 stores what NumPy holds; of types below a byte, parts are undefined there."""
-    is_known = dtype.kind in "biufc" or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
-    return is_known and sys.byteorder == "little"
 
 
 def sharding_spec(info: ocp.type_handlers.ParamInfo) -> Json:

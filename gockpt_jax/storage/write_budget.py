@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.telemetry import events
@@ -23,10 +23,10 @@ class WriteStats:
 
     Attributes:
         written_bytes: Bytes of the shards that this process has written, before compression.
-        peak_inflight_bytes: The most bytes that were in flight at one time; chunks that are to be
-            compressed count twice.
-        write_secs: Seconds during which at least one chunk was being written; the time spent
-            waiting for shards to arrive is not in it.
+        peak_inflight_bytes: The most bytes that were in flight at one time, with what is held
+            beside them: see `LeafWriter`.
+        write_secs: Seconds during which at least one chunk was being written, or files were being
+            synced at the end; the time spent waiting for shards to arrive is not in it.
         checksums: Of what this process has written.
     """
 
@@ -59,9 +59,8 @@ class WriteBudget:
         self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def admit(self, nbytes: int, copies: int = 1) -> AsyncIterator[None]:
-        """Holds a chunk's bytes, as often as they are in memory; on success they are written."""
-        held = copies * nbytes
+    async def admit(self, nbytes: int, held: int) -> AsyncIterator[None]:
+        """Waits until a chunk of `nbytes` may take `held` bytes; on success it is written."""
         # Waiting inside the turn keeps a large chunk from being overtaken by small ones for ever.
         async with self._turn:
             while self._inflight_bytes and self._inflight_bytes + held > self._limit_bytes:
@@ -73,6 +72,14 @@ class WriteBudget:
             self.stats.written_bytes += nbytes
         finally:
             self._remove(held)
+
+    @contextlib.contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Counts what happens inside as writing."""
+        started_at = time.perf_counter()
+        with events.span(events.SPAN_WRITE):
+            yield
+        self.stats.write_secs += time.perf_counter() - started_at
 
     def _add(self, nbytes: int) -> None:
         self._host.add(nbytes)

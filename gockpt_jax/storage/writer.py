@@ -151,6 +151,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                     group.create_task(_write_shardings(leaves))
                 for leaf, layout in zip(leaves, layouts, strict=True):
                     group.create_task(self._write_leaf(leaf, layout, budget, files, group))
+            with budget.syncing():
+                await to_the_end(asyncio.to_thread(files.sync))
         finally:
             # Tasks that were cancelled before they began have released nothing.
             for leaf in leaves:
@@ -172,18 +174,23 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         group: asyncio.TaskGroup,
     ) -> None:
         """Opens the leaf's array and starts one task per shard."""
-        spec = spec_lib.array_spec(leaf.info, layout, leaf.array.shape, jax.process_index())
+        shape, index = leaf.array.shape, jax.process_index()
         # Sharing the save's context with stock's handlers makes them share one OCDBT database too.
         context = leaf.info.ts_context or ocp.type_handlers.get_ts_context(
             use_ocdbt=bool(leaf.info.is_ocdbt_checkpoint)
         )
+        boxes = [shard.box(shape) for shard in leaf.array.shards]
+        folder = spec_lib.plain_folder(leaf.info, layout, boxes)
         with named_in_errors(leaf.info.name):
             if self.is_primary:
+                metadata = spec_lib.metadata_file(leaf.info)
+                spec = spec_lib.array_spec(leaf.info, layout, shape, index, sync=metadata is None)
                 await open_store(spec, context, create=True, open=True)
-            store = await open_store(spec, context, open=True, assume_metadata=True)
-        boxes = [shard.box(leaf.array.shape) for shard in leaf.array.shards]
-        folder = spec_lib.plain_folder(leaf.info, layout, boxes)
-        writer = LeafWriter(leaf.info.name, layout, store, budget, files, folder)
+                if metadata is not None:
+                    await to_the_end(asyncio.wrap_future(files.written(metadata)))
+            spec = spec_lib.array_spec(leaf.info, layout, shape, index)
+            target = folder or await open_store(spec, context, open=True, assume_metadata=True)
+        writer = LeafWriter(leaf.info.name, layout, budget, target, files)
         for shard, box in zip(leaf.array.shards, boxes, strict=True):
             group.create_task(writer.write_shard(shard, box))
 

@@ -26,7 +26,7 @@ def files():
 def test_files_hold_the_bytes(tmp_path, files, monkeypatch, has_direct_mode, offset):
     """Of any length, in aligned and other memory, on file systems with and without the mode."""
     if not has_direct_mode:
-        monkeypatch.setattr(direct, "_O_DIRECT", 0)
+        monkeypatch.setattr(direct, "O_DIRECT", 0)
     rng = np.random.default_rng(0)
     base = rng.integers(0, 256, max(SIZES) + 8192, np.uint8)
     start = -base.ctypes.data % 4096 + offset
@@ -69,8 +69,8 @@ def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch)
 
     monkeypatch.setattr(direct.os, "pwrite", write)
     with pytest.raises(OSError, match="broken disk"):
-        files.write(f"{tmp_path}/x", np.zeros(6 * direct._PIECE_BYTES, np.uint8)).result()
-    assert sorted(ended) == [n * direct._PIECE_BYTES for n in range(1, 6)]
+        files.write(f"{tmp_path}/x", np.zeros(6 * direct.PIECE_BYTES, np.uint8)).result()
+    assert sorted(ended) == [n * direct.PIECE_BYTES for n in range(1, 6)]
 
 
 def test_many_files_at_once(tmp_path, files):
