@@ -25,7 +25,9 @@ _BUCKET_DATA_FILE_BYTES = 400 * 2**20
 # Our chunks. Stock's is one per shard, whatever its size: it is written by one thread, is in memory
 # as a whole, and is read as a whole by who wants a row of it.
 _CHUNK_BYTES = 64 * 2**20
-_FILE_CHUNK_BYTES = 128 * 2**20
+# A chunk that is a file of its values is written and read in pieces, by several threads. Files of
+# 256 MiB are few enough: see docs/storage.md.
+_FILE_CHUNK_BYTES = 256 * 2**20
 
 
 def _stock_replica_parallel() -> bool:
@@ -66,7 +68,22 @@ def replica_layout(
 
 def default_chunk_bytes(info: ocp.type_handlers.ParamInfo) -> int:
     """Returns the largest chunk, in bytes, where the user says nothing."""
-    return _CHUNK_BYTES if info.is_ocdbt_checkpoint else _FILE_CHUNK_BYTES
+    is_plain = not (info.is_ocdbt_checkpoint or info.use_zarr3 or _is_compressed(info))
+    return _FILE_CHUNK_BYTES if is_plain else _CHUNK_BYTES
+
+
+def chunk_count(shape: Shape, chunk: Shape) -> int:
+    """Returns how many chunks an array has; as plain files, it has one file more.
+
+    Example:
+        >>> chunk_count((8192, 28672), (4096, 7168))
+        8
+    """
+    return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+
+
+def _is_compressed(info: ocp.type_handlers.ParamInfo) -> bool:
+    return bool(getattr(info, "use_compression", True))
 
 
 def write_shape(array: HostArray, layout: ReplicaLayout) -> Shape:
@@ -184,8 +201,9 @@ def array_layout(
     chunk = chunk_shape(
         array.shape, write, stored.itemsize, limit_bytes, tuple(args.shard_axes or ())
     )
-    compressed = bool(getattr(info, "use_compression", True))
-    return ArrayLayout(info.name, write, chunk, array.dtype, stored, array.key_impl, compressed)
+    return ArrayLayout(
+        info.name, write, chunk, array.dtype, stored, array.key_impl, _is_compressed(info)
+    )
 
 
 def data_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:

@@ -20,7 +20,7 @@ from gockpt_jax.storage.write_budget import WriteBudget
 
 _T = TypeVar("_T")
 
-# A chunk that TensorStore compresses, what it has become, and what the allocator keeps of both.
+# A chunk that TensorStore compresses, and what it has become.
 _COMPRESSED_COPIES = 2
 
 
@@ -68,6 +68,8 @@ class LeafWriter:
                 await self.budget.stats.checksums.add(self.name, cell, data, stored)
                 async with self.budget.admit(data.nbytes, self._held_bytes(data.nbytes)):
                     await to_the_end(self._written(cell, data))
+                if self.layout.compressed:
+                    await self.budget.trim(data.nbytes)
             finally:
                 data = None
 

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.budget import ByteBudget
 
-# Two files of 128 MiB, or four chunks of 64 MiB, keep the disk busy (`bench storage`); without a
-# limit, TensorStore's copies and compressed chunks take the size of the state again.
+# Eight files, or four chunks of 64 MiB, keep the disk busy (`bench storage`); without a limit,
+# TensorStore's copies and compressed chunks take the size of the state again.
 DEFAULT_WRITE_LIMIT_BYTES = 256 * 2**20
+# After so many bytes of chunks the allocator is told to give back what compressing them has freed.
+_TRIM_BYTES = 32 * 2**20
+
+
+# Of glibc; other allocators give back by themselves, or never.
+_malloc_trim: Callable[[int], Any] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 @dataclasses.dataclass
@@ -57,6 +65,7 @@ class WriteBudget:
         self._busy = contextlib.ExitStack()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
+        self._untrimmed_bytes = 0
 
     @contextlib.asynccontextmanager
     async def admit(self, nbytes: int, held: int) -> AsyncIterator[None]:
@@ -72,6 +81,20 @@ class WriteBudget:
             self.stats.written_bytes += nbytes
         finally:
             self._remove(held)
+
+    async def trim(self, nbytes: int) -> None:
+        """Gives memory back to the system, once enough of it has been freed.
+
+        A compressed chunk is made of small blocks, by whichever thread of TensorStore's; what was
+        freed stays with that thread's heap. Without this, a chunk for each thread is kept.
+
+        Args:
+            nbytes: Of a chunk that has been compressed and written.
+        """
+        self._untrimmed_bytes += nbytes
+        if self._untrimmed_bytes >= _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            await asyncio.to_thread(_malloc_trim, 0)
 
     @contextlib.contextmanager
     def syncing(self) -> Iterator[None]:

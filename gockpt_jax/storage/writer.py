@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Sequence
 
@@ -31,6 +32,9 @@ from gockpt_jax.storage.leaf_writer import (
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES, WriteBudget, WriteStats
 from gockpt_jax.transfer.budget import ByteBudget
 
+_LOG = logging.getLogger("gockpt_jax")
+_MANY_FILES = 10_000  # in one save, and per 10**12 bytes: backups, quotas and deletion suffer
+
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
@@ -51,8 +55,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     Args:
         write_limit_bytes: See `WindowOptions.write_limit_bytes`.
         chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
-            None: 64 MiB in an OCDBT database, and 128 MiB where a chunk is a file, so that
-            there are fewer of them.
+            None: 256 MiB where a chunk is a file of its values, so that there are fewer of
+            them; else 64 MiB.
         primary_host: The process that writes what is common to all; None if every one has its own
             storage. As in `ocp.options.MultiprocessingOptions`.
         replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`
@@ -100,6 +104,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         )
         self._write_array_metadatas = write_array_metadatas
         self._stats = WriteStats()
+        self._is_advice_given = False
 
     def take_stats(self) -> WriteStats:
         """Returns the statistics of the save begun since the last call; zeros if there was none.
@@ -145,6 +150,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 await _directory_exists(leaf.info)
             async with first_error_alone(), asyncio.TaskGroup() as group:
                 layouts = [self._layout(leaf) for leaf in leaves]
+                if self.is_primary and not leaves[0].info.is_ocdbt_checkpoint:
+                    self._advise_on_files(leaves, layouts)
                 if self._write_array_metadatas:
                     _write_array_metadatas(leaves[0].info, layouts)
                 if self.is_primary:
@@ -163,6 +170,25 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         chunk_bytes = self._chunk_byte_size or array_layout.default_chunk_bytes(leaf.info)
         return array_layout.array_layout(
             leaf.array, leaf.info, leaf.args, self._replica_layout, chunk_bytes
+        )
+
+    def _advise_on_files(
+        self, leaves: Sequence[_Leaf], layouts: Sequence[array_layout.ArrayLayout]
+    ) -> None:
+        """Says once where files become too many: small leaves, or leaves cut into small shards."""
+        count = sum(
+            1 + array_layout.chunk_count(leaf.array.shape, layout.chunk)
+            for leaf, layout in zip(leaves, layouts, strict=True)
+        )
+        nbytes = sum(leaf.array.nbytes for leaf in leaves)
+        if self._is_advice_given or count <= _MANY_FILES * max(1, nbytes / 10**12):
+            return
+        self._is_advice_given = True
+        _LOG.warning(
+            "A save makes %d files, %.1f MB each on average. An OCDBT database has far fewer:"
+            " `pytree_options={'use_ocdbt': True}`, or the same keyword of `GoCkptHandler`.",
+            count,
+            nbytes / count / 1e6,
         )
 
     async def _write_leaf(
