@@ -161,7 +161,8 @@ def _start(
         try:
             for piece in pieces:
                 piece.result()
-            return jax.block_until_ready(_on_devices(wanted, values.__getitem__))
+            array: jax.Array = jax.block_until_ready(_on_devices(wanted, values.__getitem__))
+            return array
         finally:
             budget.release(nbytes)
 
@@ -179,8 +180,9 @@ def _on_devices(wanted: _Wanted, values: Callable[[Any], _Array]) -> jax.Array:
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> _Array:
-    values: _Array = aligned_empty(math.prod(shape) * dtype.itemsize).view(dtype)
-    return values.reshape(shape)
+    memory = aligned_empty(math.prod(shape) * dtype.itemsize)
+    values: _Array = np.ndarray(tuple(shape), dtype, memory)  # type: ignore[arg-type]
+    return values
 
 
 def _explicit(index: Any, shape: Sequence[int]) -> grid.Box:

@@ -18,7 +18,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -84,8 +84,13 @@ def digest(values: np.ndarray[Any, Any]) -> str:
       >>> digest(x) == digest(np.asfortranarray(x)) != digest(x + 1)
       True
     """
+    return digest_of(_contiguous(values))
+
+
+def digest_of(pieces: Iterable[np.ndarray[Any, Any]]) -> str:
+    """Returns the digest of an array's values that come piece by piece, in C order."""
     state = xxhash.xxh3_128()
-    for piece in _contiguous(values):
+    for piece in pieces:
         state.update(piece.reshape(-1).view(np.uint8).data)
     return str(state.hexdigest())
 

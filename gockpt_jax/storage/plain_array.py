@@ -43,7 +43,7 @@ _Array = np.ndarray[Any, Any]
 def is_stored_as_it_is(dtype: np.dtype[Any]) -> bool:
     """Whether zarr v2 stores what NumPy holds; of types below a byte, parts are undefined there."""
     is_known = dtype.kind in "biufc" or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
-    return is_known and sys.byteorder == "little"
+    return is_known and dtype.isnative and sys.byteorder == "little"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,11 @@ class PlainArray:
             return array if is_plain else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
+
+    def is_file(self, box: grid.Box) -> bool:
+        """Whether a box is one chunk, and so all that is in one file."""
+        whole = all(s.stop - s.start == n for s, n in zip(box, self.chunk, strict=True))
+        return whole and grid.is_whole(box, self.chunk)
 
     def pieces(self, boxes: Sequence[grid.Box]) -> Iterator[_Piece]:
         """Cuts the files that hold boxes of the array into reads of at most 4 MiB.
@@ -191,6 +196,19 @@ class PlainReads:
         """
         pieces = array.pieces([box for box, _ in wanted])
         return [self._pool.submit(self._read, piece, wanted) for piece in pieces]
+
+    def stream(self, array: PlainArray, box: grid.Box) -> Iterator[_Bytes]:
+        """Reads one chunk on the calling thread.
+
+        Args:
+            array: The array.
+            box: A whole chunk of it, none at its edge.
+
+        Yields:
+            The bytes of the file in order, each time in the same 4 MiB of memory.
+        """
+        for piece in array.pieces([box]):
+            yield self._fetch(piece, None)
 
     def close(self) -> None:
         """Ends the threads; drops what has not begun."""
