@@ -183,18 +183,20 @@ class ArrayLayout:
 def array_layout(
     array: HostArray,
     info: ocp.type_handlers.ParamInfo,
+    folder: str,
     args: ocp.SaveArgs,
     replica_layout: ReplicaLayout,
     chunk_bytes: int,
 ) -> ArrayLayout:
     """Returns where stock would put `array`, given the save's `info` and the user's `args`.
 
+    `folder` is the item's.
     `chunk_bytes` is what `args.chunk_byte_size` is taken for where it is not given.
     """
     stored = array.dtype if args.dtype is None else np.dtype(args.dtype)
     write = write_shape(array, replica_layout)
     limit_bytes = args.chunk_byte_size or max(chunk_bytes, stored.itemsize)
-    target_bytes = data_file_bytes(info)
+    target_bytes = data_file_bytes(info, folder)
     # An OCDBT data file should hold a chunk, so stock splits bigger ones; 0 means no such limit.
     if info.is_ocdbt_checkpoint and target_bytes:
         limit_bytes = min(limit_bytes, target_bytes)
@@ -206,10 +208,9 @@ def array_layout(
     )
 
 
-def data_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
+def data_file_bytes(info: ocp.type_handlers.ParamInfo, folder: str) -> int:
     """Returns stock's target size of OCDBT data files, in bytes; 0 for no limit."""
     given = getattr(info, "ocdbt_target_data_file_size", None)
     if given is not None:
         return int(given)
-    in_bucket = bucket.is_bucket(info.parent_dir.as_posix())
-    return _BUCKET_DATA_FILE_BYTES if in_bucket else _LOCAL_DATA_FILE_BYTES
+    return _BUCKET_DATA_FILE_BYTES if bucket.is_bucket(folder) else _LOCAL_DATA_FILE_BYTES

@@ -69,12 +69,22 @@ class DirectFiles:
         The future resolves when the values are needed no more; they are durable after `sync`.
         Arrays in page-aligned memory are not copied. The future raises the `OSError` of the file
         system, with the file's name; the file is incomplete then.
-        """
-        return self._files.submit(self._write, path, values)
 
-    def written(self, path: str) -> concurrent.futures.Future[None]:
+        A small file is written at once, into the page cache: handing thousands of them to threads
+        takes longer, for each system call would give the interpreter away and wait for it again.
+        """
+        if values.nbytes >= _SMALL_BYTES:
+            return self._files.submit(self._write, path, values)
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        try:
+            done.set_result(self._write(path, values))
+        except OSError as error:
+            done.set_exception(error)
+        return done
+
+    def written(self, path: str) -> None:
         """Has `sync` make a file durable that somebody else has written, without syncing it."""
-        return self._files.submit(lambda: self._sync_later(os.open(path, os.O_RDONLY), path))
+        self._sync_later(os.open(path, os.O_RDONLY), path)
 
     def sync(self) -> None:
         """Waits until all files are durable, with the folders that they are in.

@@ -24,12 +24,12 @@ Json = dict[str, Any]
 _PARALLEL_DATA_FILE_BYTES = 128 * 2**20
 
 
-def _written_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
+def _written_file_bytes(info: ocp.type_handlers.ParamInfo, folder: str) -> int:
     """Returns the size at which we begin another data file; of no concern to who reads them."""
     given = getattr(info, "ocdbt_target_data_file_size", None)
-    if given is None and not bucket.is_bucket(info.parent_dir.as_posix()):
+    if given is None and not bucket.is_bucket(folder):
         return _PARALLEL_DATA_FILE_BYTES
-    return data_file_bytes(info)
+    return data_file_bytes(info, folder)
 
 
 def _kvstore(directory: str, sync: bool = True) -> Json:
@@ -39,8 +39,8 @@ def _kvstore(directory: str, sync: bool = True) -> Json:
     return {"driver": "file", "path": directory} | ({} if sync else {"file_io_sync": False})
 
 
-def _ocdbt(info: ocp.type_handlers.ParamInfo, process_index: int) -> Json:
-    base = _kvstore(f"{info.parent_dir.as_posix()}/ocdbt.process_{process_index}/")
+def _ocdbt(info: ocp.type_handlers.ParamInfo, folder: str, process_index: int) -> Json:
+    base = _kvstore(f"{folder}/ocdbt.process_{process_index}/")
     spec: Json = {"driver": "ocdbt", "base": base, "path": info.name}
     if base["driver"] == "file":
         # On a file system data files need no atomic rename; the manifest does.
@@ -48,7 +48,7 @@ def _ocdbt(info: ocp.type_handlers.ParamInfo, process_index: int) -> Json:
         spec["manifest"] = base
     return spec | {
         "cache_pool": "cache_pool#ocdbt",
-        "target_data_file_size": _written_file_bytes(info),
+        "target_data_file_size": _written_file_bytes(info, folder),
         # Only this process writes to this database, so no configuration has to be agreed on.
         "assume_config": True,
         "config": {
@@ -82,6 +82,7 @@ def _zarr3(shape: Shape, chunk: Shape, compress: bool) -> Json:
 
 def array_spec(
     info: ocp.type_handlers.ParamInfo,
+    folder: str,
     layout: ArrayLayout,
     shape: Shape,
     process_index: int,
@@ -90,14 +91,19 @@ def array_spec(
 ) -> Json:
     """Returns the TensorStore spec under which this process writes one leaf.
 
-    `info.parent_dir` must exist already (await `info.await_path_creation()`). Without `sync`, plain
-    files are durable only when somebody else has synced them.
+    Args:
+        info: Of the leaf.
+        folder: The item's, which must exist already: `info.parent_dir`, which is slow to ask for.
+        layout: Of the leaf.
+        shape: Of the leaf.
+        process_index: Of this process.
+        sync: Whether plain files are durable when written; else somebody has to sync them.
     """
-    file = _kvstore(f"{info.parent_dir.as_posix()}/{info.name}", sync)
+    file = _kvstore(f"{folder}/{info.name}", sync)
     zarr = _zarr3 if info.use_zarr3 else _zarr2
     spec: Json = {
         "driver": "zarr3" if info.use_zarr3 else "zarr",
-        "kvstore": _ocdbt(info, process_index) if info.is_ocdbt_checkpoint else file,
+        "kvstore": _ocdbt(info, folder, process_index) if info.is_ocdbt_checkpoint else file,
         "dtype": layout.stored_dtype.name,
         "metadata": zarr(shape, layout.chunk, layout.compressed),
         "recheck_cached_data": False,
@@ -110,25 +116,27 @@ def array_spec(
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
 
 
-def metadata_file(info: ocp.type_handlers.ParamInfo) -> str | None:
+def metadata_file(info: ocp.type_handlers.ParamInfo, folder: str) -> str | None:
     """Returns the file that says what a leaf is; None where it is no file of its own."""
-    folder = info.parent_dir.as_posix()
     if info.is_ocdbt_checkpoint or bucket.is_bucket(folder):
         return None
     return f"{folder}/{info.name}/{'zarr.json' if info.use_zarr3 else '.zarray'}"
 
 
 def plain_folder(
-    info: ocp.type_handlers.ParamInfo, layout: ArrayLayout, boxes: Sequence[grid.Box]
+    info: ocp.type_handlers.ParamInfo,
+    folder: str,
+    layout: ArrayLayout,
+    boxes: Sequence[grid.Box],
 ) -> str | None:
     """Returns the folder of a leaf whose chunks are plain files of its values; None otherwise.
 
     Args:
         info: Of the leaf.
+        folder: The item's.
         layout: Of the leaf.
         boxes: What this process writes; it must be whole chunks, or the rest of one would be lost.
     """
-    folder = info.parent_dir.as_posix()
     is_plain = not (
         info.is_ocdbt_checkpoint
         or info.use_zarr3
@@ -142,10 +150,10 @@ def plain_folder(
     return None
 
 
-def sharding_spec(info: ocp.type_handlers.ParamInfo) -> Json:
+def sharding_spec(info: ocp.type_handlers.ParamInfo, folder: str) -> Json:
     """Returns the spec of a leaf's entry in the `_sharding` file."""
     key = base64.urlsafe_b64encode(info.name.encode()).decode()
-    kvstore = _kvstore(f"{info.parent_dir.as_posix()}/_sharding")
+    kvstore = _kvstore(f"{folder}/_sharding")
     return {"driver": "json", "kvstore": kvstore, "json_pointer": f"/{key}"}
 
 

@@ -149,15 +149,16 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             for leaf in leaves:
                 await _directory_exists(leaf.info)
             async with first_error_alone(), asyncio.TaskGroup() as group:
-                layouts = [self._layout(leaf) for leaf in leaves]
+                folder = leaves[0].info.parent_dir.as_posix()  # of all of them
+                layouts = [self._layout(leaf, folder) for leaf in leaves]
                 if self.is_primary and not leaves[0].info.is_ocdbt_checkpoint:
                     self._advise_on_files(leaves, layouts)
                 if self._write_array_metadatas:
                     _write_array_metadatas(leaves[0].info, layouts)
                 if self.is_primary:
-                    group.create_task(_write_shardings(leaves))
+                    group.create_task(_write_shardings(leaves, folder))
                 for leaf, layout in zip(leaves, layouts, strict=True):
-                    group.create_task(self._write_leaf(leaf, layout, budget, files, group))
+                    group.create_task(self._write_leaf(leaf, folder, layout, budget, files, group))
             with budget.syncing():
                 await to_the_end(asyncio.to_thread(files.sync))
         finally:
@@ -166,10 +167,10 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 leaf.array.release()
             files.close()
 
-    def _layout(self, leaf: _Leaf) -> array_layout.ArrayLayout:
+    def _layout(self, leaf: _Leaf, folder: str) -> array_layout.ArrayLayout:
         chunk_bytes = self._chunk_byte_size or array_layout.default_chunk_bytes(leaf.info)
         return array_layout.array_layout(
-            leaf.array, leaf.info, leaf.args, self._replica_layout, chunk_bytes
+            leaf.array, leaf.info, folder, leaf.args, self._replica_layout, chunk_bytes
         )
 
     def _advise_on_files(
@@ -194,6 +195,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     async def _write_leaf(
         self,
         leaf: _Leaf,
+        folder: str,
         layout: array_layout.ArrayLayout,
         budget: WriteBudget,
         files: DirectFiles,
@@ -206,16 +208,18 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             use_ocdbt=bool(leaf.info.is_ocdbt_checkpoint)
         )
         boxes = [shard.box(shape) for shard in leaf.array.shards]
-        folder = spec_lib.plain_folder(leaf.info, layout, boxes)
+        chunks = spec_lib.plain_folder(leaf.info, folder, layout, boxes)
         with named_in_errors(leaf.info.name):
             if self.is_primary:
-                metadata = spec_lib.metadata_file(leaf.info)
-                spec = spec_lib.array_spec(leaf.info, layout, shape, index, sync=metadata is None)
+                metadata = spec_lib.metadata_file(leaf.info, folder)
+                spec = spec_lib.array_spec(
+                    leaf.info, folder, layout, shape, index, sync=metadata is None
+                )
                 await open_store(spec, context, create=True, open=True)
                 if metadata is not None:
-                    await to_the_end(asyncio.wrap_future(files.written(metadata)))
-            spec = spec_lib.array_spec(leaf.info, layout, shape, index)
-            target = folder or await open_store(spec, context, open=True, assume_metadata=True)
+                    files.written(metadata)
+            spec = spec_lib.array_spec(leaf.info, folder, layout, shape, index)
+            target = chunks or await open_store(spec, context, open=True, assume_metadata=True)
         writer = LeafWriter(leaf.info.name, layout, budget, target, files)
         for shard, box in zip(leaf.array.shards, boxes, strict=True):
             group.create_task(writer.write_shard(shard, box))
@@ -252,13 +256,13 @@ def _write_array_metadatas(
     (folder / f"process_{jax.process_index()}").write_text(text)
 
 
-async def _write_shardings(leaves: Sequence[_Leaf]) -> None:
+async def _write_shardings(leaves: Sequence[_Leaf], folder: str) -> None:
     """Writes the `_sharding` file, by which stock restores without a target."""
     transaction = ts.Transaction()
     for leaf in leaves:
         text = spec_lib.sharding_text(leaf.array.sharding)
         if text is not None:
-            spec = spec_lib.sharding_spec(leaf.info)
+            spec = spec_lib.sharding_spec(leaf.info, folder)
             store = await open_store(spec, leaf.info.ts_context, open=True)
             await to_the_end(store.with_transaction(transaction).write(text))
     await to_the_end(transaction.commit_async())
