@@ -27,7 +27,9 @@ _BUCKET_DATA_FILE_BYTES = 400 * 2**20
 # Our chunks. Stock's is one per shard, whatever its size: it is written by one thread, is in memory
 # as a whole, and is read as a whole by who wants a row of it.
 _CHUNK_BYTES = 64 * 2**20
-_FILE_CHUNK_BYTES = 128 * 2**20
+# A chunk that is a file of its values is written and read in pieces, by several threads. Files of
+# 256 MiB are few enough: see docs/storage.md.
+_FILE_CHUNK_BYTES = 256 * 2**20
 
 
 def _stock_replica_parallel() -> bool:
@@ -98,7 +100,22 @@ def replica_layout_of(options: Mapping[str, Any]) -> ReplicaLayout:
 
 def default_chunk_bytes(info: ocp.type_handlers.ParamInfo) -> int:
     """Returns the largest chunk, in bytes, where the user says nothing."""
-    return _CHUNK_BYTES if info.is_ocdbt_checkpoint else _FILE_CHUNK_BYTES
+    is_plain = not (info.is_ocdbt_checkpoint or info.use_zarr3 or _is_compressed(info))
+    return _FILE_CHUNK_BYTES if is_plain else _CHUNK_BYTES
+
+
+def chunk_count(shape: Shape, chunk: Shape) -> int:
+    """Returns how many chunks an array has; as plain files, it has one file more.
+
+    Example:
+        >>> chunk_count((8192, 28672), (4096, 7168))
+        8
+    """
+    return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+
+
+def _is_compressed(info: ocp.type_handlers.ParamInfo) -> bool:
+    return bool(getattr(info, "use_compression", True))
 
 
 def chunk_shape(
@@ -176,32 +193,34 @@ class ArrayLayout:
 def array_layout(
     array: HostArray,
     info: ocp.type_handlers.ParamInfo,
+    folder: str,
     args: ocp.SaveArgs,
     replica_layout: ReplicaLayout,
     chunk_bytes: int,
 ) -> ArrayLayout:
     """Returns where stock would put `array`, given the save's `info` and the user's `args`.
 
+    `folder` is the item's.
     `chunk_bytes` is what `args.chunk_byte_size` is taken for where it is not given.
     """
     stored = array.dtype if args.dtype is None else np.dtype(args.dtype)
     write = replica_layout.write_shape(array.shape, array.dtype, array.sharding)
     limit_bytes = args.chunk_byte_size or max(chunk_bytes, stored.itemsize)
-    target_bytes = data_file_bytes(info)
+    target_bytes = data_file_bytes(info, folder)
     # An OCDBT data file should hold a chunk, so stock splits bigger ones; 0 means no such limit.
     if info.is_ocdbt_checkpoint and target_bytes:
         limit_bytes = min(limit_bytes, target_bytes)
     chunk = chunk_shape(
         array.shape, write, stored.itemsize, limit_bytes, tuple(args.shard_axes or ())
     )
-    compressed = bool(getattr(info, "use_compression", True))
-    return ArrayLayout(info.name, write, chunk, array.dtype, stored, array.key_impl, compressed)
+    return ArrayLayout(
+        info.name, write, chunk, array.dtype, stored, array.key_impl, _is_compressed(info)
+    )
 
 
-def data_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
+def data_file_bytes(info: ocp.type_handlers.ParamInfo, folder: str) -> int:
     """Returns stock's target size of OCDBT data files, in bytes; 0 for no limit."""
     given = getattr(info, "ocdbt_target_data_file_size", None)
     if given is not None:
         return int(given)
-    in_bucket = bucket.is_bucket(info.parent_dir.as_posix())
-    return _BUCKET_DATA_FILE_BYTES if in_bucket else _LOCAL_DATA_FILE_BYTES
+    return _BUCKET_DATA_FILE_BYTES if bucket.is_bucket(folder) else _LOCAL_DATA_FILE_BYTES

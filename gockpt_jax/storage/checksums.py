@@ -18,7 +18,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ _READ_THREADS = 16  # of small files, of which a bucket takes its time for each
 _PIECE_BYTES = 2**20
 # Below this a thread costs more than the digest.
 _INLINE_BYTES = 2**18
+_DIGEST_THREADS = 2
 
 Box = tuple[slice, ...]
 
@@ -83,8 +84,13 @@ def digest(values: np.ndarray[Any, Any]) -> str:
       >>> digest(x) == digest(np.asfortranarray(x)) != digest(x + 1)
       True
     """
+    return digest_of(_contiguous(values))
+
+
+def digest_of(pieces: Iterable[np.ndarray[Any, Any]]) -> str:
+    """Returns the digest of an array's values that come piece by piece, in C order."""
     state = xxhash.xxh3_128()
-    for piece in _contiguous(values):
+    for piece in pieces:
         state.update(piece.reshape(-1).view(np.uint8).data)
     return str(state.hexdigest())
 
@@ -110,6 +116,8 @@ class Checksums:
 
     def __init__(self) -> None:
         self._leaves: dict[str, dict[str, Any]] = {}
+        # Faster than a disk, and the first chunk need not wait for the digests of all others.
+        self._threads = asyncio.Semaphore(_DIGEST_THREADS)
 
     async def add(self, name: str, box: Box, data: np.ndarray[Any, Any], dtype: Any = None) -> None:
         """Records a chunk that is about to be written.
@@ -123,7 +131,8 @@ class Checksums:
         if data.nbytes < _INLINE_BYTES:
             made = _stored_digest(data, dtype)
         else:
-            made = await asyncio.to_thread(_stored_digest, data, dtype)
+            async with self._threads:
+                made = await asyncio.to_thread(_stored_digest, data, dtype)
         chunks = self._chunks(name, data.dtype if dtype is None else np.dtype(dtype))
         chunks.append([[s.start for s in box], [s.stop for s in box], made])
 

@@ -14,11 +14,14 @@ import tensorstore as ts
 
 from gockpt_jax.storage import grid
 from gockpt_jax.storage.array_layout import ArrayLayout
-from gockpt_jax.storage.direct import DirectFiles
+from gockpt_jax.storage.direct import MAX_INFLIGHT_BYTES, DirectFiles
 from gockpt_jax.storage.host_array import HostShard, ShardFuture
 from gockpt_jax.storage.write_budget import WriteBudget
 
 _T = TypeVar("_T")
+
+# A chunk that TensorStore compresses, and what it has become.
+_COMPRESSED_COPIES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,18 +31,16 @@ class LeafWriter:
     Attributes:
         name: The leaf's parameter name.
         layout: Where and how it is stored.
-        store: The leaf as TensorStore sees it.
         budget: The bytes in flight, of the whole save.
+        target: The leaf as TensorStore sees it; or the folder of its chunks, which `files` writes.
         files: Writes chunks that are plain files.
-        folder: The folder of these files; None: TensorStore writes.
     """
 
     name: str
     layout: ArrayLayout
-    store: ts.TensorStore
     budget: WriteBudget
+    target: ts.TensorStore | str
     files: DirectFiles
-    folder: str | None
 
     async def write_shard(self, shard: HostShard, box: grid.Box) -> None:
         """Waits for one shard's bytes, writes them chunk by chunk and gives them back."""
@@ -62,22 +63,31 @@ class LeafWriter:
         assert data is not None
         with named_in_errors(self.name, cell):
             try:
-                async with self.budget.admit(data.nbytes, 2 if self.layout.compressed else 1):
-                    stored = self.layout.stored_dtype
-                    await self.budget.stats.checksums.add(self.name, cell, data, stored)
+                # Nothing is held for a checksum: that of the next chunk is made beside the write.
+                stored = self.layout.stored_dtype
+                await self.budget.stats.checksums.add(self.name, cell, data, stored)
+                async with self.budget.admit(data.nbytes, self._held_bytes(data.nbytes)):
                     await to_the_end(self._written(cell, data))
+                if self.layout.compressed:
+                    await self.budget.trim(data.nbytes)
             finally:
                 data = None
 
     def _written(self, cell: grid.Box, data: np.ndarray[Any, Any]) -> Awaitable[Any]:
-        if self.folder is not None:
-            path = f"{self.folder}/{grid.key(cell, self.layout.chunk)}"
+        if isinstance(self.target, str):
+            path = f"{self.target}/{grid.key(cell, self.layout.chunk)}"
             return asyncio.wrap_future(self.files.write(path, data))
         # No copy into TensorStore's cache: the bytes stay as they are until released.
-        written: Awaitable[Any] = self.store[cell].write(
+        written: Awaitable[Any] = self.target[cell].write(
             data, can_reference_source_data_indefinitely=True
         )
         return written
+
+    def _held_bytes(self, nbytes: int) -> int:
+        """What is in flight because of a chunk."""
+        if isinstance(self.target, str):
+            return min(nbytes, MAX_INFLIGHT_BYTES)
+        return nbytes * (_COMPRESSED_COPIES if self.layout.compressed else 1)
 
 
 async def open_store(

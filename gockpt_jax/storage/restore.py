@@ -16,6 +16,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from gockpt_jax.errors import VerifyError
+from gockpt_jax.storage.array_reader import LIMIT_BYTES, direct_reads
 from gockpt_jax.storage.one_replica import (
     SingleReplicaArgs,
     one_replica_reads,
@@ -55,22 +56,43 @@ def restore_tree(directory: Any, args: Any, **options: Any) -> Any:
             replica, which sends them to the others, without a handler registered for that.
         **options: Of `ocp.PyTreeCheckpointHandler`.
     """
+    limit_gb = options.get("restore_concurrent_gb")
+    limit_bytes = int(limit_gb * 10**9) if limit_gb else LIMIT_BYTES
+    registry = direct_reads(options.get("type_handler_registry"), limit_bytes)
     leaves = jax.tree.leaves(args.restore_args)
     if any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves):
-        others = options.get("type_handler_registry")
-        options["type_handler_registry"] = one_replica_reads(others)
+        registry = one_replica_reads(registry)
         args = dataclasses.replace(args, restore_args=without_keys(args))
-    options.setdefault("restore_concurrent_gb", concurrent_gb(directory))
+    options["type_handler_registry"] = registry
+    options["restore_concurrent_gb"] = limit_gb or concurrent_gb(directory)
     with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
         return handler.restore(epath.Path(directory), args=args)
 
 
-def restore_standard(directory: Any, args: Any, restore_concurrent_gb: int | None = None) -> Any:
-    """Restores with stock's standard handler; args is `ocp.args.StandardRestore`."""
-    limit = restore_concurrent_gb or concurrent_gb(directory)
+def restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    """Restores with stock's standard handler; args is `ocp.args.StandardRestore`.
+
+    Where the target says of all arrays where they shall lie, the tree handler does the same.
+    """
+    if args.item is not None and not args.support_layout and _says_where(args.item):
+        restore_args = ocp.checkpoint_utils.construct_restore_args(args.item)
+        if not args.strict:
+            restore_args = jax.tree.map(_padded, restore_args)
+        return restore_tree(directory, ocp.args.PyTreeRestore(args.item, restore_args), **options)
+    limit = options.get("restore_concurrent_gb") or concurrent_gb(directory)
     handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
     with contextlib.closing(handler):
         return handler.restore(epath.Path(directory), args=args)
+
+
+def _says_where(target: Any) -> bool:
+    """Whether all leaves are such as stock's standard handler takes, with shardings."""
+    leaves = jax.tree.leaves(target)
+    return all(
+        isinstance(leaf, np.ndarray | int | float)
+        or (isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and leaf.sharding is not None)
+        for leaf in leaves
+    )
 
 
 def concurrent_gb(directory: Any) -> int:
@@ -135,9 +157,7 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         if self.item is not None:
             check_target(directory, self.item, **rules)
         if not (self.partial_restore or self.single_replica):
-            return restore_standard(
-                directory, self.as_stock(), options.get("restore_concurrent_gb")
-            )
+            return restore_standard(directory, self.as_stock(), options)
         if self.item is None:
             raise ValueError(
                 "`partial_restore` and `single_replica` need a target: what is to be restored, and "
@@ -180,4 +200,4 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         with explained(directory, args.item if plain else None, **rules):
             return restore_tree(directory, args, **options)
     with explained(directory, args.item, cast=True, strict=args.strict):
-        return restore_standard(directory, args, options.get("restore_concurrent_gb"))
+        return restore_standard(directory, args, options)

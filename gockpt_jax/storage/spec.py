@@ -7,44 +7,40 @@ Orbax's own builder of these specs changed its interface between 0.12.4 and 0.12
 from __future__ import annotations
 
 import base64
-import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage import bucket, grid
 from gockpt_jax.storage.array_layout import ArrayLayout, Shape, data_file_bytes
+from gockpt_jax.storage.plain_array import is_stored_as_it_is
 
 Json = dict[str, Any]
 
 # TensorStore appends to one OCDBT data file at a time until it is full, so stock's 2 GiB make one
 # thread write. With files of 128 MiB several do.
 _PARALLEL_DATA_FILE_BYTES = 128 * 2**20
-# Below this, TensorStore's way of writing a file is as fast as ours.
-_MIN_DIRECT_BYTES = 2**20
 
 
-def _written_file_bytes(info: ocp.type_handlers.ParamInfo) -> int:
+def _written_file_bytes(info: ocp.type_handlers.ParamInfo, folder: str) -> int:
     """Returns the size at which we begin another data file; of no concern to who reads them."""
     given = getattr(info, "ocdbt_target_data_file_size", None)
-    if given is None and not bucket.is_bucket(info.parent_dir.as_posix()):
+    if given is None and not bucket.is_bucket(folder):
         return _PARALLEL_DATA_FILE_BYTES
-    return data_file_bytes(info)
+    return data_file_bytes(info, folder)
 
 
-def _kvstore(directory: str) -> Json:
-    """Returns the base store of a directory."""
+def _kvstore(directory: str, sync: bool = True) -> Json:
+    """Returns the base store of a directory; `sync`: whether what is written is durable at once."""
     if bucket.is_bucket(directory):
         return bucket.kvstore(directory)
-    return {"driver": "file", "path": directory}
+    return {"driver": "file", "path": directory} | ({} if sync else {"file_io_sync": False})
 
 
-def _ocdbt(info: ocp.type_handlers.ParamInfo, process_index: int) -> Json:
-    base = _kvstore(f"{info.parent_dir.as_posix()}/ocdbt.process_{process_index}/")
+def _ocdbt(info: ocp.type_handlers.ParamInfo, folder: str, process_index: int) -> Json:
+    base = _kvstore(f"{folder}/ocdbt.process_{process_index}/")
     spec: Json = {"driver": "ocdbt", "base": base, "path": info.name}
     if base["driver"] == "file":
         # On a file system data files need no atomic rename; the manifest does.
@@ -52,7 +48,7 @@ def _ocdbt(info: ocp.type_handlers.ParamInfo, process_index: int) -> Json:
         spec["manifest"] = base
     return spec | {
         "cache_pool": "cache_pool#ocdbt",
-        "target_data_file_size": _written_file_bytes(info),
+        "target_data_file_size": _written_file_bytes(info, folder),
         # Only this process writes to this database, so no configuration has to be agreed on.
         "assume_config": True,
         "config": {
@@ -85,17 +81,29 @@ def _zarr3(shape: Shape, chunk: Shape, compress: bool) -> Json:
 
 
 def array_spec(
-    info: ocp.type_handlers.ParamInfo, layout: ArrayLayout, shape: Shape, process_index: int
+    info: ocp.type_handlers.ParamInfo,
+    folder: str,
+    layout: ArrayLayout,
+    shape: Shape,
+    process_index: int,
+    *,
+    sync: bool = True,
 ) -> Json:
     """Returns the TensorStore spec under which this process writes one leaf.
 
-    `info.parent_dir` must exist already (await `info.await_path_creation()`).
+    Args:
+        info: Of the leaf.
+        folder: The item's, which must exist already: `info.parent_dir`, which is slow to ask for.
+        layout: Of the leaf.
+        shape: Of the leaf.
+        process_index: Of this process.
+        sync: Whether plain files are durable when written; else somebody has to sync them.
     """
-    file = _kvstore(f"{info.parent_dir.as_posix()}/{info.name}")
+    file = _kvstore(f"{folder}/{info.name}", sync)
     zarr = _zarr3 if info.use_zarr3 else _zarr2
     spec: Json = {
         "driver": "zarr3" if info.use_zarr3 else "zarr",
-        "kvstore": _ocdbt(info, process_index) if info.is_ocdbt_checkpoint else file,
+        "kvstore": _ocdbt(info, folder, process_index) if info.is_ocdbt_checkpoint else file,
         "dtype": layout.stored_dtype.name,
         "metadata": zarr(shape, layout.chunk, layout.compressed),
         "recheck_cached_data": False,
@@ -108,41 +116,44 @@ def array_spec(
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
 
 
+def metadata_file(info: ocp.type_handlers.ParamInfo, folder: str) -> str | None:
+    """Returns the file that says what a leaf is; None where it is no file of its own."""
+    if info.is_ocdbt_checkpoint or bucket.is_bucket(folder):
+        return None
+    return f"{folder}/{info.name}/{'zarr.json' if info.use_zarr3 else '.zarray'}"
+
+
 def plain_folder(
-    info: ocp.type_handlers.ParamInfo, layout: ArrayLayout, boxes: Sequence[grid.Box]
+    info: ocp.type_handlers.ParamInfo,
+    folder: str,
+    layout: ArrayLayout,
+    boxes: Sequence[grid.Box],
 ) -> str | None:
     """Returns the folder of a leaf whose chunks are plain files of its values; None otherwise.
 
     Args:
         info: Of the leaf.
+        folder: The item's.
         layout: Of the leaf.
         boxes: What this process writes; it must be whole chunks, or the rest of one would be lost.
     """
-    folder = info.parent_dir.as_posix()
     is_plain = not (
         info.is_ocdbt_checkpoint
         or info.use_zarr3
         or layout.compressed
         or bucket.is_bucket(folder)
         or layout.stored_dtype != layout.dtype
-        or not _is_stored_as_it_is(layout.dtype)
+        or not is_stored_as_it_is(layout.dtype)
     )
-    is_large = math.prod(layout.chunk) * layout.dtype.itemsize >= _MIN_DIRECT_BYTES
-    if is_plain and is_large and all(grid.is_whole(box, layout.chunk) for box in boxes):
+    if is_plain and all(grid.is_whole(box, layout.chunk) for box in boxes):
         return f"{folder}/{info.name}"
     return None
 
 
-def _is_stored_as_it_is(dtype: np.dtype[Any]) -> bool:
-    """Whether zarr v2 stores what NumPy holds; of types below a byte, parts are undefined there."""
-    is_known = dtype.kind in "biufc" or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
-    return is_known and sys.byteorder == "little"
-
-
-def sharding_spec(info: ocp.type_handlers.ParamInfo) -> Json:
+def sharding_spec(info: ocp.type_handlers.ParamInfo, folder: str) -> Json:
     """Returns the spec of a leaf's entry in the `_sharding` file."""
     key = base64.urlsafe_b64encode(info.name.encode()).decode()
-    kvstore = _kvstore(f"{info.parent_dir.as_posix()}/_sharding")
+    kvstore = _kvstore(f"{folder}/_sharding")
     return {"driver": "json", "kvstore": kvstore, "json_pointer": f"/{key}"}
 
 

@@ -20,6 +20,7 @@ import tensorstore as ts
 from etils import epath
 
 from gockpt_jax.storage import bucket
+from gockpt_jax.storage.plain_array import PlainArray
 from gockpt_jax.transfer.budget import ByteBudget
 
 METADATA_FILE = "_METADATA"
@@ -131,6 +132,12 @@ class StoredItem:
             "recheck_cached_metadata": False,
         }
         return ts.open(spec, open=True, read=True, context=self._context).result()
+
+    def plain(self, name: str) -> PlainArray | None:
+        """How a leaf lies in plain files; `None` where it is stored in another way."""
+        if self.use_ocdbt or self.use_zarr3 or bucket.is_bucket(self.path):
+            return None
+        return PlainArray.found_in(f"{self.path.as_posix()}/{name}")
 
     def _kvstore(self, name: str) -> Any:
         folder = self.path.as_posix()

@@ -6,12 +6,12 @@ read from disk through TensorStore, decompressed and digested, a bounded number 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-import tensorstore as ts
 from etils import epath
 
 from gockpt_jax.errors import VerifyError
@@ -19,16 +19,16 @@ from gockpt_jax.storage import checksums
 from gockpt_jax.storage.checksums import ChecksumError, Chunk
 from gockpt_jax.storage.coverage import cell_of, cover_fault
 from gockpt_jax.storage.directory import Step, look_into
+from gockpt_jax.storage.plain_array import PlainReads
 from gockpt_jax.storage.stored_item import (
     READ_LIMIT_BYTES,
     READ_THREADS,
-    Span,
     StoredItem,
     StoredItemError,
     chunk_shape,
     for_each,
-    nbytes_of,
 )
+from gockpt_jax.storage.verify_read import Read, check, short
 
 State = Literal["whole", "damaged", "unchecked"]
 
@@ -73,15 +73,6 @@ class _Leaf(NamedTuple):
     """What the files of all processes say about a leaf."""
 
     dtype: str
-    chunks: list[Chunk]
-
-
-class _Job(NamedTuple):
-    """One read: a box of a leaf, and the chunks in it."""
-
-    name: str
-    store: ts.TensorStore
-    span: Span
     chunks: list[Chunk]
 
 
@@ -146,7 +137,7 @@ def verify_item(
     found, leaves = _read_processes(path, processes)
     faults += found
     notes: list[str] = []
-    jobs: list[_Job] = []
+    jobs: list[Read] = []
     try:
         item = StoredItem(path)
     except StoredItemError as error:
@@ -157,15 +148,17 @@ def verify_item(
         faults += found
         jobs += of_leaf
     mine = jobs[share[0] :: share[1]]
-    sized = ((nbytes_of(job.store, job.span), job) for job in mine)
-    for found in for_each(sized, _check_chunks, limit_bytes=limit_bytes, threads=threads):
-        faults += found
+    sized = ((job.held_bytes, job) for job in mine)
+    with contextlib.closing(PlainReads(past_cache=True)) as reads:
+        work = functools.partial(check, reads)
+        for found in for_each(sized, work, limit_bytes=limit_bytes, threads=threads):
+            faults += found
     return Verdict(
         str(path),
         tuple(faults),
         tuple(notes),
         sum(len(job.chunks) for job in mine),
-        sum(nbytes_of(job.store, job.span) for job in mine),
+        sum(job.nbytes for job in mine),
     )
 
 
@@ -240,12 +233,12 @@ def _check_leaves(item: StoredItem, leaves: Mapping[str, _Leaf], notes: list[str
     return faults
 
 
-def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[_Job]]:
+def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[Read]]:
     """Opens a leaf, checks what it is, and plans its reads: each zarr chunk is read once."""
     try:
         store = item.open(name)
     except Exception as error:
-        return [f"`{name}` cannot be opened: {_short(error)}"], []
+        return [f"`{name}` cannot be opened: {short(error)}"], []
     faults = []
     stored = store.dtype.numpy_dtype.name
     if stored != leaf.dtype:
@@ -253,42 +246,14 @@ def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[
     uncovered = cover_fault(tuple(store.shape), leaf.chunks)
     if uncovered:
         return [*faults, f"`{name}`: {uncovered}"], []
+    plain = item.plain(name)
     groups: dict[Any, list[Chunk]] = {}
     for chunk in leaf.chunks:
         cell = cell_of(chunk_shape(store), chunk, tuple(store.shape))
         groups.setdefault(cell or (chunk.start, chunk.stop), []).append(chunk)
-    return faults, [
-        _Job(name, store, tuple(map(slice, *key)), chunks) for key, chunks in groups.items()
-    ]
-
-
-def _key(span: Span) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(s.start for s in span), tuple(s.stop for s in span)
-
-
-def _check_chunks(job: _Job) -> list[str]:
-    """Reads a box and digests the chunks in it."""
-    try:
-        values = np.asarray(job.store[job.span].read().result())
-    except Exception as error:
-        where = _where(_key(job.span), job.chunks)
-        return [f"`{job.name}`, {where}, cannot be read: {_short(error)}"]
-    faults = []
-    for chunk in job.chunks:
-        inner = tuple(
-            slice(a - s.start, b - s.start)
-            for a, b, s in zip(chunk.start, chunk.stop, job.span, strict=True)
-        )
-        if checksums.digest(values[inner]) != chunk.digest:
-            where = _where((chunk.start, chunk.stop), [chunk])
-            faults.append(f"`{job.name}`, {where}, is damaged: its values have changed")
-    return faults
-
-
-def _where(span: Any, chunks: Sequence[Chunk]) -> str:
-    return f"{list(span[0])} to {list(span[1])}, written by process {chunks[0].process}"
-
-
-def _short(error: Exception) -> str:
-    """TensorStore's message without the places in its own source."""
-    return str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]
+    jobs = []
+    for key, of_group in groups.items():
+        span = tuple(map(slice, *key))
+        is_file = plain is not None and len(of_group) == 1 and plain.is_file(span)
+        jobs.append(Read(name, store, span, of_group, plain if is_file else None))
+    return faults, jobs

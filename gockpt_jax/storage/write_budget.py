@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.budget import ByteBudget
 
-# Two files of 128 MiB, or four chunks of 64 MiB, keep the disk busy (`bench storage`); without a
-# limit, TensorStore's copies and compressed chunks take the size of the state again.
+# Eight files, or four chunks of 64 MiB, keep the disk busy (`bench storage`); without a limit,
+# TensorStore's copies and compressed chunks take the size of the state again.
 DEFAULT_WRITE_LIMIT_BYTES = 256 * 2**20
+# After so many bytes of chunks the allocator is told to give back what compressing them has freed.
+_TRIM_BYTES = 32 * 2**20
+
+
+# Of glibc; other allocators give back by themselves, or never.
+_malloc_trim: Callable[[int], Any] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 @dataclasses.dataclass
@@ -23,10 +31,10 @@ class WriteStats:
 
     Attributes:
         written_bytes: Bytes of the shards that this process has written, before compression.
-        peak_inflight_bytes: The most bytes that were in flight at one time; chunks that are to be
-            compressed count twice.
-        write_secs: Seconds during which at least one chunk was being written; the time spent
-            waiting for shards to arrive is not in it.
+        peak_inflight_bytes: The most bytes that were in flight at one time, with what is held
+            beside them: see `LeafWriter`.
+        write_secs: Seconds during which at least one chunk was being written, or files were being
+            synced at the end; the time spent waiting for shards to arrive is not in it.
         checksums: Of what this process has written.
     """
 
@@ -57,11 +65,11 @@ class WriteBudget:
         self._busy = contextlib.ExitStack()
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
+        self._untrimmed_bytes = 0
 
     @contextlib.asynccontextmanager
-    async def admit(self, nbytes: int, copies: int = 1) -> AsyncIterator[None]:
-        """Holds a chunk's bytes, as often as they are in memory; on success they are written."""
-        held = copies * nbytes
+    async def admit(self, nbytes: int, held: int) -> AsyncIterator[None]:
+        """Waits until a chunk of `nbytes` may take `held` bytes; on success it is written."""
         # Waiting inside the turn keeps a large chunk from being overtaken by small ones for ever.
         async with self._turn:
             while self._inflight_bytes and self._inflight_bytes + held > self._limit_bytes:
@@ -73,6 +81,28 @@ class WriteBudget:
             self.stats.written_bytes += nbytes
         finally:
             self._remove(held)
+
+    async def trim(self, nbytes: int) -> None:
+        """Gives memory back to the system, once enough of it has been freed.
+
+        A compressed chunk is made of small blocks, by whichever thread of TensorStore's; what was
+        freed stays with that thread's heap. Without this, a chunk for each thread is kept.
+
+        Args:
+            nbytes: Of a chunk that has been compressed and written.
+        """
+        self._untrimmed_bytes += nbytes
+        if self._untrimmed_bytes >= _TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            await asyncio.to_thread(_malloc_trim, 0)
+
+    @contextlib.contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Counts what happens inside as writing."""
+        started_at = time.perf_counter()
+        with events.span(events.SPAN_WRITE):
+            yield
+        self.stats.write_secs += time.perf_counter() - started_at
 
     def _add(self, nbytes: int) -> None:
         self._host.add(nbytes)

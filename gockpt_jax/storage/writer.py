@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Sequence
 
@@ -31,6 +32,9 @@ from gockpt_jax.storage.leaf_writer import (
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES, WriteBudget, WriteStats
 from gockpt_jax.transfer.budget import ByteBudget
 
+_LOG = logging.getLogger("gockpt_jax")
+_MANY_FILES = 10_000  # in one save, and per 10**12 bytes: backups, quotas and deletion suffer
+
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
@@ -51,8 +55,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     Args:
         write_limit_bytes: See `WindowOptions.write_limit_bytes`.
         chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
-            None: 64 MiB in an OCDBT database, and 128 MiB where a chunk is a file, so that
-            there are fewer of them.
+            None: 256 MiB where a chunk is a file of its values, so that there are fewer of
+            them; else 64 MiB.
         primary_host: The process that writes what is common to all; None if every one has its own
             storage. As in `ocp.options.MultiprocessingOptions`.
         replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`
@@ -100,6 +104,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         )
         self._write_array_metadatas = write_array_metadatas
         self._stats = WriteStats()
+        self._is_advice_given = False
 
     def take_stats(self) -> WriteStats:
         """Returns the statistics of the save begun since the last call; zeros if there was none.
@@ -144,46 +149,78 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             for leaf in leaves:
                 await _directory_exists(leaf.info)
             async with first_error_alone(), asyncio.TaskGroup() as group:
-                layouts = [self._layout(leaf) for leaf in leaves]
+                folder = leaves[0].info.parent_dir.as_posix()  # of all of them
+                layouts = [self._layout(leaf, folder) for leaf in leaves]
+                if self.is_primary and not leaves[0].info.is_ocdbt_checkpoint:
+                    self._advise_on_files(leaves, layouts)
                 if self._write_array_metadatas:
                     _write_array_metadatas(leaves[0].info, layouts)
                 if self.is_primary:
-                    group.create_task(_write_shardings(leaves))
+                    group.create_task(_write_shardings(leaves, folder))
                 for leaf, layout in zip(leaves, layouts, strict=True):
-                    group.create_task(self._write_leaf(leaf, layout, budget, files, group))
+                    group.create_task(self._write_leaf(leaf, folder, layout, budget, files, group))
+            with budget.syncing():
+                await to_the_end(asyncio.to_thread(files.sync))
         finally:
             # Tasks that were cancelled before they began have released nothing.
             for leaf in leaves:
                 leaf.array.release()
             files.close()
 
-    def _layout(self, leaf: _Leaf) -> array_layout.ArrayLayout:
+    def _layout(self, leaf: _Leaf, folder: str) -> array_layout.ArrayLayout:
         chunk_bytes = self._chunk_byte_size or array_layout.default_chunk_bytes(leaf.info)
         return array_layout.array_layout(
-            leaf.array, leaf.info, leaf.args, self._replica_layout, chunk_bytes
+            leaf.array, leaf.info, folder, leaf.args, self._replica_layout, chunk_bytes
+        )
+
+    def _advise_on_files(
+        self, leaves: Sequence[_Leaf], layouts: Sequence[array_layout.ArrayLayout]
+    ) -> None:
+        """Says once where files become too many: small leaves, or leaves cut into small shards."""
+        count = sum(
+            1 + array_layout.chunk_count(leaf.array.shape, layout.chunk)
+            for leaf, layout in zip(leaves, layouts, strict=True)
+        )
+        nbytes = sum(leaf.array.nbytes for leaf in leaves)
+        if self._is_advice_given or count <= _MANY_FILES * max(1, nbytes / 10**12):
+            return
+        self._is_advice_given = True
+        _LOG.warning(
+            "A save makes %d files, %.1f MB each on average. An OCDBT database has far fewer:"
+            " `pytree_options={'use_ocdbt': True}`, or the same keyword of `GoCkptHandler`.",
+            count,
+            nbytes / count / 1e6,
         )
 
     async def _write_leaf(
         self,
         leaf: _Leaf,
+        folder: str,
         layout: array_layout.ArrayLayout,
         budget: WriteBudget,
         files: DirectFiles,
         group: asyncio.TaskGroup,
     ) -> None:
         """Opens the leaf's array and starts one task per shard."""
-        spec = spec_lib.array_spec(leaf.info, layout, leaf.array.shape, jax.process_index())
+        shape, index = leaf.array.shape, jax.process_index()
         # Sharing the save's context with stock's handlers makes them share one OCDBT database too.
         context = leaf.info.ts_context or ocp.type_handlers.get_ts_context(
             use_ocdbt=bool(leaf.info.is_ocdbt_checkpoint)
         )
+        boxes = [shard.box(shape) for shard in leaf.array.shards]
+        chunks = spec_lib.plain_folder(leaf.info, folder, layout, boxes)
         with named_in_errors(leaf.info.name):
             if self.is_primary:
+                metadata = spec_lib.metadata_file(leaf.info, folder)
+                spec = spec_lib.array_spec(
+                    leaf.info, folder, layout, shape, index, sync=metadata is None
+                )
                 await open_store(spec, context, create=True, open=True)
-            store = await open_store(spec, context, open=True, assume_metadata=True)
-        boxes = [shard.box(leaf.array.shape) for shard in leaf.array.shards]
-        folder = spec_lib.plain_folder(leaf.info, layout, boxes)
-        writer = LeafWriter(leaf.info.name, layout, store, budget, files, folder)
+                if metadata is not None:
+                    files.written(metadata)
+            spec = spec_lib.array_spec(leaf.info, folder, layout, shape, index)
+            target = chunks or await open_store(spec, context, open=True, assume_metadata=True)
+        writer = LeafWriter(leaf.info.name, layout, budget, target, files)
         for shard, box in zip(leaf.array.shards, boxes, strict=True):
             group.create_task(writer.write_shard(shard, box))
 
@@ -219,13 +256,13 @@ def _write_array_metadatas(
     (folder / f"process_{jax.process_index()}").write_text(text)
 
 
-async def _write_shardings(leaves: Sequence[_Leaf]) -> None:
+async def _write_shardings(leaves: Sequence[_Leaf], folder: str) -> None:
     """Writes the `_sharding` file, by which stock restores without a target."""
     transaction = ts.Transaction()
     for leaf in leaves:
         text = spec_lib.sharding_text(leaf.array.sharding)
         if text is not None:
-            spec = spec_lib.sharding_spec(leaf.info)
+            spec = spec_lib.sharding_spec(leaf.info, folder)
             store = await open_store(spec, leaf.info.ts_context, open=True)
             await to_the_end(store.with_transaction(transaction).write(text))
     await to_the_end(transaction.commit_async())

@@ -2,14 +2,18 @@
 
 import concurrent.futures
 import itertools
+import os
 import pathlib
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from storage_helpers import host_tree, save
 
 from gockpt_jax.storage import direct, grid, layout
 from gockpt_jax.storage.direct import DirectFiles
+from gockpt_jax.storage.tree_handler import make_tree_handler
 
 SIZES = [1, 511, 4096, 4097, 2**20, 4 * 2**20 + 1, 9 * 2**20 + 4096]
 
@@ -26,7 +30,7 @@ def files():
 def test_files_hold_the_bytes(tmp_path, files, monkeypatch, has_direct_mode, offset):
     """Of any length, in aligned and other memory, on file systems with and without the mode."""
     if not has_direct_mode:
-        monkeypatch.setattr(direct, "_O_DIRECT", 0)
+        monkeypatch.setattr(direct, "O_DIRECT", 0)
     rng = np.random.default_rng(0)
     base = rng.integers(0, 256, max(SIZES) + 8192, np.uint8)
     start = -base.ctypes.data % 4096 + offset
@@ -69,8 +73,68 @@ def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch)
 
     monkeypatch.setattr(direct.os, "pwrite", write)
     with pytest.raises(OSError, match="broken disk"):
-        files.write(f"{tmp_path}/x", np.zeros(6 * direct._PIECE_BYTES, np.uint8)).result()
-    assert sorted(ended) == [n * direct._PIECE_BYTES for n in range(1, 6)]
+        files.write(f"{tmp_path}/x", np.zeros(6 * direct.PIECE_BYTES, np.uint8)).result()
+    assert sorted(ended) == [n * direct.PIECE_BYTES for n in range(1, 6)]
+
+
+def synced_paths(monkeypatch):
+    """The files and folders that are synced from now on."""
+    paths, sync = [], os.fsync
+
+    def spied(fd):
+        paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+        sync(fd)
+
+    monkeypatch.setattr(direct.os, "fsync", spied)
+    return paths
+
+
+def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
+    """Large and small chunks, what says how they are stored, and the folders that name them."""
+    monkeypatch.setattr(direct, "_SMALL_BYTES", 2**14)
+    monkeypatch.setattr(direct, "_BATCH_FILES", 3)
+    tree = {f"x{n}": jnp.full((n + 1, 1024), n, jnp.float32) for n in range(8)}
+    synced, committed = synced_paths(monkeypatch), []
+    handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
+    finalize = handler.finalize
+    monkeypatch.setattr(
+        handler, "finalize", lambda path: (committed.extend(synced), finalize(path))
+    )
+    save(handler, tmp_path / "x", host_tree(tree))
+    names = [path.partition("orbax-checkpoint-tmp")[2] for path in committed]
+    wanted = ["", *(f"/{x}{file}" for x in tree for file in ("", "/.zarray", "/0.0"))]
+    assert sorted(name for name in names if name in wanted) == sorted(wanted)  # each of them once
+
+
+def test_a_file_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
+    def broken(fd):
+        raise OSError(5, "broken disk")
+
+    monkeypatch.setattr(direct.os, "fsync", broken)
+    handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
+    with pytest.raises(OSError, match="broken disk") as caught:
+        save(handler, tmp_path / "x", host_tree({"x": jnp.ones(4)}))
+    assert "/x/" in str(caught.value.filename)
+    assert not (tmp_path / "x").exists()
+
+
+def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct, "_BATCH_FILES", 4)
+    most, sync, before = [0], os.fsync, len(os.listdir("/proc/self/fd"))
+
+    def counted(fd):
+        most[0] = max(most[0], len(os.listdir("/proc/self/fd")))
+        sync(fd)
+
+    monkeypatch.setattr(direct.os, "fsync", counted)
+    files = DirectFiles()
+    for future in [files.write(f"{tmp_path}/{n}", np.ones(9)) for n in range(200)]:
+        future.result()
+    files.sync()
+    files.close()
+    # Eight wait to be synced; each thread that writes one has it open, and each look one more.
+    assert before < most[0] <= before + 8 + direct._MAX_FILES + direct._SYNC_THREADS
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_many_files_at_once(tmp_path, files):

@@ -177,7 +177,7 @@ def test_the_budget_admits_in_order_of_arrival():
 
         async def write(name, nbytes):
             finish[name] = asyncio.Event()
-            async with budget.admit(nbytes):
+            async with budget.admit(nbytes, nbytes):
                 log.append(name)
                 await finish[name].wait()
 

@@ -1,0 +1,211 @@
+"""Arrays in plain files, read without TensorStore."""
+
+import json
+import threading
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
+from storage_helpers import assert_same_arrays, host_tree, mesh, save
+
+from gockpt_jax import GoCkptRestore
+from gockpt_jax.storage import array_reader, plain_array
+from gockpt_jax.storage.plain_array import PlainArray, PlainReads
+from gockpt_jax.storage.restore import restore
+from gockpt_jax.storage.tree_handler import make_tree_handler
+
+PLAIN = {"use_ocdbt": False, "use_compression": False}
+SMALL_PIECE_BYTES = 8192
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Files of a few KiB are then read in several pieces."""
+    monkeypatch.setattr(plain_array, "PIECE_BYTES", SMALL_PIECE_BYTES)
+
+
+def stored(folder, values, chunk, **metadata):
+    """Writes an array with TensorStore."""
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/"}}
+    spec["metadata"] = {"compressor": None, "chunks": chunk, **metadata}
+    store = ts.open(spec, create=True, dtype=values.dtype, shape=values.shape).result()
+    store.write(values).result()
+    return str(folder)
+
+
+def read(array, boxes, **options):
+    reads = PlainReads(**options)
+    found = [np.empty([s.stop - s.start for s in box], array.dtype) for box in boxes]
+    try:
+        for future in reads.start(array, list(zip(boxes, found, strict=True))):
+            future.result()
+    finally:
+        reads.close()
+    return found
+
+
+def random_box(rng, shape):
+    starts = [int(rng.integers(0, n)) for n in shape]
+    return tuple(
+        slice(a, int(rng.integers(a + 1, n + 1))) for a, n in zip(starts, shape, strict=True)
+    )
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("shape", [(), (5000,), (37, 90), (3, 70, 41), (2, 1, 64, 48)])
+def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cache, is_cached):
+    """Boxes that overlap, chunks at the edge, pieces that begin and end anywhere in a block."""
+    monkeypatch.setattr(plain_array, "_is_cached", lambda fd, piece: is_cached)
+    rng = np.random.default_rng(len(shape))
+    for n, dtype in enumerate((np.float32, ml_dtypes.bfloat16, np.int8)):
+        values = rng.integers(-99, 99, shape).astype(dtype)
+        chunk = [int(rng.integers(1, n + 9)) for n in shape]
+        array = PlainArray.found_in(stored(tmp_path / str(n), values, chunk))
+        assert array is not None
+        assert (array.shape, array.chunk, array.dtype) == (shape, tuple(chunk), values.dtype)
+        boxes = [random_box(rng, shape) for _ in range(3)] + [tuple(slice(0, n) for n in shape)]
+        for found, box in zip(read(array, boxes, past_cache=past_cache), boxes, strict=True):
+            assert found.tobytes() == values[box].tobytes()
+
+
+def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):
+    values = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
+    array = PlainArray.found_in(stored(tmp_path, values, [32, 1024]))
+    rows = [(slice(0, 4), slice(0, 512)), (slice(0, 4), slice(256, 1024))]
+    pieces = list(array.pieces(rows))
+    assert [p.box[0] for p in pieces] == [slice(0, 2), slice(2, 4)]  # 2 rows are 8 KiB
+    assert all(
+        p.nbytes <= SMALL_PIECE_BYTES for p in array.pieces([(slice(0, 64), slice(0, 1024))])
+    )
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"compressor": {"id": "zstd", "level": 1}},
+        {"order": "F"},
+        {"dimension_separator": "/"},
+        {"dtype": ">f4"},
+    ],
+    ids=["compressed", "order", "separator", "big-endian"],
+)
+def test_arrays_stored_otherwise_are_not_plain(tmp_path, metadata):
+    stored(tmp_path, np.ones((4, 4), np.float32), [2, 2])
+    assert PlainArray.found_in(str(tmp_path)) is not None
+    told = json.loads((tmp_path / ".zarray").read_text())
+    (tmp_path / ".zarray").write_text(json.dumps(told | metadata))
+    assert PlainArray.found_in(str(tmp_path)) is None
+    assert PlainArray.found_in(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+@pytest.mark.parametrize("damage", ["short", "missing"])
+def test_damaged_files_are_named(tmp_path, past_cache, damage):
+    array = PlainArray.found_in(stored(tmp_path, np.ones((8, 4096), np.float32), [4, 4096]))
+    file = tmp_path / "1.0"
+    if damage == "short":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    with pytest.raises(OSError, match=r"1\.0"):
+        read(array, [(slice(0, 8), slice(0, 4096))], past_cache=past_cache)
+    read(array, [(slice(0, 4), slice(0, 4096))], past_cache=past_cache)
+
+
+def state():
+    rng = np.random.default_rng(0)
+
+    def put(shape, *spec, dtype=np.float32):
+        values = rng.standard_normal(shape).astype(dtype)
+        return jax.device_put(values, NamedSharding(mesh(4, 2), PartitionSpec(*spec)))
+
+    return {
+        "rows": put((64, 256), "data"),
+        "columns": put((64, 256), None, "model"),
+        "both": put((64, 256), "model", "data", dtype=ml_dtypes.bfloat16),
+        "replicated": put((33, 77)),
+        "count": put(()),
+        "key": jax.random.key(3),
+        "raw_key": jax.random.PRNGKey(3),
+    }
+
+
+def targets(tree):
+    def other(x):
+        spec = PartitionSpec("model") if x.ndim and x.shape[0] % 2 == 0 else PartitionSpec()
+        sharding = NamedSharding(mesh(4, 2), spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    def same(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    arrays = {name: x for name, x in tree.items() if "key" not in name}
+    keys = {name: same(x) for name, x in tree.items() if "key" in name}
+    return {"as it was": jax.tree.map(same, tree), "otherwise": jax.tree.map(other, arrays) | keys}
+
+
+@pytest.mark.parametrize("where", ["as it was", "otherwise"])
+def test_what_stock_restores_we_restore(tmp_path, monkeypatch, small_pieces, where):
+    """Stock's own plain files, onto the same and other shardings; keys are stock's business."""
+    tree, seen = state(), []
+    save(ocp.PyTreeCheckpointHandler(**PLAIN), tmp_path / "x", tree)
+    monkeypatch.setattr(
+        array_reader, "_read_all", lambda wanted, limit, r=array_reader._read_all: (
+            seen.extend(w.stored.folder.rpartition("/")[2] for w in wanted) or r(wanted, limit)
+        ),
+    )  # fmt: skip
+    target = targets(tree)[where]
+    restored = restore(tmp_path / "x", GoCkptRestore(target), {})
+    assert_same_arrays(restored, tree)
+    for name in tree:
+        assert restored[name].sharding.is_equivalent_to(target[name].sharding, tree[name].ndim)
+    assert sorted(seen) == ["both", "columns", "count", "replicated", "rows"]
+
+
+def test_other_dtypes_and_shapes_are_stocks_business(tmp_path):
+    tree = {"x": state()["rows"]}
+    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {"x": jax.ShapeDtypeStruct((96, 256), np.float16, sharding=here)}
+    restored = restore(tmp_path / "x", GoCkptRestore(target, cast=True, strict=False), {})["x"]
+    assert (restored.shape, restored.dtype) == ((96, 256), np.float16)
+    np.testing.assert_array_equal(restored[:64], np.asarray(tree["x"]).astype(np.float16))
+
+
+def test_bytes_in_host_memory_are_bounded(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    tree = {f"x{n}": jax.numpy.asarray(rng.standard_normal(2**15), "float32") for n in range(6)}
+    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    budgets = []
+
+    class Spied(array_reader.ByteBudget):
+        def __init__(self, limit_bytes):
+            super().__init__(limit_bytes)
+            budgets.append(self)
+
+    monkeypatch.setattr(array_reader, "ByteBudget", Spied)
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    restored = restore(tmp_path / "x", GoCkptRestore(target), {"restore_concurrent_gb": 300e-6})
+    assert_same_arrays(restored, tree)
+    (budget,) = budgets
+    assert 2**17 <= budget.peak_bytes <= 300_000
+    assert budget.used_bytes == 0
+
+
+def test_a_failure_leaves_no_thread_behind(tmp_path):
+    tree = {"x": state()["rows"]}
+    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    (tmp_path / "x" / "x" / "0.0").unlink()
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    with pytest.raises(OSError, match=r"x/0\.0"):
+        restore(tmp_path / "x", GoCkptRestore(target), {})
+    assert not [t for t in threading.enumerate() if t.name.startswith("gockpt_")]
