@@ -1,12 +1,15 @@
 """Tables in documents that are made from result files."""
 
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import figures_train
+
 _BEGIN, _END = "<!-- Made by `make figures`: begin -->", "<!-- end -->"
-_KS = (2, 3, 4, 6, 8)
+_KS = range(2, 9)
 _MISSING = ": not measured"
 
 
@@ -69,9 +72,37 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
     ]
 
 
+def prediction_table(record: Mapping[str, Any]) -> list[str]:
+    """What the planner expected of saves, beside what they cost."""
+    lines = [
+        "| mode, every | K | predicted stall, s | measured inflation, s | least to most | "
+        "of it in hooks, s |",
+        "|---|" + "---:|" * 5,
+    ]
+    for p in figures_train.predictions(record):
+        low, high = min(p.inflation), max(p.inflation)
+        lines.append(
+            f"| {p.mode}, {p.interval} steps | {p.steps} | {p.predicted:.3f} | "
+            f"{statistics.median(p.inflation):.3f} | {low:.3f} to {high:.3f} | "
+            f"{statistics.median(p.hooks):.3f} |"
+        )
+    rounds = {len(p.inflation) for p in figures_train.predictions(record)}
+    steps = figures_train.of_figure(record, "step_median_secs")["ideal"]
+    secs = statistics.median(x for values in steps.values() for x in values)
+    return [
+        *lines,
+        "",
+        f"Medians of {min(rounds)} phases each, per save; an undisturbed step took {secs:.3f} s.",
+    ]
+
+
 TABLES: dict[
     str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], list[str]]]
-] = {"accelerators.md": (_is_aot, aot_table)}
+] = {
+    "docs/accelerators.md": (_is_aot, aot_table),
+    "bench/README.md": (figures_train.has_prediction, prediction_table),
+}
+"""By page, from the repository's root: which records suit, and the lines that one makes."""
 
 
 def insert(path: Path, lines: Sequence[str]) -> None:

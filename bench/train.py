@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.record import Record
+from bench.record import Record, has_nvidia
 from bench.train_table import TrainRecord
 
 if TYPE_CHECKING:  # JAX must not start before the environment is prepared
@@ -58,7 +58,7 @@ def run(quick: bool, **options: Any) -> Record:
 
 def _prepare_environment() -> None:
     """Must come before JAX starts its backends."""
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    if has_nvidia():
         # JAX takes 75% by default; a training run takes what there is.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     elif "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", ""):

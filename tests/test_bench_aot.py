@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import json
 import math
+import signal
+import subprocess
+import sys
 import types
 
 import jax
@@ -93,20 +97,35 @@ def test_the_model_is_the_examples_and_every_large_leaf_is_split_over_all_chips(
     layer = 12 * 256**2 + (256 + 4 * 256 + 256) + 4 * 256
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     assert parameters == 20 * layer + (256 + 32) * 256 + 2 * 256
-    for leaf in jax.tree.leaves(state.params["layers"]):
+    for leaf in jax.tree.leaves(state.params["segment_0"]):
         if leaf.ndim > 2 and leaf.shape[-1] > 3:
             parts = math.prod(leaf.shape) / math.prod(leaf.sharding.shard_shape(leaf.shape))
             assert parts == 8
     assert batch.shape == (8 // tensor, 33)
 
 
-def test_a_case_that_does_not_compile_is_not_measured(monkeypatch):
+def test_a_case_that_does_not_compile_is_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(aot, "_CASES", (Case("v5e:none", 1, 1, 128),))
     monkeypatch.setattr(aot.importlib.metadata, "version", lambda name: "0")
-    monkeypatch.setattr(aot, "_compile", lambda case: "RESOURCE_EXHAUSTED: no room")
-    record = aot.run(quick=False)
+    monkeypatch.setattr(aot, "_compile", lambda *_: "RESOURCE_EXHAUSTED: no room")
+    options = {"cases": None, "case_minutes": 1.0, "case_gib": 1.0, "out": tmp_path / "aot.json"}
+    record = aot.run(quick=False, **options)
     assert record.samples == {}
     assert record.notes[-1] == "v5e:none/0B/fsdp: not measured: RESOURCE_EXHAUSTED: no room"
+    assert json.loads(options["out"].read_text())["notes"] == record.notes
+    with pytest.raises(SystemExit, match="names none of v5e:none/0B/fsdp"):
+        aot.run(quick=False, **options | {"cases": "v5p,v6e"})
+
+
+@pytest.mark.parametrize(
+    ("limit_secs", "limit_gib", "why"),
+    [(0.0, 99.0, "not compiled within 0 s"), (60.0, 0.0, "more than 0 GiB of host memory")],
+)
+def test_a_compilation_is_ended_at_its_limits(limit_secs, limit_gib, why):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert why in aot._watch(child, limit_secs, limit_gib)
+    assert child.returncode == -signal.SIGKILL
+    child.stdin.close()
 
 
 def test_docstring_examples():
