@@ -128,8 +128,7 @@ def make(results: Sequence[Result], out: Path, root: Path) -> Iterator[str]:
     for page, (suits, table) in figures_tables.TABLES.items():
         suited = [r for r in results if suits(r.record)]
         if suited:
-            lines = table(suited[-1].record)
-            figures_tables.insert(root / page, [*lines, "", f"From `{suited[-1].path}`."])
+            figures_tables.insert(root / page, figures_tables.lines_of(table, suited[-1]))
             yield f"{page}: table from {suited[-1].path}"
 
 

@@ -105,6 +105,11 @@ TABLES: dict[
 """By page, from the repository's root: which records suit, and the lines that one makes."""
 
 
+def lines_of(table: Callable[[Mapping[str, Any]], list[str]], result: Any) -> list[str]:
+    """A table, and the result that it is from."""
+    return [*table(result.record), "", f"From `{result.path}`."]
+
+
 def insert(path: Path, lines: Sequence[str]) -> None:
     """Replaces what lies between the marks of a document.
 

@@ -92,12 +92,16 @@ class _Bench:
     def run(self) -> Record:
         """All intervals."""
         from bench.train_figures import NOTES
-        from bench.train_rounds import Interval
+        from bench.train_rounds import Interval, saves_per_phase
 
         self.record.notes += NOTES
         with self._directory() as directory:
             shared = self._start()
-            for interval in self.intervals:
+            for n, interval in enumerate(self.intervals):
+                # Longer phases get more of what is left.
+                steps = [saves_per_phase(i) * i for i in self.intervals[n:]]
+                now = time.perf_counter()
+                shared.until = now + (self.until - now) * steps[0] / sum(steps)
                 Interval(shared, interval, directory / str(interval)).run()
         return self.record
 
