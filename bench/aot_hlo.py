@@ -10,11 +10,13 @@ _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
 _COPIES = ("copy", "copy-start")
 # What moves or names bytes and computes none: a TPU copies by way of its vector memory, in slices.
+# A fusion does what the instructions of its computation do, which are counted.
 _NOT_COMPUTING = {
-    *_COPIES, "copy-done", "slice-start", "slice-done", "parameter", "tuple", "get-tuple-element",
-    "bitcast", "constant",
+    *_COPIES, "copy-done", "slice", "slice-start", "slice-done", "dynamic-update-slice",
+    "reshape", "pad", "concatenate", "fusion", "parameter", "tuple", "get-tuple-element", "bitcast",
+    "constant",
 }  # fmt: skip
-_NAMES_BYTES = 'custom_call_target="ConcatBitcast"'
+_NAMES_BYTES = re.compile('custom_call_target="(?:ConcatBitcast|AllocateBuffer)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ def read_program(compiled: Any) -> Program:
         temp_bytes=memory.temp_size_in_bytes,
         copies=sum(opcodes[name] for name in _COPIES),
         collectives=sum(opcodes[c] + opcodes[c + "-start"] for c in _COLLECTIVES),
-        computing=computing - text.count(_NAMES_BYTES),
+        computing=computing - len(_NAMES_BYTES.findall(text)),
     )
 
 
