@@ -2,6 +2,7 @@
 
 import re
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,39 @@ def prediction_table(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def throughput_lines(record: Mapping[str, Any]) -> list[str]:
+    """The README's figure, and in words what it shows at the shortest interval."""
+    modes = figures_train.of_figure(record, "throughput_ratio")
+    interval = min(modes["gockpt"])
+    at_it = [
+        f"`{mode}` {statistics.median(values[interval]):.3f}"
+        for mode, values in modes.items()
+        if mode != "ideal" and interval in values
+    ]
+    devices = record["hardware"]["devices"]
+    where = f"on {', '.join(devices)}"
+    if devices == ["cpu"]:
+        where = (
+            "on a CPU with a simulated device link, which shows the scheduling and not the speed"
+        )
+    shown = (
+        "![Training's throughput over that without checkpoints, by the steps between saves, for "
+        "each way to checkpoint](docs/figures/throughput.svg)"
+    )
+    said = (
+        f"Throughput over that of the same training without checkpoints, {where}. With a save "
+        f"every {interval} steps: {', '.join(at_it)} (medians; the modes are explained in "
+        "[bench/README.md](bench/README.md#the-training-benchmark))."
+    )
+    return [*textwrap.wrap(shown, 105), "", *textwrap.wrap(said, 105)]
+
+
 TABLES: dict[
     str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], list[str]]]
 ] = {
     "docs/accelerators.md": (_is_aot, aot_table),
     "bench/README.md": (figures_train.has_prediction, prediction_table),
+    "README.md": (figures_train.has_throughput, throughput_lines),
 }
 """By page, from the repository's root: which records suit, and the lines that one makes."""
 

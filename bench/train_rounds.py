@@ -109,7 +109,8 @@ class Interval:
         link = None
         if self.shared.on_cpu and options.link_gb_per_sec != 0:
             chosen = options.link_gb_per_sec
-            link = Link(chosen * 1e9 if chosen else state_bytes / (3 * self.step_secs))
+            slowed = state_bytes / (options.link_steps * self.step_secs)
+            link = Link(chosen * 1e9 if chosen else slowed)
             self.record.notes.append(
                 f"Interval {self.interval}: the link was slowed to {link.bytes_per_sec / 1e9:.3f} "
                 f"GB/s, for all modes alike: the state takes "

@@ -132,7 +132,7 @@ def test_what_has_no_result_is_skipped_and_said_so(tmp_path):
 
 def test_an_accelerator_comes_before_a_cpu(tmp_path):
     results = write(tmp_path, **{"a-h100/train": training(devices=["H100"]), "train": training()})
-    list(figures.make(results, tmp_path / "out", tmp_path))
+    list(figures.make(results, tmp_path / "out", root_with_marks(tmp_path)))
     assert source(tmp_path / "out" / "stall.svg").startswith("a-h100/train.json")
 
 
@@ -185,6 +185,14 @@ def test_a_prediction_is_in_the_table_with_its_spread():
     lines = figures_tables.prediction_table(predicted())
     assert "| gockpt_b15, 20 steps | 1 | 0.500 | 0.650 | 0.600 to 0.700 | 0.125 |" in lines
     assert lines[-1] == "Medians of 2 phases each, per save; an undisturbed step took 0.250 s."
+
+
+def test_the_readme_says_what_the_figure_shows():
+    text = " ".join(figures_tables.throughput_lines(training()))
+    assert "docs/figures/throughput.svg" in text
+    assert "every 10 steps: `orbax_async` 0.950, `gockpt` 0.999 (medians" in text
+    assert "simulated" in text
+    assert "on H100" in " ".join(figures_tables.throughput_lines(training(devices=["H100"])))
 
 
 def test_a_table_replaces_what_lies_between_the_marks(tmp_path):
