@@ -28,6 +28,7 @@ from bench.record import ROOT, Record, resident_bytes
 
 # No metadata server to ask; and libtpu lets one process at a time load it, for the TPU's sake.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+_STEPS_OF = "The steps were compiled at commit"
 _LOOK_SECS = 0.5  # between looks at the memory that a compilation takes
 # Layers and widths of about 1, 6, 13 and 71 billion parameters.
 _1B, _6B, _13B, _71B = (20, 2048), (32, 4096), (40, 5120), (88, 8192)
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     add = parser.add_argument
     add("--cases", help="parts of their names, comma-separated; all if left out")
+    add("--steps-of", type=Path, help="an earlier record: compile anew what depends on plans only")
     add("--case-minutes", type=float, default=20.0, help="a case that takes longer is ended")
     add("--case-gib", type=float, default=12.0, help="one that takes more host memory is ended")
 
@@ -102,9 +104,11 @@ def run(quick: bool, **options: Any) -> AotRecord:
         names = ", ".join(_name(case) for case in _CASES)
         raise SystemExit(f"`--cases {arguments.cases}` names none of {names}.")
     record = AotRecord("aot", notes=[*_NOTES, f"libtpu {libtpu}."])
+    earlier = _earlier(record, arguments.steps_of)
     for case in cases:
         print(_name(case), flush=True)
-        figures = _compile(case, 60 * arguments.case_minutes, arguments.case_gib)
+        limits = (60 * arguments.case_minutes, arguments.case_gib)
+        figures = _compile(case, earlier.get(_name(case)), *limits)
         if isinstance(figures, str):
             record.notes.append(f"{_name(case)}: not measured: {figures}")
         else:
@@ -121,11 +125,31 @@ def _name(case: Case) -> str:
     return f"{case.topology}/{billions:.0f}B/{way}"
 
 
-def _compile(case: Case, limit_secs: float, limit_gib: float) -> dict[str, float] | str:
+def _earlier(record: Record, path: Path | None) -> dict[str, dict[str, float]]:
+    """Figures of an earlier record, by case; `record` tells where its steps are from."""
+    if path is None:
+        return {}
+    found: dict[str, dict[str, float]] = {}
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in earlier["figures"].items():
+        parts = name.split("/", 3)
+        found.setdefault("/".join(parts[:3]), {})[parts[3]] = value
+    steps = next(
+        (n for n in earlier["notes"] if n.startswith(_STEPS_OF)),
+        f"{_STEPS_OF} {earlier['commit']}.",
+    )
+    record.notes.append(steps)
+    return found
+
+
+def _compile(
+    case: Case, known: dict[str, float] | None, limit_secs: float, limit_gib: float
+) -> dict[str, float] | str:
     """One case in a process of its own; its figures, or why there are none."""
     with tempfile.TemporaryDirectory() as directory:
         out, log = Path(directory, "figures.json"), Path(directory, "log")
-        command = [sys.executable, "-m", "bench.aot_compile", json.dumps(dataclasses.asdict(case))]
+        asked = json.dumps({"case": dataclasses.asdict(case), "known": known})
+        command = [sys.executable, "-m", "bench.aot_compile", asked]
         with log.open("w") as stderr:
             child = subprocess.Popen(
                 [*command, str(out)],

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes,
 
 GIB = 2**30
 MAX_STEPS = 8
+_OF_STEPS = re.compile(r"unarmed/|armed/|armed_extra_gib|retained_compiled_gib|compile_secs/")
+"""Names of figures that do not depend on plans."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +45,10 @@ class Case:
     seq_len: int = 2048
 
 
-def measure(case: Case, devices: Sequence[Any]) -> dict[str, float]:
-    """Compiles one case for the devices of its topology."""
+def measure(
+    case: Case, devices: Sequence[Any], known: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Compiles one case for the devices of its topology; `known` as in `measure_step`."""
     from bench.aot_model import GPTConfig, abstract_call, make_mesh
 
     mesh = make_mesh(devices, case.tensor)
@@ -54,38 +59,54 @@ def measure(case: Case, devices: Sequence[Any]) -> dict[str, float]:
         return {
             "parameters_billions": parameters / 1e9,
             "chips": float(mesh.size),
-            **measure_step(step, (state, batch)),
+            **measure_step(step, (state, batch), known=known),
         }
 
 
-def measure_step(step: Any, args: tuple[Any, ...], max_steps: int = MAX_STEPS) -> dict[str, float]:
+def measure_step(
+    step: Any, args: tuple[Any, ...], max_steps: int = MAX_STEPS,
+    known: Mapping[str, float] | None = None,
+) -> dict[str, float]:  # fmt: skip
     """Compiles a step unarmed and armed, the staging programs and a device copy of it all.
 
     Args:
       step: Jitted, donating its first argument, the state, with shardings for all.
       args: Shapes with shardings.
       max_steps: The largest K.
+      known: Figures of an earlier run of the same steps, which takes minutes to repeat; only
+        staging is compiled then, which depends on the plans.
     """
+    form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
+    program = StepProgram(step, form, args, {}, even_for_nothing=False)
+    leaves = jax.tree.leaves(args[0])
+    size = measure_bytes(program, leaves)
+    if known is None:
+        of_steps = _compiled_steps(step, args, program)
+    else:
+        of_steps = {name: known[name] for name in known if _OF_STEPS.match(name)}
+    extra_bytes = int(of_steps["armed_extra_gib"] * GIB)
+    return {
+        "state_gib": sum(size.leaves) / GIB,
+        "retained_gib": size.retained / GIB,
+        **of_steps,
+        **_window_figures(program, size, leaves, extra_bytes, max_steps),
+    }
+
+
+def _compiled_steps(step: Any, args: tuple[Any, ...], program: StepProgram) -> dict[str, float]:
+    """The user's step, and the armed one: named as `_OF_STEPS` says."""
     start = time.perf_counter()
     unarmed = read_program(step.lower(*args).compile())
     unarmed_secs = time.perf_counter() - start
-    form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
-    program = StepProgram(step, form, args, {}, even_for_nothing=False)
     start = time.perf_counter()
     program.arm(None)
     armed = read_program(program.executable())
     armed_secs = time.perf_counter() - start
-    leaves = jax.tree.leaves(args[0])
-    size = measure_bytes(program, leaves)
-    extra_bytes = armed.total_bytes - unarmed.total_bytes
     return {
-        "state_gib": sum(size.leaves) / GIB,
-        "retained_gib": size.retained / GIB,
         "retained_compiled_gib": (armed.output_bytes - unarmed.output_bytes) / GIB,
         **_step_figures("unarmed", unarmed),
         **_step_figures("armed", armed),
-        "armed_extra_gib": extra_bytes / GIB,
-        **_window_figures(program, size, leaves, extra_bytes, max_steps),
+        "armed_extra_gib": (armed.total_bytes - unarmed.total_bytes) / GIB,
         "compile_secs/unarmed": unarmed_secs,
         "compile_secs/armed": armed_secs,
     }
@@ -150,12 +171,13 @@ def _new_bytes(copies: Sequence[Program]) -> int:
 
 
 def main() -> None:
-    """Compiles the case given as JSON and writes its figures."""
-    case, out = Case(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    """Compiles the case given as JSON, with what is known of it, and writes its figures."""
+    asked, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    case = Case(**asked["case"])
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(case.topology, "tpu").devices
-    out.write_text(json.dumps(measure(case, devices)), encoding="utf-8")
+    out.write_text(json.dumps(measure(case, devices, asked["known"])), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -80,6 +80,12 @@ def test_a_step_is_measured_on_any_devices():
     assert found["staging/most_new_over_copied"] < 1.05
     extra = found["armed/total_gib"] - found["unarmed/total_gib"]
     assert found["armed_extra_gib"] == pytest.approx(extra)
+    known = found | {"armed_extra_gib": extra + leaf_gib, "unarmed/copies": 77.0}
+    again = measure_step(step, (state, x), max_steps=3, known=known)
+    assert again.keys() == found.keys()
+    assert again["unarmed/copies"] == 77.0
+    more = again["k3/compiled_gib"] - found["k3/compiled_gib"]
+    assert more == pytest.approx(leaf_gib, rel=1e-3)
     # The moments of one leaf, or of both, beside two steps' gradients.
     for k, leaves in ((2, 4), (3, 2)):
         assert found[f"k{k}/planned_gib"] == (leaves + 2 * 2) * leaf_gib
@@ -111,13 +117,27 @@ def test_a_case_that_does_not_compile_is_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(aot, "_CASES", (Case("v5e:none", 1, 1, 128),))
     monkeypatch.setattr(aot.importlib.metadata, "version", lambda name: "0")
     monkeypatch.setattr(aot, "_compile", lambda *_: "RESOURCE_EXHAUSTED: no room")
-    options = {"cases": None, "case_minutes": 1.0, "case_gib": 1.0, "out": tmp_path / "aot.json"}
+    options = {
+        "cases": None, "steps_of": None, "case_minutes": 1.0, "case_gib": 1.0,
+        "out": tmp_path / "aot.json",
+    }  # fmt: skip
     record = aot.run(quick=False, **options)
     assert record.samples == {}
     assert record.notes[-1] == "v5e:none/0B/fsdp: not measured: RESOURCE_EXHAUSTED: no room"
     assert json.loads(options["out"].read_text())["notes"] == record.notes
     with pytest.raises(SystemExit, match="names none of v5e:none/0B/fsdp"):
         aot.run(quick=False, **options | {"cases": "v5p,v6e"})
+
+
+def test_steps_of_an_earlier_record_are_taken_for_what_they_were(monkeypatch, tmp_path):
+    case = Case("v5e:2x4", 1, 1, 128)
+    name = f"{aot._name(case)}/armed/copies"
+    earlier = {"commit": "c0ffee", "notes": [], "figures": {name: 7.0}}
+    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
+    record = aot.AotRecord("aot")
+    found = aot._earlier(record, tmp_path / "earlier.json")
+    assert found == {aot._name(case): {"armed/copies": 7.0}}
+    assert record.notes == ["The steps were compiled at commit c0ffee."]
 
 
 @pytest.mark.parametrize(
