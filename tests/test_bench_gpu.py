@@ -68,7 +68,7 @@ def test_parts_leave_few_files_that_say_what_they_measured(rehearsal):
 def test_torch_is_measured_where_it_is(rehearsal):
     files, _ = rehearsal
     record = json.loads(files["torch.json"])
-    assert record["figures"]["torch/state_bytes"] == 2**20
+    assert record["figures"]["torch/state_bytes"] == pytest.approx(2**20, rel=1e-4)
     assert len(record["samples"]["torch/stall_in_transfers"]) == 5
 
 
