@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from bench.record import ROOT, Record, resident_bytes
 
 # No metadata server to ask; and libtpu lets one process at a time load it, for the TPU's sake.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+_NOT_MEASURED = ": not measured:"
 _STEPS_OF = "The steps were compiled at commit"
 _LOOK_SECS = 0.5  # between looks at the memory that a compilation takes
 # Layers and widths of about 1, 6, 13 and 71 billion parameters.
@@ -48,9 +49,9 @@ _NOTES = (
     "included. kK/compiled: the largest block's copies + armed_extra + what the step before "
     "retained, or the late leaves if they are more. kK/planned: the planner's own figure for the "
     "same blocks. device_copy: a copy of the whole state (K = 1).",
-    "staging: all copy programs of K = 2 to 8 and that of the whole state; computing "
-    "instructions: those that do more than move bytes; most_new_over_copied: new device bytes "
-    "over the bytes that are copied, at most.",
+    "staging: all copy programs of K = 2 to 8 and that of the whole state; maxima: by which this "
+    "compiler joins arrays that it has padded; computing instructions: others that do more than "
+    "move bytes; most_new_over_copied: new device bytes over the bytes that are copied, at most.",
 )
 
 
@@ -104,13 +105,13 @@ def run(quick: bool, **options: Any) -> AotRecord:
         names = ", ".join(_name(case) for case in _CASES)
         raise SystemExit(f"`--cases {arguments.cases}` names none of {names}.")
     record = AotRecord("aot", notes=[*_NOTES, f"libtpu {libtpu}."])
-    earlier = _earlier(record, arguments.steps_of)
+    earlier = _earlier(record, arguments.steps_of, [_name(case) for case in cases])
     for case in cases:
         print(_name(case), flush=True)
         limits = (60 * arguments.case_minutes, arguments.case_gib)
         figures = _compile(case, earlier.get(_name(case)), *limits)
         if isinstance(figures, str):
-            record.notes.append(f"{_name(case)}: not measured: {figures}")
+            record.notes.append(f"{_name(case)}{_NOT_MEASURED} {figures}")
         else:
             found = {f"{_name(case)}/{name}": [value] for name, value in figures.items()}
             record.samples |= found
@@ -125,8 +126,13 @@ def _name(case: Case) -> str:
     return f"{case.topology}/{billions:.0f}B/{way}"
 
 
-def _earlier(record: Record, path: Path | None) -> dict[str, dict[str, float]]:
-    """Figures of an earlier record, by case; `record` tells where its steps are from."""
+def _earlier(
+    record: Record, path: Path | None, cases: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Figures of an earlier record, by case; `record` tells where its steps are from.
+
+    And of cases that are not among those of this run, why they were not measured.
+    """
     if path is None:
         return {}
     found: dict[str, dict[str, float]] = {}
@@ -138,7 +144,8 @@ def _earlier(record: Record, path: Path | None) -> dict[str, dict[str, float]]:
         (n for n in earlier["notes"] if n.startswith(_STEPS_OF)),
         f"{_STEPS_OF} {earlier['commit']}.",
     )
-    record.notes.append(steps)
+    failed = [n for n in earlier["notes"] if _NOT_MEASURED in n]
+    record.notes += [steps, *(n for n in failed if n.split(_NOT_MEASURED)[0] not in cases)]
     return found
 
 

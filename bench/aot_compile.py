@@ -144,6 +144,7 @@ def _window_figures(
         programs += [p for block in copies for p in block]
     moved = [(_new_bytes([p]), p.argument_bytes) for p in programs]
     figures["staging/most_new_over_copied"] = max(new / old for new, old in moved)
+    figures["staging/maxima"] = float(sum(p.maxima for p in programs))
     figures["staging/computing_instructions"] = float(sum(p.computing for p in programs))
     figures["staging/collectives"] = float(sum(p.collectives for p in programs))
     return figures

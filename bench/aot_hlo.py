@@ -30,7 +30,8 @@ class Program:
       temp_bytes: What the program needs besides.
       copies: Copy instructions, started ones included; those in a loop's body count once.
       collectives: Collective instructions, likewise.
-      computing: Instructions that do more than move or name bytes.
+      maxima: Instructions that take the larger of two: a TPU's way to join arrays, each padded.
+      computing: Other instructions that do more than move or name bytes.
     """
 
     argument_bytes: int
@@ -39,6 +40,7 @@ class Program:
     temp_bytes: int
     copies: int
     collectives: int
+    maxima: int
     computing: int
 
     @property
@@ -59,7 +61,8 @@ def read_program(compiled: Any) -> Program:
         temp_bytes=memory.temp_size_in_bytes,
         copies=sum(opcodes[name] for name in _COPIES),
         collectives=sum(opcodes[c] + opcodes[c + "-start"] for c in _COLLECTIVES),
-        computing=computing - len(_NAMES_BYTES.findall(text)),
+        maxima=opcodes["maximum"],
+        computing=computing - opcodes["maximum"] - len(_NAMES_BYTES.findall(text)),
     )
 
 

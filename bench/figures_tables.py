@@ -59,7 +59,9 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         for k in range(2, 9)
     ]
     new = max(values("staging/most_new_over_copied"))
-    computing = int(sum(values("staging/computing_instructions")))
+    computing, maxima = (
+        int(sum(values(f"staging/{name}"))) for name in ("computing_instructions", "maxima")
+    )
     collectives = int(sum(values("staging/collectives")))
     return [
         f"- {len(cases)} cases. The armed step has more copies than the unarmed one in "
@@ -68,8 +70,9 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         "to the step's memory.",
         f"- What the compiled programs take is {min(off):+.1%} to {max(off):+.1%} off the "
         "planner's figure, over all cases and K = 2 to 8.",
-        f"- The staging programs hold {computing} instructions that compute and {collectives} "
-        f"collectives, and take at most {new:.3f} times the bytes that they copy.",
+        f"- The staging programs hold {collectives} collectives, {maxima} maxima (which is how this "
+        f"compiler joins small arrays) and {computing} other instructions that compute. They take "
+        f"at most {new:.3f} times the bytes that they copy.",
     ]
 
 

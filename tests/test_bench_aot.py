@@ -46,7 +46,8 @@ def test_moving_bytes_is_not_computing():
     )  # fmt: skip
     compiled = types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: TPU_TEXT)
     program = read_program(compiled)
-    assert (program.copies, program.collectives, program.computing) == (1, 1, 2)
+    assert (program.copies, program.collectives) == (1, 1)
+    assert (program.maxima, program.computing) == (1, 1)
     assert program.total_bytes == 10 + 8 - 5 + 3
 
 
@@ -132,12 +133,13 @@ def test_a_case_that_does_not_compile_is_not_measured(monkeypatch, tmp_path):
 def test_steps_of_an_earlier_record_are_taken_for_what_they_were(monkeypatch, tmp_path):
     case = Case("v5e:2x4", 1, 1, 128)
     name = f"{aot._name(case)}/armed/copies"
-    earlier = {"commit": "c0ffee", "notes": [], "figures": {name: 7.0}}
+    notes = [f"{aot._name(case)}: not measured: no room", "v5p/6B/fsdp: not measured: no time"]
+    earlier = {"commit": "c0ffee", "notes": notes, "figures": {name: 7.0}}
     (tmp_path / "earlier.json").write_text(json.dumps(earlier))
     record = aot.AotRecord("aot")
-    found = aot._earlier(record, tmp_path / "earlier.json")
+    found = aot._earlier(record, tmp_path / "earlier.json", [aot._name(case)])
     assert found == {aot._name(case): {"armed/copies": 7.0}}
-    assert record.notes == ["The steps were compiled at commit c0ffee."]
+    assert record.notes == ["The steps were compiled at commit c0ffee.", notes[1]]
 
 
 @pytest.mark.parametrize(
