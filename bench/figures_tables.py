@@ -70,7 +70,7 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         "to the step's memory.",
         f"- What the compiled programs take is {min(off):+.1%} to {max(off):+.1%} off the "
         "planner's figure, over all cases and K = 2 to 8.",
-        f"- The staging programs hold {collectives} collectives, {maxima} maxima (which is how this "
+        f"- The staging programs hold {collectives} collectives, {maxima} maxima (how this "
         f"compiler joins small arrays) and {computing} other instructions that compute. They take "
         f"at most {new:.3f} times the bytes that they copy.",
     ]
