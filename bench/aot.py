@@ -49,7 +49,8 @@ _NOTES = (
     "included. kK/compiled: the largest block's copies + armed_extra + what the step before "
     "retained, or the late leaves if they are more. kK/planned: the planner's own figure for the "
     "same blocks. device_copy: a copy of the whole state (K = 1).",
-    "staging: all copy programs of K = 2 to 8 and that of the whole state; maxima: by which this "
+    "staging: the copy programs of the largest block of each K, of the late leaves and of the "
+    "whole state; maxima: by which this "
     "compiler joins arrays that it has padded; computing instructions: others that do more than "
     "move bytes; most_new_over_copied: new device bytes over the bytes that are copied, at most.",
 )

@@ -1,6 +1,7 @@
 """One real compilation of `bench aot`, in a process of its own: figures of one case as JSON."""
 
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -127,22 +128,24 @@ def _window_figures(
 ) -> dict[str, float]:  # fmt: skip
     """What a window costs by K: the planner's figure, and that of the compiled programs.
 
-    Compiled: the largest block's copies, what arming adds to the step (its own retained values
-    included), and what the step before retained; or the late leaves, if they are more.
+    Compiled: the copies of the block that takes most, what arming adds to the step (its own
+    retained values included), and what the step before retained; or the late leaves, if they are
+    more. Other blocks are not compiled: that would take longer than the steps.
     """
-    whole = _copies(block_of([Chunk.whole(Source.of(leaf)) for leaf in leaves]))
-    programs = [*whole]
+    whole = block_of([Chunk.whole(Source.of(leaf)) for leaf in leaves])
+    blocks = [whole]
     figures = {"device_copy_gib": _new_bytes(whole) / GIB}
     for steps in range(2, max_steps + 1):
         plan = fill_blocks(size.units, steps, "bench")
-        blocks = _blocks(program, size, plan, leaves)
-        copies = [_copies(block) for block in blocks]
-        early, late = max(map(_new_bytes, copies[:-1])), _new_bytes(copies[-1])
-        compiled = max(late, early + armed_extra_bytes + size.retained)
+        largest, late = _staged(program, size, plan, leaves)
+        beside = armed_extra_bytes + size.retained
         figures[f"k{steps}/planned_gib"] = peak_device_bytes(plan, size) / GIB
-        figures[f"k{steps}/compiled_gib"] = compiled / GIB
-        programs += [p for block in copies for p in block]
-    moved = [(_new_bytes([p]), p.argument_bytes) for p in programs]
+        figures[f"k{steps}/compiled_gib"] = (
+            max(_new_bytes(late), _new_bytes(largest) + beside) / GIB
+        )
+        blocks += [largest, late]
+    moved = [(_new_bytes(block), sum(c.num_bytes for c in block.chunks)) for block in blocks]
+    programs = [p for block in dict.fromkeys(blocks) for p in _copies(block)]
     figures["staging/most_new_over_copied"] = max(new / old for new, old in moved)
     figures["staging/maxima"] = float(sum(p.maxima for p in programs))
     figures["staging/computing_instructions"] = float(sum(p.computing for p in programs))
@@ -150,25 +153,26 @@ def _window_figures(
     return figures
 
 
-def _blocks(
+def _staged(
     program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequence[Any]
-) -> list[Block]:
-    """What is staged together, the late leaves last."""
-    early = [
-        make_departure(program, {u: size.units[u] for u in block}, leaves) for block in plan.blocks
-    ]
-    gone = {j for departure in early for _, j in departure.leaves}
+) -> tuple[Block, Block]:
+    """The early block that takes most, and the late leaves."""
+    largest = max(plan.blocks, key=lambda block: sum(size.units[u].state_bytes for u in block))
+    departure = make_departure(program, {u: size.units[u] for u in largest}, leaves)
+    groups = {size.units[u].group for block in plan.blocks for u in block}
+    gone = {j for g in groups for j in program.groups[g].leaves}
     late = [Chunk.whole(Source.of(leaf)) for j, leaf in enumerate(leaves) if j not in gone]
-    return [*(departure.state for departure in early), block_of(late)]
+    return departure.state, block_of(late)
 
 
+@functools.cache
 def _copies(block: Block) -> list[Program]:
     """The very programs that staging runs: they compile for shapes as for arrays."""
     return [read_program(compiled) for compiled in block.programs()]
 
 
-def _new_bytes(copies: Sequence[Program]) -> int:
-    return sum(copy.output_bytes + copy.temp_bytes for copy in copies)
+def _new_bytes(block: Block) -> int:
+    return sum(copy.output_bytes + copy.temp_bytes for copy in _copies(block))
 
 
 def main() -> None:
