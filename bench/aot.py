@@ -6,7 +6,7 @@ state, AdamW, bf16 compute, blocks scanned and rematerialised, one sequence of 2
 shard. One process per case.
 """
 
-import concurrent.futures
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -16,15 +16,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.aot_compile import MAX_STEPS, Case
-from bench.record import ROOT, Record
+import jax
 
-_TIMEOUT_SECS, _AT_ONCE = 900, 2
+from bench.aot_compile import GIB, MAX_STEPS, Case
+from bench.record import ROOT, Record, resident_bytes
+
 # No metadata server to ask; and libtpu lets one process at a time load it, for the TPU's sake.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+_NOT_MEASURED = ": not measured:"
+_STEPS_OF = "The steps were compiled at commit"
+_LOOK_SECS = 0.5  # between looks at the memory that a compilation takes
 # Layers and widths of about 1, 6, 13 and 71 billion parameters.
 _1B, _6B, _13B, _71B = (20, 2048), (32, 4096), (40, 5120), (88, 8192)
 _QUICK = (Case("v5e:2x4", 1, *_1B),)
@@ -43,10 +49,20 @@ _NOTES = (
     "included. kK/compiled: the largest block's copies + armed_extra + what the step before "
     "retained, or the late leaves if they are more. kK/planned: the planner's own figure for the "
     "same blocks. device_copy: a copy of the whole state (K = 1).",
-    "staging: all copy programs of K = 2 to 8 and that of the whole state; computing "
-    "instructions: those that do more than move bytes; most_new_over_copied: new device bytes "
-    "over the bytes that are copied, at most.",
+    "staging: the copy programs of the largest block of each K, of the late leaves and of the "
+    "whole state; maxima: by which this "
+    "compiler joins arrays that it has padded; computing instructions: others that do more than "
+    "move bytes; most_new_over_copied: new device bytes over the bytes that are copied, at most.",
 )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    add = parser.add_argument
+    add("--cases", help="parts of their names, comma-separated; all if left out")
+    add("--steps-of", type=Path, help="an earlier record: compile anew what depends on plans only")
+    add("--case-minutes", type=float, default=20.0, help="a case that takes longer is ended")
+    add("--case-gib", type=float, default=12.0, help="one that takes more host memory is ended")
 
 
 class AotRecord(Record):
@@ -62,11 +78,15 @@ class AotRecord(Record):
         console.print(*_tables(self.figures))
 
 
-def run(quick: bool) -> AotRecord:
-    """Compiles all cases; if `quick`, the smallest.
+def run(quick: bool, **options: Any) -> AotRecord:
+    """Compiles all cases, one after another; if `quick`, the smallest.
+
+    Args:
+      quick: Whether one case will do.
+      **options: As in `add_arguments`; `out`: where the record is written after each case.
 
     Raises:
-      SystemExit: if libtpu is not installed.
+      SystemExit: if libtpu is not installed, or no case has such a name.
     """
     try:
         libtpu = importlib.metadata.version("libtpu")
@@ -74,17 +94,30 @@ def run(quick: bool) -> AotRecord:
         raise SystemExit(
             "`bench aot` needs the TPU's compiler: `pip install jax[tpu]` (no TPU is needed)."
         ) from None
-    os.environ["JAX_PLATFORMS"] = "cpu"  # else libtpu looks for a TPU in this process too
+    # Else libtpu looks for a TPU, in this process and in those that compile.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")
+    arguments = argparse.Namespace(**options)
+    words = (arguments.cases or "").split(",")
+    cases = [
+        case for case in (_QUICK if quick else _CASES) if any(word in _name(case) for word in words)
+    ]
+    if not cases:
+        names = ", ".join(_name(case) for case in _CASES)
+        raise SystemExit(f"`--cases {arguments.cases}` names none of {names}.")
     record = AotRecord("aot", notes=[*_NOTES, f"libtpu {libtpu}."])
-    cases = _QUICK if quick else _CASES
-    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        found_by_case = dict(zip(cases, pool.map(_compile, cases), strict=True))
-    for case, figures in found_by_case.items():
+    earlier = _earlier(record, arguments.steps_of, [_name(case) for case in cases])
+    for case in cases:
+        print(_name(case), flush=True)
+        limits = (60 * arguments.case_minutes, arguments.case_gib)
+        figures = _compile(case, earlier.get(_name(case)), *limits)
         if isinstance(figures, str):
-            record.notes.append(f"{_name(case)}: not measured: {figures}")
+            record.notes.append(f"{_name(case)}{_NOT_MEASURED} {figures}")
         else:
             found = {f"{_name(case)}/{name}": [value] for name, value in figures.items()}
             record.samples |= found
+        if arguments.out:
+            record.write(arguments.out)
     return record
 
 
@@ -94,34 +127,72 @@ def _name(case: Case) -> str:
     return f"{case.topology}/{billions:.0f}B/{way}"
 
 
-def _compile(case: Case) -> dict[str, float] | str:
+def _earlier(
+    record: Record, path: Path | None, cases: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Figures of an earlier record, by case; `record` tells where its steps are from.
+
+    And of cases that are not among those of this run, why they were not measured.
+    """
+    if path is None:
+        return {}
+    found: dict[str, dict[str, float]] = {}
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in earlier["figures"].items():
+        parts = name.split("/", 3)
+        found.setdefault("/".join(parts[:3]), {})[parts[3]] = value
+    steps = next(
+        (n for n in earlier["notes"] if n.startswith(_STEPS_OF)),
+        f"{_STEPS_OF} {earlier['commit']}.",
+    )
+    failed = [n for n in earlier["notes"] if _NOT_MEASURED in n]
+    record.notes += [steps, *(n for n in failed if n.split(_NOT_MEASURED)[0] not in cases)]
+    return found
+
+
+def _compile(
+    case: Case, known: dict[str, float] | None, limit_secs: float, limit_gib: float
+) -> dict[str, float] | str:
     """One case in a process of its own; its figures, or why there are none."""
     with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory, "figures.json")
-        command = [sys.executable, "-m", "bench.aot_compile", json.dumps(dataclasses.asdict(case))]
-        print(_name(case), flush=True)
-        try:
-            child = subprocess.run(
+        out, log = Path(directory, "figures.json"), Path(directory, "log")
+        asked = json.dumps({"case": dataclasses.asdict(case), "known": known})
+        command = [sys.executable, "-m", "bench.aot_compile", asked]
+        with log.open("w") as stderr:
+            child = subprocess.Popen(
                 [*command, str(out)],
                 cwd=ROOT,
                 env=os.environ | _ENVIRONMENT,
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_SECS,
-                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
             )
-        except subprocess.TimeoutExpired:
-            return f"not compiled within {_TIMEOUT_SECS} s"
-        if child.returncode:
-            return _last_error(child)
+            why = _watch(child, limit_secs, limit_gib)
+        if why or child.returncode:
+            return why or _last_error(child.returncode, log.read_text(errors="replace"))
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _last_error(child: subprocess.CompletedProcess[str]) -> str:
+def _watch(child: "subprocess.Popen[bytes]", limit_secs: float, limit_gib: float) -> str | None:
+    """Waits for a process, and ends it at its limits; says at which."""
+    end = time.perf_counter() + limit_secs
+    try:
+        while child.poll() is None:
+            if time.perf_counter() > end:
+                return f"not compiled within {limit_secs:.0f} s"
+            if resident_bytes(child.pid) > limit_gib * GIB:
+                return f"compiling takes more than {limit_gib:g} GiB of host memory"
+            time.sleep(_LOOK_SECS)
+        return None
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _last_error(returncode: int, log: str) -> str:
     """The line that names the error, without its traceback and what libtpu logs."""
-    if child.returncode < 0:
-        return f"ended by {signal.Signals(-child.returncode).name}"
-    lines = [line for line in child.stderr.splitlines() if re.match(r"[A-Za-z_.]+: ", line)]
+    if returncode < 0:
+        return f"ended by {signal.Signals(-returncode).name}"
+    lines = [line for line in log.splitlines() if re.match(r"[A-Za-z_.]+: ", line)]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     return (errors or lines or ["no message"])[-1][:300]
 

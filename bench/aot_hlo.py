@@ -10,11 +10,13 @@ _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = (?:\(.*?\)|\S+) ([\w-]+)\(", re.MULTILINE)
 _COPIES = ("copy", "copy-start")
 # What moves or names bytes and computes none: a TPU copies by way of its vector memory, in slices.
+# A fusion does what the instructions of its computation do, which are counted.
 _NOT_COMPUTING = {
-    *_COPIES, "copy-done", "slice-start", "slice-done", "parameter", "tuple", "get-tuple-element",
-    "bitcast", "constant",
+    *_COPIES, "copy-done", "slice", "slice-start", "slice-done", "dynamic-update-slice",
+    "reshape", "pad", "concatenate", "fusion", "parameter", "tuple", "get-tuple-element", "bitcast",
+    "constant",
 }  # fmt: skip
-_NAMES_BYTES = 'custom_call_target="ConcatBitcast"'
+_NAMES_BYTES = re.compile('custom_call_target="(?:ConcatBitcast|AllocateBuffer)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Program:
       temp_bytes: What the program needs besides.
       copies: Copy instructions, started ones included; those in a loop's body count once.
       collectives: Collective instructions, likewise.
-      computing: Instructions that do more than move or name bytes.
+      maxima: Instructions that take the larger of two: a TPU's way to join arrays, each padded.
+      computing: Other instructions that do more than move or name bytes.
     """
 
     argument_bytes: int
@@ -37,6 +40,7 @@ class Program:
     temp_bytes: int
     copies: int
     collectives: int
+    maxima: int
     computing: int
 
     @property
@@ -57,7 +61,8 @@ def read_program(compiled: Any) -> Program:
         temp_bytes=memory.temp_size_in_bytes,
         copies=sum(opcodes[name] for name in _COPIES),
         collectives=sum(opcodes[c] + opcodes[c + "-start"] for c in _COLLECTIVES),
-        computing=computing - text.count(_NAMES_BYTES),
+        maxima=opcodes["maximum"],
+        computing=computing - opcodes["maximum"] - len(_NAMES_BYTES.findall(text)),
     )
 
 

@@ -1,31 +1,25 @@
 """The example's GPT at the sizes that accelerators train, as abstract arrays on a topology.
 
-Blocks, optimizer, sharding rule and train step are those of `examples/`. What a large model adds:
-the blocks are one scanned, rematerialised layer, so that a program of 88 layers compiles like one
-of one layer; and with a `model` axis the matrices are split over heads and hidden units too.
+Blocks, optimizer, sharding rule and train step are those of `examples/`, the layers one scan. What
+a large model adds: with a `model` axis the matrices are split over heads and hidden units too.
 """
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-from bench.record import ROOT
-
-sys.path.insert(0, str(ROOT / "examples"))
-
 import train_lm
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lm import sharding
-from lm.model import VOCABULARY, Block, GPTConfig
 from lm.optimizer import make_optimizer
 
 import gockpt_jax as gockpt
+from bench.scanned_gpt import GPTConfig, ScannedGPT
+
+__all__ = ["GPTConfig", "abstract_call", "make_mesh"]
 
 MODEL_AXIS = "model"
 # Of each layer's leaves, the axis (from the end) that the `model` axis of the mesh splits.
@@ -36,40 +30,6 @@ _SPLIT_OVER_MODEL = {
     ("up", "bias"): 1,
     ("down", "kernel"): 2,
 }
-
-
-class _Layer(nn.Module):
-    """The example's block, in the form that `nn.scan` takes."""
-
-    config: GPTConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        return nn.remat(Block)(self.config, name="block")(x), None
-
-
-class ScannedGPT(nn.Module):
-    """The example's GPT with its blocks in one scan."""
-
-    config: GPTConfig
-    context: int
-    dtype: jnp.dtype = jnp.bfloat16
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps integers `[batch, time]` to float32 logits `[batch, time, VOCABULARY]`."""
-        width = self.config.width
-        embed = nn.Embed(VOCABULARY, width, dtype=self.dtype, name="tokens")
-        position = nn.Embed(self.context, width, dtype=self.dtype, name="positions")
-        x = embed(tokens) + position(jnp.arange(tokens.shape[-1]))
-        layers = nn.scan(
-            _Layer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=self.config.layers,
-        )
-        x, _ = layers(self.config, name="layers")(x, None)
-        return embed.attend(nn.LayerNorm(dtype=self.dtype, name="norm")(x)).astype(jnp.float32)
 
 
 def make_mesh(devices: Sequence[Any], tensor: int) -> Mesh:

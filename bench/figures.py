@@ -59,12 +59,13 @@ PLOTS = {
         figures_timeline.draw_memory, figures_timeline.has_series, (9.0, 2.6), "bench timeline"
     ),
     "throughput": Plot(
-        figures_train.draw_throughput, figures_train.has_throughput, (6.4, 4.0), "bench train"
+        figures_train.draw_throughput, figures_train.has_throughput, (6.4, 4.0),
+        "bench train --intervals 10,20,50",
     ),
     "stall": Plot(figures_train.draw_stall, figures_train.has_stall, (7.0, 4.6), "bench train"),
     "prediction": Plot(
-        figures_train.draw_prediction, figures_train.has_prediction, (4.6, 4.6),
-        "bench train, with predicted stalls in its record",
+        figures_train.draw_prediction, figures_train.has_prediction, (6.4, 4.4),
+        "bench train --modes with budgets, gockpt_b<percent>",
     ),
 }  # fmt: skip
 
@@ -106,13 +107,13 @@ def draw(plot: Plot, result: Result, path: Path) -> None:
     path.write_text("\n".join(line.rstrip() for line in text.split("\n")), encoding="utf-8")
 
 
-def make(results: Sequence[Result], out: Path, docs: Path) -> Iterator[str]:
+def make(results: Sequence[Result], out: Path, root: Path) -> Iterator[str]:
     """Makes what can be made.
 
     Args:
       results: As `load_results` returns them; of those that suit a figure the last is taken.
       out: Directory of the figures.
-      docs: Directory of the documents whose tables are made from results.
+      root: Of the documents whose tables are made from results.
 
     Yields:
       A line for each figure and table: what it was made from, or what it needs.
@@ -127,8 +128,7 @@ def make(results: Sequence[Result], out: Path, docs: Path) -> Iterator[str]:
     for page, (suits, table) in figures_tables.TABLES.items():
         suited = [r for r in results if suits(r.record)]
         if suited:
-            lines = table(suited[-1].record)
-            figures_tables.insert(docs / page, [*lines, "", f"From `{suited[-1].path}`."])
+            figures_tables.insert(root / page, figures_tables.lines_of(table, suited[-1]))
             yield f"{page}: table from {suited[-1].path}"
 
 
@@ -137,8 +137,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench figures", description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of documents with tables")
     options = parser.parse_args(argv)
-    for line in make(load_results(options.results.resolve()), options.out, options.docs):
+    for line in make(load_results(options.results.resolve()), options.out, options.root):
         print(line)
     return 0

@@ -1,12 +1,16 @@
 """Tables in documents that are made from result files."""
 
 import re
+import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import figures_train
+
 _BEGIN, _END = "<!-- Made by `make figures`: begin -->", "<!-- end -->"
-_KS = (2, 3, 4, 6, 8)
+_KS = range(2, 9)
 _MISSING = ": not measured"
 
 
@@ -55,7 +59,9 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         for k in range(2, 9)
     ]
     new = max(values("staging/most_new_over_copied"))
-    computing = int(sum(values("staging/computing_instructions")))
+    computing, maxima = (
+        int(sum(values(f"staging/{name}"))) for name in ("computing_instructions", "maxima")
+    )
     collectives = int(sum(values("staging/collectives")))
     return [
         f"- {len(cases)} cases. The armed step has more copies than the unarmed one in "
@@ -64,14 +70,76 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         "to the step's memory.",
         f"- What the compiled programs take is {min(off):+.1%} to {max(off):+.1%} off the "
         "planner's figure, over all cases and K = 2 to 8.",
-        f"- The staging programs hold {computing} instructions that compute and {collectives} "
-        f"collectives, and take at most {new:.3f} times the bytes that they copy.",
+        f"- The staging programs hold {collectives} collectives, {maxima} maxima (how this "
+        f"compiler joins small arrays) and {computing} other instructions that compute. They take "
+        f"at most {new:.3f} times the bytes that they copy.",
     ]
+
+
+def prediction_table(record: Mapping[str, Any]) -> list[str]:
+    """What the planner expected of saves, beside what they cost."""
+    lines = [
+        "| mode, every | K | predicted stall, s | measured inflation, s | least to most | "
+        "of it in hooks, s |",
+        "|---|" + "---:|" * 5,
+    ]
+    for p in figures_train.predictions(record):
+        low, high = min(p.inflation), max(p.inflation)
+        lines.append(
+            f"| {p.mode}, {p.interval} steps | {p.steps} | {p.predicted:.3f} | "
+            f"{statistics.median(p.inflation):.3f} | {low:.3f} to {high:.3f} | "
+            f"{statistics.median(p.hooks):.3f} |"
+        )
+    rounds = {len(p.inflation) for p in figures_train.predictions(record)}
+    steps = figures_train.of_figure(record, "step_median_secs")["ideal"]
+    secs = statistics.median(x for values in steps.values() for x in values)
+    return [
+        *lines,
+        "",
+        f"Medians of {min(rounds)} phases each, per save; an undisturbed step took {secs:.3f} s.",
+    ]
+
+
+def throughput_lines(record: Mapping[str, Any]) -> list[str]:
+    """The README's figure, and in words what it shows at the shortest interval."""
+    modes = figures_train.of_figure(record, "throughput_ratio")
+    interval = min(modes["gockpt"])
+    at_it = [
+        f"`{mode}` {statistics.median(values[interval]):.3f}"
+        for mode, values in modes.items()
+        if mode != "ideal" and interval in values
+    ]
+    devices = record["hardware"]["devices"]
+    where = f"on {', '.join(devices)}"
+    if devices == ["cpu"]:
+        where = (
+            "on a CPU with a simulated device link, which shows the scheduling and not the speed"
+        )
+    shown = (
+        "![Training's throughput over that without checkpoints, by the steps between saves, for "
+        "each way to checkpoint](docs/figures/throughput.svg)"
+    )
+    said = (
+        f"Throughput over that of the same training without checkpoints, {where}. With a save "
+        f"every {interval} steps: {', '.join(at_it)} (medians; the modes are explained in "
+        "[bench/README.md](bench/README.md#the-training-benchmark))."
+    )
+    return [*textwrap.wrap(shown, 105), "", *textwrap.wrap(said, 105)]
 
 
 TABLES: dict[
     str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], list[str]]]
-] = {"accelerators.md": (_is_aot, aot_table)}
+] = {
+    "docs/accelerators.md": (_is_aot, aot_table),
+    "bench/README.md": (figures_train.has_prediction, prediction_table),
+    "README.md": (figures_train.has_throughput, throughput_lines),
+}
+"""By page, from the repository's root: which records suit, and the lines that one makes."""
+
+
+def lines_of(table: Callable[[Mapping[str, Any]], list[str]], result: Any) -> list[str]:
+    """A table, and the result that it is from."""
+    return [*table(result.record), "", f"From `{result.path}`."]
 
 
 def insert(path: Path, lines: Sequence[str]) -> None:

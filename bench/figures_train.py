@@ -1,5 +1,6 @@
 """Figures of the training benchmark: `<mode>/<interval>/<figure>` of one result file."""
 
+import dataclasses
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,31 @@ _MARKERS = "osD^vP<>Xh"
 _HOOKS, _INFLATION = "hook_secs_per_save", "inflation_secs_per_save"
 _PREDICTED = "predicted_stall_secs"
 
+_STOCK = "orbax_async"
+_LEAST_PREDICTIONS = 6  # fewer points would show no line
+
 Modes = dict[str, dict[int, Sequence[float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the planner expected of one mode's saves, and what they cost; seconds per save.
+
+    Attributes:
+      mode: Its name.
+      interval: Steps between its saves.
+      steps: K.
+      predicted: Stall, by the cost model.
+      inflation: All that training lost, of each phase.
+      hooks: Of it, what was spent in calls of the step and of `save`.
+    """
+
+    mode: str
+    interval: int
+    steps: int
+    predicted: float
+    inflation: Sequence[float]
+    hooks: Sequence[float]
 
 
 def of_figure(record: Mapping[str, Any], figure: str) -> Modes:
@@ -33,18 +58,20 @@ def of_figure(record: Mapping[str, Any], figure: str) -> Modes:
 
 
 def has_throughput(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds training's throughput."""
-    return bool(of_figure(record, "throughput_ratio"))
+    """Whether a record holds training's throughput at several intervals, stock's beside ours."""
+    modes = of_figure(record, "throughput_ratio")
+    return all(len(modes.get(mode, ())) > 1 for mode in ("gockpt", _STOCK))
 
 
 def has_stall(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds inflation per save; never the stall alone."""
-    return bool(of_figure(record, _INFLATION)) and bool(of_figure(record, _HOOKS))
+    """Whether a record holds inflation per save, stock's beside ours; never the stall alone."""
+    inflation, hooks = of_figure(record, _INFLATION), of_figure(record, _HOOKS)
+    return bool(hooks) and {"gockpt", _STOCK} <= inflation.keys()
 
 
 def has_prediction(record: Mapping[str, Any]) -> bool:
-    """Whether a record holds predicted stalls beside measured ones."""
-    return bool(_pairs(record))
+    """Whether a record holds enough predicted stalls beside measured ones."""
+    return len(predictions(record)) >= _LEAST_PREDICTIONS
 
 
 def draw_throughput(figure: Any, record: Mapping[str, Any]) -> None:
@@ -91,31 +118,40 @@ def draw_stall(figure: Any, record: Mapping[str, Any]) -> None:
 
 
 def draw_prediction(figure: Any, record: Mapping[str, Any]) -> None:
-    """The planner's predicted stall against the measured inflation per save."""
+    """The planner's predicted stall against what was measured; bars from least to most."""
     axes = figure.subplots()
-    pairs = _pairs(record)
-    modes = list(dict.fromkeys(mode for mode, _, _ in pairs))
-    for n, mode in enumerate(modes):
-        points = [(p, m) for name, p, m in pairs if name == mode]
-        axes.plot(*zip(*points, strict=True), _MARKERS[n % len(_MARKERS)], color="0.0",
-                  markerfacecolor="1.0" if n % 2 else "0.0", label=mode)  # fmt: skip
-    most = max(max(p, m) for _, p, m in pairs) * 1.05
-    axes.plot([0, most], [0, most], color="0.5", linewidth=0.8, linestyle=":", label="equal")
+    found = predictions(record)
+    for n, p in enumerate(found):
+        for values, fill, label in (
+            (p.inflation, "0.0", "inflation: all the time that training lost"),
+            (p.hooks, "1.0", "of it inside calls of the step and of save"),
+        ):
+            axes.plot([p.predicted] * 2, [min(values), max(values)], color="0.5", linewidth=1.0)
+            axes.plot(p.predicted, statistics.median(values), "o", color="0.0", markersize=5,
+                      markerfacecolor=fill, label=label if n == 0 else None)  # fmt: skip
+        name = f"{p.mode.removeprefix('gockpt_')}, K = {p.steps}"
+        axes.annotate(name, (p.predicted, max(p.inflation)), xytext=(0, 4), fontsize=6.5,
+                      textcoords="offset points", ha="left", rotation=30)  # fmt: skip
+    most = max(max(p.predicted, *p.inflation) for p in found) * 1.1
+    axes.plot([0, most], [0, most], color="0.5", linewidth=0.8, linestyle=":", label="as predicted")
     axes.set_xlabel("predicted stall, seconds per save")
-    axes.set_ylabel("measured inflation, seconds per save")
-    axes.set_aspect("equal")
-    axes.legend(fontsize=8)
+    axes.set_ylabel("measured, seconds per save")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
-def _pairs(record: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Mode, predicted stall, measured inflation."""
-    predicted, measured = of_figure(record, _PREDICTED), of_figure(record, _INFLATION)
+def predictions(record: Mapping[str, Any]) -> list[Prediction]:
+    """Of each mode and interval whose saves the planner predicted; in the record's order."""
+    predicted, steps = of_figure(record, _PREDICTED), of_figure(record, "window_steps")
+    inflation, hooks = of_figure(record, _INFLATION), of_figure(record, _HOOKS)
     return [
-        (mode, statistics.median(values), statistics.median(measured[mode][i]))
+        Prediction(
+            mode, i, round(statistics.median(steps[mode][i])), statistics.median(values),
+            inflation[mode][i], hooks[mode][i],
+        )
         for mode, by_interval in predicted.items()
         for i, values in by_interval.items()
-        if i in measured.get(mode, {})
-    ]
+        if all(i in figure.get(mode, ()) for figure in (steps, inflation, hooks))
+    ]  # fmt: skip
 
 
 def _saving(modes: Modes) -> list[tuple[str, dict[int, Sequence[float]]]]:

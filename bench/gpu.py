@@ -5,6 +5,7 @@ the end of the time takes what was measured before. The most valuable parts come
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -16,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.record import ROOT, command
+from bench.record import MEMORY, MEMORY_VARIABLE, ROOT, command, has_nvidia
 
 _START_SECS = 12.0  # of a process, before its clock runs
 _GRACE_SECS = 15.0  # after its time, before it is killed
@@ -52,9 +53,9 @@ PARTS = (
     )),
     Part("exact", 1.2, ("bench.gpu_part", "exact")),
     Part("sixth", 1.6, (
-        "bench", "train", "--modes", "ideal,gockpt,gockpt_k4",
+        "bench", "train", "--modes", "ideal,gockpt,gockpt_b80,gockpt_b50",
         "--device-budget-fraction", f"{_SIXTH:.6f}",
-    ), (*_TOY_TRAINING, "--modes", "ideal,gockpt")),
+    ), (*_TOY_TRAINING, "--modes", "ideal,gockpt,gockpt_b80")),
     Part("memory", 0.7, (
         "bench", "train", "--modes", "ideal,gockpt", "--alone", "--size", "800m",
     ), _TOY_TRAINING),
@@ -125,15 +126,15 @@ class GpuRun:
         words = [sys.executable, "-m", *part.command, "--out", str(file),
                  "--minutes", f"{minutes:.3f}"]  # fmt: skip
         words += part.toy if quick else self._choices(part, arguments)
-        if arguments.directory:
-            words += ["--directory", str(arguments.directory)]
         start = time.perf_counter()
         print(f"{part.name}: at most {secs:.0f} s", flush=True)
-        with self._log.open("a", encoding="utf-8") as log:
+        with self._log.open("a", encoding="utf-8") as log, _scratch(arguments.directory) as places:
             log.write(f"\n=== {part.name}: {' '.join(words[1:])}\n")
             log.flush()
+            if arguments.directory:
+                words += ["--directory", places["TMPDIR"]]
             child = subprocess.Popen(
-                words, cwd=ROOT, env=_environment(cache), stdout=log, stderr=log,
+                words, cwd=ROOT, env=_environment(cache) | places, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
             state = _wait(child, secs + _GRACE_SECS)
@@ -199,6 +200,23 @@ class GpuRun:
         show(self.summary())
 
 
+@contextlib.contextmanager
+def _scratch(directory: Path | None) -> Iterator[dict[str, str]]:
+    """Where a part may write, on disk and in memory: gone after it, also if it was killed.
+
+    Yields:
+      The variables that tell it.
+    """
+    with contextlib.ExitStack() as stack:
+        options = {"prefix": "bench-gpu-", "ignore_cleanup_errors": True}
+        disk = tempfile.TemporaryDirectory(dir=directory, **options)
+        found = {"TMPDIR": stack.enter_context(disk)}
+        if os.access(MEMORY, os.W_OK):
+            memory = tempfile.TemporaryDirectory(dir=MEMORY, **options)
+            found[MEMORY_VARIABLE] = stack.enter_context(memory)
+        yield found
+
+
 def _wait(child: "subprocess.Popen[bytes]", secs: float) -> str:
     try:
         code = child.wait(max(1.0, secs))
@@ -213,10 +231,11 @@ def _wait(child: "subprocess.Popen[bytes]", secs: float) -> str:
 
 def _environment(cache: str) -> dict[str, str]:
     """A child's environment: it starts with what earlier ones have compiled."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    if environment.get("JAX_PLATFORMS") in ("cuda", "gpu"):
-        environment["JAX_PLATFORMS"] = "cuda,cpu"  # replay needs the CPU backend
-    if shutil.which("nvidia-smi"):
+    environment = {**os.environ, "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+    if has_nvidia():
+        if environment.get("JAX_PLATFORMS", "cuda") in ("cuda", "gpu"):
+            # Replay needs the CPU backend. Unset, JAX would go on without a GPU that fails.
+            environment["JAX_PLATFORMS"] = "cuda,cpu"
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
@@ -224,6 +243,11 @@ def _environment(cache: str) -> dict[str, str]:
         flags = f"{environment.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
         environment["XLA_FLAGS"] = flags.strip()  # as accelerators are: no fused multiply-add
     return environment
+
+
+def _python_path() -> str:
+    """The sources first, and whatever the caller has added."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _device() -> str:

@@ -73,11 +73,13 @@ def _exact(record: Record, arguments: argparse.Namespace, left: Callable[[], flo
 
 def _torch(record: Record, arguments: argparse.Namespace, left: Callable[[], float]) -> None:
     """PyTorch's own asynchronous checkpoint."""
+    # The record asks JAX for the hardware: it must not take the memory that PyTorch has.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     from bench import gpu_torch
 
     gpu_torch.run(
         record, state_bytes=2**20 if arguments.toy else 2**33, directory=arguments.directory,
-        is_over=lambda: left() < 0,
+        is_over=lambda: left() < 0, saved=lambda: record.write(arguments.out),
     )  # fmt: skip
 
 

@@ -19,9 +19,12 @@ _AIMS = (
     ("a sixth of the state: device memory, of ideal + plan",
      r"sixth/gockpt/\d+/device_memory_over_plan", "at most 1.05"),
     ("a sixth of the state: throughput", r"sixth/gockpt/\d+/throughput_ratio", "told"),
+    ("four fifths of the state: throughput", r"sixth/gockpt_b80/\d+/throughput_ratio", "told"),
     ("a sixth of the state: ULPs", r"sixth/gockpt/\d+/audit_max_ulps", "told"),
     ("gockpt: host peak, of state (alone)", r"memory/gockpt/\d+/host_memory_ratio",
      "at most 1.2"),
+    ("the same, pinned memory and files in memory counted",
+     r"memory/gockpt/\d+/host_system_memory_ratio", "told"),
     ("gockpt: drain, of interval", r"gockpt/\d+/drain_over_interval", "below 1"),
     ("replayed moments: ULPs, worst optimizer", r"exact/.*/moments/max_ulps", "0"),
 )  # fmt: skip

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
+MEMORY, MEMORY_VARIABLE = Path("/dev/shm"), "BENCH_MEMORY_DIR"
+"""A file system in the host's memory, and what names another folder of it."""
 
 
 @dataclasses.dataclass
@@ -152,6 +155,20 @@ def _status_bytes(name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/self/status has no {name}")
+
+
+def has_nvidia() -> bool:
+    """Whether there is a GPU of NVIDIA's, without starting JAX."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process (Linux); 0 once it has ended."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def hardware() -> dict[str, Any]:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.record import ROOT, Record
+from bench.record import Record, resident_bytes
 from bench.timeline_spans import LANES, ORIGIN, Span, busy_secs, read_spans
 
 _SAVE_EVERY, _WINDOW = 10, 4
@@ -86,8 +85,6 @@ def run(quick: bool) -> TimelineRecord:
 
 def _profile_window(directory: Path, size: str, seq_len: int) -> tuple[Any, list[Span], Any]:
     import jax
-
-    sys.path.insert(0, str(ROOT / "examples"))
     import train_lm
     from lm import data, sharding
 
@@ -151,7 +148,7 @@ def _sampled_memory(device: Any) -> Iterator[dict[str, list[tuple[float, float]]
     """Samples memory on a thread of its own, from the moment that `ORIGIN` marks."""
     import jax
 
-    readers: dict[str, Callable[[], float]] = {"resident_bytes": _resident_bytes}
+    readers: dict[str, Callable[[], float]] = {"resident_bytes": resident_bytes}
     if "bytes_in_use" in (device.memory_stats() or {}):
         readers["device_bytes"] = lambda: device.memory_stats()["bytes_in_use"]
     series: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
@@ -171,8 +168,3 @@ def _sampled_memory(device: Any) -> Iterator[dict[str, list[tuple[float, float]]
     finally:
         done.set()
         thread.join()
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")

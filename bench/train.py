@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.record import Record
+from bench.record import Record, has_nvidia
 from bench.train_table import TrainRecord
 
 if TYPE_CHECKING:  # JAX must not start before the environment is prepared
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--intervals", help="steps between saves, comma-separated; 10 on a CPU, else 50")
     add("--rounds", type=int, help="phases of each mode; 5, or 3 if quick")
     add("--minutes", type=float, help="stop in time; modes at the end of the list are left out")
-    add("--link-gb-per-sec", type=float, help="CPU only: 0 for none; a transfer of 3 steps")
+    add("--link-gb-per-sec", type=float, help="CPU only: 0 for none; as --link-steps if left out")
+    add("--link-steps", type=float, default=3.0, help="CPU only: steps that the state takes (3)")
     add("--device-budget-fraction", type=float, help="of the state's bytes, for gockpt")
     add("--host-gib", type=float, help="host memory, where the system does not tell all of it")
     add("--directory", type=Path, help="for checkpoints; disk or memory, what suits, if left out")
@@ -58,7 +59,7 @@ def run(quick: bool, **options: Any) -> Record:
 
 def _prepare_environment() -> None:
     """Must come before JAX starts its backends."""
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    if has_nvidia():
         # JAX takes 75% by default; a training run takes what there is.
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     elif "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", ""):
@@ -92,12 +93,16 @@ class _Bench:
     def run(self) -> Record:
         """All intervals."""
         from bench.train_figures import NOTES
-        from bench.train_rounds import Interval
+        from bench.train_rounds import Interval, saves_per_phase
 
         self.record.notes += NOTES
         with self._directory() as directory:
             shared = self._start()
-            for interval in self.intervals:
+            for n, interval in enumerate(self.intervals):
+                # Longer phases get more of what is left.
+                steps = [saves_per_phase(i) * i for i in self.intervals[n:]]
+                now = time.perf_counter()
+                shared.until = now + (self.until - now) * steps[0] / sum(steps)
                 Interval(shared, interval, directory / str(interval)).run()
         return self.record
 

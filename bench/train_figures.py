@@ -9,8 +9,9 @@ from bench.train_phases import Phase
 
 _MTBF_HOURS = (1, 24)
 _RESTART_SECS = 60.0
-# The planner says what it expects in the reason of its choice of K.
-_PREDICTED = re.compile(r"steps: predicted stall ([0-9.]+) s")
+# The planner says what it expects in the reason of its choice.
+_PREDICTED = re.compile(r"steps: predicted stall ([0-9.]+) s|; of a snapshot ([0-9.]+) s")
+_FITS = "one device copy of the state fits"
 
 NOTES = [
     "throughput_ratio: wall of as many undisturbed steps of the same round, over the wall of the"
@@ -22,7 +23,11 @@ NOTES = [
     "visible_secs: from the return of `save` until the checkpoint was visible, seen once per step;"
     " drain_over_interval: that over the undisturbed time of an interval: above 1 the next save"
     " has to wait. drain_secs, write_secs, commit_secs, replayed and moved bytes: the library's"
-    " own reports; predicted_stall_secs: the planner's.",
+    " own reports; predicted_stall_secs: what the planner expected of each save, by its cost model;"
+    " gockpt is told the time of an undisturbed step, which a longer run would have measured (and"
+    " the rate of a simulated link; a real one it measures).",
+    "gockpt_b<N>: with a device budget of N percent of the state's bytes for what is staged and"
+    " retained.",
     "device_memory_ratio, host_memory_ratio: the most sampled (every 10 ms) in use on the device,"
     " over that of ideal phases; growth of resident memory over the state's bytes, of a process"
     " that runs this mode alone. host_system_memory_ratio: growth of the machine's memory in use,"
@@ -110,11 +115,30 @@ def _of_reports(phase: Phase, state_bytes: int) -> Iterator[tuple[str, float]]:
         late_bytes = report["state_bytes"] - report["early_bytes"]
         if report["drain_secs"] > 0:
             yield "drain_gb_per_sec", late_bytes / report["drain_secs"] / 1e9
-        predicted = _PREDICTED.search(report["reason"])
-        if predicted:
-            yield "predicted_stall_secs", float(predicted[1])
+        predicted = predicted_stall_secs(report["reason"])
+        if predicted is not None:
+            yield "predicted_stall_secs", predicted
         if report["audit"]:
             yield "audit_max_ulps", report["audit"]["max_ulps"]
+
+
+def predicted_stall_secs(reason: str) -> float | None:
+    """What the planner expected of a save, from the reason in its report; `None` if it did not.
+
+    Example:
+      >>> predicted_stall_secs("3 steps: predicted stall 0.125 s, of a snapshot 2.500 s; at ...")
+      0.125
+      >>> why = "no window gains: predicted stall at least 3.000 s"
+      >>> predicted_stall_secs(f"{why}; of a snapshot 2.500 s")
+      2.5
+      >>> predicted_stall_secs("one device copy of the state fits: 1 GB, no device budget")
+      0.0
+      >>> predicted_stall_secs("`steps=4`")
+    """
+    if reason.startswith(_FITS):
+        return 0.0
+    found = _PREDICTED.search(reason)
+    return float(found[1] or found[2]) if found else None
 
 
 def add_host_memory(

@@ -7,6 +7,7 @@ differs is how the state leaves the device, and the layout on disk where a libra
 import concurrent.futures
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,11 +19,12 @@ from orbax.checkpoint import checkpoint_managers as managers
 import gockpt_jax as gockpt
 from bench.train_link import Link
 from bench.train_model import Job
+from bench.train_orbax import InBackground, array_registry
 
 DEFAULT = ("ideal", "gockpt", "orbax_async", "device_copy", "gockpt_k4", "orbax_async_background",
            "orbax_sync")  # fmt: skip
 """Modes in the order of their worth, should the time not suffice for all."""
-_FIXED = re.compile(r"gockpt_k(\d+)")
+_GOCKPT = re.compile(r"gockpt(?:_k(?P<steps>\d+)|_b(?P<percent>\d+))?")
 
 
 class Mode(Protocol):
@@ -59,16 +61,20 @@ class Setting:
       interval: Steps between saves.
       directory: Of all modes' checkpoints.
       link: A slower link between device and host; `None`: the real one.
-      device_budget_bytes: For gockpt; `None`: its own default.
       state_bytes: Of the state.
+      device_budget_bytes: For gockpt; `None`: its own default.
+      host_budget_bytes: Likewise.
+      step_secs: Of an undisturbed step, which a longer run would have measured by itself.
     """
 
     job: Job
     interval: int
     directory: Path
     link: Link | None
-    device_budget_bytes: int | None
     state_bytes: int
+    device_budget_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    step_secs: float | None = None
 
 
 def make_mode(name: str, setting: Setting) -> Mode:
@@ -77,17 +83,20 @@ def make_mode(name: str, setting: Setting) -> Mode:
     Raises:
       ValueError: if there is no such mode.
     """
-    fixed = _FIXED.fullmatch(name)
     if name == "ideal":
         return Ideal(setting)
     if name in ("orbax_sync", "orbax_async", "orbax_async_background"):
         return Stock(setting, name)
     if name == "device_copy":
         return DeviceCopy(setting)
-    if name == "gockpt" or fixed:
-        return GoCkpt(setting, name, int(fixed[1]) if fixed else None)
+    if found := _GOCKPT.fullmatch(name):
+        budget_bytes = setting.device_budget_bytes
+        if found["percent"]:
+            budget_bytes = setting.state_bytes * int(found["percent"]) // 100
+        return GoCkpt(setting, name, int(found["steps"]) if found["steps"] else None, budget_bytes)
     raise ValueError(
-        f"there is no mode {name!r}; give some of {', '.join(DEFAULT)} or gockpt_k<K>."
+        f"there is no mode {name!r}; give some of {', '.join(DEFAULT)}, gockpt_k<K>, or "
+        "gockpt_b<percent of the state that may be staged and retained on the device>."
     )
 
 
@@ -119,35 +128,25 @@ class Ideal:
         """Nothing is held."""
 
 
-class Stock(Ideal):
-    """`ocp.CheckpointManager`; asynchronous unless it is `orbax_sync`.
+class Managed(Ideal):
+    """A checkpoint manager, stock's or ours: called after every step, it saves if its policy says.
 
-    `orbax_async_background` moves everything in the background: the one setting of Orbax 0.12 that
-    does (a callback of `ArrayHandler` and a limit, here the whole state, so that the old state is
-    free as soon as may be). The state that it reads must stay alive, so its step does not donate.
+    Args:
+      setting: What all modes share.
+      manager: The manager.
+      wrapped: What makes the state an argument of `save`.
     """
 
-    def __init__(self, setting: Setting, name: str):
+    def __init__(
+        self, setting: Setting, manager: ocp.CheckpointManager, wrapped: Callable[[Any], Any]
+    ):
         super().__init__(setting)
-        limits: dict[str, Any] = {}
-        arrays: dict[str, Any] = {}
-        if name == "orbax_async_background":
-            self.step = setting.job.keeping
-            limits["save_device_host_concurrent_gb"] = -(-setting.state_bytes // 10**9) + 1
-            arrays["callback"] = _Deprioritised()
-        handler = ocp.PyTreeCheckpointHandler(
-            type_handler_registry=_registry(setting.link, **arrays), **limits
-        )
-        self._manager = ocp.CheckpointManager(
-            setting.directory / name,
-            item_handlers={"state": handler},
-            options=_options(setting, asynchronous=name != "orbax_sync"),
-        )
+        self._manager = manager
+        self._wrapped = wrapped
 
     def save(self, label: int, state: Any) -> bool:
         """Saves if the policy says so."""
-        item = ocp.args.PyTreeSave(state)
-        return bool(self._manager.save(label, args=ocp.args.Composite(state=item)))
+        return bool(self._manager.save(label, args=self._wrapped(state)))
 
     def is_saving(self) -> bool:
         """As the manager says."""
@@ -165,6 +164,36 @@ class Stock(Ideal):
     def close(self) -> None:
         """Closes the manager."""
         self._manager.close()
+
+
+class Stock(Managed):
+    """`ocp.CheckpointManager`; asynchronous unless it is `orbax_sync`.
+
+    `orbax_async_background` moves everything in the background: the one setting of Orbax 0.12 that
+    does (a callback of `ArrayHandler` and a limit, here the whole state, so that the old state is
+    free as soon as may be). The state that it reads must stay alive, so its step does not donate.
+    """
+
+    def __init__(self, setting: Setting, name: str):
+        limits: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
+        in_background = name == "orbax_async_background"
+        if in_background:
+            limits["save_device_host_concurrent_gb"] = -(-setting.state_bytes // 10**9) + 1
+            arrays["callback"] = InBackground()
+        handler = ocp.PyTreeCheckpointHandler(
+            type_handler_registry=array_registry(setting.link, **arrays), **limits
+        )
+        manager = ocp.CheckpointManager(
+            setting.directory / name,
+            item_handlers={"state": handler},
+            options=_options(setting, asynchronous=name != "orbax_sync"),
+        )
+        super().__init__(
+            setting, manager, lambda state: ocp.args.Composite(state=ocp.args.PyTreeSave(state))
+        )
+        if in_background:
+            self.step = setting.job.keeping
 
 
 class DeviceCopy(Stock):
@@ -206,40 +235,26 @@ class DeviceCopy(Stock):
         super().close()
 
 
-class GoCkpt(Ideal):
-    """`GoCkptManager`, with its defaults or with a fixed K."""
+class GoCkpt(Managed):
+    """`GoCkptManager`, with its defaults, with a fixed K, or with a budget on the device."""
 
-    def __init__(self, setting: Setting, name: str, steps: int | None):
-        window = gockpt.WindowOptions(steps=steps, device_budget_bytes=setting.device_budget_bytes)
-        self._manager = gockpt.GoCkptManager(
+    def __init__(self, setting: Setting, name: str, steps: int | None, budget_bytes: int | None):
+        window = gockpt.WindowOptions(
+            steps=steps,
+            device_budget_bytes=budget_bytes,
+            host_budget_bytes=setting.host_budget_bytes,
+            step_secs=setting.step_secs,
+            link_bytes_per_sec=setting.link.bytes_per_sec if setting.link else None,
+        )
+        manager = gockpt.GoCkptManager(
             setting.directory / name, options=_options(setting), window=window
         )
-        self.step = self._manager.wrap(setting.job.donating)
-
-    def save(self, label: int, state: Any) -> bool:
-        """Saves if the policy says so."""
-        return bool(self._manager.save(label, args=gockpt.GoCkptSave(state)))
-
-    def is_saving(self) -> bool:
-        """As the manager says."""
-        return bool(self._manager.is_saving_in_progress())
-
-    def finish(self) -> None:
-        """Waits for the manager."""
-        self._manager.wait_until_finished()
-
-    def clean(self) -> None:
-        """Deletes what the manager keeps."""
-        for label in self._manager.all_steps():
-            self._manager.delete(label)
+        super().__init__(setting, manager, gockpt.GoCkptSave)
+        self.step = manager.wrap(setting.job.donating)
 
     def reports(self) -> list[dict[str, Any]]:
         """Its save reports."""
         return [dataclasses.asdict(report) for report in self._manager.reports]
-
-    def close(self) -> None:
-        """Closes the manager."""
-        self._manager.close()
 
 
 def _options(setting: Setting, *, asynchronous: bool = True) -> ocp.CheckpointManagerOptions:
@@ -247,45 +262,4 @@ def _options(setting: Setting, *, asynchronous: bool = True) -> ocp.CheckpointMa
         save_decision_policy=managers.FixedIntervalPolicy(setting.interval),
         max_to_keep=1,
         enable_async_checkpointing=asynchronous,
-    )
-
-
-class _Deprioritised:
-    """Tells Orbax to move every array in the background."""
-
-    def key_priority(self, keypath: Any) -> Any:
-        # Its documentation imports the enumeration from here as well: it has no public name.
-        from orbax.checkpoint._src.serialization.types import TransferPriority
-
-        return TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
-
-    def on_transfer_start(self, keypath: Any) -> None:
-        """Nothing to do."""
-
-    def on_transfer_end(self, keypath: Any) -> None:
-        """Nothing to do."""
-
-    def on_write_end(self, keypath: Any) -> None:
-        """Nothing to do."""
-
-
-class _SlowArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]
-    """Stock's, behind a slower link: `serialize` returns when the state is on the host."""
-
-    def __init__(self, link: Link | None, **options: Any):
-        super().__init__(**options)
-        self._link = link
-
-    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-        if self._link is not None:
-            self._link.send(values).result()
-        return await super().serialize(values, infos, args)
-
-
-def _registry(link: Link | None, **options: Any) -> Any:
-    """Orbax's own type handlers, but for arrays: the same handler, set up as it should be here."""
-    types = ocp.type_handlers
-    arrays = _SlowArrayHandler(link, **options) if link else types.ArrayHandler(**options)
-    return types.create_type_handler_registry(
-        (int, types.ScalarHandler()), (float, types.ScalarHandler()), (jax.Array, arrays)
     )

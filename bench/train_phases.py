@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import jax
 
+from bench.record import resident_bytes
 from bench.train_model import Job
 from bench.train_modes import Mode
 
@@ -174,12 +174,6 @@ def device_bytes() -> int:
     return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process (Linux)."""
-    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    return int(fields[1]) * 4096
-
-
 def system_bytes() -> int:
     """Memory in use on this machine: pinned memory too, which may not count as resident."""
     amounts = {}
@@ -187,8 +181,3 @@ def system_bytes() -> int:
         name, _, rest = line.partition(":")
         amounts[name] = int(rest.split()[0]) * 1024
     return amounts["MemTotal"] - amounts.get("MemAvailable", amounts["MemFree"])
-
-
-def step_secs_of(phases: list[Phase]) -> float:
-    """Seconds per step of undisturbed phases: total over total, as inflation is counted."""
-    return statistics.median(phase.wall_secs / phase.steps for phase in phases)

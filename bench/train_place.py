@@ -8,14 +8,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.record import MEMORY, MEMORY_VARIABLE
 from bench.train_model import SIZES
 
 _FAST_BYTES_PER_SEC = 1.5e9  # below this a memory file system is preferred, if it has room
 _ACTIVATION_BYTES = 6 * 10**9  # of the large sizes, with rematerialisation; generous
 _STATES_ON_DEVICE = 3.4  # old, new and saved state of the step that does not donate; gradients
-_STATES_ON_HOST = 3.5  # pinned copy, what Orbax compresses and writes, slack
+_STATES_ON_HOST = 4.2  # pinned copies that no mode gives back, what Orbax compresses, gradients
 _STATES_ON_DISK = 1.1  # for each save of a phase: Orbax deletes the old one after the new
-_LADDER = ("4.2b", "2.8b", "2b", "1.6b", "1.2b", "800m", "300m", "100m", "10m")
+_LADDER = ("4.2b", "2.8b", "2b", "1.7b", "1.2b", "800m", "300m", "100m", "10m")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ def places(directory: Path | None, *, probe_bytes: int) -> list[Place]:
       directory: What was asked for.
       probe_bytes: To write for the bandwidth.
     """
-    candidates = [directory] if directory else [Path(tempfile.gettempdir()), Path("/dev/shm")]
+    memory = Path(os.environ.get(MEMORY_VARIABLE, MEMORY))
+    candidates = [directory] if directory else [Path(tempfile.gettempdir()), memory]
     found = []
     for path in candidates:
         if path.is_dir() and os.access(path, os.W_OK):

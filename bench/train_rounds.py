@@ -11,13 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.record import Record, without_paths
+from bench.record import Record, resident_bytes, without_paths
 from bench.train_figures import add_host_memory, add_phase
 from bench.train_link import Link, slow_pulls
 from bench.train_model import Job
 from bench.train_modes import Mode, Setting, make_mode
-from bench.train_phases import Loop, Phase, resident_bytes, system_bytes
+from bench.train_phases import Loop, Phase, system_bytes
 
+_PART_OF_HOST = 0.75  # for gockpt's chunks, where the host's memory was given
+_UNSETTLED = ("compiling", "traced", "not known yet", "keep within")
+"""In reasons of saves that a longer run would have seen once, in its beginning."""
 _LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this
 CORE_PHASES = 4 * (1 + _LEAST_ROUNDS)
 """Phases with saves of the four modes that matter most, warm-up included."""
@@ -83,7 +86,7 @@ class Interval:
 
     def run(self) -> None:
         """Warms up, then takes turns until all rounds are done or the time is over."""
-        setting = Setting(self.shared.job, self.interval, self.directory, None, None, 0)
+        setting = Setting(self.shared.job, self.interval, self.directory, None, 0)
         self.modes["ideal"] = make_mode("ideal", setting)
         self.loop.run("ideal", self.modes["ideal"], 3)  # compiles
         undisturbed = self.loop.run("ideal", self.modes["ideal"], self.lead + 3)
@@ -106,7 +109,8 @@ class Interval:
         link = None
         if self.shared.on_cpu and options.link_gb_per_sec != 0:
             chosen = options.link_gb_per_sec
-            link = Link(chosen * 1e9 if chosen else state_bytes / (3 * self.step_secs))
+            slowed = state_bytes / (options.link_steps * self.step_secs)
+            link = Link(chosen * 1e9 if chosen else slowed)
             self.record.notes.append(
                 f"Interval {self.interval}: the link was slowed to {link.bytes_per_sec / 1e9:.3f} "
                 f"GB/s, for all modes alike: the state takes "
@@ -121,7 +125,11 @@ class Interval:
             self.record.notes.append(
                 f"gockpt: a device budget of {fraction:.3f} of the state, {budget} bytes."
             )
-        return Setting(self.shared.job, self.interval, self.directory, link, budget, state_bytes)
+        return Setting(
+            self.shared.job, self.interval, self.directory, link, state_bytes, budget,
+            int(_PART_OF_HOST * options.host_gib * 2**30) if options.host_gib else None,
+            self.step_secs,
+        )  # fmt: skip
 
     def _warm_up_all(self, setting: Any) -> None:
         longest = 0.0
@@ -145,13 +153,14 @@ class Interval:
                     state_bytes=self.shared.state_bytes, before=before,
                 )  # fmt: skip
             longest = max(longest, phase.drain_secs + self.step_secs * self.steps)
+            self.shared.save_so_far()
 
     def _warm_up(self, name: str) -> Phase:
-        """A phase that does not count; again while a window could not open yet."""
+        """A phase that does not count; again while the plan or its programs are in the making."""
         for _ in range(3):
             phase = self._phase(name, self.lead + 3)
             reasons = [report["reason"] for report in phase.reports]
-            if not any("compiling" in reason or "traced" in reason for reason in reasons):
+            if not any(word in reason for reason in reasons for word in _UNSETTLED):
                 break
         return phase
 

@@ -1,10 +1,14 @@
-"""Set before JAX is imported: eight CPU devices that stand in for accelerators without FMA."""
+"""Set before JAX is imported: eight CPU devices that stand in for accelerators without FMA.
 
+No plugin of pytest is needed here: `pytest -m gpu` runs on machines that have pytest alone.
+"""
+
+import importlib.util
 import os
 import re
+from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 # `--xla_cpu_max_isa=AVX` leaves the CPU without fused multiply-add, as accelerators are in
 # elementwise code (docs/guarantees.md). The GPU tests run on their own and keep the platform's own.
@@ -24,20 +28,42 @@ _SHARING = re.compile(
 _LONG = ("test_random_kills.py", "test_example.py", "test_nnx_example.py", "test_stock_readable.py")
 
 
-class _Together(LoadScopeScheduling):
-    """Keeps tests that share something dear on one worker, so that it is made once."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        if found := _OF_PROGRAM.search(nodeid):
-            return "-".join(sorted(filter(None, found.groups())))
-        if found := _SHARING.match(nodeid):
-            return found.group()
-        return nodeid
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Knows the setting of a plugin that is not there: with `--strict-config` it is an error."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "of each test in seconds, with pytest-timeout")
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m gpu` imports only what has such tests: the others need more packages."""
+    wanted = Path(__file__).parent / "gpu"
+    related = collection_path.is_relative_to(wanted) or wanted.is_relative_to(collection_path)
+    return True if config.getoption("markexpr") == "gpu" and not related else None
+
+
+def _scope(nodeid: str) -> str:
+    """What a test shares with others that are to run on its worker."""
+    if found := _OF_PROGRAM.search(nodeid):
+        return "-".join(sorted(filter(None, found.groups())))
+    if found := _SHARING.match(nodeid):
+        return found.group()
+    return nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
     """For `--dist loadgroup`, of which pytest-xdist 3.8 makes nothing under pytest 9."""
-    return _Together(config, log) if config.getvalue("dist") == "loadgroup" else None
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # it is there: it has called
+
+    class Together(LoadScopeScheduling):
+        """Keeps tests that share something dear on one worker, so that it is made once."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(nodeid)
+
+    return Together(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

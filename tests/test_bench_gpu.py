@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,6 +64,14 @@ def test_parts_leave_few_files_that_say_what_they_measured(rehearsal):
         assert figures[name] > 0
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_torch_is_measured_where_it_is(rehearsal):
+    files, _ = rehearsal
+    record = json.loads(files["torch.json"])
+    assert record["figures"]["torch/state_bytes"] == pytest.approx(2**20, rel=1e-4)
+    assert len(record["samples"]["torch/stall_in_transfers"]) == 5
+
+
 def run_parts(tmp_path, *parts, secs=60.0):
     done = gpu.GpuRun(tmp_path)
     arguments = argparse.Namespace(directory=None, size=None, host_gib=None)
@@ -83,6 +93,27 @@ def test_a_part_that_crashes_is_told_of(tmp_path, capsys):
 def test_a_part_without_time_does_not_begin(tmp_path):
     summary = run_parts(tmp_path, gpu.Part("train", 1.0, ("bench.no_such_module",)), secs=3.0)
     assert summary["notes"] == ["train: not run: the time was over"]
+
+
+def test_what_a_part_leaves_behind_is_gone_also_if_it_was_killed(tmp_path):
+    program = (
+        "import os, pathlib, sys, tempfile, bench.record as r;"
+        "pathlib.Path(tempfile.mkdtemp(), 'checkpoint').write_text('large');"
+        "pathlib.Path(os.environ[r.MEMORY_VARIABLE], 'checkpoint').write_text('large');"
+        f"pathlib.Path({str(tmp_path / 'seen')!r}).write_text(tempfile.gettempdir());"
+        "os.kill(os.getpid(), 9)"
+    )
+    gpu_part = gpu.Part("train", 1.0, ("bench.gpu_part",))
+    with pytest.MonkeyPatch.context() as patch:
+        run = subprocess.Popen
+        patch.setattr(
+            gpu.subprocess, "Popen", lambda _, **k: run([sys.executable, "-c", program], **k)
+        )
+        patch.setattr(gpu, "MEMORY", tmp_path)
+        summary = run_parts(tmp_path, gpu_part)
+    assert summary["notes"][0].startswith("train: failed with exit code -9")
+    assert not Path((tmp_path / "seen").read_text()).exists()
+    assert not list(tmp_path.glob("bench-gpu-*"))
 
 
 def test_a_part_that_hangs_is_killed_with_what_it_started():

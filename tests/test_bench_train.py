@@ -139,10 +139,10 @@ MEMORY = Place(Path("/dev/shm"), 64 * GB, 4 * GB, True)
 @pytest.mark.parametrize(
     ("device", "places", "host", "secs", "expected"),
     [
-        pytest.param(79, [DISK, MEMORY], 137, 540, ("1.6b", False), id="80-gb"),
-        pytest.param(139, [DISK, MEMORY], 137, 540, ("2.8b", False), id="141-gb"),
+        pytest.param(79, [DISK, MEMORY], 137, 540, ("1.7b", False), id="80-gb"),
+        pytest.param(139, [DISK, MEMORY], 137, 540, ("2b", False), id="141-gb"),
         pytest.param(79, [DISK, MEMORY], 137, 60, ("800m", True), id="short"),
-        pytest.param(79, [SLOW, MEMORY], 137, 540, ("1.6b", True), id="slow-disk"),
+        pytest.param(79, [SLOW, MEMORY], 137, 540, ("1.7b", True), id="slow-disk"),
         pytest.param(79, [SLOW], 137, 540, ("300m", False), id="only-a-slow-disk"),
         pytest.param(79, [DISK], 48, 540, ("800m", False), id="small-host"),
         pytest.param(0, [DISK], 16, 540, ("10m", False), id="no-device"),
@@ -163,6 +163,7 @@ def record(tmp_path_factory):
     options = {
         "size": "toy", "modes": "ideal,gockpt_k2,orbax_async,orbax_sync,device_copy",
         "intervals": "5", "rounds": 1, "minutes": None, "link_gb_per_sec": None,
+        "link_steps": 3.0,
         "device_budget_fraction": None, "host_gib": None, "directory": None, "alone": False,
         "out": out,
     }  # fmt: skip
@@ -205,7 +206,7 @@ def test_the_same_bytes_cross_the_link_in_every_mode(tmp_path):
     for name in ("orbax_async", "device_copy", "gockpt"):
         link = Link(1e12)
         job = types.SimpleNamespace(donating=jax.jit(lambda s, b: (s, 0.0)), keeping=None)
-        setting = Setting(job, 2, tmp_path, link, None, 4004)
+        setting = Setting(job, 2, tmp_path, link, 4004)
         with slow_pulls(link):
             mode = make_mode(name, setting)
             assert mode.save(2, state)

@@ -22,7 +22,6 @@ from gockpt_jax.storage.write_budget import WriteBudget, WriteStats
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.pull import start_pull
 
-DOCS = ROOT / "docs"
 SOURCE = "{http://purl.org/dc/elements/1.1/}source"
 Figure = pytest.importorskip("matplotlib.figure").Figure
 
@@ -44,8 +43,23 @@ def training(**more):
                 f"{mode}/{interval}/inflation_secs_per_save": [cost, 2 * cost, 3 * cost],
                 f"{mode}/{interval}/hook_secs_per_save": [cost / 2],
             }
-    samples["gockpt/50/predicted_stall_secs"] = [0.02]
     return record("train", samples, **more)
+
+
+PERCENTS = (15, 30, 50, 60, 75, 90)
+
+
+def predicted():
+    """One mode each for some budgets, as the planner expected and as it came."""
+    samples = {"ideal/20/step_median_secs": [0.25, 0.5, 0.25]}
+    for n, percent in enumerate(PERCENTS):
+        samples |= {
+            f"gockpt_b{percent}/20/predicted_stall_secs": [0.5 - 0.1 * n] * 2,
+            f"gockpt_b{percent}/20/inflation_secs_per_save": [0.7 - 0.1 * n, 0.6 - 0.1 * n],
+            f"gockpt_b{percent}/20/hook_secs_per_save": [0.125],
+            f"gockpt_b{percent}/20/window_steps": [1.0 + n],
+        }
+    return record("train", samples)
 
 
 def window():
@@ -68,7 +82,7 @@ def aot():
         samples[f"v5e:2x4/1B/fsdp/{name}"] = [1.5]
     for name in ("copies", "collectives"):
         samples |= {f"v5e:2x4/1B/fsdp/{which}/{name}": [7.0] for which in ("armed", "unarmed")}
-    for name in ("computing_instructions", "collectives", "most_new_over_copied"):
+    for name in ("computing_instructions", "maxima", "collectives", "most_new_over_copied"):
         samples[f"v5e:2x4/1B/fsdp/staging/{name}"] = [0.0]
     samples["v5e:2x4/1B/fsdp/armed_extra_gib"] = [0.75]
     return record("aot", samples)
@@ -82,20 +96,29 @@ def write(directory, **records):
     return figures.load_results(directory)
 
 
+def root_with_marks(path):
+    """Documents with room for their tables, as the repository's are."""
+    for page in figures_tables.TABLES:
+        (path / page).parent.mkdir(exist_ok=True)
+        (path / page).write_text(f"before\n{figures_tables._BEGIN}\n\n{figures_tables._END}\n")
+    return path
+
+
 def source(path):
     """What an SVG says that it was made from."""
     return ElementTree.parse(path).getroot().find(f".//{SOURCE}").text
 
 
 def test_every_figure_is_made_names_its_result_and_repeats_itself(tmp_path):
-    results = write(tmp_path / "results", train=training(), timeline=window())
+    records = {"train": training(), "predicted": predicted(), "timeline": window()}
+    results = write(tmp_path / "results", **records)
     for out in ("one", "two"):
-        lines = list(figures.make(results, tmp_path / out, tmp_path))
+        lines = [*figures.make(results, tmp_path / out, root_with_marks(tmp_path))]
         assert not [line for line in lines if "skipped" in line]
     for name in figures.PLOTS:
         one, two = (tmp_path / out / f"{name}.svg" for out in ("one", "two"))
         assert one.read_bytes() == two.read_bytes()
-        assert source(one).split(".json")[0] in ("train", "timeline")
+        assert source(one).split(".json")[0] in records
         assert "commit c0ffee, cpu" in source(one)
 
 
@@ -109,7 +132,7 @@ def test_what_has_no_result_is_skipped_and_said_so(tmp_path):
 
 def test_an_accelerator_comes_before_a_cpu(tmp_path):
     results = write(tmp_path, **{"a-h100/train": training(devices=["H100"]), "train": training()})
-    list(figures.make(results, tmp_path / "out", tmp_path))
+    list(figures.make(results, tmp_path / "out", root_with_marks(tmp_path)))
     assert source(tmp_path / "out" / "stall.svg").startswith("a-h100/train.json")
 
 
@@ -138,7 +161,9 @@ def test_throughput_is_by_mode_against_the_interval():
 
 
 def test_stall_is_never_shown_alone():
-    assert not figures_train.has_stall(record("train", {"a/1/hook_secs_per_save": [1.0]}))
+    assert not figures_train.has_stall(record("train", {"gockpt/1/hook_secs_per_save": [1.0]}))
+    assert not figures_train.has_stall(predicted())  # nor without stock's
+    assert not figures_train.has_throughput(predicted())
     axes = drawn(figures_train.draw_stall, training())
     rows = [text.get_text() for text in axes.get_yticklabels()]
     assert rows == [f"{mode}, every {i}" for mode in ("orbax_async", "gockpt") for i in (10, 50)]
@@ -147,17 +172,35 @@ def test_stall_is_never_shown_alone():
     assert (0.25, 0.0) in medians  # hooks
 
 
-def test_a_prediction_is_drawn_over_what_was_measured():
-    axes = drawn(figures_train.draw_prediction, training())
-    points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert points["gockpt"] == [[0.02, 0.02]]
+def test_a_prediction_is_drawn_beside_what_was_measured():
+    assert not figures_train.has_prediction(training())
+    axes = drawn(figures_train.draw_prediction, predicted())
+    points = [tuple(line.get_xydata()[0]) for line in axes.lines if line.get_marker() == "o"]
+    assert points[:2] == [(0.5, pytest.approx(0.65)), (0.5, 0.125)]
+    assert len(points) == 2 * len(PERCENTS)
+    assert axes.texts[0].get_text() == "b15, K = 1"
+
+
+def test_a_prediction_is_in_the_table_with_its_spread():
+    lines = figures_tables.prediction_table(predicted())
+    assert "| gockpt_b15, 20 steps | 1 | 0.500 | 0.650 | 0.600 to 0.700 | 0.125 |" in lines
+    assert lines[-1] == "Medians of 2 phases each, per save; an undisturbed step took 0.250 s."
+
+
+def test_the_readme_says_what_the_figure_shows():
+    text = " ".join(figures_tables.throughput_lines(training()))
+    assert "docs/figures/throughput.svg" in text
+    assert "every 10 steps: `orbax_async` 0.950, `gockpt` 0.999 (medians" in text
+    assert "simulated" in text
+    assert "on H100" in " ".join(figures_tables.throughput_lines(training(devices=["H100"])))
 
 
 def test_a_table_replaces_what_lies_between_the_marks(tmp_path):
-    page = tmp_path / "accelerators.md"
+    page = tmp_path / "docs" / "accelerators.md"
+    page.parent.mkdir()
     page.write_text(f"before\n{figures_tables._BEGIN}\nlast year's\n{figures_tables._END}\nafter\n")
     results = write(tmp_path / "results", aot=aot() | {"notes": ["v5p/7B/fsdp: not measured: no"]})
-    assert "accelerators.md: table from aot.json" in list(
+    assert "docs/accelerators.md: table from aot.json" in list(
         figures.make(results, tmp_path / "out", tmp_path)
     )
     text = page.read_text()
@@ -177,15 +220,17 @@ def test_the_documents_are_those_of_the_kept_results(tmp_path):
     results = figures.load_results(ROOT / "bench" / "results")
     for name, plot in figures.PLOTS.items():
         suited = [r for r in results if plot.suits(r.record)]
-        path = DOCS / "figures" / f"{name}.svg"
+        path = ROOT / "docs" / "figures" / f"{name}.svg"
         assert path.exists() == bool(suited), name
         if suited:
             assert source(path) == suited[-1].caption
-    for page in figures_tables.TABLES:
-        (tmp_path / page).write_text((DOCS / page).read_text(encoding="utf-8"), encoding="utf-8")
-    list(figures.make([r for r in results if r.record["name"] == "aot"], tmp_path, tmp_path))
-    for page in figures_tables.TABLES:
-        assert (tmp_path / page).read_text() == (DOCS / page).read_text(), "run `make figures`"
+    for page, (suits, table) in figures_tables.TABLES.items():
+        suited = [r for r in results if suits(r.record)]
+        if suited:
+            copy = tmp_path / "page.md"
+            copy.write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
+            figures_tables.insert(copy, figures_tables.lines_of(table, suited[-1]))
+            assert copy.read_text() == (ROOT / page).read_text(), "run `make figures`"
 
 
 def test_lanes_are_read_from_a_profile(tmp_path):

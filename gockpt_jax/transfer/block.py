@@ -24,19 +24,27 @@ from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.staging import stage
 
 _programs = Programs("gockpt-compile-copies")
-_blocks: dict[tuple[tuple[Chunk, ...], bool], "Block"] = {}
+_blocks: dict[tuple[tuple[Chunk, ...], tuple[int, ...], bool], "Block"] = {}
 _lock = threading.Lock()
 
 
-def block_of(chunks: Sequence[Chunk], *, donatable: bool = True) -> "Block":
+def block_of(
+    chunks: Sequence[Chunk], arrays: Sequence[int] | None = None, *, donatable: bool = True
+) -> "Block":
     """The block of these chunks; the same one whenever the same chunks leave together.
 
     Args:
       chunks: What leaves.
+      arrays: Of each chunk, the number of its array: rows of one array are cut from one argument.
+        `None`: each has an array of its own.
       donatable: Whether a later step may donate the arrays. If not, whole and large ones need no
         staging.
     """
-    key = (tuple(chunks), donatable)
+    numbers = range(len(chunks)) if arrays is None else arrays
+    first: dict[tuple[int, Source], int] = {}
+    of_array = [(i, chunk.source) for i, chunk in zip(numbers, chunks, strict=True)]
+    same = tuple(first.setdefault(array, n) for n, array in enumerate(of_array))
+    key = (tuple(chunks), same, donatable)
     with _lock:
         if key not in _blocks:
             _blocks[key] = Block(*key)
@@ -52,8 +60,9 @@ class Block:
       held_bytes: What is there until it has been pulled: staged copies, and arrays that need none.
     """
 
-    def __init__(self, chunks: tuple[Chunk, ...], donatable: bool):
+    def __init__(self, chunks: tuple[Chunk, ...], arrays: tuple[int, ...], donatable: bool):
         self.chunks = chunks
+        self._arrays = arrays  # of each chunk, the first that is cut from the same array
         self._donatable = donatable
         buffers = [b for b in lay_out(chunks) if donatable or not _needs_no_copy(b, chunks)]
         self._by_mesh: dict[Any, list[Buffer]] = {}
@@ -61,7 +70,7 @@ class Block:
             if any(d.process_index == jax.process_index() for d in buffer.place.devices):
                 self._by_mesh.setdefault(buffer.place.devices, []).append(buffer)
         self._inputs = {
-            devices: [(n, _same_devices(chunks[n].source)) for b in of_mesh for n in b.chunks]
+            devices: [(n, _same_devices(chunks[n].source)) for n in self._arguments(of_mesh)]
             for devices, of_mesh in self._by_mesh.items()
         }
         self._compiled: dict[Any, Any] = {}
@@ -147,10 +156,24 @@ class Block:
             chunks[n] = [HostChunk(i, next(arrived).reshape(-1)[part]) for i in indices[n]]
         return chunks
 
+    def _arguments(self, buffers: Sequence[Buffer]) -> dict[int, int]:
+        """Positions of the chunks whose arrays a program takes, each with its argument's number."""
+        found: dict[int, int] = {}
+        for buffer in buffers:
+            for n in buffer.chunks:
+                found.setdefault(self._arrays[n], len(found))
+        return found
+
     def _program(self, buffers: Sequence[Buffer]) -> tuple[Any, Any]:
-        chunks = [self.chunks[n] for buffer in buffers for n in buffer.chunks]
-        key = (tuple(chunks), tuple(buffers))
-        return key, functools.partial(_compile, chunks, tuple(buffers))
+        arguments = self._arguments(buffers)
+        taken = [self.chunks[n].source for n in arguments]
+        parts = [
+            (self.chunks[n], arguments[self._arrays[n]])
+            for buffer in buffers
+            for n in buffer.chunks
+        ]
+        key = (tuple(taken), tuple(parts), tuple(buffers))
+        return key, functools.partial(_compile, *key)
 
 
 def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
@@ -179,18 +202,22 @@ def _same_devices(source: Source) -> bool:
     return bool(a == b)
 
 
-def _compile(chunks: Sequence[Chunk], buffers: Sequence[Buffer]) -> Any:
+def _compile(
+    taken: Sequence[Source], parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer]
+) -> Any:
+    """Compiles a program of some arrays; parts are chunks, each with the number of its array.
+
+    Rows of one array are cut from one argument: the TPU's compiler adds all arguments up, also
+    those that are one array, and refuses what exceeds the device.
+    """
     mesh = buffers[0].place.mesh
-    packing = functools.partial(_pack, chunks, buffers)
+    packing = functools.partial(_pack, parts, buffers)
     if mesh is not None:
         packing = jax.shard_map(
-            packing, mesh=mesh, in_specs=tuple(_spec(c.source.placed) for c in chunks),
+            packing, mesh=mesh, in_specs=tuple(_spec(s.placed) for s in taken),
             out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
         )  # fmt: skip
-    specs = [
-        jax.ShapeDtypeStruct(c.source.shape, c.source.dtype, sharding=_plain(c.source))
-        for c in chunks
-    ]
+    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_plain(s)) for s in taken]
 
     def _copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:  # its name in profiles
         return packing(*arrays)
@@ -220,10 +247,10 @@ def _plain(source: Source) -> jax.sharding.Sharding:
 
 
 def _pack(
-    chunks: Sequence[Chunk], buffers: Sequence[Buffer], *shards: jax.Array
+    parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer], *shards: jax.Array
 ) -> tuple[jax.Array, ...]:
     """What one device does: its shards' rows, one after another in each buffer."""
-    rows = iter([_take(chunk, x) for chunk, x in zip(chunks, shards, strict=True)])
+    rows = iter([_take(chunk, shards[number]) for chunk, number in parts])
     return tuple(_fill(buffer, [next(rows) for _ in buffer.chunks]) for buffer in buffers)
 
 

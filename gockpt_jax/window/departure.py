@@ -84,7 +84,8 @@ def make_departure(
         for j in program.groups[unit.group].leaves:
             of_state.append((u, j))
             chunks.append(Chunk(Source.of(leaves[j], unit.placed), unit.start, unit.stop))
-    return Departure(tuple(units), tuple(of_state), block_of(chunks), *_cut_of(program, units, cut))
+    state = block_of(chunks, [j for _, j in of_state])
+    return Departure(tuple(units), tuple(of_state), state, *_cut_of(program, units, cut))
 
 
 def _cut_of(
@@ -99,7 +100,7 @@ def _cut_of(
             values.append((run, i))
             source = Source(spec.shape, spec.dtype, given, first.placed)
             chunks.append(Chunk(source, first.start, last.stop))
-    return tuple(values), block_of(chunks, donatable=False)
+    return tuple(values), block_of(chunks, [i for _, i in values], donatable=False)
 
 
 def _runs(program: StepProgram, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]:

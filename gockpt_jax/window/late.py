@@ -100,7 +100,7 @@ def send_late(
     """
     padded = [_staged_bytes(chunk) for _, chunk in chunks]
     for positions in _batches(padded, device.limit_bytes):
-        block = block_of([chunks[n][1] for n in positions])
+        block = block_of([chunks[n][1] for n in positions], [id(chunks[n][0]) for n in positions])
         device.acquire(block.staged_bytes)
         try:
             pull = stage_and_pull(block, [chunks[n][0] for n in positions])

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `GOCKPT_TEST_PLATFORM=gpu pytest -m gpu`."""
+"""What only a GPU can show: `PYTHONPATH=. GOCKPT_TEST_PLATFORM=gpu python -m pytest -m gpu`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,13 @@ from gockpt_jax.transfer.staging import stage
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU"),
+    pytest.mark.skipif(
+        jax.default_backend() != "gpu",
+        reason="there is no GPU, or GOCKPT_TEST_PLATFORM=gpu is not set",
+    ),
+    # What others deprecate on a borrowed machine is no fault of ours; what we warn of is.
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.filterwarnings("error::gockpt_jax.SaveFailedWarning"),
 ]
 
 REPLAYED = ("adamw", "clip_adamw", "lion", "sgd_momentum", "ema", "l2_adam", "transformer_bf16")

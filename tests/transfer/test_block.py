@@ -101,6 +101,20 @@ def test_every_nan_stays_the_nan_it_is(spec, monkeypatch):
     assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
 
 
+@pytest.mark.parametrize("donatable", [True, False])
+def test_rows_of_one_array_are_cut_from_one_argument(donatable):
+    """A compiler that adds arguments up must not see an array once for each of its chunks."""
+    shape, spec = (16, 48), P("a")  # alike, so that only their numbers tell them apart
+    ours = [put(RNG.standard_normal(shape).astype(np.float32), spec) for _ in range(3)]
+    pairs = [pair for array in ours for pair in parts_of(array, 3)]
+    numbers = [n for n in range(3) for _ in range(3)]
+    block = block_of([chunk for _, chunk in pairs], numbers, donatable=donatable)
+    (program,) = block.programs()
+    assert len(program.input_shardings[0]) == 3
+    pulled = block.start_pull(block.stage([array for array, _ in pairs]))
+    assert_arrived(pairs, pulled.result())
+
+
 def test_staged_buffers_are_new_and_weighed_to_the_byte():
     pairs = [pair for array in arrays() if array.ndim for pair in parts_of(array, 2)]
     block = block_of([chunk for _, chunk in pairs])
