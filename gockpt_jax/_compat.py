@@ -7,7 +7,7 @@ attribute is missing, the caller takes the path that needs less.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ ClosedJaxpr = Any
 
 DropVar: Any = jex.DropVar if hasattr(jex, "DropVar") else jax.core.DropVar
 """What stands for an output that nobody reads; jax 0.7 has it in `jax.core` only."""
+
+
+_WIDE = frozenset(("float64", "int64", "uint64", "complex128"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +106,19 @@ def close_jaxpr(jaxpr: Any, consts: list[Any], *, eqns: list[Any], outvars: list
     return jex.ClosedJaxpr(
         jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug_info), list(consts)
     )
+
+
+def wide_numbers(dtypes: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Lets this thread compile programs of 64-bit numbers, if there are any among the dtypes.
+
+    The user may have asked for them on another thread alone (`with jax.enable_x64(True)`); without
+    it JAX takes narrower ones. `jax.enable_x64` came with jax 0.8; before, it is experimental.
+    """
+    if not any(str(dtype) in _WIDE for dtype in dtypes):
+        return contextlib.nullcontext()
+    owner: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    enabled: contextlib.AbstractContextManager[Any] = owner.enable_x64(True)
+    return enabled
 
 
 def committed(array: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gockpt_jax import _compat
 from gockpt_jax.errors import ReplayError
 from gockpt_jax.replay.memory import ResultViews
 from gockpt_jax.replay.programs import FUSED_UPDATES, ReplaySpec, cut_up, fused, program_for
@@ -148,12 +149,13 @@ class Replayer:
         pieces = collections.deque(
             piece for shard in shards if shard.updates for piece in self._pieces(shard)
         )
+        dtypes = {d for shard in shards if shard.updates for d in shard.spec.dtypes}
         errors: list[BaseException] = []
 
         def work(in_flight: int) -> None:
             try:
                 # Guards are per thread, and the user's is for the training loop.
-                with jax.transfer_guard("allow"):
+                with jax.transfer_guard("allow"), _compat.wide_numbers(dtypes):
                     self._replay_all(pieces, in_flight, errors)
             except BaseException as error:
                 errors.append(error)

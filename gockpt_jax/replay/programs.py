@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from gockpt_jax import _compat
 from gockpt_jax.training.recipe import Recipe
 
 CHUNK_SIZES = (256 * 1024, 32 * 1024, 8 * 1024, 1024)
@@ -52,6 +53,11 @@ class ReplaySpec:
     states: tuple[np.dtype, ...]
     retained: tuple[np.dtype, ...]
     scalars: tuple[np.dtype, ...]
+
+    @property
+    def dtypes(self) -> tuple[np.dtype, ...]:
+        """All that its programs take."""
+        return (*self.states, *self.retained, *self.scalars)
 
     @property
     def changed(self) -> tuple[int, ...]:
@@ -144,9 +150,10 @@ def _compile(key: _Key) -> Any:
     update = (chunks(spec.retained, key.size), chunks(spec.scalars))
     (zero,) = chunks([np.dtype(np.int32)])
     # Not all are read, yet they are kept: donated, their memory becomes that of the results.
-    lowered = jax.jit(functools.partial(_replay, key), donate_argnums=(2,), keep_unused=True).lower(
-        states, [update] * key.updates, [states[i] for i in spec.changed], zero
-    )
+    program = jax.jit(functools.partial(_replay, key), donate_argnums=(2,), keep_unused=True)
+    results = [states[i] for i in spec.changed]
+    with _compat.wide_numbers(spec.dtypes):
+        lowered = program.lower(states, [update] * key.updates, results, zero)
     return lowered.compile(compiler_options=_COMPILER_OPTIONS)
 
 

@@ -90,7 +90,7 @@ class Recipe:
           states: Old chunks, all of one shape, in their leaves' dtypes.
           retained: Chunks of the cut values, same shape.
           scalars: Captured scalars, shape ().
-          fence: An int32 zero that the compiler cannot know. Given, each fp32 product passes
+          fence: An int32 zero that the compiler cannot know. Given, each product passes
             through it on its way into an addition, so that the two are not contracted: accelerators
             do not, the CPU backend would (ARCHITECTURE, section 6). On its way into another product
             it does not: there both fold scalar factors alike.
@@ -175,7 +175,8 @@ def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> A
 
 def _fenced(product: jax.Array, fence: jax.Array) -> jax.Array:
     """The same bits, through an integer operation that multiply-add contraction cannot cross."""
-    if product.dtype != jnp.float32:
+    if product.dtype not in (jnp.float32, jnp.float64):
         return product
-    bits = lax.bitcast_convert_type(product, jnp.int32) ^ fence
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(product, integer) ^ lax.convert_element_type(fence, integer)
+    return lax.bitcast_convert_type(bits, product.dtype)

@@ -78,6 +78,7 @@ def walk_back(
     """
     walk = Walk()
     seen: set[Value] = set()
+    result = _unplaced(leaf.new)
     stack = [leaf.new]
     while stack:
         value = stack.pop()
@@ -88,7 +89,9 @@ def walk_back(
             walk.reads[value] = None
             continue
         walk.between[value] = None
-        if value in stop or _ends_walk(value, leaf.old.shape, repeats):
+        behind = _unplaced(value)
+        is_leafs = behind is result or behind in known
+        if value in stop or _ends_walk(value, leaf.old.shape, repeats, is_leafs):
             walk.sources[value] = None
             continue
         assert value.op is not None
@@ -99,13 +102,23 @@ def walk_back(
     return walk
 
 
-def _ends_walk(value: Value, shape: tuple[int, ...], repeats: Callable[[Op], bool]) -> bool:
+def _unplaced(value: Value) -> Value:
+    """A value before the user says where it goes (`with_sharding_constraint`)."""
+    while value.op is not None and value.op.name == "sharding_constraint":
+        (value,) = value.op.inputs
+    return value
+
+
+def _ends_walk(
+    value: Value, shape: tuple[int, ...], repeats: Callable[[Op], bool], is_leafs: bool
+) -> bool:
     # A scalar costs nothing to capture: no need to repeat it but for rounding.
     may_repeat = repeats if value.shape else is_exact
     if value.op is None or not (_fits(value.op, value, shape) and may_repeat(value.op)):
         return True
-    # A marked gradient, as a rule: no need to look behind.
-    return is_identity(value.op) and value.site is not None and may_be_cut(value)
+    # A marked gradient, as a rule: no need to look behind. But for a leaf that is told its place.
+    is_marked = is_identity(value.op) and not (is_leafs and value.op.name != "name")
+    return is_marked and value.site is not None and may_be_cut(value)
 
 
 def _fits(op: Op, value: Value, shape: tuple[int, ...]) -> bool:

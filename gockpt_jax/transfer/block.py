@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_size
 from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out, place_of
@@ -223,7 +224,8 @@ def _compile(
         return packing(*arrays)
 
     # Not donating, and every result is computed, so every result is a new buffer.
-    return jax.jit(_copy).lower(*specs).compile()
+    with _compat.wide_numbers(b.dtype for b in buffers):
+        return jax.jit(_copy).lower(*specs).compile()
 
 
 def _spec(sharding: Any) -> PartitionSpec:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import has_whole_bytes, is_key_type
 from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
@@ -176,7 +177,8 @@ def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:
         return lax.reshape(box, (math.prod(grid.sizes),))
 
     start = jax.ShapeDtypeStruct((len(grid.shape),), np.int32, sharding=_beside(shard))
-    return jax.jit(cut).lower(shard, start).compile()
+    with _compat.wide_numbers([shard.dtype]):
+        return jax.jit(cut).lower(shard, start).compile()
 
 
 def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:

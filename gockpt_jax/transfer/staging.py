@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import has_whole_bytes, in_host_memory, is_key_type
 
 
@@ -71,5 +72,8 @@ def _program(arrays: Sequence[Any]) -> Any:
         program = jax.jit(_copy)
         # Compiled ahead it refuses placed sub-byte arrays (jax 0.10.2, CPU: "layouts disagree").
         packed = not all(has_whole_bytes(a.dtype) for a in arrays)
-        _programs[key] = program if packed else program.lower([_spec(a) for a in arrays]).compile()
+        with _compat.wide_numbers(a.dtype for a in arrays):
+            _programs[key] = (
+                program if packed else program.lower([_spec(a) for a in arrays]).compile()
+            )
     return _programs[key]

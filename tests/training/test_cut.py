@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_helpers import N, analyse, vector
 from updates import UPDATES, adam, gradient, momentum, state
 
@@ -149,6 +151,22 @@ def test_typed_key_is_late_and_the_rest_is_not():
     found = analyse(step, state("m", "w") | {"key": jax.random.key(0)}, gradient())
     assert found.groups == [["m", "w"]]
     assert "key" in found.late["key"]
+
+
+@pytest.mark.parametrize("where", ["new state", "old and new state"])
+def test_a_state_that_is_told_its_place_leaves_early_as_without(where):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+
+    def placed(tree):
+        place = NamedSharding(mesh, PartitionSpec("a"))
+        return jax.tree.map(lambda x: lax.with_sharding_constraint(x, place), tree)
+
+    def step(s, g):
+        return placed(momentum(placed(s) if where != "new state" else s, placed(g)))
+
+    found = analyse(step, state("m", "w"), gradient())
+    assert found.groups == [["m", "w"]]
+    assert [v.op.name for v in found.cut.values] == ["sharding_constraint"]
 
 
 def test_numbers_of_less_than_a_byte_are_neither_replayed_nor_retained():

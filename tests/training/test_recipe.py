@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from updates import UPDATES, adam, gradient, momentum, state
 from gockpt_jax.training.markers import mark_gradients
 from gockpt_jax.training.recipe import Constant, make_recipe
 
+enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 EARLY = [name for name, update in UPDATES.items() if update.groups]
 
 
@@ -70,6 +73,22 @@ def test_replay_is_the_step_on_the_whole_and_on_parts(name):
 def test_fence_keeps_the_bits_where_nothing_is_contracted(name):
     update = UPDATES[name]
     assert_replays(analyse(update.step, update.state, gradient()), fence=jnp.int32(0))
+
+
+def test_wide_products_are_fenced_as_well():
+    update, counts = UPDATES["adam"], []
+    for dtype in (np.float32, np.float64):
+        with enable_x64(True):
+            given = (update.state, gradient())
+            found = analyse(
+                update.step, *jax.tree.map(functools.partial(jnp.asarray, dtype=dtype), given)
+            )
+            _, cut = found.run()
+            (group,), (recipe,) = found.cut.groups, recipes_of(found)
+            given = inputs_of(found, group, cut)
+            traced = jax.jit(recipe.apply).trace(*given, fence=np.int32(0))
+            counts.append(str(traced.jaxpr).count("bitcast_convert_type"))
+    assert counts[0] == counts[1] > 0
 
 
 # Where a product ends. XLA folds `(x * a) * b` into `x * (a * b)`, through whatever it erases.
