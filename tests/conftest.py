@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -43,3 +44,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: the last to end should not have begun last."""
     items.sort(key=lambda item: item.path.name not in _LONG)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one worker of this run has compiled, it does not compile again: half of all time was.
+
+    Every manager lowers its armed step anew, and every `jax.jit` its function; JAX's persistent
+    cache knows the same program by all that goes into its compilation. Each worker has its own, in
+    a folder of this run: entries are not written at once, and another could read half of one.
+    """
+    import jax  # not sooner: the flags above come first
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
