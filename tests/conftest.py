@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 
+import nursery
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -67,3 +68,10 @@ def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nursery() -> Iterator[None]:
+    """Ends with the run, if a test has started it."""
+    yield
+    nursery.close()
