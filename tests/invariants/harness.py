@@ -24,10 +24,10 @@ import gockpt_jax as gockpt
 
 from .watch import Buffers, PullWatch
 
-# Devices -> version of each save -> K of its window, given `WindowOptions(steps=the largest K)`: the
-# distance between saves where that is less. The step is armed from its third call on, so the first
-# K is 3. The last window opens after a stretch of unarmed steps. Each block of a window is a program
-# to compile, so windows of eight steps are the mesh's.
+# Devices -> version of each save -> K of its window, where `WindowOptions` asks for the largest of
+# them: the distance between saves where that is less. The step is armed from its third call on, so
+# the first K is 3. The last window opens after a stretch of unarmed steps. Each block of a window
+# is a program to compile, so windows of eight steps are the mesh's.
 SAVES: Mapping[int, Mapping[int, int]] = {
     1: {4: 3, 6: 2, 7: 1, 16: 5},
     8: {4: 3, 6: 2, 7: 1, 20: 8},

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+import nursery
 
 TESTS = Path(__file__).resolve().parent.parent
 DEVICES = 2  # of each process
@@ -38,24 +38,23 @@ def run_job(directory: Path, processes: int, *scenarios: str) -> list[Ended]:
         port = free.getsockname()[1]
     started = []
     for index in range(processes):
-        command = [sys.executable, "-m", "multiprocess.child", ",".join(scenarios), str(directory)]
-        log = (directory / f"process_{index}.log").open("w")
-        child = subprocess.Popen(
-            [*command, f"localhost:{port}", str(processes), str(index)],
-            env=_environment(), cwd=directory, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        started.append((child, log))
+        words = [",".join(scenarios), str(directory), f"localhost:{port}", str(processes)]
+        with (directory / f"process_{index}.log").open("w") as log:
+            child = nursery.start(
+                "multiprocess.child", *words, str(index),
+                env=_environment(), cwd=directory, stdout=log, stderr=log,
+            )  # fmt: skip
+        started.append(child)
     try:
-        for child, _ in started:
+        for child in started:
             child.wait(LIMIT_SECS)
     finally:
-        for child, log in started:
+        for child in started:
             child.kill()
             child.wait()
-            log.close()
     return [
         Ended(child.returncode, (directory / f"process_{index}.log").read_text())
-        for index, (child, _) in enumerate(started)
+        for index, child in enumerate(started)
     ]
 
 
