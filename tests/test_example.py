@@ -33,7 +33,7 @@ def train(directory: Path, *extra: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | ENVIRONMENT | compiled,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
 

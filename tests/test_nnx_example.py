@@ -32,7 +32,7 @@ def train(directory: Path) -> str:
         env=os.environ | ENVIRONMENT | compiled,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -10,10 +10,9 @@ from typing import IO, Any
 
 import nursery
 
-from .trainer import DEVICES
+from .trainer import DEVICES, LIMIT_SECS
 
 TESTS = Path(__file__).resolve().parent.parent
-LIMIT_SECS = 300  # A child takes a few seconds; this much only when it hangs.
 
 
 def environment(devices: int = DEVICES) -> dict[str, str]:
@@ -35,21 +34,19 @@ def start_child(
     )  # fmt: skip
 
 
-def run_child(
-    directory: Path, cache: Path, limit_secs: float = LIMIT_SECS, **options: str
-) -> subprocess.CompletedProcess[str]:
+def run_child(directory: Path, cache: Path, **options: str) -> subprocess.CompletedProcess[str]:
     """Runs a child to its end; it is an error if that does not come."""
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         process = start_child(directory, cache, stdout, stderr, **options)
-        return ended(process, stdout, stderr, limit_secs)
+        return ended(process, stdout, stderr)
 
 
 def ended(
-    process: nursery.Started, stdout: IO[str], stderr: IO[str], limit_secs: float
+    process: nursery.Started, stdout: IO[str], stderr: IO[str]
 ) -> subprocess.CompletedProcess[str]:
-    """Waits for a process, and tells what it has written."""
+    """Waits for a process, and tells what it has written; it is an error if it does not end."""
     try:
-        status = process.wait(limit_secs)
+        status = process.wait(LIMIT_SECS)
     finally:
         process.kill()
     for file in (stdout, stderr):

@@ -19,9 +19,9 @@ import pytest
 from programs import PROGRAMS
 
 from .child import STAGES
-from .processes import LIMIT_SECS, run_child, said, start_child
+from .processes import run_child, said, start_child
 from .states import abstract, digest_of, stock_restore, stock_steps
-from .trainer import DEVICES, INTERVAL, PROGRAM
+from .trainer import DEVICES, INTERVAL, LIMIT_SECS, PROGRAM
 
 STEPS = 18
 KILLS_PER_CHAIN = 4

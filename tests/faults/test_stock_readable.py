@@ -18,7 +18,7 @@ from storage.storage_helpers import disk_contents
 
 import gockpt_jax as gockpt
 
-from .processes import LIMIT_SECS, ended, environment
+from .processes import ended, environment
 from .states import Bits, bits_of, differing
 from .trainer import WINDOW_STEPS, Trainer
 
@@ -50,7 +50,7 @@ def test_restores_without_gockpt_jax(tmp_path: Path, program: str) -> None:
                 str(Path(__file__).with_name("stock_reader.py")), *words,
                 env=environment(devices), cwd=tmp_path, stdout=stdout, stderr=stderr,
             )  # fmt: skip
-            reader = ended(started, stdout, stderr, LIMIT_SECS)
+            reader = ended(started, stdout, stderr)
         assert reader.returncode == 0, reader.stderr
         for what in ways:
             with np.load(tmp_path / f"{what}.npz") as found:
