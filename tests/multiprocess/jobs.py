@@ -59,6 +59,11 @@ def run_job(directory: Path, processes: int, *scenarios: str) -> list[Ended]:
 
 
 def _environment() -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_cpu_max_isa=AVX"
+    # Little is computed here and much compiled, in each process: in a hurry. `tests/invariants`
+    # runs programs as users compile them.
+    flags = (
+        f"--xla_force_host_platform_device_count={DEVICES} --xla_cpu_max_isa=AVX "
+        "--xla_backend_optimization_level=0"
+    )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
