@@ -6,8 +6,10 @@ No plugin of pytest is needed here: `pytest -m gpu` runs on machines that have p
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import nursery
 import pytest
 
 # `--xla_cpu_max_isa=AVX` leaves the CPU without fused multiply-add, as accelerators are in
@@ -69,3 +71,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: the last to end should not have begun last."""
     items.sort(key=lambda item: item.path.name not in _LONG)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one worker of this run has compiled, it does not compile again: half of all time was.
+
+    Every manager lowers its armed step anew, and every `jax.jit` its function; JAX's persistent
+    cache knows the same program by all that goes into its compilation. Each worker has its own, in
+    a folder of this run: entries are not written at once, and another could read half of one.
+    """
+    import jax  # not sooner: the flags above come first
+
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nursery() -> Iterator[None]:
+    """Ends with the run, if a test has started it."""
+    yield
+    nursery.close()

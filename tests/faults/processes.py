@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
+from typing import IO, Any
 
-from .trainer import DEVICES
+import nursery
+
+from .trainer import DEVICES, LIMIT_SECS
 
 TESTS = Path(__file__).resolve().parent.parent
-LIMIT_SECS = 100  # A child takes a few seconds; this much only when it hangs.
 
 
 def environment(devices: int = DEVICES) -> dict[str, str]:
@@ -20,26 +22,36 @@ def environment(devices: int = DEVICES) -> dict[str, str]:
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
 
 
-def command(directory: Path, cache: Path, **options: str) -> list[str]:
-    """A child's command line."""
+def start_child(
+    directory: Path, cache: Path, stdout: IO[Any], stderr: IO[Any], **options: str
+) -> nursery.Started:
+    """Starts a child with the options of its command line."""
     named = [f"--{name}={value}" for name, value in options.items()]
     # Without the parent's strictness about warnings a child is what a user runs.
-    return [sys.executable, "-m", "faults.child", str(directory), f"--cache={cache}", *named]
+    return nursery.start(
+        "faults.child", str(directory), f"--cache={cache}", *named,
+        env=environment(), cwd=directory.parent, stdout=stdout, stderr=stderr,
+    )  # fmt: skip
 
 
-def run_child(
-    directory: Path, cache: Path, limit_secs: float = LIMIT_SECS, **options: str
-) -> subprocess.CompletedProcess[str]:
+def run_child(directory: Path, cache: Path, **options: str) -> subprocess.CompletedProcess[str]:
     """Runs a child to its end; it is an error if that does not come."""
-    return subprocess.run(
-        command(directory, cache, **options),
-        env=environment(),
-        cwd=directory.parent,
-        capture_output=True,
-        text=True,
-        timeout=limit_secs,
-        check=False,
-    )
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        process = start_child(directory, cache, stdout, stderr, **options)
+        return ended(process, stdout, stderr)
+
+
+def ended(
+    process: nursery.Started, stdout: IO[str], stderr: IO[str]
+) -> subprocess.CompletedProcess[str]:
+    """Waits for a process, and tells what it has written; it is an error if it does not end."""
+    try:
+        status = process.wait(LIMIT_SECS)
+    finally:
+        process.kill()
+    for file in (stdout, stderr):
+        file.seek(0)
+    return subprocess.CompletedProcess(process.args, status, stdout.read(), stderr.read())
 
 
 def said(output: str, word: str) -> list[list[str]]:

@@ -17,8 +17,6 @@ from .processes import run_child, said
 from .states import abstract, bits_of, differing, digest_of, stock_restore, stock_steps
 from .trainer import DEVICES, PROGRAM, Trainer, chain_of, within_limit
 
-EXIT_LIMIT_SECS = 60
-
 ENDINGS: dict[str, Callable[[Trainer], None]] = {
     "wait_until_finished": lambda trainer: trainer.manager.wait_until_finished(),
     "close": lambda trainer: trainer.manager.close(),
@@ -98,7 +96,7 @@ EXITS = [
 @pytest.mark.parametrize(("place", "how"), EXITS)
 def test_interpreter_exits(tmp_path: Path, cache: Path, target: Any, place: str, how: str) -> None:
     directory = tmp_path / "run"
-    child = run_child(directory, cache, EXIT_LIMIT_SECS, ending=f"{place}:{how}")
+    child = run_child(directory, cache, ending=f"{place}:{how}")
     assert child.returncode == {"return": 0, "exception": 1, "exit": 3}[how], child.stderr
     assert ("LookupError: the loop failed" in child.stderr) == (how == "exception")
     assert said(child.stdout, "ending"), child.stderr

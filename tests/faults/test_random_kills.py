@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ import pytest
 from programs import PROGRAMS
 
 from .child import STAGES
-from .processes import LIMIT_SECS, command, environment, run_child, said
+from .processes import run_child, said, start_child
 from .states import abstract, digest_of, stock_restore, stock_steps
-from .trainer import DEVICES, INTERVAL, PROGRAM
+from .trainer import DEVICES, INTERVAL, LIMIT_SECS, PROGRAM
 
 STEPS = 18
 KILLS_PER_CHAIN = 4
-CHAINS = range(int(os.environ.get("GOCKPT_KILL_CHAINS", "5")))  # `make kills` runs 25
+CHAINS = range(int(os.environ.get("GOCKPT_KILL_CHAINS", "2")))  # `make kills` runs 25
 # Calls of each stage in one run, roughly: a kill at a later call would never come.
 CALLS = {
     "stage": 12, "pull": 200, "replay": 100, "write": 150, "metadata": 4, "finalize": 4,
@@ -59,28 +58,24 @@ def given_digests(directory: Path) -> dict[str, str]:
 def run_and_kill(directory: Path, cache: Path, rng: random.Random) -> int:
     """Runs a child and kills it after some line of its output; returns its exit status."""
     lines_left, delay_secs = rng.randint(1, STEPS), rng.uniform(0, 0.15)
-    process = subprocess.Popen(
-        command(directory, cache, steps=str(STEPS)),
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    watchdog = threading.Timer(LIMIT_SECS, process.kill)
-    watchdog.start()
-    killer = threading.Timer(delay_secs, process.kill)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(("start", "step")):
-                lines_left -= 1
-                if lines_left == 0:
-                    killer.start()
-        return process.wait()
-    finally:
-        for timer in (watchdog, killer):
-            timer.cancel()
-        process.kill()
-        process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+    reading, writing = os.pipe()
+    with open(reading) as output, open(writing, "w") as stdout, open(os.devnull, "w") as stderr:
+        process = start_child(directory, cache, stdout, stderr, steps=str(STEPS))
+        stdout.close()  # so that it ends when the child does
+        watchdog = threading.Timer(LIMIT_SECS, process.kill)
+        watchdog.start()
+        killer = threading.Timer(delay_secs, process.kill)
+        try:
+            for line in output:
+                if line.startswith(("start", "step")):
+                    lines_left -= 1
+                    if lines_left == 0:
+                        killer.start()
+            return process.wait(LIMIT_SECS)
+        finally:
+            for timer in (watchdog, killer):
+                timer.cancel()
+            process.kill()
 
 
 def check(directory: Path, target: Any, undisturbed: dict[str, str]) -> None:

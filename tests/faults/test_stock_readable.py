@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import nursery
 import orbax.checkpoint as ocp
 import pytest
 from programs import PROGRAMS
@@ -19,9 +18,9 @@ from storage.storage_helpers import disk_contents
 
 import gockpt_jax as gockpt
 
-from .processes import environment
+from .processes import ended, environment
 from .states import Bits, bits_of, differing
-from .trainer import LIMIT_SECS, WINDOW_STEPS, Trainer
+from .trainer import WINDOW_STEPS, Trainer
 
 CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]
 LABEL = 8
@@ -46,11 +45,12 @@ def test_restores_without_gockpt_jax(tmp_path: Path, program: str) -> None:
     want = {path: bits.tobytes() for path, bits in given.items()}
     for devices, ways in {8: ["manager", "item", "mesh"], 1: ["single"]}.items():
         words = [str(trainer.directory), str(LABEL), program, str(tmp_path), *ways]
-        reader = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("stock_reader.py")), *words],
-            env=environment(devices), cwd=tmp_path,
-            capture_output=True, text=True, timeout=2 * LIMIT_SECS, check=False,
-        )  # fmt: skip
+        with (tmp_path / "out").open("w+") as stdout, (tmp_path / "err").open("w+") as stderr:
+            started = nursery.start(
+                str(Path(__file__).with_name("stock_reader.py")), *words,
+                env=environment(devices), cwd=tmp_path, stdout=stdout, stderr=stderr,
+            )  # fmt: skip
+            reader = ended(started, stdout, stderr)
         assert reader.returncode == 0, reader.stderr
         for what in ways:
             with np.load(tmp_path / f"{what}.npz") as found:

@@ -7,9 +7,11 @@ import os
 import pathlib
 import resource
 import shutil
+import threading
 import warnings
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
@@ -144,6 +146,22 @@ def test_a_refused_save_is_warned_of(
         trainer.run(9)
         trainer.given.pop(8, None)
         assert trainer.report(8).error
+        assert_goes_on(trainer)
+
+
+def test_no_thread_waits_for_a_directory_that_save_itself_could_not_make(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default one does, for up to 300 s (docs/guarantees.md)."""
+    at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    with Trainer(tmp_path, async_options=at_once) as trainer:
+        trainer.run_undisturbed(7)
+        before = set(threading.enumerate())
+        trainer.update()
+        with read_only(tmp_path, monkeypatch), pytest.raises(gockpt.StorageError):
+            trainer.save()
+        assert [t.name for t in {*threading.enumerate()} - before if "write" in t.name] == []
+        trainer.run(9)  # with the next step goes the window that nobody has sealed
         assert_goes_on(trainer)
 
 

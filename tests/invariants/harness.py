@@ -1,6 +1,6 @@
 """One run of a program with windows beside one without, and all that the two show.
 
-A run of 30 updates and five saves serves three invariants, so it is made once per program and
+A run of some 20 updates and four saves serves three invariants, so it is made once per program and
 number of devices (`outcome`), whichever test asks first and in whichever pytest-xdist worker.
 """
 
@@ -24,12 +24,16 @@ import gockpt_jax as gockpt
 
 from .watch import Buffers, PullWatch
 
-# Version of each save -> K of its window, given `WindowOptions(steps=8)`: the distance between
-# saves where that is less. The step is armed from its third call on, so the first K is 3. The last
-# window opens after a stretch of unarmed steps.
-SAVES: Mapping[int, int] = {4: 3, 6: 2, 7: 1, 12: 5, 30: 8}
+# Devices -> version of each save -> K of its window, where `WindowOptions` asks for the largest of
+# them: the distance between saves where that is less. The step is armed from its third call on, so
+# the first K is 3. The last window opens after a stretch of unarmed steps. Each block of a window
+# is a program to compile, so windows of eight steps are the mesh's.
+SAVES: Mapping[int, Mapping[int, int]] = {
+    1: {4: 3, 6: 2, 7: 1, 16: 5},
+    8: {4: 3, 6: 2, 7: 1, 20: 8},
+}
 SHORT: Mapping[int, int] = {5: 4}
-DEVICES = (1, 8)
+DEVICES = tuple(SAVES)
 # The forms of the call all do one arithmetic; the mesh, where placements matter, shows them.
 CASES = [(n, d) for n in PROGRAMS for d in DEVICES if d == 8 or n not in calls.PROGRAMS]
 
@@ -200,7 +204,7 @@ def run_with_windows(
     own_calls: list[int] = []
     changed: list[int] = []
     options = ocp.CheckpointManagerOptions(max_to_keep=None)
-    window = gockpt.WindowOptions(steps=max(8, *saves.values()))
+    window = gockpt.WindowOptions(steps=max(saves.values()))
     with (
         gockpt.GoCkptManager(directory, options=options, window=window) as manager,
         PullWatch() as watch,
@@ -265,9 +269,9 @@ def _same_objects(given: Any, seen: Any) -> bool:
     )
 
 
-def play(name: str, devices: int, directory: Path, saves: Mapping[int, int] = SAVES) -> Outcome:
+def play(name: str, devices: int, directory: Path) -> Outcome:
     """Runs a program without windows, then with them, and compares."""
-    program = PROGRAMS[name]
+    program, saves = PROGRAMS[name], SAVES[devices]
     plain, plain_buffers = run_plain(name, program.build(devices), saves)
     expected = to_host(plain)
     state, buffers, outcome = run_with_windows(name, program.build(devices), saves, directory)

@@ -20,8 +20,8 @@ both_devices = pytest.mark.parametrize("devices", harness.DEVICES)
 
 @every_case
 def test_every_checkpoint_is_the_state_given_to_save(name: str, devices: int, shared: Path) -> None:
-    saves = harness.outcome(name, devices, shared).saves
-    assert {save.version: save.torn for save in saves} == {version: [] for version in harness.SAVES}
+    torn = {s.version: s.torn for s in harness.outcome(name, devices, shared).saves}
+    assert torn == {version: [] for version in harness.SAVES[devices]}
 
 
 @every_case
@@ -29,7 +29,7 @@ def test_windows_had_the_announced_lengths(name: str, devices: int, shared: Path
     """Without this the comparison above might have compared snapshots only."""
     outcome = harness.outcome(name, devices, shared)
     assert outcome.can_be_armed, "nothing leaves early any more: name it here as an exception"
-    assert {s.version: s.steps for s in outcome.saves} == harness.SAVES
+    assert {s.version: s.steps for s in outcome.saves} == harness.SAVES[devices]
     for save in outcome.saves:
         assert save.kind == ("window" if save.steps > 1 else "snapshot")
         assert (save.early_bytes > 0) == (save.steps > 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+import nursery
 
 TESTS = Path(__file__).resolve().parent.parent
 DEVICES = 2  # of each process
@@ -38,28 +38,32 @@ def run_job(directory: Path, processes: int, *scenarios: str) -> list[Ended]:
         port = free.getsockname()[1]
     started = []
     for index in range(processes):
-        command = [sys.executable, "-m", "multiprocess.child", ",".join(scenarios), str(directory)]
-        log = (directory / f"process_{index}.log").open("w")
-        child = subprocess.Popen(
-            [*command, f"localhost:{port}", str(processes), str(index)],
-            env=_environment(), cwd=directory, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        started.append((child, log))
+        words = [",".join(scenarios), str(directory), f"localhost:{port}", str(processes)]
+        with (directory / f"process_{index}.log").open("w") as log:
+            child = nursery.start(
+                "multiprocess.child", *words, str(index),
+                env=_environment(), cwd=directory, stdout=log, stderr=log,
+            )  # fmt: skip
+        started.append(child)
     try:
-        for child, _ in started:
+        for child in started:
             child.wait(LIMIT_SECS)
     finally:
-        for child, log in started:
+        for child in started:
             child.kill()
             child.wait()
-            log.close()
     return [
         Ended(child.returncode, (directory / f"process_{index}.log").read_text())
-        for index, (child, _) in enumerate(started)
+        for index, child in enumerate(started)
     ]
 
 
 def _environment() -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={DEVICES} --xla_cpu_max_isa=AVX"
+    # Little is computed here and much compiled, in each process: in a hurry. `tests/invariants`
+    # runs programs as users compile them.
+    flags = (
+        f"--xla_force_host_platform_device_count={DEVICES} --xla_cpu_max_isa=AVX "
+        "--xla_backend_optimization_level=0"
+    )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}

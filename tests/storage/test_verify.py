@@ -130,7 +130,9 @@ def test_every_kind_of_leaf_has_checksums(tmp_path, save_dtype):
 def test_stock_ignores_the_checksums(saved):
     root, state = saved("ocdbt"), small_state()
     with ocp.CheckpointManager(root) as stock:
-        target = {k: v for k, v in state.items() if k != "text"} | {"number": 0.0}
+        # Orbax 0.11.33 restores no `None` in part, of its own saves neither.
+        left_out = ("text", "nothing")
+        target = {k: v for k, v in state.items() if k not in left_out} | {"number": 0.0}
         args = ocp.args.Composite(state=ocp.args.PyTreeRestore(target, partial_restore=True,
             restore_args=ocp.checkpoint_utils.construct_restore_args(target)))  # fmt: skip
         assert_same_arrays(stock.restore(3, args=args)["state"], {**target, "number": 2.5})
