@@ -148,22 +148,17 @@ def test_the_limit_holds_inside_a_shard(tmp_path, use_ocdbt, limit_chunks):
     np.testing.assert_array_equal(restored(tmp_path / "x", {"x": x})["x"], x)
 
 
-MEASURE = """
-import sys
-from bench import storage
-name, target, nbytes, limit_bytes = sys.argv[1], storage.Path(sys.argv[2]), *map(int, sys.argv[3:])
-print(storage.extra_rss(storage.OURS[name], target, nbytes, limit_bytes))
-"""
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
-@pytest.mark.parametrize("name", ["files", "ocdbt"])
-def test_a_save_takes_no_more_memory_than_its_limit(tmp_path, name):
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("save", "files"), ("save", "ocdbt_zstd"), ("restore", "files"), ("verify", "files")],
+)
+def test_nothing_takes_more_memory_than_its_limit(tmp_path, what, name):
     """Of a process of its own: the state is four times the limit, and one shard of it twice."""
     limit_bytes = 64 * 2**20
-    words = [name, str(tmp_path), str(4 * limit_bytes), str(limit_bytes)]
+    words = [what, name, str(tmp_path), str(4 * limit_bytes), str(limit_bytes)]
     child = subprocess.run(
-        [sys.executable, "-c", MEASURE, *words],
+        [sys.executable, "-m", "bench.storage_memory", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
