@@ -21,6 +21,7 @@ from gockpt_jax.storage import handler, leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, staging
 from gockpt_jax.window import clock, early, planner, units
+from gockpt_jax.window.host_budget import HostBudget
 
 from .training import INTERVAL, MESHES_OF, Loop, abstract, place, shards_of
 
@@ -155,8 +156,9 @@ def give_up(loop: Loop) -> None:
         assert report.kind == ("snapshot" if is_faulty and reason else "window"), report
         assert not is_faulty or (reason or "") in report.reason, report
 
-    with replaced(planner.Planner, "admits", lambda *_: False):
-        next_save(8, "the host budget had no room")
+    no_room = "the host budget had no room"
+    with replaced(HostBudget, "why_no_room", lambda *_: no_room):
+        next_save(8, no_room)
     with replaced(staging, "stage", failing(MemoryError("the device is full"))):
         loop.run(11)
     next_save(12, "the device is full")
@@ -262,7 +264,7 @@ def failures(directory: Path) -> None:
         ("ReplayError", early.EarlyChunks, "land", failing(injected), 1),
         ("AuditError", early.EarlyChunks, "finish", spoil, 1),
         ("RuntimeError: injected", leaf_writer, "_check_data", failing(injected), 1),
-        ("HostBudgetError", planner.Planner, "refuse_oversized",
+        ("HostBudgetError", HostBudget, "admit_save",
          failing(gockpt.HostBudgetError("injected")), 1),
         ("RuntimeError: injected", writer, "_check_savable", failing(injected), 1),
         ("RuntimeError: injected", handler.GoCkptHandler, "finalize", failing(injected), 0),
