@@ -45,11 +45,13 @@ class Opener:
       worker: Takes what leaves.
       device: Budget for staged copies and retained values.
       host: Says what there is room for.
+      auditor: Compares what was replayed.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
         planner: Planner, *, worker: Worker, device: ByteBudget, host: HostBudget,
+        auditor: Auditor,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
@@ -59,7 +61,7 @@ class Opener:
         self._device = device
         self._host = host
         self._agreement = Agreement(options, processes)
-        self._auditor = Auditor(options.audit, worker, device=device, host=host)
+        self._auditor = auditor
         self._deferral: _Deferral | None = None
 
     def open(

@@ -28,6 +28,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.failures import surface, window_failed
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.open_window import OpenWindow
@@ -69,9 +70,10 @@ class Session:
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
         self.planner = Planner(options, self._device, self.host, processes)
+        self._auditor = Auditor(options.audit, self._worker, device=self._device, host=self.host)
         self._opener = Opener(
-            options, processes, self.predictor, self.planner,
-            worker=self._worker, device=self._device, host=self.host,
+            options, processes, self.predictor, self.planner, worker=self._worker,
+            device=self._device, host=self.host, auditor=self._auditor,
         )  # fmt: skip
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None
