@@ -25,8 +25,8 @@ class HostBudget(ByteBudget):
     """Counts what saves hold on the host, and says what there is room for.
 
     Without a number of the user's the limit is what the largest save so far needs, and a tenth; but
-    never more than the host has left. It grows with what is saved, and is measured anew whenever it
-    is asked, so memory that something else has taken meanwhile is not promised twice.
+    never more than the host has left. It grows with what is saved, and the host is asked anew
+    before a window opens, so memory that something else has taken meanwhile is not promised.
 
     Args:
       options: The user's.
@@ -73,11 +73,14 @@ class HostBudget(ByteBudget):
           following_bytes: What follows it after one step of its window.
           freed_bytes: Of what is held now, what would be given back before.
         """
-        self._measure(state_bytes, following_bytes)
         used_bytes = max(0, self.used_bytes - freed_bytes)
         needed = state_bytes + _STEPS_IN_FLIGHT * following_bytes
         if not self._is_given:
             needed += self._beside_bytes(state_bytes)
+            usual_bytes = self._expect(state_bytes, following_bytes)
+            # The host is asked only if its answer matters: that takes a millisecond.
+            if used_bytes + needed <= usual_bytes:
+                self._keep_within_host()
         if self.limit_bytes is None or used_bytes + needed <= self.limit_bytes:
             return None
         taken = f"{describe_bytes(used_bytes)} of {describe_bytes(self.limit_bytes)}"
@@ -98,7 +101,9 @@ class HostBudget(ByteBudget):
         Raises:
           HostBudgetError: if the user's number cannot hold it even alone.
         """
-        self._measure(state_bytes)
+        if not self._is_given and state_bytes > self._state_bytes:
+            self._expect(state_bytes)
+            self._keep_within_host()
         if self.limit_bytes is None or state_bytes <= self.limit_bytes:
             return
         if self._is_given:
@@ -112,17 +117,19 @@ class HostBudget(ByteBudget):
             describe_bytes(state_bytes), describe_bytes(self.limit_bytes),
         )  # fmt: skip
 
-    def _measure(self, state_bytes: int, following_bytes: int = 0) -> None:
-        """Sets the default limit: for the largest save so far, within what the host has left."""
-        if self._is_given:
-            return
+    def _expect(self, state_bytes: int, following_bytes: int = 0) -> int:
+        """Sets the default limit for the largest save so far, and returns it."""
         self._state_bytes = max(self._state_bytes, state_bytes)
         self._following_bytes = max(self._following_bytes, following_bytes)
         states = (1 + self._others) * self._state_bytes + self._sampled_bytes(self._state_bytes)
         following = _STEPS_IN_FLIGHT * self._following_bytes
-        limit = (states + following + self._write_bytes) * 11 // 10
+        self.limit_bytes = (states + following + self._write_bytes) * 11 // 10
+        return self.limit_bytes
+
+    def _keep_within_host(self) -> None:
         left = self._left_bytes(self._state_bytes)
-        self.limit_bytes = limit if left is None else min(limit, left)
+        if left is not None and self.limit_bytes is not None:
+            self.limit_bytes = min(self.limit_bytes, left)
 
     def _beside_bytes(self, state_bytes: int) -> int:
         """What a save takes beside chunks and retained values: write buffers, the audit's sample.

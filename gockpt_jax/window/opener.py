@@ -48,12 +48,13 @@ class Opener:
       device: Budget for staged copies and retained values.
       host: Says what there is room for.
       replicas: How they share what leaves.
+      auditor: Compares what was replayed.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
         planner: Planner, *, worker: Worker, watcher: Worker, device: ByteBudget, host: HostBudget,
-        replicas: Replicas,
+        replicas: Replicas, auditor: Auditor,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
@@ -65,7 +66,7 @@ class Opener:
         self._host = host
         self._replicas = replicas
         self._agreement = Agreement(options, processes)
-        self._auditor = Auditor(options.audit, worker, device=device, host=host, replicas=replicas)
+        self._auditor = auditor
         self._deferral: _Deferral | None = None
 
     def open(

@@ -29,6 +29,7 @@ from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.failures import surface, window_failed
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.open_window import OpenWindow
@@ -74,10 +75,13 @@ class Session:
         self._sealed_at = -1
         self.replicas = replicas
         self.planner = Planner(options, self._device, self.host, processes, replicas)
+        self._auditor = Auditor(
+            options.audit, self._worker, device=self._device, host=self.host, replicas=replicas
+        )
         self._opener = Opener(
             options, processes, self.predictor, self.planner,
             worker=self._worker, watcher=self._watcher, device=self._device, host=self.host,
-            replicas=replicas,
+            replicas=replicas, auditor=self._auditor,
         )  # fmt: skip
         self._why_snapshot = _NOT_PREDICTED
         self._failure: BaseException | None = None

@@ -21,7 +21,8 @@ from gockpt_jax.storage import handler, leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, replicas, staging
 from gockpt_jax.v1 import GoCkptCheckpointable
-from gockpt_jax.window import clock, early, host_budget, planner, units
+from gockpt_jax.window import clock, early, planner, units
+from gockpt_jax.window.host_budget import HostBudget
 
 from .training import INTERVAL, MESHES_OF, WINDOW_STEPS, Loop, abstract, place, shards_of
 
@@ -241,8 +242,9 @@ def give_up(loop: Loop) -> None:
         assert report.kind == ("snapshot" if is_faulty and reason else "window"), report
         assert not is_faulty or (reason or "") in report.reason, report
 
-    with replaced(host_budget.HostBudget, "why_no_room", no_room):
-        next_save(8, "the host budget had no room")
+    no_room = "the host budget had no room"
+    with replaced(HostBudget, "why_no_room", lambda *_: no_room):
+        next_save(8, no_room)
     with replaced(staging, "stage", failing(MemoryError("the device is full"))):
         loop.run(11)
     next_save(12, "the device is full")
@@ -348,7 +350,7 @@ def failures(directory: Path) -> None:
         ("ReplayError", early.EarlyChunks, "land", failing(injected), 1),
         ("AuditError", early.EarlyChunks, "finish", spoil, 1),
         ("RuntimeError: injected", leaf_writer, "_check_data", failing(injected), 1),
-        ("HostBudgetError", host_budget.HostBudget, "admit_save",
+        ("HostBudgetError", HostBudget, "admit_save",
          failing(gockpt.HostBudgetError("injected")), 1),
         ("RuntimeError: injected", writer, "_check_savable", failing(injected), 1),
         ("RuntimeError: injected", handler.GoCkptHandler, "finalize", failing(injected), 0),

@@ -486,3 +486,39 @@ def test_several_processes_are_refused_before_anything_is_made(tmp_path, monkeyp
     with pytest.raises(ValueError, match=r'is for one process, and 2 save .*`on_busy="skip"`'):
         GoCkptManager(tmp_path / "run", window=WindowOptions(on_busy="newest"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_the_storage_s_pace_each_checkpoint_is_the_state_of_its_label(
+    tmp_path, monkeypatch, seed
+):
+    """Windows open, saves wait, are handed over and superseded in whatever order comes."""
+    rng, go_on = np.random.default_rng(seed), threading.Event()
+    result = Written.result
+
+    def at_some_pace(written: Written, timeout: float | None = None) -> None:
+        result(written, timeout)
+        assert go_on.wait(WAIT_SECS)
+
+    monkeypatch.setattr(Written, "result", at_some_pace)
+    options = Options(save_interval_steps=3)
+    window = WindowOptions(steps=3, on_busy="newest")
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step, state, given = manager.wrap(donating), jax.tree.map(jax.numpy.array, fresh()), {}
+        for label in range(49):
+            state = step(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                given[label] = to_host(state)
+            (go_on.set if rng.random() < 0.5 else go_on.clear)()
+        go_on.set()
+        manager.wait_until_finished()
+        reports = {report.step: report for report in manager.reports}
+        assert sorted(reports) == sorted(given) == list(range(0, 49, 3))
+        superseded = {n for n, report in reports.items() if report.kind == "superseded"}
+        assert superseded, "or nothing was tried"
+        steps = manager.all_steps()
+        assert sorted(steps) == sorted(given.keys() - superseded)
+        for label in steps:
+            assert_same(manager.restore(label), given[label])
+        manager._gockpt_session._worker.wait_until_idle()
+        assert manager._gockpt_session.host.used_bytes == 0
