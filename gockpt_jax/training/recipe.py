@@ -107,13 +107,13 @@ class Recipe:
         products: set[int] = set()
         for ins in self.instructions:
             operands = [read(o) for o in ins.operands]
-            if fence is not None and ins.name in SUMS:
+            if ins.name in SUMS:
                 operands = [
                     _fenced(x, fence) if o in products else x
                     for o, x in zip(ins.operands, operands, strict=True)
                 ]
-            if ins.name in PRODUCTS:
-                products.add(len(registers))
+            elif ins.name in PRODUCTS or any(o in products for o in ins.operands):
+                products.add(len(registers))  # or one that is negated, chosen, renamed, halved
             registers.append(_execute(ins, operands, shape))
         return tuple(jnp.broadcast_to(read(o), shape) for o in self.outputs)
 
@@ -173,9 +173,9 @@ def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> A
     return ins.primitive.bind(*operands, **dict(ins.params))
 
 
-def _fenced(product: jax.Array, fence: jax.Array) -> jax.Array:
+def _fenced(product: jax.Array, fence: jax.Array | None) -> jax.Array:
     """The same bits, through an integer operation that multiply-add contraction cannot cross."""
-    if product.dtype not in (jnp.float32, jnp.float64):
+    if fence is None or product.dtype not in (jnp.float32, jnp.float64):
         return product
     integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
     bits = lax.bitcast_convert_type(product, integer) ^ lax.convert_element_type(fence, integer)

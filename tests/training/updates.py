@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from training_helpers import N, vector
 
 State = dict[str, Any]
@@ -131,6 +132,16 @@ def reads_a_late_leaf(s: State, g: jax.Array) -> State:
     return {"a": s["a"] + s["p"], "b": s["b"] - s["p"], "p": jnp.sqrt(s["p"] + g * g)}
 
 
+def disguised_products(s: State, g: jax.Array) -> State:
+    """Products that reach an addition negated, chosen, named, or divided."""
+    return {
+        "a": g + -(0.9 * s["a"]),
+        "b": g + jnp.where(g > 0.0, 0.9 * s["b"], 0.8 * s["b"]),
+        "c": g + checkpoint_name(0.9 * s["c"], "decayed"),
+        "d": g + (0.9 * s["d"]) / 8.0,
+    }
+
+
 def through_jit(s: State, g: jax.Array) -> State:
     """`jnp` functions are calls of their own, and an update may be one as well."""
     return jax.jit(adam)(s, jnp.clip(g, -1.0, 1.0))
@@ -205,5 +216,6 @@ UPDATES = {
         reads_a_late_leaf, state("a", "b", "p"), [["a", "b"]], lambda s, g: [s["p"]],
         late={"p": "`sqrt` on float32"},
     ),
+    "disguised products": Update(disguised_products, state(*"abcd"), [[*"abcd"]]),
     "through jit": Update(through_jit, state("m", "v", "w"), _MOMENTS),
 }  # fmt: skip
