@@ -77,9 +77,11 @@ class DirectFiles:
             return self._files.submit(self._write, path, values)
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         try:
-            done.set_result(self._write(path, values))
+            self._write(path, values)
         except OSError as error:
             done.set_exception(error)
+        else:
+            done.set_result(None)
         return done
 
     def written(self, path: str) -> None:

@@ -123,7 +123,7 @@ def share(loop: Loop) -> None:
             report = loop.report(label)
             say("shared", loop.directory.name, report.kind, sum(pulled), report.written_bytes)
     assert report.early_bytes > 0, report
-    with replaced(host_budget.HostBudget, "why_no_room", no_room):
+    with replaced(HostBudget, "why_no_room", lambda *_: "no room"):
         loop.run(2 * INTERVAL)
         loop.manager.wait_until_finished()
     expected = "snapshot" if jax.process_index() == FAULTY else "window"
