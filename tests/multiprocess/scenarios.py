@@ -61,11 +61,6 @@ def small_slices() -> contextlib.AbstractContextManager[None]:
     return replaced(replicas, "MIN_SLICE_ELEMENTS", 16, only_on=jax.process_index())
 
 
-def no_room(*args: Any, **kwargs: Any) -> str:
-    """What the host budget says where there is none."""
-    return "the host budget had no room"
-
-
 def meshes(directory: Path) -> None:
     """Trains on meshes, with windows, and restores on another mesh."""
     with small_slices():
