@@ -46,13 +46,13 @@ _NOTES = (
     "Compiled, not run: GiB are per chip, counts are of instructions in the optimised program "
     "(those of a loop's body once); one compilation each.",
     "armed_extra: device memory of the armed step over the unarmed one, its retained gradients "
-    "included. kK/compiled: the largest block's copies + armed_extra + what the step before "
-    "retained, or the late leaves if they are more. kK/planned: the planner's own figure for the "
-    "same blocks. device_copy: a copy of the whole state (K = 1).",
+    "included. kK/planned: the planner's own figure. kK/compiled: the same with what the largest "
+    "block's copy programs take for its bytes, and with armed_extra for what a step retains; or "
+    "what copies of the late leaves take, if more. device_copy: of the whole state (K = 1).",
     "staging: the copy programs of the largest block of each K, of the late leaves and of the "
-    "whole state; maxima: by which this "
-    "compiler joins arrays that it has padded; computing instructions: others that do more than "
-    "move bytes; most_new_over_copied: new device bytes over the bytes that are copied, at most.",
+    "whole state; maxima: by which this compiler joins arrays that it has padded; computing "
+    "instructions: others that do more than move bytes; most_new_over_copied: new device bytes "
+    "over the bytes that are copied, at most.",
 )
 
 

@@ -128,9 +128,9 @@ def _window_figures(
 ) -> dict[str, float]:  # fmt: skip
     """What a window costs by K: the planner's figure, and that of the compiled programs.
 
-    Compiled: the copies of the block that takes most, what arming adds to the step (its own
-    retained values included), and what the step before retained; or the late leaves, if they are
-    more. Other blocks are not compiled: that would take longer than the steps.
+    Compiled: the planner's, but with what the largest block's copy programs take for its bytes, and
+    what arming adds to the step for what a step retains; or what copies of the late leaves take, if
+    that is more. Other blocks are not compiled: that would take longer than the steps.
     """
     whole = block_of([Chunk.whole(Source.of(leaf)) for leaf in leaves])
     blocks = [whole]
@@ -138,11 +138,12 @@ def _window_figures(
     for steps in range(2, max_steps + 1):
         plan = fill_blocks(size.units, steps, "bench")
         largest, late = _staged(program, size, plan, leaves)
-        beside = armed_extra_bytes + size.retained
+        weights = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
+        without_late = dataclasses.replace(size, leaves=(sum(weights),))
+        more = _new_bytes(largest) - max(weights) + armed_extra_bytes - size.retained
+        compiled = max(_new_bytes(late), peak_device_bytes(plan, without_late) + more)
         figures[f"k{steps}/planned_gib"] = peak_device_bytes(plan, size) / GIB
-        figures[f"k{steps}/compiled_gib"] = (
-            max(_new_bytes(late), _new_bytes(largest) + beside) / GIB
-        )
+        figures[f"k{steps}/compiled_gib"] = compiled / GIB
         blocks += [largest, late]
     moved = [(_new_bytes(block), sum(c.num_bytes for c in block.chunks)) for block in blocks]
     programs = [p for block in dict.fromkeys(blocks) for p in _copies(block)]
