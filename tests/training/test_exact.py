@@ -41,6 +41,7 @@ EXACT = [
     case("widen what was stored", lambda x: x.astype(jnp.float32), "bfloat16"),
     case("widen a flag", lambda x, y: (x < y).astype(jnp.float32), "float32", "float32"),
     case("widen a count", lambda n: (n + 1).astype(jnp.float32), "int32"),
+    case("widen a code", lambda x: x.astype(jnp.bfloat16), "int8"),
     case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
 ]
 
@@ -56,6 +57,8 @@ INEXACT = [
     *(case("add", jnp.add, d, d) for d in ("bfloat16", "float16")),
     case("multiply", jnp.multiply, "bfloat16", "bfloat16"),
     case("narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"),
+    case("narrow to 8 bits", lambda x: x.astype(jnp.float8_e4m3fn), "float32"),
+    case("narrow a large count", lambda n: n.astype(jnp.bfloat16), "int32"),
     case("widen a narrow sum", lambda x: (-x).astype(jnp.float32), "bfloat16"),
     case("sum", lambda x: jnp.sum(x), "float32"),
     case("dot", jnp.dot, "float32", "float32"),
