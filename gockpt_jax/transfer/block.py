@@ -109,10 +109,11 @@ class Block:
         staged: list[jax.Array] = []
         self.programs()
         for devices, inputs in self._inputs.items():
-            staged += self._compiled[devices](
-                *(arrays[n] if there else align(arrays[n], self.chunks[n].source.placed)
-                  for n, there in inputs)
-            )  # fmt: skip
+            given = [
+                arrays[n] if there else align(arrays[n], self.chunks[n].source.placed)
+                for n, there in inputs
+            ]
+            staged += _copied(self._compiled[devices], given)
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
             source = self.chunks[n].source
@@ -175,6 +176,17 @@ class Block:
         ]
         key = (tuple(taken), tuple(parts), tuple(buffers))
         return key, functools.partial(_compile, *key)
+
+
+def _copied(program: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    try:
+        copies: list[jax.Array] = program(*arrays)
+    except ValueError:  # before dispatch: some lie in memory as the user asked (`layout.Format`)
+        copies = program(*(_in_default_layout(x) for x in arrays))
+    return copies
+
+
+_in_default_layout = jax.jit(jnp.copy)
 
 
 def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:

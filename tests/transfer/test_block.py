@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.transfer import block as blocks
@@ -113,6 +114,15 @@ def test_rows_of_one_array_are_cut_from_one_argument(donatable):
     assert len(program.input_shardings[0]) == 3
     pulled = block.start_pull(block.stage([array for array, _ in pairs]))
     assert_arrived(pairs, pulled.result())
+
+
+@pytest.mark.parametrize("spec", [P("a"), P()])
+def test_arrays_laid_out_as_the_user_asked(spec):
+    values = RNG.standard_normal((8, 6)).astype(np.float32)
+    columns = Format(Layout(major_to_minor=(1, 0)), NamedSharding(MESH, spec))
+    pairs = [pair for x in (values, -values) for pair in parts_of(jax.device_put(x, columns), 2)]
+    block = block_of([chunk for _, chunk in pairs])
+    assert_arrived(pairs, block.start_pull(block.stage([array for array, _ in pairs])).result())
 
 
 def test_staged_buffers_are_new_and_weighed_to_the_byte():
