@@ -10,6 +10,7 @@ import jax
 _log = logging.getLogger("gockpt_jax")
 
 _POLL_SECS = 0.2
+_IDLE_POLLS = 50
 
 
 class Worker:
@@ -17,7 +18,9 @@ class Worker:
 
     The thread is not a daemon: one that is inside JAX while the interpreter shuts down aborts the
     process. It ends by itself when it has nothing to do and the main thread is gone, so that a
-    script which forgets `close()`, or dies of an exception, still exits.
+    script which forgets `close()`, or dies of an exception, still exits. It also ends when it has
+    had nothing to do for a while, so that a forgotten manager leaves none behind; the next task
+    starts another.
 
     Args:
       name: Of the thread.
@@ -60,11 +63,14 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._changed:
+                polls = 0
                 while not self._tasks:
-                    if self._closed or not threading.main_thread().is_alive():
+                    is_needed = polls < _IDLE_POLLS and threading.main_thread().is_alive()
+                    if self._closed or not is_needed:
                         self._thread = None
                         return
                     self._changed.wait(_POLL_SECS)
+                    polls += 1
                 task = self._tasks.popleft()
                 self._busy = True
             try:

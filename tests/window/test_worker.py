@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -84,8 +86,6 @@ def test_unused_worker_has_no_thread():
 
 def test_tasks_are_dropped_once_run(worker):
     """They hold chunks."""
-    import gc
-    import weakref
 
     class Chunk:
         pass
@@ -95,6 +95,22 @@ def test_tasks_are_dropped_once_run(worker):
     worker.submit(lambda chunk=chunk: None)
     del chunk
     worker.wait_until_idle()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_thread_without_tasks_ends_and_another_takes_the_next(monkeypatch):
+    monkeypatch.setattr("gockpt_jax.window.worker._POLL_SECS", 0.01)
+    monkeypatch.setattr("gockpt_jax.window.worker._IDLE_POLLS", 1)
+    worker, threads = Worker(), []
+    for _ in range(2):
+        worker.submit(lambda: threads.append(threading.current_thread()))
+        worker.wait_until_idle()
+        threads[-1].join(60)
+        assert not threads[-1].is_alive()
+    assert threads[0] is not threads[1]
+    alive = weakref.ref(worker)
+    del worker
     gc.collect()
     assert alive() is None
 
