@@ -117,7 +117,7 @@ class WindowFace:
 
     @property
     def reports(self) -> tuple[SaveReport, ...]:
-        """A report for every save that was committed, failed or was skipped, oldest first."""
+        """A report for every save: committed, failed, skipped or superseded; oldest first."""
         return self._gockpt_log.all()
 
     @property
