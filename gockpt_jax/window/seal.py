@@ -33,7 +33,7 @@ class Seal:
     """
 
     def __init__(
-        self, window: OpenWindow | None, record: SaveRecord, *,
+        self, window: OpenWindow | None, record: SaveRecord,
         worker: Worker, device: ByteBudget, host: HostBudget, replicas: Replicas,
     ):  # fmt: skip
         self._window = window

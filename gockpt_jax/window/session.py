@@ -54,7 +54,6 @@ class Session:
       replicas: How they share what is taken and written.
 
     Attributes:
-      replicas: As given.
       version: Updates made so far.
       host: The budget for what saves hold on the host.
       between_steps: Called on the trainer's thread before each update; may raise.
@@ -170,6 +169,8 @@ class Session:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
         if self._window is None:
             return
+        if self._window.error is not None:
+            reason = f"it failed: {self._window.error!r}"
         self._tell(self._window, "abandoned", reason)
         self._why_snapshot = f"its window was abandoned: {reason}"
         self._window.drop()
@@ -238,17 +239,13 @@ class Session:
         window = self._sealing_window()
         if self.processes.several:
             self._raise_failure()
-        if window is None:
-            record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
-            record.deferred_steps = self._opener.deferred_steps(self.version)
-        else:
+        record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
+        record.deferred_steps = self._opener.deferred_steps(self.version)
+        if window is not None:
             record = window.record
         self.planner.clock.pause()
         self._why_snapshot = _NOT_PREDICTED
-        return Seal(
-            window, record, worker=self._worker, device=self._device, host=self.host,
-            replicas=self.replicas,
-        )  # fmt: skip
+        return Seal(window, record, self._worker, self._device, self.host, self.replicas)
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
@@ -265,15 +262,11 @@ class Session:
         if is_due and window.error is None and self._given_up is None:
             self._window = None
             return window
-        if window.error is not None:
-            self.abandon(f"it failed: {window.error!r}")
-            if is_due or not self.processes.several:
-                # Surfaces at the next call, and this save is a snapshot; beside others it fails.
-                self._failure = window.error
-        elif self._given_up is not None:
-            self.abandon(self._given_up)
-        else:
-            self.abandon(f"the save came {window.target - self.version} steps early")
+        early = f"the save came {window.target - self.version} steps early"
+        self.abandon(self._given_up or early)
+        if window.error is not None and (is_due or not self.processes.several):
+            # Surfaces at the next call, and this save is a snapshot; beside others it fails.
+            self._failure = window.error
         return None
 
     # For the face.
@@ -297,13 +290,10 @@ class Session:
 
     def explain(self) -> str:
         """What leaves early, what is retained, what is late and why."""
-        step = self._last_step
-        return "no wrapped step has run yet" if step is None else step.explain()
+        return self._last_step.explain() if self._last_step else "no wrapped step has run yet"
 
     def close(self) -> None:
         """Drops the open window and ends the worker threads."""
-        if self._window is not None:
-            error = self._window.error
-            self.abandon("the manager was closed" if error is None else f"it failed: {error!r}")
+        self.abandon("the manager was closed")
         self._worker.close()
         self._watcher.close()
