@@ -81,8 +81,8 @@ class Block:
         on_device = [s for s in whole if not in_host_memory(s.placed)]
         copied = [s for s in on_device if donatable or not _lies_in_place(s)]
         packed_bytes = sum(b.staged_bytes for b in buffers)
-        self.staged_bytes = packed_bytes + sum(map(_shard_bytes, copied))
-        self.held_bytes = packed_bytes + sum(map(_shard_bytes, on_device))
+        self.staged_bytes = packed_bytes + sum(s.shard_bytes for s in copied)
+        self.held_bytes = packed_bytes + sum(s.shard_bytes for s in on_device)
 
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
@@ -197,10 +197,6 @@ def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
         alone and first.is_whole and first.num_bytes >= LARGE_BYTES
         and _lies_in_place(first.source) and not first.source.is_key
     )  # fmt: skip
-
-
-def _shard_bytes(source: Source) -> int:
-    return source.shard_size * int(source.stored_dtype.itemsize)
 
 
 def _lies_in_place(source: Source) -> bool:

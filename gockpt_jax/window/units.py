@@ -151,8 +151,7 @@ def retained_bytes(program: StepProgram, leaves: Sequence[jax.Array], replicas: 
             places = [_given(places, place, leaves[group.leaves[0]].ndim)]
         for i in group.retained:
             spec = program.cut_arrays[i]
-            sources = [Source(spec.shape, spec.dtype, p, p) for p in places]
-            total += max(_bytes(s, s.shard_size) for s in sources)
+            total += max(Source(spec.shape, spec.dtype, p, p).shard_bytes for p in places)
     return total
 
 
