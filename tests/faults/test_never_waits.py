@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,14 @@ EXITS = [
     ("behind", "return"),
     ("behind", "exit"),
     ("reached", "exception"),
-    ("just_saved", "return"),
+    pytest.param(
+        "just_saved",
+        "return",
+        marks=pytest.mark.skipif(
+            sys.version_info >= (3, 12),
+            reason="no thread can make the directory, and Orbax waits 300 s for it",
+        ),
+    ),
     ("draining", "return"),
     ("draining", "exception"),
     ("failed", "exception"),
@@ -102,8 +110,9 @@ def test_interpreter_exits(tmp_path: Path, cache: Path, target: Any, place: str,
     assert said(child.stdout, "ending"), child.stderr
     given = {int(label): digest for label, digest in said(child.stdout, "given")}
     found = stock_steps(directory) if directory.exists() else []
-    # A save that was draining may be committed on the way out, or not at all.
+    # A save that was draining is committed on the way out, or lost (docs/guarantees.md).
     assert set(found) | {8} == set(given) | {8}
+    assert place != "draining" or sys.version_info >= (3, 12) or 8 in found
     assert set(found) <= set(given)
     for label in found:
         assert digest_of(stock_restore(directory, label, target)) == given[label]
