@@ -87,10 +87,11 @@ def test_a_step_is_measured_on_any_devices():
     assert again["unarmed/copies"] == 77.0
     more = again["k3/compiled_gib"] - found["k3/compiled_gib"]
     assert more == pytest.approx(leaf_gib, rel=1e-3)
-    # The moments of one leaf, or of both, beside two steps' gradients.
-    for k, leaves in ((2, 4), (3, 2)):
-        assert found[f"k{k}/planned_gib"] == (leaves + 2 * 2) * leaf_gib
-        beside = leaves * leaf_gib + extra + 2 * leaf_gib
+    # The moments of both leaves; or of one, beside the gradient that follows the other's. And what
+    # a step retains.
+    for k, leaves, following in ((2, 4, 0), (3, 2, 1)):
+        assert found[f"k{k}/planned_gib"] == (leaves + following + 2) * leaf_gib
+        beside = (leaves + following) * leaf_gib + extra
         assert found[f"k{k}/compiled_gib"] == pytest.approx(beside, rel=0.01)
 
 

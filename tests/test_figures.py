@@ -282,12 +282,12 @@ def test_landing_and_writing_are_spans(monkeypatch):
 
     async def write():
         budget = WriteBudget(100, WriteStats())
-        async with budget.admit(10):
-            async with budget.admit(20):
+        async with budget.admit(10, 10):
+            async with budget.admit(20, 20):
                 assert open_spans == [events.SPAN_WRITE]
             assert open_spans == [events.SPAN_WRITE]
         assert not open_spans
-        async with budget.admit(10):
+        async with budget.admit(10, 10):
             assert open_spans == [events.SPAN_WRITE]
 
     asyncio.run(write())
