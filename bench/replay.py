@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.record import Record, interleaved, peak_memory, ratios
-from gockpt_jax.replay.engine import Replayer, ShardReplay, Update
+from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.memory import own
 from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.replay.shards import ShardReplay, Update
 from gockpt_jax.training.cut import Group
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe

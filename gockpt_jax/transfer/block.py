@@ -6,7 +6,6 @@ between devices, but for retained values that lie otherwise than the leaf that t
 """
 
 import functools
-import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from gockpt_jax import _compat
-from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_size
+from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.compiling import Programs
-from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out, place_of
+from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
+from gockpt_jax.transfer.packing import compile_packing, on_its_devices
 from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.staging import stage
 
@@ -71,7 +68,7 @@ class Block:
             if any(d.process_index == jax.process_index() for d in buffer.place.devices):
                 self._by_mesh.setdefault(buffer.place.devices, []).append(buffer)
         self._inputs = {
-            devices: [(n, _same_devices(chunks[n].source)) for n in self._arguments(of_mesh)]
+            devices: [(n, on_its_devices(chunks[n].source)) for n in self._arguments(of_mesh)]
             for devices, of_mesh in self._by_mesh.items()
         }
         self._compiled: dict[Any, Any] = {}
@@ -175,7 +172,7 @@ class Block:
             for n in buffer.chunks
         ]
         key = (tuple(taken), tuple(parts), tuple(buffers))
-        return key, functools.partial(_compile, *key)
+        return key, functools.partial(compile_packing, *key)
 
 
 def _copied(program: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -201,106 +198,6 @@ def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
 
 def _lies_in_place(source: Source) -> bool:
     return source.given.is_equivalent_to(source.placed, len(source.shape))
-
-
-def _same_devices(source: Source) -> bool:
-    """Whether an array is on its program's devices, wherever on them."""
-    a, b = source.given, source.placed
-    if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
-        return a.mesh is b.mesh or tuple(a.mesh.devices.flat) == tuple(b.mesh.devices.flat)
-    return bool(a == b)
-
-
-def _compile(
-    taken: Sequence[Source], parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer]
-) -> Any:
-    """Compiles a program of some arrays; parts are chunks, each with the number of its array.
-
-    Rows of one array are cut from one argument: the TPU's compiler adds all arguments up, also
-    those that are one array, and refuses what exceeds the device.
-    """
-    mesh = buffers[0].place.mesh
-    packing = functools.partial(_pack, parts, buffers)
-    if mesh is not None:
-        packing = jax.shard_map(
-            packing, mesh=mesh, in_specs=tuple(_spec(s.placed) for s in taken),
-            out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
-        )  # fmt: skip
-    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_plain(s)) for s in taken]
-
-    def _copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:  # its name in profiles
-        return packing(*arrays)
-
-    # Not donating, and every result is computed, so every result is a new buffer.
-    with _compat.wide_numbers(b.dtype for b in buffers):
-        return jax.jit(_copy).lower(*specs).compile()
-
-
-def _spec(sharding: Any) -> PartitionSpec:
-    spec: PartitionSpec = sharding.spec
-    return spec
-
-
-def _out_spec(buffer: Buffer) -> PartitionSpec:
-    axes = (*buffer.place.sharded, *(buffer.place.split if buffer.is_sliced else ()))
-    return PartitionSpec(axes) if axes else PartitionSpec()
-
-
-def _plain(source: Source) -> jax.sharding.Sharding:
-    """Where the program finds an array, on a mesh without the user's types of axes."""
-    found = source.given if _same_devices(source) else source.placed
-    if not isinstance(found, NamedSharding):
-        return found
-    mesh = place_of(NamedSharding(found.mesh, found.spec)).mesh
-    assert mesh is not None
-    return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
-
-
-def _pack(
-    parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer], *shards: jax.Array
-) -> tuple[jax.Array, ...]:
-    """What one device does: its shards' rows, one after another in each buffer."""
-    rows = iter([_take(chunk, shards[number]) for chunk, number in parts])
-    return tuple(_fill(buffer, [next(rows) for _ in buffer.chunks]) for buffer in buffers)
-
-
-def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
-    parts: list[jax.Array] = []
-    ends = (*buffer.offsets[1:], buffer.size)
-    for row, offset, end in zip(rows, buffer.offsets, ends, strict=True):
-        parts.append(row)
-        if padding := end - offset - row.size:
-            parts.append(jnp.zeros(padding, row.dtype))
-    flat = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    if buffer.is_sliced:
-        number = lax.axis_index(buffer.place.split)
-        start = jnp.minimum(number * buffer.slice_size, buffer.size - buffer.slice_size)
-        flat = lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
-    elif len(parts) == 1:  # computed in any case, or the result could be the argument
-        flat = jnp.copy(flat)
-    return flat if flat.dtype == buffer.dtype else lax.bitcast_convert_type(flat, buffer.dtype)
-
-
-def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:
-    if chunk.source.is_key:
-        shard = jax.random.key_data(shard)
-    if not chunk.is_whole:
-        row = row_size(shard.shape, chunk.start, chunk.stop)
-        axis = next(a for a in range(shard.ndim + 1) if math.prod(shard.shape[a:]) == row)
-        shard = lax.reshape(shard, (shard.size // row, *shard.shape[axis:]))
-        shard = lax.slice_in_dim(shard, chunk.start // row, chunk.stop // row)
-    return lax.reshape(_as_bits(shard), (chunk.size,))
-
-
-def _as_bits(x: jax.Array) -> jax.Array:
-    """Numbers as integers: backends move some floats by arithmetic.
-
-    The CPU's takes bf16 through fp32, which makes one NaN of all; a TPU's joins arrays by padding
-    and taking the larger. TPUs cannot take fp64 for integers.
-    """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
-        return x
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _join(buffer: Buffer, slices: Sequence[np.ndarray], offset: int, size: int) -> np.ndarray:

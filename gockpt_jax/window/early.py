@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gockpt_jax.replay.engine import Replayer, ShardReplay, Update
+from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.programs import FUSED_UPDATES
+from gockpt_jax.replay.shards import ShardReplay, Update
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import ReplayGroup

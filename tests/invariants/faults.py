@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gockpt_jax.replay.engine import Replayer, ShardReplay, Update
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.replay.shards import ShardReplay, Update
 from gockpt_jax.window.early import CutPull, EarlyChunks
 
 NOTHING = "nothing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from gockpt_jax.replay.engine import ShardReplay, Update
+from gockpt_jax.replay.shards import ShardReplay, Update
 from gockpt_jax.training.cut import find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe

@@ -21,6 +21,7 @@ from gockpt_jax.replay.programs import (
     cut_up,
     fused,
 )
+from gockpt_jax.replay.shards import ShardReplay, Update
 
 SIZES = [0, 1, 7, 509, 512, 513, 1024, 8191, 8192 + 5000, 65537, CHUNK_SIZES[0] + 77_777]
 LARGE = 2 * CHUNK_SIZES[1] + 1024 + 5  # two chunks of several blocks, a smaller one, and a tail
@@ -239,7 +240,7 @@ def test_odd_memory_is_owned_too(data):
 def test_scratch_is_a_small_part_of_a_large_shard(recipe):
     size = 50_000_000
     nothing = np.broadcast_to(np.float32(0), size)
-    shard = engine.ShardReplay(recipe, (nothing, nothing), (engine.Update((nothing,), ()),))
+    shard = ShardReplay(recipe, (nothing, nothing), (Update((nothing,), ()),))
     assert Replayer("gpu", threads=1).scratch_bytes([shard]) < 0.02 * 2 * 4 * size
     assert ReplaySpec is type(shard.spec)
 
@@ -266,6 +267,6 @@ def test_faults_are_seen(recipe, fault):
     state, gradients = state_of(moments, LARGE), [numbers(n + 2, LARGE) for n in range(4)]
     shard = shard_of(recipe, state, gradients)
     wrong = FAULTS[fault](shard.updates, shard.states)
-    Replayer("gpu", threads=2).apply([engine.ShardReplay(recipe, shard.states, tuple(wrong))])
+    Replayer("gpu", threads=2).apply([ShardReplay(recipe, shard.states, tuple(wrong))])
     with pytest.raises(AssertionError):
         assert_same_bits(shard.states, one_by_one(moments, state, gradients))

@@ -213,12 +213,12 @@ def test_a_step_may_donate_what_has_been_staged():
 def test_a_program_that_failed_to_compile_is_tried_again(monkeypatch):
     array = jnp.arange(97.0)
     block = block_of([Chunk.whole(Source.of(array))])
-    compile_it = blocks._compile
+    compile_it = blocks.compile_packing
     monkeypatch.setattr(blocks, "_programs", blocks.Programs("a test"))
-    monkeypatch.setattr(blocks, "_compile", lambda *_: 1 / 0)
+    monkeypatch.setattr(blocks, "compile_packing", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         block.stage([array])
-    monkeypatch.setattr(blocks, "_compile", compile_it)
+    monkeypatch.setattr(blocks, "compile_packing", compile_it)
     np.testing.assert_array_equal(block.stage([array])[0], array)
 
 

@@ -1,0 +1,120 @@
+"""The program that stages a block: each device packs the rows that it holds into flat buffers."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gockpt_jax import _compat
+from gockpt_jax.transfer.chunks import Chunk, Source, row_size
+from gockpt_jax.transfer.layout import Buffer, place_of
+
+
+def compile_packing(
+    taken: Sequence[Source], parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer]
+) -> Any:
+    """Compiles the program that packs rows of some arrays.
+
+    Rows of one array are cut from one argument: the TPU's compiler adds all arguments up, also
+    those that are one array, and refuses what exceeds the device.
+
+    Args:
+      taken: The arrays that it takes.
+      parts: The chunks in all buffers, in order, each with the number of its array.
+      buffers: What it returns; nobody else's memory.
+    """
+    mesh = buffers[0].place.mesh
+    packing = functools.partial(_pack, parts, buffers)
+    if mesh is not None:
+        packing = jax.shard_map(
+            packing, mesh=mesh, in_specs=tuple(_spec(s.placed) for s in taken),
+            out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
+        )  # fmt: skip
+    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_plain(s)) for s in taken]
+
+    def _copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:  # its name in profiles
+        return packing(*arrays)
+
+    # Not donating, and every result is computed, so every result is a new buffer.
+    with _compat.wide_numbers(b.dtype for b in buffers):
+        return jax.jit(_copy).lower(*specs).compile()
+
+
+def on_its_devices(source: Source) -> bool:
+    """Whether an array is on its program's devices, wherever on them."""
+    a, b = source.given, source.placed
+    if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
+        return a.mesh is b.mesh or tuple(a.mesh.devices.flat) == tuple(b.mesh.devices.flat)
+    return bool(a == b)
+
+
+def _spec(sharding: Any) -> PartitionSpec:
+    spec: PartitionSpec = sharding.spec
+    return spec
+
+
+def _out_spec(buffer: Buffer) -> PartitionSpec:
+    axes = (*buffer.place.sharded, *(buffer.place.split if buffer.is_sliced else ()))
+    return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def _plain(source: Source) -> jax.sharding.Sharding:
+    """Where the program finds an array, on a mesh without the user's types of axes."""
+    found = source.given if on_its_devices(source) else source.placed
+    if not isinstance(found, NamedSharding):
+        return found
+    mesh = place_of(NamedSharding(found.mesh, found.spec)).mesh
+    assert mesh is not None
+    return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
+
+
+def _pack(
+    parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer], *shards: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What one device does: its shards' rows, one after another in each buffer."""
+    rows = iter([_take(chunk, shards[number]) for chunk, number in parts])
+    return tuple(_fill(buffer, [next(rows) for _ in buffer.chunks]) for buffer in buffers)
+
+
+def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
+    parts: list[jax.Array] = []
+    ends = (*buffer.offsets[1:], buffer.size)
+    for row, offset, end in zip(rows, buffer.offsets, ends, strict=True):
+        parts.append(row)
+        if padding := end - offset - row.size:
+            parts.append(jnp.zeros(padding, row.dtype))
+    flat = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    if buffer.is_sliced:
+        number = lax.axis_index(buffer.place.split)
+        start = jnp.minimum(number * buffer.slice_size, buffer.size - buffer.slice_size)
+        flat = lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
+    elif len(parts) == 1:  # computed in any case, or the result could be the argument
+        flat = jnp.copy(flat)
+    return flat if flat.dtype == buffer.dtype else lax.bitcast_convert_type(flat, buffer.dtype)
+
+
+def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:
+    if chunk.source.is_key:
+        shard = jax.random.key_data(shard)
+    if not chunk.is_whole:
+        row = row_size(shard.shape, chunk.start, chunk.stop)
+        axis = next(a for a in range(shard.ndim + 1) if math.prod(shard.shape[a:]) == row)
+        shard = lax.reshape(shard, (shard.size // row, *shard.shape[axis:]))
+        shard = lax.slice_in_dim(shard, chunk.start // row, chunk.stop // row)
+    return lax.reshape(_as_bits(shard), (chunk.size,))
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """Numbers as integers: backends move some floats by arithmetic.
+
+    The CPU's takes bf16 through fp32, which makes one NaN of all; a TPU's joins arrays by padding
+    and taking the larger. TPUs cannot take fp64 for integers.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
