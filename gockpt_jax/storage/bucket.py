@@ -35,6 +35,7 @@ _MODULES = {
     "s3://": {"s3fs": "s3fs"},
 }
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "requests"})
+_UNKNOWN_TYPE = "Unsupported data type"  # of TensorStore's, in a `ValueError`
 _TENSORSTORE_SAYS = ("tensorstore_spec", "CURL ", "HTTP ", "OCDBT", "Error writing ")
 
 
@@ -120,14 +121,17 @@ def named(directory: Any, label: int, error: BaseException) -> BaseException:
     if not isinstance(error, OSError) and not (is_bucket(directory) and _is_of_client(error)):
         return error
     assert isinstance(error, Exception)
-    found = storage_error(f"the save of step {label} in {directory}", error, advice(directory))
+    doing = f"the save of step {label} in {directory}"
+    found = storage_error(doing, error, advice(directory, error))
     if found is not error:
         found.__cause__ = error
     return found
 
 
-def advice(directory: Any) -> str:
+def advice(directory: Any, error: Exception) -> str:
     """Returns what to do about a storage that refused a save."""
+    if _UNKNOWN_TYPE in str(error):
+        return "TensorStore has no such type: convert the leaf to another one before it is saved."
     if is_bucket(directory):
         return (
             "It was retried as long as docs/storage.md says: see to the bucket, the credentials and"

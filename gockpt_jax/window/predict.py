@@ -34,6 +34,7 @@ class SavePredictor:
         self.is_called_every_update = False
         self._accepted: list[int] = []  # versions of the last two accepted saves
         self._abandoned = 0
+        self._is_over = False
         self._cached: tuple[int, int | None] | None = None  # computed at, predicted
 
     def expect(self, version: int) -> None:
@@ -65,6 +66,10 @@ class SavePredictor:
                 "`manager.expect_save(in_steps=n)` some steps before a save.", _PATIENCE,
             )  # fmt: skip
 
+    def end(self) -> None:
+        """No more saves will come: the manager is closed."""
+        self._is_over = True
+
     def next_save(self, version: int, horizon: int) -> int | None:
         """The version of the next save.
 
@@ -75,6 +80,8 @@ class SavePredictor:
         Returns:
           A version in (version, version + horizon], or None if no save is predicted there.
         """
+        if self._is_over:
+            return None
         if self._expected is not None and self._expected > version:
             target: int | None = self._expected
         elif self._abandoned >= _PATIENCE:

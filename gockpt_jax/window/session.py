@@ -295,5 +295,6 @@ class Session:
     def close(self) -> None:
         """Drops the open window and ends the worker threads."""
         self.abandon("the manager was closed")
+        self.predictor.end()
         self._worker.close()
         self._watcher.close()

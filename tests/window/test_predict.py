@@ -185,3 +185,12 @@ def test_policy_is_asked_once_per_prediction_not_per_step():
     for _ in range(5):
         predictor.next_save(2, HORIZON)
     assert len(asked) == HORIZON
+
+
+def test_nothing_is_predicted_once_it_is_over():
+    predictor = SavePredictor(every(2))
+    loop(predictor, range(7), every(2))
+    assert predictor.next_save(7, HORIZON) is not None
+    predictor.end()
+    predictor.expect(9)
+    assert predictor.next_save(7, HORIZON) is None
