@@ -126,8 +126,8 @@ class EarlyChunks:
         """Tells of an update whose turn will come; called on the trainer's thread."""
         self._expected.append(cut)
 
-    def update(self, cut: CutPull) -> None:
-        """Takes in one update, and applies it unless the next one is there already.
+    def take_in(self, cut: CutPull) -> None:
+        """Takes in one update, which `catch_up` will apply.
 
         Args:
           cut: A pull of what the landed units read.
@@ -138,7 +138,10 @@ class EarlyChunks:
         self._host.add(landed.num_bytes)
         self._record.gradient_bytes += landed.num_bytes
         self._pending.append(landed)
-        if not self._is_worth_waiting(landed.num_bytes):
+
+    def catch_up(self) -> None:
+        """Applies what has been taken in, unless the next update is there already."""
+        if not self._is_worth_waiting(self._pending[-1].num_bytes):
             self._apply_pending()
 
     def _is_worth_waiting(self, num_bytes: int) -> bool:

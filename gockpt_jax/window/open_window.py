@@ -175,7 +175,7 @@ class OpenWindow:
         following_bytes = sum(left.cut.held_bytes for left in self._left)
         pulled = self._room.dispatched(has_run, following_bytes)
         self._early.expect(pull)
-        self._submit(lambda: self._early.update(pull), pulled)
+        self._submit(lambda: self._early.take_in(pull), pulled, then=self._early.catch_up)
 
     def _stage_cut(self, n: int, cut: Sequence[jax.Array]) -> list[jax.Array]:
         left = self._left[n]
@@ -203,19 +203,27 @@ class OpenWindow:
         self._is_given_up = True
         self.drop()
 
-    def _submit(self, task: Callable[[], None], has_landed: Callable[[], None]) -> None:
-        """Runs a task on the worker, and then gives back what it held."""
+    def _submit(
+        self, land: Callable[[], None], has_landed: Callable[[], None],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Lands something on the worker and gives back what it held on the device; goes on then."""
 
         def run() -> None:
             try:
-                if self._early.error is None:
-                    task()
-            except BaseException as error:
-                self._early.error = error
+                self._unless_failed(land)
             finally:
                 has_landed()
+            self._unless_failed(then)
 
         self._worker.submit(run)
+
+    def _unless_failed(self, task: Callable[[], None]) -> None:
+        if self._early.error is None:
+            try:
+                task()
+            except BaseException as error:
+                self._early.error = error
 
     def seal(
         self, arrays: Mapping[int, jax.Array]

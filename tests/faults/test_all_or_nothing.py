@@ -27,7 +27,7 @@ from .trainer import DEVICES, PROGRAM, Trainer, chain_of, finish_save, within_li
 BEFORE_SEAL = {
     "pull_of_a_block": {"owner": Pull, "name": "result"},
     "pull_of_a_cut": {
-        "owner": Pull, "name": "result", "only_in": (early.EarlyChunks, "update"),
+        "owner": Pull, "name": "result", "only_in": (early.EarlyChunks, "take_in"),
     },
     "replay": {"owner": Replayer, "name": "apply"},
     "bug_in_replay": {"owner": Replayer, "name": "apply", "error": AssertionError("a bug")},

@@ -101,15 +101,15 @@ def _swap_chunks(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
 
 def _stale_scalar(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
     """Each update is given the captured scalars of the one before it."""
-    update = EarlyChunks.update
+    take_in = EarlyChunks.take_in
     last: list[Any] = []
 
     def faulty(self: EarlyChunks, cut: CutPull) -> None:
         last.append(cut.scalar_pull)
         injected.times += len(last) > 1 and bool(cut.scalars)
-        update(self, dataclasses.replace(cut, scalar_pull=last[-2:][0]))
+        take_in(self, dataclasses.replace(cut, scalar_pull=last[-2:][0]))
 
-    monkeypatch.setattr(EarlyChunks, "update", faulty)
+    monkeypatch.setattr(EarlyChunks, "take_in", faulty)
 
 
 def inject(fault: str, monkeypatch: pytest.MonkeyPatch) -> Injected:

@@ -95,6 +95,10 @@ class Window:
         self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
         return cut
 
+    def apply(self, cut):
+        self.early.take_in(cut)
+        self.early.catch_up()
+
     def finish(self):
         index = self.expected[0].addressable_shards[0].index
         slots = {leaf: make_slots([index]) for leaf in (0, 1)}
@@ -122,7 +126,7 @@ def run(window, *, behind, updates=6):
         cut = window.update(n)
         jax.block_until_ready([gradient(n)])
         window.early.expect(cut)
-        tasks.append((window.early.update, cut))
+        tasks.append((window.apply, cut))
         if not behind:
             for task, *args in tasks:
                 task(*args)
@@ -160,7 +164,7 @@ def test_what_was_gathered_is_given_back_when_the_window_is_dropped(window):
     for cut in cuts:
         window.early.expect(cut)
     jax.block_until_ready(window.expected)
-    window.early.update(cuts[0])
+    window.apply(cuts[0])
     assert window.replayer.passes == []
     window.early.drop()
     assert window.host.used_bytes == 0

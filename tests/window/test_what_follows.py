@@ -111,7 +111,7 @@ class Loop:
         self.state, self.label = fresh(place), 0
         self.window, self.retained = None, []
         self.at_update, self.may_go = threading.Event(), threading.Event()
-        follow, land_update = OpenWindow.follow, EarlyChunks.update
+        follow, land_update = OpenWindow.follow, EarlyChunks.take_in
 
         def noting(window, cut):
             self.window = window
@@ -126,7 +126,7 @@ class Loop:
             land_update(early, cut)
 
         monkeypatch.setattr(OpenWindow, "follow", noting)
-        monkeypatch.setattr(EarlyChunks, "update", stopping)
+        monkeypatch.setattr(EarlyChunks, "take_in", stopping)
 
     def update(self):
         self.state = self.step(self.state)
@@ -172,6 +172,24 @@ def test_what_nothing_follows_is_free_when_the_step_has_run(tmp_path, steps, pla
         jax.tree.map(np.testing.assert_array_equal, loop.manager.restore(label), wanted)
         loop.session._watcher.wait_until_idle()
         assert loop.session._device.used_bytes == 0
+
+
+def test_what_has_been_pulled_is_free_before_it_is_replayed(tmp_path, monkeypatch):
+    """Replay takes no device memory: the next step must not wait for it."""
+    loop = Loop(tmp_path, 2, PLACES["one device"], monkeypatch)
+    held_bytes, catch_up = [], EarlyChunks.catch_up
+
+    def looking(early):
+        held_bytes.append(loop.session._device.used_bytes)
+        catch_up(early)
+
+    monkeypatch.setattr(EarlyChunks, "catch_up", looking)
+    with loop.manager:
+        loop.until_a_window_opens()
+        loop.session._watcher.wait_until_idle()
+        loop.may_go.set()
+        loop.session._worker.wait_until_idle()
+        assert held_bytes == [0]
 
 
 class Result:
