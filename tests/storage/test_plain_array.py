@@ -206,6 +206,7 @@ def test_a_failure_leaves_no_thread_behind(tmp_path):
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
     )
+    before = set(threading.enumerate())  # of the save, ending
     with pytest.raises(OSError, match=r"x/0\.0"):
         restore(tmp_path / "x", GoCkptRestore(target), {})
-    assert not [t for t in threading.enumerate() if t.name.startswith("gockpt_")]
+    assert not {t for t in threading.enumerate() if t.name.startswith("gockpt_")} - before
