@@ -1,5 +1,6 @@
 """The program that stages a block: each device packs the rows that it holds into flat buffers."""
 
+import collections
 import functools
 import math
 from collections.abc import Sequence
@@ -13,6 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
 from gockpt_jax.transfer.layout import Buffer, place_of
+
+# How wide the floats are that a backend moves by arithmetic, which need not keep a NaN's payload.
+# The CPU's takes 16 bits through 32. A TPU's joins arrays by padding and taking the larger (and
+# cannot take 64 bits for integers). Where it is not needed, integers cost a second copy.
+_ARITHMETIC_BYTES = collections.defaultdict(lambda: 2, tpu=4)
 
 
 def compile_packing(
@@ -77,7 +83,8 @@ def _pack(
     parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer], *shards: jax.Array
 ) -> tuple[jax.Array, ...]:
     """What one device does: its shards' rows, one after another in each buffer."""
-    rows = iter([_take(chunk, shards[number]) for chunk, number in parts])
+    platform = buffers[0].place.devices[0].platform
+    rows = iter([_take(chunk, shards[number], platform) for chunk, number in parts])
     return tuple(_fill(buffer, [next(rows) for _ in buffer.chunks]) for buffer in buffers)
 
 
@@ -98,7 +105,7 @@ def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
     return flat if flat.dtype == buffer.dtype else lax.bitcast_convert_type(flat, buffer.dtype)
 
 
-def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:
+def _take(chunk: Chunk, shard: jax.Array, platform: str) -> jax.Array:
     if chunk.source.is_key:
         shard = jax.random.key_data(shard)
     if not chunk.is_whole:
@@ -106,15 +113,11 @@ def _take(chunk: Chunk, shard: jax.Array) -> jax.Array:
         axis = next(a for a in range(shard.ndim + 1) if math.prod(shard.shape[a:]) == row)
         shard = lax.reshape(shard, (shard.size // row, *shard.shape[axis:]))
         shard = lax.slice_in_dim(shard, chunk.start // row, chunk.stop // row)
-    return lax.reshape(_as_bits(shard), (chunk.size,))
+    return lax.reshape(_as_bits(shard, platform), (chunk.size,))
 
 
-def _as_bits(x: jax.Array) -> jax.Array:
-    """Numbers as integers: backends move some floats by arithmetic.
-
-    The CPU's takes bf16 through fp32, which makes one NaN of all; a TPU's joins arrays by padding
-    and taking the larger. TPUs cannot take fp64 for integers.
-    """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
+def _as_bits(x: jax.Array, platform: str) -> jax.Array:
+    """Floats as integers, where a backend would join them by arithmetic."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > _ARITHMETIC_BYTES[platform]:
         return x
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

@@ -16,7 +16,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.transfer import block as blocks
-from gockpt_jax.transfer import layout, pull
+from gockpt_jax.transfer import layout, packing, pull
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_ranges
 from gockpt_jax.transfer.pull import owned_shards
@@ -100,6 +100,22 @@ def test_every_nan_stays_the_nan_it_is(spec, monkeypatch):
     pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
     block = block_of([chunk for _, chunk in pairs])
     assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
+def test_where_joining_is_arithmetic_wider_floats_are_joined_as_integers(monkeypatch):
+    """As by a TPU's compiler, which pads arrays and takes the larger."""
+    monkeypatch.setitem(packing._ARITHMETIC_BYTES, "cpu", 4)
+    bits = RNG.integers(0, 2**32, (2, 40), np.uint32)
+    arrays = [jnp.asarray(x.view(np.float32)) for x in bits]
+    chunks = [Chunk.whole(Source.of(x)) for x in arrays]
+    parts = list(zip(chunks, (0, 1), strict=True))
+    buffers = layout.lay_out(chunks)
+    program = packing.compile_packing([c.source for c in chunks], parts, buffers)
+    (buffer,) = program(*arrays)
+    for offset, wanted in zip(buffers[0].offsets, bits, strict=True):
+        found = np.asarray(buffer)[offset : offset + wanted.size]
+        np.testing.assert_array_equal(found.view(np.uint32), wanted)
+    assert " = u32[96]{0} concatenate(" in program.as_text()
 
 
 @pytest.mark.parametrize("donatable", [True, False])
