@@ -1,6 +1,5 @@
 """The program that stages a block: each device packs the rows that it holds into flat buffers."""
 
-import collections
 import functools
 import math
 from collections.abc import Sequence
@@ -15,10 +14,11 @@ from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
 from gockpt_jax.transfer.layout import Buffer, place_of
 
-# How wide the floats are that a backend moves by arithmetic, which need not keep a NaN's payload.
-# The CPU's takes 16 bits through 32. A TPU's joins arrays by padding and taking the larger (and
-# cannot take 64 bits for integers). Where it is not needed, integers cost a second copy.
-_ARITHMETIC_BYTES = collections.defaultdict(lambda: 2, tpu=4)
+# How wide the floats are that a backend moves by arithmetic, which need not keep a NaN's payload:
+# two bytes, the CPU's takes 16 bits through 32, and four where a TPU's joins arrays by padding and
+# taking the larger (it cannot take 64 bits for integers). Where it is not needed, integers cost a
+# second copy.
+_ARITHMETIC_BYTES = {"tpu": 4}
 
 
 def compile_packing(
@@ -118,6 +118,7 @@ def _take(chunk: Chunk, shard: jax.Array, platform: str) -> jax.Array:
 
 def _as_bits(x: jax.Array, platform: str) -> jax.Array:
     """Floats as integers, where a backend would join them by arithmetic."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > _ARITHMETIC_BYTES[platform]:
+    by_arithmetic = _ARITHMETIC_BYTES.get(platform, 2)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > by_arithmetic:
         return x
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))

@@ -210,3 +210,17 @@ def test_a_failure_leaves_no_thread_behind(tmp_path):
     with pytest.raises(OSError, match=r"x/0\.0"):
         restore(tmp_path / "x", GoCkptRestore(target), {})
     assert not {t for t in threading.enumerate() if t.name.startswith("gockpt_")} - before
+
+
+def test_chunks_of_zeros_that_an_older_orbax_left_out(tmp_path):
+    """The checkpoint's metadata says whether a file that is not there means zeros, or damage."""
+    tree = {"x": jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[0])}
+    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    (tmp_path / "x" / "x" / "0.0").unlink()
+    told = json.loads((tmp_path / "x" / "_METADATA").read_text())
+    assert told.pop("store_array_data_equal_to_fill_value")
+    (tmp_path / "x" / "_METADATA").write_text(json.dumps(told))
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    assert_same_arrays(restore(tmp_path / "x", GoCkptRestore(target), {}), tree)
