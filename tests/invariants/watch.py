@@ -21,11 +21,12 @@ def pointers(array: jax.Array) -> set[int]:
     """Where an array's shards are in memory; empty for one that has been donated."""
     if array.is_deleted():
         return set()
+    jax.block_until_ready(array)  # asking for a pointer would wait with the interpreter's lock held
     return {s.data.unsafe_buffer_pointer() for s in array.addressable_shards if s.data.size}
 
 
 def _first_pointer(array: jax.Array) -> int | None:
-    data = array.addressable_data(0)
+    data = jax.block_until_ready(array.addressable_data(0))
     return data.unsafe_buffer_pointer() if data.size else None
 
 
