@@ -121,6 +121,17 @@ def wide_numbers(dtypes: Iterable[Any]) -> contextlib.AbstractContextManager[Any
     return enabled
 
 
+def trace_context() -> Any:
+    """What programs depend on beside their arguments: matmul precision, meshes, x64, ...
+
+    `jax.jit` has it in its keys, and a compiled program does not know of it. There is no public
+    name (jax 0.7 to 0.12).
+    """
+    from jax._src import config
+
+    return getattr(config, "trace_context", tuple)()
+
+
 def committed(array: Any) -> bool:
     """Whether an array is pinned to its devices (`jax.Array.committed` came with jax 0.5)."""
     return bool(getattr(array, "committed", getattr(array, "_committed", True)))

@@ -125,10 +125,13 @@ class CallForm:
         return positional, {k: v for k, v in kwargs.items() if k not in names}
 
     def static(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The static arguments of a call: what its program was specialised to."""
+        """The static arguments of a call, with their types: what its program was specialised to.
+
+        They are equal where `jax.jit` takes them for equal: it tells 1, 1.0 and True apart.
+        """
         static, names = self._static_positions(len(args)), self.settings.static_argnames
-        by_name = tuple((k, kwargs[k]) for k in sorted(kwargs) if k in names)
-        return (*(a for i, a in enumerate(args) if i in static), *by_name)
+        by_name = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in names)
+        return (*((type(a), a) for i, a in enumerate(args) if i in static), *by_name)
 
     def numbered(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -18,6 +18,9 @@ from gockpt_jax.training.recipe import Recipe, make_recipe
 from gockpt_jax.training.walk import Leaf
 
 
+_TOLD_APART_BY = ("a static argument", "the weak type of an argument", "a setting of JAX")
+
+
 class CannotArmError(Exception):
     """A step's program cannot be armed.
 
@@ -82,7 +85,7 @@ class StepProgram:
         self._form = form
         self._traced = traced = step.trace(*args, **kwargs)
         self._flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
-        self._static = form.static(args, kwargs)
+        self._traced_for = self._signature(self._flat, args, kwargs)
         _refuse_hidden_arguments(traced, self._flat)
         self.out_tree: Any = jax.tree.structure(traced.out_info)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree)
@@ -174,15 +177,28 @@ class StepProgram:
           The user's result, and the cut arrays in the order of `cut_arrays`.
 
         Raises:
-          TypeError: before anything is dispatched, if the call is not the one that was traced.
+          TypeError: before anything is dispatched, if the user's own function would run another
+            program for this call.
           ValueError: likewise, for shardings.
         """
         flat = self._flat_call(args, kwargs)
-        if self._form.static(args, kwargs) != self._static:
-            raise TypeError("a static argument changed")
+        now = self._signature(flat, args, kwargs)
+        for name, old, new in zip(_TOLD_APART_BY, self._traced_for, now, strict=True):
+            if old != new:
+                raise TypeError(f"{name} changed")
         results = self.executable()(*flat)
         num_outputs = self.out_tree.num_leaves
         return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
+
+    def is_of_these_settings(self) -> bool:
+        """Whether `arm` would lower the program as the user's function would be lowered now."""
+        return bool(self._traced_for[-1] == _compat.trace_context())
+
+    def _signature(
+        self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """What `jax.jit` tells programs apart by, where a compiled one would take the call."""
+        return self._form.static(args, kwargs), _weak_types(flat), _compat.trace_context()
 
     def replays_like(self, other: "StepProgram") -> bool:
         """Whether cut and recipes are those of another program: a window may follow either."""
@@ -271,6 +287,14 @@ def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:
             "its program takes arguments that the call does not show",
             "pass what it closes over as arguments",
         )
+
+
+def _weak_types(flat: Sequence[Any]) -> list[bool]:
+    found = (getattr(x, "weak_type", None) for x in flat)  # of arrays fast, of others by JAX's rule
+    return [
+        jax.typeof(x).weak_type if weak is None else weak
+        for x, weak in zip(flat, found, strict=True)
+    ]
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -168,7 +168,11 @@ class WrappedStep:
 
     def arm(self) -> None:
         """Starts compiling the armed step, unless that has been done."""
-        if self.program is not None and not self.program.is_armed:
+        if self.program is None or self.program.is_armed:
+            return
+        if not self.program.is_of_these_settings():
+            self.program = None  # the next call traces it anew
+        else:
             with self._giving_up_on_errors():
                 self.program.arm(self.last_result)
 

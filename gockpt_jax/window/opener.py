@@ -133,8 +133,9 @@ class Opener:
         if not program.replays_like(window.program):
             return False
         self.prepare(step)
-        is_ready = self._agreement.why_not_ready(program, window.target) is None
-        return program.is_armed and is_ready
+        if not program.is_armed:
+            return False
+        return self._agreement.why_not_ready(program, window.target) is None
 
     def deferred_steps(self, target: int) -> int:
         """For how many steps the window of this version's save has found no room."""

@@ -68,13 +68,13 @@ def test_places_that_are_none(places):
     ("options", "args", "kwargs", "dynamic", "static"),
     [
         ({}, (1, 2), {"b": 3}, ((1, 2), {"b": 3}), ()),
-        ({"static_argnums": 0}, ("s", 2), {}, ((2,), {}), ("s",)),
-        ({"static_argnums": -1}, (1, "s"), {}, ((1,), {}), ("s",)),
-        ({"static_argnums": (0, 2)}, ("s", 1, "t"), {}, ((1,), {}), ("s", "t")),
-        ({"static_argnames": "b"}, (1,), {"b": "s"}, ((1,), {}), (("b", "s"),)),
-        ({"static_argnames": "b"}, (1, "s"), {}, ((1,), {}), ("s",)),
+        ({"static_argnums": 0}, ("s", 2), {}, ((2,), {}), ((str, "s"),)),
+        ({"static_argnums": -1}, (1, "s"), {}, ((1,), {}), ((str, "s"),)),
+        ({"static_argnums": (0, 2)}, ("s", 1, "t"), {}, ((1,), {}), ((str, "s"), (str, "t"))),
+        ({"static_argnames": "b"}, (1,), {"b": "s"}, ((1,), {}), (("b", str, "s"),)),
+        ({"static_argnames": "b"}, (1, "s"), {}, ((1,), {}), ((str, "s"),)),
         ({"static_argnames": ("a", "b")}, (), {"b": "t", "a": "s"}, ((), {}),
-         (("a", "s"), ("b", "t"))),
+         (("a", str, "s"), ("b", str, "t"))),
     ],
 )  # fmt: skip
 def test_static_arguments_are_told_apart(options, args, kwargs, dynamic, static):

@@ -85,6 +85,8 @@ def test_changed_call_is_refused_before_dispatch(change):
         ({"static_argnums": -1}, (2.0,), {}, ((3.0,), {})),
         ({"static_argnames": "scale"}, (), {"scale": 2.0}, ((), {"scale": 3.0})),
         ({"static_argnames": "scale"}, (), {"scale": 2.0}, ((), {})),
+        ({"static_argnums": 2}, (2.0,), {}, ((2,), {})),
+        ({"static_argnames": "scale"}, (), {"scale": 1.0}, ((), {"scale": True})),
     ],
 )
 def test_changed_static_argument_is_refused(options, args, kwargs, changed):
@@ -96,6 +98,39 @@ def test_changed_static_argument_is_refused(options, args, kwargs, changed):
     with pytest.raises(TypeError, match=r"static argument changed|not those it was traced for"):
         program.call((state, X, *changed[0]), changed[1])
     assert alive(state)
+
+
+SETTINGS = {
+    "matmul precision": lambda: jax.default_matmul_precision("float32"),
+    "random numbers": lambda: jax.threefry_partitionable(not jax.config.jax_threefry_partitionable),
+    "mesh": lambda: jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_changed_setting_is_refused(setting):
+    program, state = arm(jax.jit(update, donate_argnums=0), fresh(), X), fresh()
+    with SETTINGS[setting](), pytest.raises(TypeError, match="a setting of JAX changed"):
+        program.call((state, X), {})
+    assert alive(state)
+    program.call((state, X), {})
+
+
+def test_changed_weak_type_is_refused():
+    """A Python number takes the other operand's width, and an array has its own."""
+
+    def scaled(state, rate):
+        return state + (rate * state.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    jitted, number, array = jax.jit(scaled), 0.1, jnp.float32(0.1)
+    state = jnp.arange(1.0, 33.0)
+    assert not np.array_equal(jitted(state, number), jitted(state, array))
+    for given, other in ((number, array), (array, number)):
+        program = arm(jitted, state, given)
+        with pytest.raises(TypeError, match="the weak type of an argument changed"):
+            program.call((state, other), {})
+        result, _ = program.call((state, given), {})
+        np.testing.assert_array_equal(result, jitted(state, given))
 
 
 def test_changed_placement_is_refused_with_the_state_alive():

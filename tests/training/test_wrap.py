@@ -40,6 +40,8 @@ class Observer:
         if len(self.cuts) not in self.armed_at or step.program is None:
             return False
         step.arm()
+        if step.program is None:
+            return False
         step.program.wait_until_ready()
         return True
 
@@ -126,6 +128,39 @@ def test_changed_call_falls_back_to_the_users_step():
     assert reason.startswith("the call changed")
     # One odd batch is no reason to trace anew: the next update runs armed again.
     assert observer.cuts == [n in (3, 5, 7) for n in range(8)]
+
+
+def test_another_program_of_the_same_shapes_is_the_users():
+    """What `jax.jit` traces anew for, and a compiled program would take."""
+    jitted = jax.jit(lambda s, x, p, q: update(s, x.astype(jnp.bfloat16) * p * q), static_argnums=3)
+    calls = [(0.1, 2), (0.1, 2.0), (jnp.float32(0.1), 2), (0.1, 2)]
+
+    def train(step):
+        state = fresh()
+        for n in range(10):
+            state = step(state, X / 7, *calls[max(0, n - 6)])
+        return state
+
+    observer = Observer(range(3, 10))
+    assert_same(train(wrap(jitted, observer)), train(jitted))
+    assert observer.cuts == [n in (3, 4, 5, 6, 9) for n in range(10)]
+    assert len(observer.refusals) == 2
+
+
+def test_armed_under_other_settings_than_it_was_traced_for():
+    """It would be lowered for these: it is traced anew."""
+    observer = Observer((4, 5, 7))
+    jitted = jax.jit(lambda s, x: update(s, x + jax.random.normal(jax.random.key(0), x.shape)))
+
+    def train(step):
+        state = fresh()
+        for n in range(8):
+            with jax.threefry_partitionable(n in (4, 5)):
+                state = step(state, X)
+        return state
+
+    assert_same(train(wrap(jitted, observer)), train(jitted))
+    assert observer.cuts[4:6] == [False, True]
 
 
 def test_shapes_that_never_settle_end_in_one_warning():
