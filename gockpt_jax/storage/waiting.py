@@ -115,7 +115,9 @@ class WaitingRoom:
                     args.release()
             raise
         pending = next(args.pending for args in taken.values() if isinstance(args, TakenSave))
-        others = {key: copy.deepcopy(x) for key, x in arguments.items() if key != "args"}
+        # `force` was for the policy, which has accepted it.
+        rest = arguments.keys() - {"args", "force"}
+        others = {key: copy.deepcopy(arguments[key]) for key in rest}
         self.supersede(step)
         self.occupant = WaitingSave(
             step=step,

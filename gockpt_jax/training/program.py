@@ -17,7 +17,6 @@ from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import Recipe, make_recipe
 from gockpt_jax.training.walk import Leaf
 
-
 _TOLD_APART_BY = ("a static argument", "the weak type of an argument", "a setting of JAX")
 
 

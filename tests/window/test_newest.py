@@ -148,9 +148,10 @@ def test_a_save_waits_and_is_written_by_the_next_step(start):
     loop.manager.close()
 
 
-def test_it_is_written_by_the_next_call_of_save(start):
+@pytest.mark.parametrize("said", [{}, {"force": False}])
+def test_it_is_written_by_the_next_call_of_save(start, said):
     loop = start(4)
-    loop.train(8)
+    loop.train(8, **said)
     loop.finish()
     assert not loop.manager.save(8, args=GoCkptSave(loop.state))  # there is such a save
     loop.finish()
