@@ -122,16 +122,24 @@ class Session:
         previous = None if opening else window.program.new_state_leaves(window.step.last_result)
         window.step, window.program = step, program
         try:
+            self._stage(window, old, previous)
+        except BaseException as error:  # an interrupt: it may have waited for room
+            self.no_update(step, f"the step was interrupted by {error!r}")
+            raise
+        window.record.stall_secs += time.perf_counter() - start
+        return self._window is not None
+
+    def _stage(self, window: OpenWindow, old: list[Any], previous: list[Any] | None) -> None:
+        """Stages what leaves, and makes room for what the armed step will return."""
+        try:
             window.leave(self.version, old, previous)
         except Exception as error:  # out of device memory, as a rule: training must go on
             _log.warning("a window was given up, training is not affected: %r", error)
             self._give_up(f"staging failed: {error!r}")
             if self._window is None:
-                return False
+                return
         window.make_room()
         self.planner.clock.pause()
-        window.record.stall_secs += time.perf_counter() - start
-        return True
 
     def no_update(self, step: WrappedStep, reason: str) -> None:
         """The armed step did not run: it refused the call, or raised. The window is over."""

@@ -14,10 +14,12 @@ from gockpt_jax.storage import leaf_writer, writer
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.leaf_writer import LeafWriter
 from gockpt_jax.storage.writer import HostArrayHandler
+from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import staging
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.window import early, open_window, slots
+from gockpt_jax.window.clock import StepClock
 
 from .injection import Fault, Gate, InjectedError
 from .processes import run_child, said
@@ -263,15 +265,17 @@ def test_error_of_a_hook_costs_the_window_only(
 
 @pytest.mark.parametrize("budget_bytes", [None, 64 * 1024], ids=["unlimited", "tight"])
 @pytest.mark.parametrize("opening", [True, False], ids=["opening_step", "second_step"])
+@pytest.mark.parametrize("place", [(StepProgram, "call"), (StepClock, "pause")])
 def test_step_that_raises_inside_a_window_may_be_called_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None, opening: bool
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None, opening: bool,
+    place: tuple[type, str],
+) -> None:  # fmt: skip
     """A Ctrl-C or a failed dispatch, after the block was staged and before the update happened."""
     window = gockpt.WindowOptions(steps=3, device_budget_bytes=budget_bytes)
     with Trainer(tmp_path, window=window) as trainer:
         trainer.run_undisturbed(6 if opening else 7)
         assert trainer.step.program is not None
-        injected = Fault(monkeypatch, type(trainer.step.program), "call", error=KeyboardInterrupt())
+        injected = Fault(monkeypatch, *place, error=KeyboardInterrupt())
         for _ in range(3):
             injected.arm()
             error = within_limit(trainer.update)  # It may wait for a budget that is never free.
