@@ -85,10 +85,10 @@ MISUSES = {
         afterwards="snapshot",  # a program with bf16 parameters, which has no cut
     ),
     "a copy of the state": Misuse(
-        saved=lambda n, s: jax.tree.map(jnp.copy, s), reason="not the one that the last"
+        saved=lambda n, s: jax.tree.map(jnp.copy, s), reason="nothing given to `save` had left"
     ),
     "a state of its own": Misuse(
-        saved=lambda n, s: fresh() | {"rate": s["rate"]}, reason="not the one that the last"
+        saved=lambda n, s: fresh() | {"rate": s["rate"]}, reason="nothing given to `save` had left"
     ),
     "numbers beside the state": Misuse(saved=lambda n, s: s | {"epoch": 1}, kind="window"),
 }
@@ -128,15 +128,29 @@ def test_the_state_of_the_step_before(tmp_path):
         manager.wait_until_finished()
         assert_same(manager.restore(10), to_host(before))
         assert [r.kind for r in manager.reports] == ["snapshot"] * 3
-        assert "not the one that the last wrapped step returned" in manager.last_report.reason
+        assert "not the state that the last wrapped step returned" in manager.last_report.reason
 
 
-def test_save_before_any_step(tmp_path):
+def test_save_before_any_step(tmp_path, capsys):
     with manager_of(tmp_path) as manager:
         state = fresh()
         assert manager.save(0, args=gockpt.GoCkptSave(state))
         assert_same(manager.restore(0), to_host(state))
         assert manager.last_report.kind == "snapshot"
+        assert "no wrapped step has run: call what `wrap" in manager.last_report.reason
+        manager.explain()
+        assert "no wrapped step has run: call what `wrap" in capsys.readouterr().out
+
+
+def test_a_save_at_every_step(tmp_path):
+    with manager_of(tmp_path, save_interval_steps=1) as manager:
+        step, state = manager.wrap(update), fresh()
+        for n in range(6):
+            state = step(state, BATCH)
+            manager.save(n, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        assert [r.kind for r in manager.reports] == ["snapshot"] * 6
+        assert "the step before it was saved too" in manager.last_report.reason
 
 
 def test_two_managers_on_one_directory(tmp_path):

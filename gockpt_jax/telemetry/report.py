@@ -164,7 +164,8 @@ class SaveRecord:
         """The save asked for nothing that the window had taken: it was a snapshot after all."""
         self.kind, self.window_steps = "snapshot", 1
         self.reason = "; ".join(self.late_leaves) or (
-            "the state given to `save` is not the one that the last wrapped step returned"
+            "nothing given to `save` had left early: it is not the state that the last wrapped step"
+            " returned, or a part that leaves at the save"
         )
 
     def report(self) -> SaveReport:

@@ -65,7 +65,7 @@ class CallForm:
         return any(isinstance(x, abstract) for x in jax.tree.leaves(state))
 
     def locate(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
     ) -> "Positions":
         """Follows numbered leaves through the call's structure, so that no array is compared.
 
@@ -73,13 +73,23 @@ class CallForm:
           args: Positional arguments of a call.
           kwargs: Keyword arguments of it.
           out_tree: Structure of the result.
+          before: Result of the call before: of several parts that are like the state, the new state
+            is the one that the loop has given back. `None`: the first of them.
 
         Raises:
           StepMismatchError: if the state is not found.
         """
         states = self.state_of(*self.numbered(args, kwargs))
         result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-        parts = self.new_state_of(result, states)
+        given = [set(map(id, jax.tree.leaves(s))) for s in self.state_of(args, kwargs)]
+        returned = [id(x) for x in jax.tree.leaves(before)]
+
+        def came_back(part: Any, n: int) -> int:
+            if len(returned) != out_tree.num_leaves:  # another program's
+                return 0
+            return sum(returned[i] in given[n] for i in jax.tree.leaves(part))
+
+        parts = state_in_result(result, states, self._state_out, came_back)
         return Positions(
             tuple(jax.tree.leaves(states)), tuple(jax.tree.leaves(parts)), leaf_paths(states)
         )
@@ -158,7 +168,10 @@ def _parameters(step: Callable[..., Any]) -> dict[str, int]:
 
 
 def state_in_result(
-    result: Any, states: Sequence[Any], state_out: Places | None
+    result: Any,
+    states: Sequence[Any],
+    state_out: Places | None,
+    likeness: Callable[[Any, int], int] = lambda part, n: 0,
 ) -> tuple[Any, ...]:
     """Finds the new state in a step's result.
 
@@ -167,6 +180,8 @@ def state_in_result(
       states: The state arguments, in the order of `state`.
       state_out: Positions or names in the result; `None`: the parts of the result whose tree
         structure is that of each state argument, the whole result included.
+      likeness: Of a part to the n-th state: of several parts of its structure the likest is taken,
+        and of these the first.
 
     Returns:
       One part for each state argument.
@@ -187,15 +202,16 @@ def state_in_result(
         return (result,)
     unused = list(result) if isinstance(result, tuple | list) else []
     found = []
-    for structure in wanted:
-        at = next((i for i, r in enumerate(unused) if jax.tree.structure(r) == structure), None)
-        if at is None:
+    for n, structure in enumerate(wanted):
+        alike = [i for i, r in enumerate(unused) if jax.tree.structure(r) == structure]
+        if not alike:
             raise StepMismatchError(
                 "the wrapped step's result holds no tree like the state it was given, "
                 f"{structure}. Return the new state with the structure of the old one, or say "
                 "where it is with `wrap(step, state=..., state_out=...)`."
             )
-        found.append(unused.pop(at))
+        likest = max((likeness(unused[i], n), -i) for i in alike)
+        found.append(unused.pop(-likest[1]))
     return tuple(found)
 
 
@@ -234,7 +250,7 @@ def leaf_paths(states: tuple[Any, ...]) -> tuple[str, ...]:
 
 def _short(path: str, num_states: int) -> str:
     """Drops the index into the tuple of states where there is only one."""
-    return path.removeprefix("[0]") if num_states == 1 else path
+    return (path.removeprefix("[0]") or "the state") if num_states == 1 else path
 
 
 def _first_leaf(tree: Any) -> Any:

@@ -175,7 +175,10 @@ def _why_late(leaf: Leaf, had: Collection[Value], walk_back: _WalkBack, min_gain
         return f"its new value comes out of {_describe(leaf.new)}"
     early, values = _cheapest([leaf], [walk], min_gain / 1024)
     if not early:
-        return "between what the host cannot repeat and it there is only a product, loop or branch"
+        return (
+            "what could be retained for it comes out of a product, loop or branch, and the step may"
+            " go on with another number"
+        )
     gain = leaf.old.nbytes / max(1, sum(v.nbytes for v in values))
     saved = f"it is {gain:.2f} times what it retains, under {min_gain:.2f}"
     return f"leaving early saves too little: {saved}"

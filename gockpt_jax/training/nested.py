@@ -79,7 +79,9 @@ class InnerForm(CallForm):
         del args, kwargs
         return False
 
-    def locate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any) -> Positions:
+    def locate(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
+    ) -> Positions:
         """Finds the state's arrays again, by identity.
 
         Leaves that do not go through the program (functions, numbers, what the step does not
@@ -88,7 +90,7 @@ class InnerForm(CallForm):
         Raises:
           StepMismatchError: if none of them does.
         """
-        del out_tree
+        del out_tree, before
         old_positions = _positions(self.old, jax.tree.leaves(self.dynamic(args, kwargs)))
         unique: dict[int, tuple[int, str]] = {}  # leaves that share an array are one here
         for old, new, path in zip(old_positions, self.new_positions, self.paths, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from gockpt_jax import _compat
+from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.call import CallForm, Positions
 from gockpt_jax.training.cut import Cut, find_cut
@@ -71,6 +72,7 @@ class StepProgram:
       args: Positional arguments of a call, alive.
       kwargs: Keyword arguments of it.
       even_for_nothing: Whether leaves may leave early that gain no bytes.
+      before: Result of the call before, if there was one.
 
     Raises:
       CannotArmError: if the program shows nothing to cut.
@@ -79,7 +81,7 @@ class StepProgram:
 
     def __init__(
         self, step: Any, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any],
-        *, even_for_nothing: bool,
+        *, even_for_nothing: bool, before: Any = None,
     ):  # fmt: skip
         self._form = form
         self._traced = traced = step.trace(*args, **kwargs)
@@ -87,7 +89,8 @@ class StepProgram:
         self._traced_for = self._signature(self._flat, args, kwargs)
         _refuse_hidden_arguments(traced, self._flat)
         self.out_tree: Any = jax.tree.structure(traced.out_info)
-        self.positions: Positions = form.locate(args, kwargs, self.out_tree)
+        self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
+        _refuse_no_state(traced, self.positions)
         self._even_for_nothing = even_for_nothing
         self._donated = tuple(
             i for i, a in enumerate(jax.tree.leaves(traced.args_info)) if a.donated
@@ -222,17 +225,22 @@ class StepProgram:
 
     def explain(self) -> str:
         """The groups, what is retained for them, and what is late and why, as text."""
-        lines = [f"{len(self.groups)} groups leave early, {len(self.late)} leaves are late."]
+        early = [j for group in self.groups for j in group.leaves]
+        lines = [
+            f"{len(early)} leaves leave early, in {len(self.groups)} groups; "
+            f"{len(self.late)} leaves are late."
+        ]
         for group in self.groups:
             kept = [str(self.cut_arrays[i]) for i in (*group.retained, *group.scalars)]
             lines.append(f"early, retaining {', '.join(kept) or 'nothing'}:")
-            lines += [f"  {self.positions.paths[j]} {self.leaf_specs[j]}"
-                      for j in group.leaves]  # fmt: skip
-        lines += [
-            f"late: {self.positions.paths[j]} {self.leaf_specs[j]}: {self.late[j]}"
-            for j in sorted(self.late)
-        ]
+            lines += map(self._leaf, group.leaves)
+        for reason in dict.fromkeys(self.late[j] for j in sorted(self.late)):
+            lines.append(f"late ({reason}):")
+            lines += [self._leaf(j) for j in sorted(self.late) if self.late[j] == reason]
         return "\n".join(lines)
+
+    def _leaf(self, j: int) -> str:
+        return f"  {self.positions.paths[j]} {self.leaf_specs[j]}"
 
     def _flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         flat, tree = _flatten(self._form.dynamic(args, kwargs))
@@ -296,8 +304,28 @@ def _weak_types(flat: Sequence[Any]) -> list[bool]:
     ]
 
 
+def _refuse_no_state(traced: Any, positions: Positions) -> None:
+    """What comes out as something else in every leaf is a batch, say, and a loss of its structure.
+
+    Raises:
+      StepMismatchError: if no leaf keeps its shape and dtype.
+    """
+    infos = jax.tree.leaves(traced.args_info), jax.tree.leaves(traced.out_info)
+    pairs = [
+        tuple(ArraySpec(tuple(x.shape), x.dtype) for x in (infos[0][i], infos[1][o]))
+        for i, o in zip(positions.inputs, positions.outputs, strict=True)
+    ]
+    if pairs and all(old != new for old, new in pairs):
+        (old, new), path = pairs[0], positions.paths[0]
+        raise StepMismatchError(
+            f"what the wrapped step was given as its state is none: {path} goes in as {old} and "
+            f"comes out as {new}, and no other leaf stays what it was. Say where the state is with "
+            "`wrap(step, state=..., state_out=...)`."
+        )
+
+
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree)
+    return jax.tree.flatten(tree)  # whose tree JAX does not type
 
 
 def _committed_sharding(leaf: Any) -> Any:

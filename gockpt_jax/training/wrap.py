@@ -160,8 +160,9 @@ class WrappedStep:
         self._programs_left -= 1
         with self._giving_up_on_errors():
             self.program = StepProgram(
-                self.step, self._form, args, kwargs, even_for_nothing=self._even_for_nothing
-            )
+                self.step, self._form, args, kwargs,
+                even_for_nothing=self._even_for_nothing, before=self.last_result,
+            )  # fmt: skip
             _log.debug("analysed %s:\n%s", self.__name__, self.program.explain())
             if self._always:
                 self.arm()

@@ -108,7 +108,7 @@ class WindowFace:
         self._gockpt_session.predictor.expect(self._gockpt_session.version + in_steps)
 
     def explain(self, file: TextIO | None = None) -> None:
-        """Prints what of the last wrapped step leaves early, what is retained, what is late.
+        """Prints what saves are planned to be; what leaves early, what is retained, what is late.
 
         Args:
           file: Where to; standard output if `None`.

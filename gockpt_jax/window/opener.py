@@ -19,6 +19,8 @@ from gockpt_jax.window.worker import Worker
 
 _log = logging.getLogger("gockpt_jax")
 
+_ADJACENT = "the step before it was saved too, and a window takes two steps at least"
+
 
 @dataclasses.dataclass(slots=True)
 class _Deferral:
@@ -89,7 +91,7 @@ class Opener:
         # A window may not begin with the version that the last save sealed: K is at most the
         # distance between saves.
         if target is None or version <= sealed_at:
-            return None, None
+            return None, _ADJACENT if target == version + 1 else None
         program = step.program
         if program is None:
             return None, step.why_not or "the step had not been traced yet"

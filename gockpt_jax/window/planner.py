@@ -234,6 +234,14 @@ class Planner:
         """K of the program's plan; 1 before it has one. The same on all processes."""
         return self._plans[program].plan.steps if program in self._plans else 1
 
+    def explain(self, step: WrappedStep) -> str:
+        """What the saves of a step's state are planned to be and why, and its cut, as text."""
+        if step.program is None or step.program not in self._plans:
+            return step.explain()
+        plan = self._plans[step.program].plan
+        kind = "snapshots" if plan.steps == 1 else f"windows of {plan.steps} steps"
+        return f"foreseen saves are {kind}: {plan.reason}\n{step.explain()}"
+
     def limit_device(self, *, stepped: bool) -> None:
         """Sets the device budget: what the user said, else what the steps leave free everywhere.
 

@@ -43,6 +43,7 @@ from gockpt_jax.window.worker import Worker
 _log = logging.getLogger("gockpt_jax")
 
 _NOT_PREDICTED = "the save was not predicted, so no window was open"
+_NOT_WRAPPED = "no wrapped step has run: call what `wrap(train_step)` returned"
 
 
 class Session:
@@ -82,7 +83,7 @@ class Session:
             worker=self._worker, watcher=self._watcher, device=self._device, host=self.host,
             replicas=replicas, auditor=self._auditor,
         )  # fmt: skip
-        self._why_snapshot = _NOT_PREDICTED
+        self._why_snapshot: str | None = None  # `None`: no save has been foreseen
         self._failure: BaseException | None = None
         self._given_up: str | None = None  # why this process takes no part in the open window
         self._seal: Seal | None = None  # of the save whose items are being taken
@@ -247,12 +248,13 @@ class Session:
         window = self._sealing_window()
         if self.processes.several:
             self._raise_failure()
-        record = SaveRecord(kind="snapshot", reason=self._why_snapshot)
+        unforeseen = _NOT_WRAPPED if self._last_step is None else _NOT_PREDICTED
+        record = SaveRecord(kind="snapshot", reason=self._why_snapshot or unforeseen)
         record.deferred_steps = self._opener.deferred_steps(self.version)
         if window is not None:
             record = window.record
         self.planner.clock.pause()
-        self._why_snapshot = _NOT_PREDICTED
+        self._why_snapshot = None
         return Seal(window, record, self._worker, self._device, self.host, self.replicas)
 
     def end_save(self) -> None:
@@ -297,8 +299,8 @@ class Session:
         return "idle" if self._window is None else self._window.status(self.version)
 
     def explain(self) -> str:
-        """What leaves early, what is retained, what is late and why."""
-        return self._last_step.explain() if self._last_step else "no wrapped step has run yet"
+        """What saves are planned to be, what leaves early, what is retained, what is late."""
+        return self.planner.explain(self._last_step) if self._last_step else f"{_NOT_WRAPPED}."
 
     def close(self) -> None:
         """Drops the open window and ends the worker threads."""

@@ -151,3 +151,21 @@ def test_paths_of_one_state_are_its_own():
     places = CallForm(jitted, 0, _compat.jit_settings(jitted))
     state = {"w": jnp.ones(2)}
     assert places.locate((state,), {}, jax.tree.structure(state)).paths == ("['w']",)
+
+
+@pytest.mark.parametrize(
+    ("states", "result", "outputs"),
+    [
+        ((0,), ("grads", "new 0"), (1,)),
+        ((0, 1), ("new 1", "new 0"), (1, 0)),
+        ((0, 1), ("grads", "new 0", "new 1"), (1, 2)),
+    ],
+)
+def test_of_several_parts_alike_the_one_that_the_loop_gives_back(states, result, outputs):
+    jitted = jax.jit(lambda *args: result)
+    places = CallForm(jitted, states, _compat.jit_settings(jitted))
+    before = [{"w": jnp.full(2, i)} for i, _ in enumerate(result)]
+    args = [before[result.index(f"new {n}")] for n in states]
+    out_tree = jax.tree.structure(before)
+    assert places.locate(args, {}, out_tree, before).outputs == outputs
+    assert places.locate(args, {}, out_tree).outputs == tuple(range(len(states)))

@@ -168,10 +168,10 @@ def test_explain_tells_every_leaf_its_shape_and_its_fate():
         return {"count": state["count"] + 1, **new}, loss
 
     text = arm(jax.jit(step), fresh() | {"count": jnp.int32(0)}, X).explain()
-    assert "1 groups leave early, 1 leaves are late" in text
+    assert "2 leaves leave early, in 1 groups; 1 leaves are late" in text
     assert "retaining float32[6]" in text
     assert "['m'] float32[6]" in text
-    assert "late: ['count'] int32[]: it is as small as" in text
+    assert "late (it is as small as what would be retained for it):\n  ['count'] int32[]" in text
 
 
 def test_result_without_the_state_is_an_error():
@@ -179,6 +179,14 @@ def test_result_without_the_state_is_an_error():
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     with pytest.raises(StepMismatchError, match="holds no tree like the state"):
         StepProgram(jitted, form, (fresh(), X), {}, even_for_nothing=False)
+
+
+def test_a_batch_taken_for_the_state_is_an_error():
+    jitted = jax.jit(lambda batch, state: (jnp.sum(batch), state))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    told = r"the state goes in as float32\[3,2\] and comes out as float32\[\].*`wrap\(step, state="
+    with pytest.raises(StepMismatchError, match=told):
+        StepProgram(jitted, form, (jnp.ones((3, 2)), fresh()), {}, even_for_nothing=False)
 
 
 def test_failure_to_compile_is_kept_for_who_asks():

@@ -158,7 +158,8 @@ def test_window_status_and_explain(tmp_path, capsys):
         assert manager.window_status == "idle"
         manager.explain()
         text = capsys.readouterr().out
-        assert "1 groups leave early, 2 leaves are late" in text
+        assert text.startswith("foreseen saves are windows of 3 steps: `steps=3`\n")
+        assert "2 leaves leave early, in 1 groups; 2 leaves are late" in text
         for path in ("mu['w']", "nu['w']", "['params']['w']", "count"):
             assert path in text
 
