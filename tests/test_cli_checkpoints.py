@@ -69,7 +69,7 @@ def test_inspect_shows_everything_but_the_values(tmp_path):
 
 
 def test_inspect_of_nothing(tmp_path):
-    assert run("inspect", tmp_path / "absent").exit_code == 1
+    assert run("inspect", tmp_path / "absent").exit_code == 2
     assert "there is no such directory" in run("inspect", tmp_path / "absent").output
     assert run("inspect", tmp_path).exit_code == 0
 
@@ -139,3 +139,11 @@ def test_what_cannot_be_compared(tmp_path, base):
         assert "expected one tree, found none" in run("diff", base, base, "--item", "x").output
     finally:
         (base / "0/model").rename(base / "0/state")
+
+
+def test_of_many_strangers_a_few_are_named(tmp_path):
+    for n in range(20):
+        (tmp_path / f"notes-{n:02}").touch()
+    text = run("inspect", tmp_path).output
+    assert "notes-07 and 12 more" in text
+    assert "notes-08" not in text

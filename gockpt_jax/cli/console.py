@@ -1,4 +1,4 @@
-"""What the commands share: where they print their tables, and options."""
+"""What the commands share: where they print their tables, options, and their error."""
 
 import click
 from rich.console import Console
@@ -6,6 +6,13 @@ from rich.console import Console
 from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
 
 _FILE_COLUMNS = 160
+
+
+class UnreadableError(click.ClickException):
+    """There is nothing at a path that the command can read: no fault of how it was called."""
+
+    exit_code = 2
+
 
 read_limit = click.option(
     "--limit-mib",

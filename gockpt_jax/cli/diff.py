@@ -7,7 +7,7 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from gockpt_jax.cli.console import make_console, read_limit
+from gockpt_jax.cli.console import UnreadableError, make_console, read_limit
 from gockpt_jax.storage.diff import LeafDifference, diff_items
 from gockpt_jax.storage.directory import look_into
 
@@ -30,7 +30,7 @@ def diff(
     try:
         found = list(diff_items(_tree(a, item), _tree(b, item), limit_bytes=limit_mib << 20))
     except (OSError, ValueError) as error:
-        raise click.UsageError(str(error)) from error
+        raise UnreadableError(str(error)) from error
     if as_json:
         click.echo(json.dumps({"differing": [dataclasses.asdict(leaf) for leaf in found]}))
     elif found:

@@ -9,9 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gockpt_jax.cli.console import make_console
+from gockpt_jax.cli.console import UnreadableError, make_console
 from gockpt_jax.storage.describe import describe_item
 from gockpt_jax.storage.directory import Directory, Step, look_into
+from gockpt_jax.window.cost import describe_bytes
+
+_MAX_NAMES = 8
 
 
 @click.command()
@@ -20,13 +23,14 @@ from gockpt_jax.storage.directory import Directory, Step, look_into
 def inspect(path: str, as_json: bool) -> None:
     """Shows the steps, and of the newest one the leaves, below PATH.
 
-    PATH is a manager's directory, one step, or one item. Nothing is verified.
+    PATH is a manager's directory, one step, or one item. Nothing is verified. Exit code 2: it
+    cannot be read.
     """
     try:
         found = look_into(path)
         items = [describe_item(s.items[name]) for s in found.steps[-1:] for name in s.trees]
     except (OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+        raise UnreadableError(str(error)) from error
     if as_json:
         click.echo(json.dumps(_as_json(found) | {"items": items}))
         return
@@ -61,7 +65,8 @@ def _print_directory(console: Console, found: Directory) -> None:
         console.print(table)
     for what, names in (("saves that never ended", found.leftovers), ("others", found.others)):
         if names:
-            console.print(f"{what}: {', '.join(names)}", markup=False)
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            console.print(f"{what}: {', '.join(names[:_MAX_NAMES])}{more}", markup=False)
 
 
 def _committed(step: Step) -> str:
@@ -72,7 +77,7 @@ def _committed(step: Step) -> str:
 
 
 def _print_item(console: Console, item: dict[str, Any]) -> None:
-    table = Table("leaf", "type", "dtype", "shape", "chunk", "MiB", "saved from",
+    table = Table("leaf", "type", "dtype", "shape", "chunk", "size", "saved from",
                   title=escape(item["path"]))  # fmt: skip
     for leaf in item["leaves"]:
         if "dtype" not in leaf:
@@ -82,16 +87,16 @@ def _print_item(console: Console, item: dict[str, Any]) -> None:
             continue
         table.add_row(
             escape(leaf["name"]), leaf["type"], leaf["dtype"], _shape(leaf["shape"]),
-            _shape(leaf["chunk"]), f"{leaf['bytes'] / 2**20:,.2f}", escape(leaf["placement"] or ""),
+            _shape(leaf["chunk"]), describe_bytes(leaf["bytes"]), escape(leaf["placement"] or ""),
         )  # fmt: skip
     console.print(table)
     layout, made = item["layout"], item["checksums"]
     lines = {
-        "values": f"{item['bytes'] / 2**20:,.2f} MiB",
-        "on disk": f"{item['bytes_on_disk'] / 2**20:,.2f} MiB in {item['files']} files",
+        "values": describe_bytes(item["bytes"]),
+        "on disk": f"{describe_bytes(item['bytes_on_disk'])} in {item['files']} files",
         "layout": f"{layout['store']}, zarr v{layout['zarr']}",
         "checksums": "none" if made is None else json.dumps(made),
-        "metadata": json.dumps(item["custom_metadata"]),
+        "metadata": json.dumps(item["custom_metadata"]) if item["custom_metadata"] else "none",
     }
     for what, text in lines.items():
         console.print(f"{what + ':':<11}{text}", markup=False)

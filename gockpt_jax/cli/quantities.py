@@ -50,7 +50,7 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # Generic from click
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         units = ", ".join(u for u in self._units if u)
-        self.fail(f"`{value}` is none: expected a number, then {units} or nothing, as in "
+        self.fail(f"`{value}` is not understood: expected a number, then {units} or nothing, as in "
                   f"`{self._example}`.", param, ctx)  # fmt: skip
 
 

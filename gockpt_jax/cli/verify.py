@@ -7,7 +7,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from gockpt_jax.cli.console import make_console, read_limit
+from gockpt_jax.cli.console import UnreadableError, make_console, read_limit
 from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.stored_item import READ_THREADS
 from gockpt_jax.storage.verify import Verdict
@@ -38,7 +38,7 @@ def verify(
         verdicts = list(verify_all(path, newest=newest, limit_bytes=limit_mib << 20,
                                    threads=threads))  # fmt: skip
     except (FileNotFoundError, NotADirectoryError, VerifyError) as error:
-        raise click.UsageError(str(error)) from error
+        raise UnreadableError(str(error)) from error
     secs = time.perf_counter() - started_at
     if as_json:
         click.echo(json.dumps({"secs": round(secs, 3), "found": [_as_json(v) for v in verdicts]}))

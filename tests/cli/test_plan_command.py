@@ -156,9 +156,12 @@ def test_goodput_is_youngs():
     [
         (["--step", 1, "--budget", 1], "Give either --params, as in `--params 8B`, or"),
         (["--params", 1, "--checkpoint", ".", "--step", 1], "Give either --params"),
-        (["--params", "8X"], "`8X` is none: expected a number, then k, m, b, t or nothing"),
+        (
+            ["--params", "8X"],
+            "`8X` is not understood: expected a number, then k, m, b, t or nothing",
+        ),
         (["--params", "0"], "`0` must be above 0"),
-        (["--params", "8B", "--step", 1, "--budget", "8GB/s"], "`8GB/s` is none"),
+        (["--params", "8B", "--step", 1, "--budget", "8GB/s"], "`8GB/s` is not understood"),
         (["--params", "8B", "--budget", "8GB"], "How long is a step? Give --step in seconds"),
         (["--params", "8B", "--step", 1], "How much memory has a device for copies?"),
         (["--params", "8B", "--step", 1, "--memory", "80GB"], "Give more --devices or more"),
