@@ -100,7 +100,10 @@ def restore_unnamed(
       wanted: Arguments of `restore`; `None`: as it was saved.
       options: The manager's.
     """
-    options = dataclasses.replace(options, read_only=True, async_options=None, create=False)
+    options = dataclasses.replace(
+        options, read_only=True, async_options=None, create=False,
+        save_interval_steps=0, max_to_keep=None,  # or Orbax says that it ignores them
+    )  # fmt: skip
     with ocp.CheckpointManager(root, options=options) as stock:
         args = wanted.as_stock() if isinstance(wanted, GoCkptRestore) else wanted
         return stock.restore(step, args=args)
