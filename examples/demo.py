@@ -44,6 +44,11 @@ WHY_ROUNDING = (
     "host that replays updates. Both differ in the last bits only; a checkpoint that mixed two "
     "versions would differ by whole updates."
 )
+ABOUT_TIMES = (
+    "Training, replay and writing share this machine's cores: the times show no speed. The first "
+    "window of a process waits until the armed step is compiled, because the demo fixes K; left to "
+    "itself gockpt_jax saves a snapshot meanwhile."
+)
 
 
 class DemoError(RuntimeError):
@@ -125,7 +130,9 @@ def check_resume(run: Run, last_whole: int) -> str:
 
 def saves_table(runs: list[Run]) -> Table:
     """Show every save of the processes that lived to tell."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=ABOUT_TIMES, caption_justify="left"
+    )
     for column in ("run", "save", "kind"):
         table.add_column(column, no_wrap=True)
     for column in ("K", "state\nMB", "gradients\nMB", "stall\nms", "drain\nms", "write\nms"):
