@@ -78,7 +78,7 @@ MISUSES = {
         batch=lambda n, x: x[:1], reason="the call changed"
     ),
     "int for float": Misuse(state=lambda n, s: s | {"rate": 1}, reason="the call changed"),
-    "int for an integer array": Misuse(state=count_as_python_int, kind="window"),
+    "int for an integer array": Misuse(state=count_as_python_int, reason="the call changed"),
     "other dtype inside the window": Misuse(
         state=lambda n, s: s | {"params": {"w": s["params"]["w"].astype(jnp.bfloat16)}},
         reason="the call changed",

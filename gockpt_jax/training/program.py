@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +12,11 @@ from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.call import CallForm, Positions
-from gockpt_jax.training.cut import Cut, find_cut
+from gockpt_jax.training.cut import find_cut
 from gockpt_jax.training.graph import flatten
-from gockpt_jax.training.recipe import Recipe, make_recipe
+from gockpt_jax.training.replay_group import ArraySpec, replay_groups
+from gockpt_jax.training.signature import Signature
 from gockpt_jax.training.walk import Leaf
-
-_TOLD_APART_BY = ("a static argument", "the weak type of an argument", "a setting of JAX")
 
 
 class CannotArmError(Exception):
@@ -33,34 +31,6 @@ class CannotArmError(Exception):
         super().__init__(f"{reason}; {remedy}")
         self.reason = reason
         self.remedy = remedy
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ArraySpec:
-    """Shape and dtype of a global value (of a cut value: shape () for a captured scalar)."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplayGroup:
-    """A group without its graph: what stays after analysis.
-
-    Attributes:
-      leaves: Positions among the state's leaves.
-      retained: Positions among the cut arrays, of the large ones.
-      scalars: Positions among the cut arrays, of the scalars.
-      recipe: The program from the leaves' old chunks to their new ones.
-    """
-
-    leaves: tuple[int, ...]
-    retained: tuple[int, ...]
-    scalars: tuple[int, ...]
-    recipe: Recipe
 
 
 class StepProgram:
@@ -86,7 +56,7 @@ class StepProgram:
         self._form = form
         self._traced = traced = step.trace(*args, **kwargs)
         self._flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
-        self._traced_for = self._signature(self._flat, args, kwargs)
+        self._traced_for = Signature.of(form.static(args, kwargs), self._flat)
         _refuse_hidden_arguments(traced, self._flat)
         self.out_tree: Any = jax.tree.structure(traced.out_info)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
@@ -109,7 +79,7 @@ class StepProgram:
         cut = find_cut(leaves, even_for_nothing=self._even_for_nothing, exact=exact)
         self._sites = [v.site for v in cut.values if v.site is not None]
         self.cut_arrays = tuple(ArraySpec(v.shape, v.dtype) for v in cut.values)
-        self.groups = _replay_groups(cut, leaves)
+        self.groups = replay_groups(cut, leaves)
         self.late: dict[int, str] = dict(cut.late)
         self.leaf_specs = tuple(ArraySpec(x.old.shape, x.old.dtype) for x in leaves)
         self.is_armed = False
@@ -184,23 +154,14 @@ class StepProgram:
           ValueError: likewise, for shardings.
         """
         flat = self._flat_call(args, kwargs)
-        now = self._signature(flat, args, kwargs)
-        for name, old, new in zip(_TOLD_APART_BY, self._traced_for, now, strict=True):
-            if old != new:
-                raise TypeError(f"{name} changed")
+        self._traced_for.refuse_other(Signature.of(self._form.static(args, kwargs), flat))
         results = self.executable()(*flat)
         num_outputs = self.out_tree.num_leaves
         return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
 
     def is_of_these_settings(self) -> bool:
         """Whether `arm` would lower the program as the user's function would be lowered now."""
-        return bool(self._traced_for[-1] == _compat.trace_context())
-
-    def _signature(
-        self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """What `jax.jit` tells programs apart by, where a compiled one would take the call."""
-        return self._form.static(args, kwargs), _weak_types(flat), _compat.trace_context()
+        return self._traced_for.is_of_these_settings()
 
     def replays_like(self, other: "StepProgram") -> bool:
         """Whether cut and recipes are those of another program: a window may follow either."""
@@ -275,33 +236,12 @@ class StepProgram:
         return {"out_shardings": [*shardings, *(None,) * len(self._sites)]}
 
 
-def _replay_groups(cut: Cut, leaves: Sequence[Leaf]) -> tuple[ReplayGroup, ...]:
-    position = {value: i for i, value in enumerate(cut.values)}
-    return tuple(
-        ReplayGroup(
-            group.leaves,
-            tuple(position[v] for v in group.retained),
-            tuple(position[v] for v in group.scalars),
-            make_recipe(group, leaves),
-        )
-        for group in cut.groups
-    )
-
-
 def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:
     if len(_compat.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
         raise CannotArmError(
             "its program takes arguments that the call does not show",
             "pass what it closes over as arguments",
         )
-
-
-def _weak_types(flat: Sequence[Any]) -> list[bool]:
-    found = (getattr(x, "weak_type", None) for x in flat)  # of arrays fast, of others by JAX's rule
-    return [
-        jax.typeof(x).weak_type if weak is None else weak
-        for x, weak in zip(flat, found, strict=True)
-    ]
 
 
 def _refuse_no_state(traced: Any, positions: Positions) -> None:
