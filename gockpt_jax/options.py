@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Arm = Literal["window", "always"]
 OnFailure = Literal["raise", "demote"]
 OnBusy = Literal["wait", "skip", "newest"]
 OnSaveError = Literal["raise", "warn"]
+
+
+def _one_of(name: str, value: Any, kind: Any) -> None:
+    if value not in get_args(kind):
+        raise ValueError(f"`{name}` must be one of {get_args(kind)}, got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +63,7 @@ class Audit:
                 f"`max_ulps` must be an integer of at least 0, got {self.max_ulps!r}. Use 0 for "
                 "equality."
             )
-        if self.on_failure not in get_args(OnFailure):
-            raise ValueError(
-                f"`on_failure` must be one of {get_args(OnFailure)}, got {self.on_failure!r}."
-            )
+        _one_of("on_failure", self.on_failure, OnFailure)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,15 +155,9 @@ class WindowOptions:
         _positive_number_or_none("link_bytes_per_sec", self.link_bytes_per_sec)
         _positive_or_none("host_budget_bytes", self.host_budget_bytes, "Use None for the default.")
         _positive_or_none("replay_threads", self.replay_threads, "Use None for the default.")
-        if self.arm not in get_args(Arm):
-            raise ValueError(f"`arm` must be one of {get_args(Arm)}, got {self.arm!r}.")
-        if self.on_busy not in get_args(OnBusy):
-            raise ValueError(f"`on_busy` must be one of {get_args(OnBusy)}, got {self.on_busy!r}.")
-        if self.on_save_error not in get_args(OnSaveError):
-            raise ValueError(
-                f"`on_save_error` must be one of {get_args(OnSaveError)}, got "
-                f"{self.on_save_error!r}."
-            )
+        _one_of("arm", self.arm, Arm)
+        _one_of("on_busy", self.on_busy, OnBusy)
+        _one_of("on_save_error", self.on_save_error, OnSaveError)
         if not isinstance(self.exact, bool):
             raise ValueError(f"`exact` must be True or False, got {self.exact!r}.")
         if not isinstance(self.audit, Audit | None):

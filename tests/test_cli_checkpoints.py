@@ -145,5 +145,5 @@ def test_of_many_strangers_a_few_are_named(tmp_path):
     for n in range(20):
         (tmp_path / f"notes-{n:02}").touch()
     text = run("inspect", tmp_path).output
-    assert "notes-07 and 12 more" in text
-    assert "notes-08" not in text
+    assert "`notes-04` and 15 more" in text
+    assert "notes-05" not in text

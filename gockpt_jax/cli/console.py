@@ -3,6 +3,7 @@
 import click
 from rich.console import Console
 
+from gockpt_jax.storage.directory import look_into
 from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
 
 _FILE_COLUMNS = 160
@@ -22,6 +23,27 @@ read_limit = click.option(
     help="MiB of values read at one time.",
 )
 """The option of the commands that read arrays."""
+
+
+def tree_at(path: str, item: str | None = None) -> str:
+    """The one tree that is meant by a path: an item's, a step's, or that of the newest step.
+
+    Args:
+      path: Of an item, a step, or a manager's directory.
+      item: The item's name, where a step has several trees.
+
+    Raises:
+      OSError: if there is nothing.
+      ValueError: if there is no such tree, or several.
+    """
+    found = look_into(path)
+    trees = {name: s.items[name] for s in found.steps[-1:] for name in s.trees}
+    if item is not None and found.kind != "item":
+        trees = {name: folder for name, folder in trees.items() if name == item}
+    if len(trees) != 1:
+        held = ", ".join(f"`{name}`" for name in trees) or f"none, but {found.describe()}"
+        raise ValueError(f"{path}: expected one tree, found {held}. Give the path of one.")
+    return str(next(iter(trees.values())))
 
 
 def make_console() -> Console:

@@ -7,9 +7,8 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from gockpt_jax.cli.console import UnreadableError, make_console, read_limit
+from gockpt_jax.cli.console import UnreadableError, make_console, read_limit, tree_at
 from gockpt_jax.storage.diff import LeafDifference, diff_items
-from gockpt_jax.storage.directory import look_into
 
 
 @click.command()
@@ -28,7 +27,7 @@ def diff(
     Layout, compression and placement do not matter.
     """
     try:
-        found = list(diff_items(_tree(a, item), _tree(b, item), limit_bytes=limit_mib << 20))
+        found = list(diff_items(tree_at(a, item), tree_at(b, item), limit_bytes=limit_mib << 20))
     except (OSError, ValueError) as error:
         raise UnreadableError(str(error)) from error
     if as_json:
@@ -36,18 +35,6 @@ def diff(
     elif found:
         _print(found)
     context.exit(1 if found else 0)
-
-
-def _tree(path: str, item: str | None) -> str:
-    """The item that is meant by a path."""
-    found = look_into(path)
-    trees = {name: s.items[name] for s in found.steps[-1:] for name in s.trees}
-    if item is not None and found.kind != "item":
-        trees = {name: folder for name, folder in trees.items() if name == item}
-    if len(trees) != 1:
-        held = ", ".join(f"`{name}`" for name in trees) or f"none, but {found.describe()}"
-        raise ValueError(f"{path}: expected one tree, found {held}. Use --item to name it.")
-    return str(next(iter(trees.values())))
 
 
 def _print(found: list[LeafDifference]) -> None:

@@ -11,10 +11,8 @@ from rich.table import Table
 
 from gockpt_jax.cli.console import UnreadableError, make_console
 from gockpt_jax.storage.describe import describe_item
-from gockpt_jax.storage.directory import Directory, Step, look_into
+from gockpt_jax.storage.directory import Directory, Step, look_into, some_of
 from gockpt_jax.window.cost import describe_bytes
-
-_MAX_NAMES = 8
 
 
 @click.command()
@@ -65,8 +63,7 @@ def _print_directory(console: Console, found: Directory) -> None:
         console.print(table)
     for what, names in (("saves that never ended", found.leftovers), ("others", found.others)):
         if names:
-            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-            console.print(f"{what}: {', '.join(names[:_MAX_NAMES])}{more}", markup=False)
+            console.print(f"{what}: {some_of(names)}", markup=False)
 
 
 def _committed(step: Step) -> str:

@@ -1,11 +1,11 @@
 """`gockpt_jax plan`: what saves would cost, before training."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
 
+from gockpt_jax.cli.console import tree_at
 from gockpt_jax.cli.quantities import BYTES, COUNT, RATE, SECS
 from gockpt_jax.cli.tables import (
     Asked,
@@ -25,7 +25,7 @@ from gockpt_jax.cli.trade import (
     layout_of_model,
     trade,
 )
-from gockpt_jax.storage.saved import saved_leaves
+from gockpt_jax.storage.describe import describe_item
 from gockpt_jax.window.cost import describe_bytes
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,7 +37,7 @@ _KEEPS_FREE = 0.1
 @click.command(epilog="The trade is that of `docs/scale.md`, which this command has made.")
 @click.option("--params", type=COUNT, multiple=True, help="Parameters, as in 8B; may be repeated.")
 @click.option(
-    "--checkpoint", type=click.Path(path_type=Path), help="A saved state, in their place."
+    "--checkpoint", help="A saved state, in their place: an item, a step, or a manager's directory."
 )
 @click.option(
     "--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True
@@ -163,8 +163,8 @@ def _layouts(given: dict[str, Any]) -> list[Layout]:
         )
     if given["checkpoint"] is not None:
         try:
-            leaves = saved_leaves(given["checkpoint"])
-        except (FileNotFoundError, ValueError) as error:
+            leaves = describe_item(tree_at(given["checkpoint"]))["leaves"]
+        except (OSError, ValueError) as error:
             raise click.BadParameter(str(error), param_hint="'--checkpoint'") from error
         return [layout_of_checkpoint(leaves, grad_bytes=grad_bytes)]
     return [

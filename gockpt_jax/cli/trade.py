@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from gockpt_jax.storage.saved import SavedLeaf
 from gockpt_jax.training.cut import MIN_GAIN
 from gockpt_jax.window.choice import best_per_steps, choose
 from gockpt_jax.window.cost import Cost, Terms, Unit
@@ -61,24 +61,30 @@ def layout_of_model(
     return Layout(early * parameters, late * parameters, followers * parameters, parameters)
 
 
-def layout_of_checkpoint(leaves: Iterable[SavedLeaf], *, grad_bytes: int) -> Layout:
+def layout_of_checkpoint(leaves: Iterable[Mapping[str, Any]], *, grad_bytes: int) -> Layout:
     """The layout of a saved state: Adam's moments, by their names in optax, leave early.
 
     A checkpoint does not tell which arithmetic made it: `manager.explain()` does, of a live step.
+
+    Args:
+      leaves: As `describe_item` describes them.
+      grad_bytes: Bytes of an element of what is retained.
     """
-    moments: dict[tuple[str, ...], list[SavedLeaf]] = {}
+    moments: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     late = parameters = 0.0
     for leaf in leaves:
-        if {"mu", "nu"} & set(leaf.path):
-            of = tuple("*" if key in ("mu", "nu") else key for key in leaf.path)
+        keys = leaf["name"].split(".")
+        if {"mu", "nu"} & set(keys):
+            of = tuple("*" if key in ("mu", "nu") else key for key in keys)
             moments.setdefault(of, []).append(leaf)
         else:
-            late += leaf.elements * leaf.itemsize
+            late += leaf.get("bytes", 0)
     early = followers = 0.0
     for pair in moments.values():
-        num_bytes = sum(leaf.elements * leaf.itemsize for leaf in pair)
-        follow = pair[0].elements * grad_bytes
-        parameters += pair[0].elements
+        num_bytes = sum(leaf.get("bytes", 0) for leaf in pair)
+        elements = math.prod(pair[0].get("shape", (0,)))
+        follow = elements * grad_bytes
+        parameters += elements
         if len(pair) == 2 and num_bytes > MIN_GAIN * follow:
             early, followers = early + num_bytes, followers + follow
         else:

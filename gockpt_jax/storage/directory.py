@@ -65,15 +65,16 @@ class Directory:
         """Says what was found, in a few words for an error."""
         if self.kind != "root":
             return f"it is itself the {self.kind} of a checkpoint, not a directory of steps"
-        parts = [f"the checkpoints {_some([s.path.name for s in self.steps])}"] * bool(self.steps)
+        parts = [f"the checkpoints {some_of([s.path.name for s in self.steps])}"] * bool(self.steps)
         if self.leftovers:
-            parts.append(f"saves that never ended: {_some(self.leftovers)}")
+            parts.append(f"saves that never ended: {some_of(self.leftovers)}")
         if self.others:
-            parts.append(f"what is no checkpoint of Orbax's: {_some(self.others)}")
+            parts.append(f"what is no checkpoint of Orbax's: {some_of(self.others)}")
         return " and ".join(parts) if parts else "nothing"
 
 
-def _some(names: Any, most: int = 5) -> str:
+def some_of(names: Any, most: int = 5) -> str:
+    """Names for a reader: the first of them, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"`{name}`" for name in names[:most]) + more
 

@@ -213,8 +213,7 @@ class PendingReport:
 
     def returned(self, started_at: float) -> None:
         """`save`, called at `started_at`, returns to the trainer."""
-        self.record.barrier_secs += max(0.0, self._entered_at - started_at)
-        self.record.stall_secs += time.perf_counter() - started_at
+        self.waits(started_at)
         self._done("return")
 
     def waits(self, started_at: float) -> None:

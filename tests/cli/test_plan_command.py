@@ -165,8 +165,11 @@ def test_goodput_is_youngs():
         (["--params", "8B", "--budget", "8GB"], "How long is a step? Give --step in seconds"),
         (["--params", "8B", "--step", 1], "How much memory has a device for copies?"),
         (["--params", "8B", "--step", 1, "--memory", "80GB"], "Give more --devices or more"),
-        (["--checkpoint", "nowhere", "--step", 1, "--budget", 1], "is no directory"),
-        (["--checkpoint", ".", "--step", 1, "--budget", 1], "holds no tree that Orbax"),
+        (["--checkpoint", "nowhere", "--step", 1, "--budget", 1], "there is no such directory"),
+        (
+            ["--checkpoint", ".", "--step", 1, "--budget", 1],
+            "expected one tree, found none, but nothing",
+        ),
         (["--params", "8B", "--optimizer", "adam"], "'adam' is not one of"),
     ],
 )
@@ -182,7 +185,7 @@ def test_a_step_with_several_trees_is_not_guessed_at(ask, tmp_path):
     (step / "default").rename(step / "one")
     shutil.copytree(step / "one", step / "two")
     said = ask("plan", "--checkpoint", tmp_path / "run", "--step", 1, "--budget", 1, code=2)
-    assert "holds several trees, one, two" in " ".join(said.split())
+    assert "expected one tree, found `one`, `two`" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
