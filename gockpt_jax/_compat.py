@@ -6,6 +6,7 @@ attribute is missing, the caller takes the path that needs less.
 
 import contextlib
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ DropVar: Any = jex.DropVar if hasattr(jex, "DropVar") else jax.core.DropVar
 
 
 _WIDE = frozenset(("float64", "int64", "uint64", "complex128"))
+_PACKED = re.compile(r"(u?int|float)[1-7](_|$)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +132,14 @@ def trace_context() -> Any:
     from jax._src import config
 
     return getattr(config, "trace_context", tuple)()
+
+
+def is_packed(dtype: Any) -> bool:
+    """Whether several elements share a byte on a device (int4, float4_e2m1fn); NumPy gives each one.
+
+    Only the name tells: `itemsize` is 1, and programs refuse such arrays that another has made.
+    """
+    return _PACKED.match(str(dtype)) is not None
 
 
 def committed(array: Any) -> bool:

@@ -7,12 +7,11 @@ fresh pages fault (docs/decisions/0009).
 """
 
 import ctypes
-import re
 
 import jax
 import numpy as np
 
-_SUB_BYTE = re.compile(r"(u?int|float)[1-7](_|$)")
+from gockpt_jax import _compat
 
 
 def own(data: np.ndarray) -> np.ndarray:
@@ -45,7 +44,7 @@ class ResultViews:
 
     def of(self, result: jax.Array) -> np.ndarray:
         """The memory of a result, for as long as the caller holds `result`."""
-        if _SUB_BYTE.match(result.dtype.name):  # packed there, one byte each here
+        if _compat.is_packed(result.dtype):  # packed there, one byte each here
             return np.asarray(result)
         key = (result.unsafe_buffer_pointer(), result.size, result.dtype)
         if (view := self._views.get(key)) is None:

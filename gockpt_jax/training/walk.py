@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 import jax
 import jax.numpy as jnp
 
+from gockpt_jax import _compat
 from gockpt_jax.training.exact import SUMS, is_exact, is_identity, may_be_cut
 from gockpt_jax.training.graph import Op, Value
 
@@ -54,7 +55,10 @@ class Walk:
         return {
             v: v.nbytes
             for v in (*self.reads, *self.between)
-            if v.site is not None and v not in folded and not _is_packed(v) and may_be_cut(v)
+            if v.site is not None
+            and v not in folded
+            and not _compat.is_packed(v.dtype)
+            and may_be_cut(v)
         }
 
 
@@ -128,17 +132,10 @@ def _fits(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
     return all(v.shape in (value.shape, ()) for v in op.inputs)
 
 
-def _is_packed(value: Value) -> bool:
-    """Whether several elements share a byte; programs refuse such arrays that another has made."""
-    if jnp.issubdtype(value.dtype, jnp.integer):
-        return bool(jnp.iinfo(value.dtype).bits < 8)
-    return bool(jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits < 8)
-
-
 def why_unfit(leaf: Leaf) -> str | None:
     """Why a leaf cannot be replayed whatever its program does; `None` if it may be."""
     old, new = leaf.old, leaf.new
-    if _is_packed(old) and new is not old:
+    if _compat.is_packed(old.dtype) and new is not old:
         return "numbers of less than a byte are not repeated"
     if jnp.issubdtype(old.dtype, jax.dtypes.extended):
         return "a typed PRNG key has no arithmetic to repeat"

@@ -9,12 +9,13 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from gockpt_jax import _compat
 
 MAX_CHUNK_BYTES = 64 * 2**20
 """No chunk is larger, and no buffer of small ones."""
@@ -23,7 +24,6 @@ MIN_CHUNK_BYTES = 2**20
 """A leaf is not cut into smaller ones: each costs a transfer."""
 
 _ROWS_PER_PART = 8  # so many at least, so that parts are equal within an eighth
-SUB_BYTE = re.compile(r"(u?int|float)[1-7](_|$)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,11 +125,6 @@ def _key_data(dtype: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(data.shape), data.dtype
 
 
-def has_whole_bytes(dtype: Any) -> bool:
-    """Whether each element has bytes of its own: no packed numbers."""
-    return SUB_BYTE.match(str(dtype)) is None
-
-
 def in_host_memory(sharding: jax.sharding.Sharding) -> bool:
     """Whether arrays placed so are on the host, where devices have a memory of their own."""
     kind = sharding.memory_kind
@@ -148,7 +143,7 @@ def can_be_cut(source: Source) -> bool:
     """Whether a program of ours can take rows of such an array; others travel as wholes."""
     return (
         isinstance(source.placed, NamedSharding | SingleDeviceSharding)
-        and has_whole_bytes(source.dtype)
+        and not _compat.is_packed(source.dtype)
         and not in_host_memory(source.given)
         and source.shard_size > 0
     )

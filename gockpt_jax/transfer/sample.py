@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax import _compat
-from gockpt_jax.transfer.chunks import has_whole_bytes, is_key_type
+from gockpt_jax.transfer.chunks import is_key_type
 from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
@@ -99,7 +99,7 @@ def grid_of(shape: tuple[int, ...], itemsize: int, fraction: float) -> Grid:
 
 def can_be_sampled(array: jax.Array) -> bool:
     """Whether an array has elements of whole bytes: no typed keys, no packed numbers."""
-    return has_whole_bytes(array.dtype) and not is_key_type(array.dtype)
+    return not (_compat.is_packed(array.dtype) or is_key_type(array.dtype))
 
 
 Cut = tuple[Piece, Grid, int]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.transfer.chunks import has_whole_bytes, in_host_memory, is_key_type
+from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
 
 def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -71,7 +71,7 @@ def _program(arrays: Sequence[Any]) -> Any:
         # Two threads may both come here; they compile the same program, and either will do.
         program = jax.jit(_copy)
         # Compiled ahead it refuses placed sub-byte arrays (jax 0.10.2, CPU: "layouts disagree").
-        packed = not all(has_whole_bytes(a.dtype) for a in arrays)
+        packed = any(_compat.is_packed(a.dtype) for a in arrays)
         with _compat.wide_numbers(a.dtype for a in arrays):
             _programs[key] = (
                 program if packed else program.lower([_spec(a) for a in arrays]).compile()
