@@ -135,9 +135,9 @@ def trace_context() -> Any:
 
 
 def is_packed(dtype: Any) -> bool:
-    """Whether several elements share a byte on a device (int4, float4_e2m1fn); NumPy gives each one.
+    """Whether several elements share a byte on a device (int4); each has one of its own in NumPy.
 
-    Only the name tells: `itemsize` is 1, and programs refuse such arrays that another has made.
+    Only the name tells: `itemsize` is 1. Programs refuse such arrays that another has made.
     """
     return _PACKED.match(str(dtype)) is not None
 

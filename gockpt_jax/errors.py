@@ -1,6 +1,8 @@
 """Named exceptions. Each derives from the builtin a caller would already catch."""
 
+import inspect
 import re
+import warnings
 
 
 class StepMismatchError(ValueError):
@@ -49,6 +51,14 @@ class SaveFailedWarning(UserWarning):
 
 class SnapshotOnlyWarning(UserWarning):
     """A wrapped step cannot be armed, so its saves are snapshots; the message names the remedy."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns at the line of the user's that has called us."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("gockpt_jax"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def storage_error(doing: str, error: Exception, advice: str) -> StorageError:

@@ -3,13 +3,12 @@
 import contextlib
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 
-from gockpt_jax import _compat
+from gockpt_jax import _compat, errors
 from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.call import CallForm
@@ -212,11 +211,8 @@ class WrappedStep:
 
     def _warn(self, reason: str) -> None:
         name = getattr(self.step, "__name__", type(self.step).__name__)
-        warnings.warn(
-            f"`{name}` cannot be armed, so its saves are snapshots: {reason}.",
-            SnapshotOnlyWarning,
-            stacklevel=2,
-        )
+        told = f"`{name}` cannot be armed, so its saves are snapshots: {reason}."
+        errors.warn(told, SnapshotOnlyWarning)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,8 +1,6 @@
 """A failed save reaches the trainer: as an error, or as a warning with which training goes on."""
 
-import warnings
-
-from gockpt_jax.errors import ReplayError, SaveFailedWarning
+from gockpt_jax.errors import ReplayError, SaveFailedWarning, warn
 from gockpt_jax.options import OnSaveError
 
 
@@ -16,7 +14,7 @@ def surface(error: BaseException, on_save_error: OnSaveError) -> None:
     if on_save_error == "raise" or not isinstance(error, Exception):
         raise error
     cause = f", from {error.__cause__!r}" if error.__cause__ is not None else ""
-    warnings.warn(f"{type(error).__name__}: {error}{cause}", SaveFailedWarning, stacklevel=3)
+    warn(f"{type(error).__name__}: {error}{cause}", SaveFailedWarning)
 
 
 def window_failed(failure: BaseException) -> ReplayError:

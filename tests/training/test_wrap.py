@@ -278,8 +278,9 @@ def test_what_cannot_be_armed_warns_once_and_saves_snapshots(
         manager.wait_until_finished()
         assert_same(manager.restore(8), jax.tree.map(np.asarray, state))
         assert [r.kind for r in manager.reports] == ["snapshot"] * 3
-    messages = [str(w.message) for w in caught if w.category is gockpt.SnapshotOnlyWarning]
-    assert len(messages) == 1
-    assert re.search(f"cannot be armed, so its saves are snapshots: .*{reason}", messages[0])
-    assert re.search(remedy, messages[0])
+    (told,) = [w for w in caught if w.category is gockpt.SnapshotOnlyWarning]
+    assert told.filename == __file__  # the line of the user's
+    message = str(told.message)
+    assert re.search(f"cannot be armed, so its saves are snapshots: .*{reason}", message)
+    assert re.search(remedy, message)
     assert re.search(reason, manager.last_report.reason)
