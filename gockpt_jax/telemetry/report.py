@@ -94,6 +94,10 @@ class SaveReport:
       peak_device_bytes: Most bytes staged and retained on one device at once, by our accounting.
       audit: What was compared with the device; `None` if nothing was replayed, or without audit.
       error: What failed, in words; `None` for a committed checkpoint.
+
+    Example:
+      >>> print(SaveReport(step=7, kind="snapshot", reason="forced", window_steps=1))
+      step 7 saved: snapshot, K=1 (forced), 0.0 MB, stall 0.0 ms, drain 0.00 s, write 0.00 s
     """
 
     step: int
@@ -117,6 +121,15 @@ class SaveReport:
     peak_device_bytes: int = 0
     audit: AuditFigures | None = None
     error: str | None = None
+
+    def __str__(self) -> str:
+        """One line of it, as it is logged; its `repr` has everything."""
+        became = _DONE[self.kind] if self.error is None else f"failed with {self.error}"
+        return (
+            f"step {self.step} {became}: {self.kind}, K={self.window_steps} ({self.reason}), "
+            f"{self.state_bytes / 1e6:.1f} MB, stall {self.stall_secs * 1e3:.1f} ms, "
+            f"drain {self.drain_secs:.2f} s, write {self.write_secs:.2f} s"
+        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -280,12 +293,7 @@ class ReportLog:
             }
         )
         if jax.process_index() == 0:
-            _log.info(
-                "step %d %s: %s, K=%d (%s), %.1f MB, stall %.1f ms, drain %.2f s, write %.2f s",
-                report.step, "failed" if report.error else _DONE[report.kind], report.kind,
-                report.window_steps, report.reason, report.state_bytes / 1e6,
-                report.stall_secs * 1e3, report.drain_secs, report.write_secs,
-            )  # fmt: skip
+            _log.info("%s", report)
 
     def forget(self, report: SaveReport) -> None:
         """Takes a report back that has turned out to be wrong."""
