@@ -188,7 +188,7 @@ class StepProgram:
         """The groups, what is retained for them, and what is late and why, as text."""
         early = [j for group in self.groups for j in group.leaves]
         lines = [
-            f"{len(early)} leaves leave early, in {len(self.groups)} groups; "
+            f"in a window {len(early)} leaves leave early, in {len(self.groups)} groups; "
             f"{len(self.late)} leaves are late."
         ]
         for group in self.groups:
