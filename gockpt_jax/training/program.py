@@ -56,8 +56,10 @@ class StepProgram:
         self._form = form
         self._traced = traced = step.trace(*args, **kwargs)
         self._flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
-        self._traced_for = Signature.of(form.static(args, kwargs), self._flat)
         _refuse_hidden_arguments(traced, self._flat)
+        given = _compat.specified_shardings(traced, "in_shardings")
+        self._in_shardings: tuple[Any, ...] = given or (None,) * len(self._flat)
+        self._traced_for = self._signature(self._flat, args, kwargs)
         self.out_tree: Any = jax.tree.structure(traced.out_info)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         _refuse_no_state(traced, self.positions)
@@ -154,7 +156,7 @@ class StepProgram:
           ValueError: likewise, for shardings.
         """
         flat = self._flat_call(args, kwargs)
-        self._traced_for.refuse_other(Signature.of(self._form.static(args, kwargs), flat))
+        self._traced_for.refuse_other(self._signature(flat, args, kwargs))
         results = self.executable()(*flat)
         num_outputs = self.out_tree.num_leaves
         return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
@@ -212,9 +214,13 @@ class StepProgram:
             )
         return flat
 
+    def _signature(
+        self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Signature:
+        return Signature.of(self._form.static(args, kwargs), flat, self._in_shardings)
+
     def _input_specs(self) -> list[jax.ShapeDtypeStruct]:
         avals = [v.aval for v in _compat.open_jaxpr(self._traced.jaxpr)[0].invars]
-        given = _compat.specified_shardings(self._traced, "in_shardings") or (None,) * len(avals)
         return [
             jax.ShapeDtypeStruct(
                 aval.shape,
@@ -222,7 +228,7 @@ class StepProgram:
                 sharding=sharding if sharding is not None else _committed_sharding(leaf),
                 weak_type=aval.weak_type,
             )
-            for aval, sharding, leaf in zip(avals, given, self._flat, strict=True)
+            for aval, sharding, leaf in zip(avals, self._in_shardings, self._flat, strict=True)
         ]
 
     def _out_shardings(self, result: Any | None) -> dict[str, Any]:

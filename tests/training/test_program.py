@@ -133,6 +133,21 @@ def test_changed_weak_type_is_refused():
         np.testing.assert_array_equal(result, jitted(state, given))
 
 
+@pytest.mark.parametrize("first", ["committed", "uncommitted"])
+def test_changed_commitment_is_refused(first):
+    """What is not committed the compiler places as it likes: another order of sums."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    state = jax.device_put(fresh(16), NamedSharding(mesh, PartitionSpec()))
+    x = np.arange(16, dtype=np.float32)
+    batches = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("x"))), x]
+    given, other = batches if first == "committed" else batches[::-1]
+    program = arm(jax.jit(update, donate_argnums=0), state, given)
+    with pytest.raises(TypeError, match="committed"):
+        program.call((state, other), {})
+    assert alive(state)
+    program.call((state, given), {})
+
+
 def test_changed_placement_is_refused_with_the_state_alive():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     spread, whole = (NamedSharding(mesh, PartitionSpec(p)) for p in ("x", None))
