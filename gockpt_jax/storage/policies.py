@@ -73,6 +73,9 @@ def labels_of_policy(policy: Any) -> SaveLabels | None:
 class AskedAhead:
     """A `should_save_fn` that is asked once for each label, some steps before it comes.
 
+    And again if the last save is then another than was foreseen: one was forced, left out, or
+    deleted as not among the best.
+
     Args:
       should_save: The user's: of a label and the last saved one. Asked ahead, it is told of the
         last label that it has accepted.
@@ -84,28 +87,29 @@ class AskedAhead:
     ):
         self._should_save = should_save
         self._waiting = waiting
-        self._answers: dict[int, bool] = {}
+        # At each label the answer, and the last save that it was told of.
+        self._answers: dict[int, tuple[bool, int | None]] = {}
         self._last_saved: int | None = None
 
     def will_save(self, label: int) -> bool:
         """The answer for a label that has not come yet."""
         if label not in self._answers:
-            accepted = [x for x, yes in self._answers.items() if yes and x < label]
-            self._answers[label] = bool(
-                self._should_save(label, max(accepted, default=self._last_saved))
-            )
-        return self._answers[label]
+            accepted = [x for x, (yes, _) in self._answers.items() if yes and x < label]
+            self._ask(label, max(accepted, default=self._last_saved))
+        return self._answers[label][0]
+
+    def _ask(self, label: int, last_saved: int | None) -> None:
+        self._answers[label] = bool(self._should_save(label, last_saved)), last_saved
 
     def __call__(self, label: int, last_saved: int | None) -> bool:
-        """The answer for a label that has come; the one given before, if it was asked ahead."""
+        """The answer for a label that has come; the one given before, if all is as foreseen."""
         if (waiting := self._waiting()) is not None:
             last_saved = waiting.step
         self._last_saved = last_saved
-        answer = self._answers.get(label)
-        if answer is None:
-            answer = self._answers[label] = bool(self._should_save(label, last_saved))
-        self._answers = {x: yes for x, yes in self._answers.items() if x >= label}
-        return answer
+        if label not in self._answers or self._answers[label][1] != last_saved:
+            self._ask(label, last_saved)
+        self._answers = {x: found for x, found in self._answers.items() if x >= label}
+        return self._answers[label][0]
 
 
 class StartsWindow:

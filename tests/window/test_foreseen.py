@@ -93,6 +93,17 @@ def test_a_function_of_labels_is_asked_once_for_each(tmp_path):
         check(manager, saved)
 
 
+def test_a_function_of_the_last_save_is_asked_again_where_that_was_not_foreseen(tmp_path):
+    """As stock asks it: of a save that was forced in between, it had not been told."""
+    options = Options(should_save_fn=lambda label, last: last is None or label - last >= 5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(14):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state), force=label == 8)
+        assert manager.all_steps() == [0, 5, 8, 13]
+
+
 # By time or load: the policy's yes starts the window.
 
 
