@@ -26,10 +26,10 @@ device budget: there a block is as large as a step can hide, and a block must ha
 next one. `tests/window/test_cost.py` finds the paper's formulas with that budget.
 
 Left out, since it is the same for every plan: the copies on the device (under 1 ms per GB).
-Left out, since nothing is known of it: that a step is slower while the link is busy; replay, which
-goes on beside the steps after it; and that a trainer who runs ahead of the device has to wait for
-the step before it if there is no room for what both retain: the device is then idle for one
-dispatch.
+Left out, since nothing is known of it: that a step is slower while the link is busy; replay, for
+which nothing waits unless more than two steps' values wait for it (docs/decisions/0023); and that
+a trainer who runs ahead of the device has to wait for the step before it if there is no room for
+what both retain, since memory is taken at dispatch: the device is then idle for one dispatch.
 """
 
 import collections
@@ -108,7 +108,8 @@ class Cost:
       drain_secs: From the seal until everything is on the host.
       moved_bytes: Over the link, followers included.
       peak_bytes: Most bytes staged and retained on the device at once.
-      host_bytes: Most bytes on the host at once: the state, and what two steps retained.
+      host_bytes: Most bytes on the host at once: the state, and of what two steps retained as much
+        as follows what has left. Landing waits if more is there that has not been replayed.
       fits: Whether it keeps both budgets.
     """
 

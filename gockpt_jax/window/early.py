@@ -1,13 +1,16 @@
 """The chunks that left early, from landing on the host to being final.
 
-Everything here but `expect` runs on the worker thread, in the order in which the trainer
-dispatched it. So an update always meets the chunks that left before it and no others, and nothing
-needs a lock. What leaves as one is a unit: the updates that it has had are counted for each.
+Two threads come here. One lands: it waits for pulls, counts what has come, and returns what is to
+be done with it. The other does that, and all the rest, in the order in which it landed, which is
+the trainer's. So an update always meets the chunks that left before it and no others, and nothing
+needs a lock; and device memory is given back while an earlier update is still being replayed. What
+leaves as one is a unit: the updates that it has had are counted for each.
 """
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -26,6 +29,9 @@ from gockpt_jax.window.slots import ChunkSlot, fill
 from gockpt_jax.window.units import GroupUnit
 
 ChunkPull = Pull[list[list[HostChunk]]]
+Task = Callable[[], None]
+_Rows = tuple[int, Chunk, Sequence[HostChunk]]
+"""Of a leaf, by its position, rows and what has come of them."""
 UnitValue = tuple[int, int]
 """A unit, and one of its group's cut values or leaves, by their positions."""
 
@@ -43,10 +49,6 @@ class CutPull:
     values: Sequence[tuple[Sequence[Followers], ChunkPull]]
     scalars: Sequence[int]
     scalar_pull: ChunkPull
-
-    def is_ready(self) -> bool:
-        """Whether all of it is on the host."""
-        return all(p.is_ready() for p in (*(p for _, p in self.values), self.scalar_pull))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ def _rows(data: np.ndarray, first: GroupUnit, unit: GroupUnit) -> np.ndarray:
     return data[unit.start - first.start : unit.stop - first.start]
 
 
+def _bytes(found: Sequence[HostChunk]) -> int:
+    return sum(h.data.nbytes for h in found)
+
+
 class EarlyChunks:
     """The chunks of one window that left before its save step.
 
@@ -86,75 +92,96 @@ class EarlyChunks:
       units: The plan's units.
       replayer: Applies the groups' recipes.
       host: Accounts for bytes on the host.
+      waiting_limit_bytes: Of retained values that have landed and wait for replay; what comes
+        beyond waits to be landed.
       record: The save's record.
+
+    Attributes:
+      error: What went wrong first, on either thread: nothing more is landed or replayed.
     """
 
     def __init__(
         self, groups: Sequence[ReplayGroup], units: Sequence[GroupUnit], replayer: Replayer,
-        host: ByteBudget, record: SaveRecord,
+        host: ByteBudget, waiting_limit_bytes: int | None, record: SaveRecord,
     ):  # fmt: skip
         self.error: BaseException | None = None
         self._groups = groups
         self._units = units
         self._replayer = replayer
         self._host = host
+        self._waiting = ByteBudget(waiting_limit_bytes)
         self._record = record
         self._landed: dict[int, int] = {}  # units, with the number of updates before they left
         self._leaves: dict[int, Landing] = collections.defaultdict(Landing)
-        self._expected: collections.deque[CutPull] = collections.deque()
+        self._held_bytes: collections.Counter[int] = collections.Counter()  # on the host, by leaf
         self._pending: list[_Cut] = []
         self._num_applied = 0
 
-    def land(self, leaves: Sequence[UnitValue], chunks: Sequence[Chunk], pull: ChunkPull) -> None:
-        """Takes in a block.
+    def failed(self, error: BaseException) -> None:
+        """Takes note of an error, unless there is one."""
+        self.error = self.error or error
+
+    # On the thread that lands.
+
+    def land(self, leaves: Sequence[UnitValue], chunks: Sequence[Chunk], pull: ChunkPull) -> Task:
+        """Waits for a block.
 
         Args:
           leaves: Of each chunk, the unit and the leaf.
           chunks: What left.
           pull: Theirs.
+
+        Returns:
+          What the other thread is to do with it.
         """
-        seen = self._num_applied + len(self._pending)
-        for (unit, leaf), chunk, found in zip(leaves, chunks, pull.result(), strict=True):
-            self.put(leaf, chunk, found)
-            self._landed[unit] = seen
+        rows = [
+            (leaf, chunk, found)
+            for (_, leaf), chunk, found in zip(leaves, chunks, pull.result(), strict=True)
+        ]
+        return self._counted(rows, {unit for unit, _ in leaves})
 
-    def put(self, leaf: int, chunk: Chunk, found: Sequence[HostChunk]) -> None:
-        """Takes in rows of a leaf; unless `land` does it for a unit, they are final."""
-        self._host.add(self._leaves[leaf].put(chunk, found))
+    def land_rows(self, leaf: int, chunk: Chunk, found: Sequence[HostChunk]) -> Task:
+        """Takes in rows of a leaf that have come at the sealed version, and are final."""
+        return self._counted([(leaf, chunk, found)], ())
 
-    def expect(self, cut: CutPull) -> None:
-        """Tells of an update whose turn will come; called on the trainer's thread."""
-        self._expected.append(cut)
+    def _counted(self, rows: Sequence[_Rows], units: Iterable[int]) -> Task:
+        self._host.add(sum(_bytes(found) for _, _, found in rows))
+        return functools.partial(self._put, rows, units)
 
-    def take_in(self, cut: CutPull) -> None:
-        """Takes in one update, which `catch_up` will apply.
+    def take_in(self, cut: CutPull) -> Task:
+        """Waits for an update, and for room on the host, which replay gives back.
 
         Args:
           cut: A pull of what the landed units read.
         """
-        if self._expected:
-            self._expected.popleft()
         landed = _Cut.of(cut, self._units)
+        self._waiting.acquire(landed.num_bytes)
         self._host.add(landed.num_bytes)
         self._record.gradient_bytes += landed.num_bytes
-        self._pending.append(landed)
+        return functools.partial(self._update, landed)
 
-    def catch_up(self) -> None:
-        """Applies what has been taken in, unless the next update is there already."""
-        if not self._is_worth_waiting(self._pending[-1].num_bytes):
+    # On the thread that replays.
+
+    def _put(self, rows: Sequence[_Rows], units: Iterable[int]) -> None:
+        for leaf, _, found in rows:
+            self._held_bytes[leaf] += _bytes(found)
+        for leaf, chunk, found in rows:
+            self._leaves[leaf].put(chunk, found)
+        self._landed.update(dict.fromkeys(units, self._num_applied + len(self._pending)))
+
+    def _update(self, cut: _Cut) -> None:
+        """Applies an update, and those before it that wait, unless the next has landed too.
+
+        Updates are applied together, in one pass over the chunks, if replay is behind.
+        """
+        self._pending.append(cut)
+        if self.error is not None:
+            self._forget_pending()
+        elif len(self._pending) == FUSED_UPDATES[0] or not self._next_has_landed():
             self._apply_pending()
 
-    def _is_worth_waiting(self, num_bytes: int) -> bool:
-        """Whether the next update has landed too, and the host has room for it.
-
-        Updates are applied together, in one pass over the chunks, if replay is behind. It never
-        waits for a step.
-        """
-        if len(self._pending) == FUSED_UPDATES[0] or not self._expected:
-            return False
-        limit = self._host.limit_bytes
-        has_room = limit is None or self._host.used_bytes + num_bytes <= limit
-        return has_room and self._expected[0].is_ready()
+    def _next_has_landed(self) -> bool:
+        return self._waiting.used_bytes > sum(cut.num_bytes for cut in self._pending)
 
     def _apply_pending(self) -> None:
         """Applies what has been taken in to all chunks that had landed by then."""
@@ -190,8 +217,10 @@ class EarlyChunks:
 
     def _forget_pending(self) -> None:
         self._num_applied += len(self._pending)
-        self._host.release(sum(cut.num_bytes for cut in self._pending))
+        num_bytes = sum(cut.num_bytes for cut in self._pending)
         self._pending.clear()
+        self._host.release(num_bytes)
+        self._waiting.release(num_bytes)
 
     def finish(
         self, slots: Mapping[int, Sequence[ChunkSlot]],
@@ -210,14 +239,15 @@ class EarlyChunks:
         }
         if check is not None:
             check(final)
+        self._record.drained()  # what is late may still be landing: that is drained after it
         for leaf, wanted in slots.items():
-            del self._leaves[leaf]
+            del self._leaves[leaf], self._held_bytes[leaf]  # the slots' now
             fill(wanted, final.pop(leaf))
 
     def drop(self) -> None:
         """Forgets what was not asked for; the window was abandoned, or the save took a part."""
-        self._host.release(sum(leaf.num_landed_bytes for leaf in self._leaves.values()))
+        self._host.release(sum(self._held_bytes.values()))
+        self._held_bytes.clear()
         self._leaves.clear()
         self._landed.clear()
-        self._expected.clear()
         self._forget_pending()

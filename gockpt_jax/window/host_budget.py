@@ -74,9 +74,8 @@ class HostBudget(ByteBudget):
           freed_bytes: Of what is held now, what would be given back before.
         """
         used_bytes = max(0, self.used_bytes - freed_bytes)
-        needed = state_bytes + _STEPS_IN_FLIGHT * following_bytes
+        needed = self._needed_bytes(state_bytes, following_bytes)
         if not self._is_given:
-            needed += self._beside_bytes(state_bytes)
             usual_bytes = self._expect(state_bytes, following_bytes)
             # The host is asked only if its answer matters: that takes a millisecond.
             if used_bytes + needed <= usual_bytes:
@@ -88,6 +87,21 @@ class HostBudget(ByteBudget):
             f"the host budget had no room: {taken} were taken, and {describe_bytes(needed)} are "
             "needed"
         )
+
+    def waiting_limit_bytes(self, state_bytes: int, following_bytes: int) -> int | None:
+        """What may wait for replay in a window that has been admitted; `None`: no limit.
+
+        What it was promised, and what there is room for besides. Whatever it saves is still to
+        come, so that room is not free to be taken.
+
+        Args:
+          state_bytes: Of what it saves, in this process.
+          following_bytes: What follows it after one step of its window.
+        """
+        if self.limit_bytes is None:
+            return None
+        left = self.limit_bytes - self.used_bytes - self._needed_bytes(state_bytes, following_bytes)
+        return _STEPS_IN_FLIGHT * following_bytes + max(0, left)
 
     def admit_save(self, state_bytes: int) -> None:
         """Takes note of a save that is made at any rate.
@@ -130,6 +144,10 @@ class HostBudget(ByteBudget):
         left = self._left_bytes(self._state_bytes)
         if left is not None and self.limit_bytes is not None:
             self.limit_bytes = min(self.limit_bytes, left)
+
+    def _needed_bytes(self, state_bytes: int, following_bytes: int) -> int:
+        beside = 0 if self._is_given else self._beside_bytes(state_bytes)
+        return state_bytes + _STEPS_IN_FLIGHT * following_bytes + beside
 
     def _beside_bytes(self, state_bytes: int) -> int:
         """What a save takes beside chunks and retained values: write buffers, the audit's sample.

@@ -26,22 +26,12 @@ class Landing:
         self._missing = -1
 
     @property
-    def num_landed_bytes(self) -> int:
-        """Bytes that have landed."""
-        rows = self.flat[0].size - self._missing if self.flat else 0
-        return sum(rows * x.itemsize for x in self.flat)
-
-    @property
     def is_complete(self) -> bool:
         """Whether all rows have landed."""
         return self._missing == 0
 
-    def put(self, chunk: Chunk, found: Sequence[HostChunk]) -> int:
-        """Takes in rows of all shards.
-
-        Returns:
-          Their bytes.
-        """
+    def put(self, chunk: Chunk, found: Sequence[HostChunk]) -> None:
+        """Takes in rows of all shards."""
         source = chunk.source
         if self._missing < 0:
             self._missing, self._shape = source.shard_size, source.shard_shape
@@ -57,7 +47,6 @@ class Landing:
         else:
             for flat, rows in zip(self.flat, found, strict=True):
                 flat[chunk.start : chunk.stop] = rows.data
-        return sum(h.data.nbytes for h in found)
 
     def chunks(self, wanted: Sequence[Box]) -> list[HostChunk]:
         """The shards at these positions, complete: as they landed, or cut anew if they lie so."""

@@ -11,7 +11,6 @@ from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     Chunk,
-    Source,
     can_be_cut,
     in_host_memory,
     row_ranges,
@@ -22,6 +21,9 @@ from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
+
+_PARTS = 16
+"""In which late leaves are staged that exceed the device budget: each is a program to compile."""
 
 
 def take_now(
@@ -46,11 +48,7 @@ def take_now(
     """
     slots = [make_slots(replicas.boxes(a)) for a in arrays]
     landings = [Landing() for _ in arrays]
-    chunks = [
-        (n, chunk)
-        for n, a in enumerate(arrays)
-        for chunk in _late_chunks(replicas.source(a), device.limit_bytes)
-    ]
+    chunks = late_chunks(arrays, device.limit_bytes, replicas)
 
     # From now on, not from when they land: a window that opens meanwhile must not take their room.
     held_bytes = [replicas.owned_bytes(a) for a in arrays]
@@ -89,18 +87,17 @@ def send_late(
     worker: Worker,
     device: ByteBudget,
 ) -> None:
-    """Stages chunks in batches that fit the device budget, and starts their pulls.
+    """Stages chunks as the device budget has room, and starts their pulls.
 
     Args:
-      chunks: With the arrays that they are cut from.
+      chunks: Each with the array that it is cut from.
       land: Takes in a chunk, by its position; called by the worker.
       failed: Likewise, what went wrong with it.
       worker: Lands them.
       device: Budget for the copies.
     """
-    padded = [_staged_bytes(chunk) for _, chunk in chunks]
-    for positions in _batches(padded, device.limit_bytes):
-        block = block_of([chunks[n][1] for n in positions], [id(chunks[n][0]) for n in positions])
+    numbered = [(id(array), chunk) for array, chunk in chunks]
+    for positions, block in late_blocks(numbered, device.limit_bytes):
         device.acquire(block.staged_bytes)
         try:
             pull = stage_and_pull(block, [chunks[n][0] for n in positions])
@@ -127,14 +124,15 @@ def _landing(
 
     def task() -> None:
         try:
-            for n, found in zip(positions, pulls[0].result(), strict=True):
-                land(n, found)
+            try:
+                found = pulls.pop().result()
+            finally:  # nothing holds the staged copies any more
+                device.release(num_bytes)
+            for n, chunk in zip(positions, found, strict=True):
+                land(n, chunk)
         except BaseException as error:
             for n in positions:
                 failed(n, error)
-        finally:
-            pulls.clear()  # the staged copies
-            device.release(num_bytes)
 
     return task
 
@@ -146,19 +144,71 @@ def _staged_bytes(chunk: Chunk) -> int:
     return -(-chunk.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _late_chunks(source: Source, limit_bytes: int | None) -> list[Chunk]:
-    """An array as it fits the device budget: whole, or in parts of half of it."""
-    whole = Chunk.whole(source)
-    if limit_bytes is None or whole.num_bytes <= limit_bytes or not can_be_cut(whole.source):
+def late_chunks(
+    arrays: Sequence[jax.Array], limit_bytes: int | None, replicas: Replicas
+) -> list[tuple[int, Chunk]]:
+    """What late arrays are sent in: whole, or in parts where one is large for the device budget.
+
+    Rows are copied together on the host, so no more is cut than must be.
+
+    Args:
+      arrays: Alive or not.
+      limit_bytes: Of the device budget.
+      replicas: How they share what is taken.
+
+    Returns:
+      Chunks, each with the position of its array.
+    """
+    whole = [Chunk.whole(replicas.source(a)) for a in arrays]
+    part_bytes = _part_bytes(whole, limit_bytes)
+    if limit_bytes is None or part_bytes is None:
+        return list(enumerate(whole))
+    return [
+        (n, part)
+        for n, chunk in enumerate(whole)
+        for part in (_parts(chunk, part_bytes) if chunk.num_bytes > limit_bytes // 2 else [chunk])
+    ]
+
+
+def _part_bytes(chunks: Sequence[Chunk], limit_bytes: int | None) -> int | None:
+    """What is staged at once; `None` if all of it fits the device budget."""
+    total = sum(map(_staged_bytes, chunks))
+    if limit_bytes is None or total <= limit_bytes:
+        return None
+    return min(limit_bytes, -(-total // _PARTS))
+
+
+def _parts(whole: Chunk, part_bytes: int) -> list[Chunk]:
+    if not can_be_cut(whole.source):
         return [whole]
-    chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, limit_bytes // 2))
-    parts = -(-whole.num_bytes // chunk_bytes)
-    ranges = row_ranges(whole.source.shard_shape, parts)
+    part_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, part_bytes))
+    ranges = row_ranges(whole.source.shard_shape, -(-whole.num_bytes // part_bytes))
     return [Chunk(whole.source, start, stop) for start, stop in ranges]
 
 
-def _batches(sizes: Sequence[int], limit_bytes: int | None) -> Iterator[list[int]]:
-    """Consecutive positions that fit the device budget together; one too large goes alone."""
+def late_blocks(
+    chunks: Sequence[tuple[int, Chunk]], limit_bytes: int | None
+) -> list[tuple[list[int], Block]]:
+    """Blocks of neighbours that are staged one after another, with the chunks' positions.
+
+    All is one block if it fits the device budget. What does not fit must wait until as much has
+    been pulled as exceeds the budget; not for longer than that only if memory is given back, and
+    staged into, in small parts. A chunk that is larger goes alone.
+
+    Args:
+      chunks: Each with the number of its array.
+      limit_bytes: Of the device budget.
+    """
+    part_bytes = _part_bytes([chunk for _, chunk in chunks], limit_bytes)
+    sizes = [_staged_bytes(chunk) for _, chunk in chunks]
+    return [
+        (at, block_of([chunks[n][1] for n in at], [chunks[n][0] for n in at]))
+        for at in _neighbours(sizes, part_bytes)
+    ]
+
+
+def _neighbours(sizes: Sequence[int], limit_bytes: int | None) -> Iterator[list[int]]:
+    """Consecutive positions, of as much together as the limit allows."""
     batch: list[int] = []
     batch_bytes = 0
     for n, num_bytes in enumerate(sizes):

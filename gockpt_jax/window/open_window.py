@@ -17,15 +17,13 @@ from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.departure import Departure, make_departure, scalar_block, scalars_of
-from gockpt_jax.window.early import CutPull, EarlyChunks
+from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 from gockpt_jax.window.late import send_late, stage_and_pull
 from gockpt_jax.window.plan import Plan
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
 from gockpt_jax.window.step_room import StepRoom
 from gockpt_jax.window.units import GroupUnit
 from gockpt_jax.window.worker import Worker
-
-_BLOCKS_IN_FLIGHT = 2
 
 _ROUNDED = "replayed up to rounding, as no exact window fits the device budget"
 
@@ -41,10 +39,11 @@ class OpenWindow:
       units: The plan's units.
       target: The version that will be saved.
       retained_bytes: What an armed step retains on one device.
-      worker: Takes what has left.
+      worker: Lands what has left; the one behind it replays.
       watcher: Finds out when the armed steps have run.
       device: Budget for staged copies and retained values.
       host: Accounts for bytes on the host.
+      waiting_limit_bytes: Of retained values that wait for replay, on the host.
       replayer: Applies the recipes.
       auditor: Compares what was replayed, and knows what must not leave early any more.
       replicas: How they share what is taken.
@@ -53,8 +52,8 @@ class OpenWindow:
     def __init__(
         self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
         departures: Sequence[Departure], units: Sequence[GroupUnit], retained_bytes: int,
-        worker: Worker, watcher: Worker, device: ByteBudget, host: ByteBudget, replayer: Replayer,
-        auditor: Auditor, replicas: Replicas,
+        worker: Worker, watcher: Worker, device: ByteBudget, host: ByteBudget,
+        waiting_limit_bytes: int | None, replayer: Replayer, auditor: Auditor, replicas: Replicas,
     ):  # fmt: skip
         self.step = step
         self.program = program
@@ -68,8 +67,9 @@ class OpenWindow:
         self._device = device
         self._auditor = auditor
         self._replicas = replicas
-        self._in_flight = ByteBudget(_BLOCKS_IN_FLIGHT)  # counts blocks
-        self._early = EarlyChunks(program.groups, units, replayer, host, self.record)
+        self._early = EarlyChunks(
+            program.groups, units, replayer, host, waiting_limit_bytes, self.record
+        )
         self._left: list[Departure] = []  # in that order
         self._placed: dict[int, Any] = {}  # sharding of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
@@ -83,7 +83,7 @@ class OpenWindow:
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong on the worker thread, if anything."""
+        """What went wrong on the worker threads, if anything."""
         return self._early.error
 
     def status(self, version: int) -> str:
@@ -130,21 +130,17 @@ class OpenWindow:
                 self._late.setdefault(g, reason)
 
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
-        self._in_flight.acquire(1)
         num_bytes = block.state.staged_bytes
         self._device.acquire(num_bytes)
         try:
             pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
         except BaseException:
             self._device.release(num_bytes)
-            self._in_flight.release(1)
             raise
-
-        def landed() -> None:
-            self._device.release(num_bytes)
-            self._in_flight.release(1)
-
-        self._submit(lambda: self._early.land(block.leaves, block.state.chunks, pull), landed)
+        self._land(
+            lambda: self._early.land(block.leaves, block.state.chunks, pull),
+            lambda: self._device.release(num_bytes),
+        )
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
@@ -174,8 +170,7 @@ class OpenWindow:
             return
         following_bytes = sum(left.cut.held_bytes for left in self._left)
         pulled = self._room.dispatched(has_run, following_bytes)
-        self._early.expect(pull)
-        self._submit(lambda: self._early.take_in(pull), pulled, then=self._early.catch_up)
+        self._land(lambda: self._early.take_in(pull), pulled)
 
     def _stage_cut(self, n: int, cut: Sequence[jax.Array]) -> list[jax.Array]:
         left = self._left[n]
@@ -203,27 +198,36 @@ class OpenWindow:
         self._is_given_up = True
         self.drop()
 
-    def _submit(
-        self, land: Callable[[], None], has_landed: Callable[[], None],
-        then: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """Lands something on the worker and gives back what it held on the device; goes on then."""
+    def _land(self, land: Callable[[], Task], has_landed: Callable[[], None]) -> None:
+        """Lands something on the worker, gives back what it held on the device, and passes it on.
+
+        Replay takes no device memory, so whatever lands next does not wait for it.
+        """
 
         def run() -> None:
+            then: Task | None = None
             try:
-                self._unless_failed(land)
+                if self._early.error is None:
+                    then = land()
+            except BaseException as error:
+                self._early.failed(error)
             finally:
                 has_landed()
-            self._unless_failed(then)
+            if then is not None:
+                self._pass_on(then)
 
         self._worker.submit(run)
 
-    def _unless_failed(self, task: Callable[[], None]) -> None:
-        if self._early.error is None:
+    def _pass_on(self, task: Task) -> None:
+        """Has something done with what has landed, after all that has landed before it."""
+
+        def run() -> None:
             try:
                 task()
             except BaseException as error:
-                self._early.error = error
+                self._early.failed(error)
+
+        self._worker.pass_on(run)
 
     def seal(
         self, arrays: Mapping[int, jax.Array]
@@ -249,8 +253,8 @@ class OpenWindow:
         rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]
         send_late(
             [(arrays[j], chunk) for j, chunk in rest],
-            lambda n, found: self._early.put(*rest[n], found),
-            self._failed, self._worker, self._device,
+            lambda n, found: self._pass_on(self._early.land_rows(*rest[n], found)),
+            lambda _, error: self._early.failed(error), self._worker, self._device,
         )  # fmt: skip
 
         def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
@@ -270,11 +274,8 @@ class OpenWindow:
                 if audit is not None:
                     audit.drop()
 
-        self._worker.submit(finish)
+        self._worker.submit_behind(finish)
         return slots, None if audit is None else audit.metadata
-
-    def _failed(self, _: int, error: BaseException) -> None:
-        self._early.error = self._early.error or error
 
     def _followed(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[Chunk]]:
         """The leaves that left early and were followed all the way, with the rows that did not."""
@@ -294,4 +295,4 @@ class OpenWindow:
 
     def drop(self) -> None:
         """Forgets everything; earlier checkpoints are untouched."""
-        self._worker.submit(self._early.drop)
+        self._worker.submit_behind(self._early.drop)

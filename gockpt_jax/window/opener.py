@@ -102,7 +102,8 @@ class Opener:
         if (why_not := self._agreement.why_not_ready(program, target)) is not None:
             return None, why_not
         leaves = program.new_state_leaves(step.last_result)
-        no_room = self._host.why_no_room(*self._planner.host_bytes(leaves, size))
+        host_bytes = self._planner.host_bytes(leaves, size)
+        no_room = self._host.why_no_room(*host_bytes)
         if no_room is not None and not self._processes.several:
             return None, self._defer(target, no_room)
         self._device.reset_peak()
@@ -112,6 +113,7 @@ class Opener:
             departures=self._planner.departures(program, plan, size, leaves), units=size.units,
             retained_bytes=size.retained, worker=self._worker, watcher=self._watcher,
             device=self._device, host=self._host,
+            waiting_limit_bytes=self._host.waiting_limit_bytes(*host_bytes),
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
             replicas=self._replicas,
         )  # fmt: skip

@@ -16,15 +16,14 @@ from gockpt_jax.replay.contraction import cpu_contracts
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
-from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure, make_departure
 from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.units import replay_specs
@@ -167,6 +166,11 @@ class Planner:
     ) -> None:
         """Compiles ahead what the program's plan needs."""
         plan, size = self._plans[program].plan, self._plans[program].size
+        early = {j for u in itertools.chain(*plan.blocks) for j in _leaves_of(u, size, program)}
+        limit_bytes = self._device.limit_bytes
+        late = [a for j, a in enumerate(leaves) if j not in early]
+        for _, block in late_blocks(late_chunks(late, limit_bytes, self._replicas), limit_bytes):
+            block.compile_ahead()
         if plan.steps == 1:
             return
         try:
@@ -180,11 +184,6 @@ class Planner:
         step.arm()
         for departure in self.departures(program, plan, size, leaves):
             departure.compile_ahead()
-        early = {j for u in itertools.chain(*plan.blocks) for j in _leaves_of(u, size, program)}
-        late = [
-            Chunk.whole(self._replicas.source(a)) for j, a in enumerate(leaves) if j not in early
-        ]
-        block_of(late).compile_ahead()
         replayer.compile_ahead(replay_specs(program, size.units), plan.steps - 1)
         if self._options.audit is not None:
             sampled = [leaves[j] for j in sorted(early)]

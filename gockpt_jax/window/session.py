@@ -8,7 +8,8 @@ A window of K steps that ends at save step V:
     worker        land 1, update   land 2, update   ...  update   finish early, land late
 
 Each `stage` copies a block on the device and starts its pull before the next step is dispatched;
-the pull of a step's cut is started right behind the step. The worker takes them in that order.
+the pull of a step's cut is started right behind the step. One thread lands them in that order and
+gives device memory back, another replays: landing waits for it only where the host has no room.
 
 Beside other processes, a window is open everywhere or nowhere, for all run the same executables
 (`processes.py`). One process may give up its part: it runs the armed steps beside the others, and
@@ -67,7 +68,7 @@ class Session:
         self.host = HostBudget(options)
         self.between_steps: Callable[[], None] = lambda: None
         self._options = options
-        self._worker = Worker()
+        self._worker = Worker(behind=Worker("gockpt-replayer"))
         self._watcher = Worker("gockpt-steps")
         self._device = ByteBudget(options.device_budget_bytes)
         self._window: OpenWindow | None = None
@@ -303,7 +304,7 @@ class Session:
         return self.planner.explain(self._last_step) if self._last_step else f"{_NOT_WRAPPED}."
 
     def close(self) -> None:
-        """Drops the open window and ends the worker threads."""
+        """Drops the open window and ends the threads."""
         self.abandon("the manager was closed")
         self.predictor.end()
         self._worker.close()

@@ -1,4 +1,4 @@
-"""The threads beside the trainer's: one owns a chunk from the pull to the writer."""
+"""The threads beside the trainer's: one lands what has left, one behind it replays."""
 
 import collections
 import logging
@@ -24,10 +24,12 @@ class Worker:
 
     Args:
       name: Of the thread.
+      behind: Takes what tasks pass on to it, in that order. It is idle, and closed, after this one.
     """
 
-    def __init__(self, name: str = "gockpt-worker") -> None:
+    def __init__(self, name: str = "gockpt-worker", behind: "Worker | None" = None) -> None:
         self._name = name
+        self._behind = behind
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -39,14 +41,31 @@ class Worker:
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name=self._name)
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._thread = threading.Thread(target=self._run, name=self._name)
+            try:
                 self._thread.start()
+                return
+            except RuntimeError:  # none may be had any more: the interpreter ends
+                self._thread = threading.current_thread()
+        self._run(stays=False)
+
+    def pass_on(self, task: Callable[[], None]) -> None:
+        """Appends a task to those of the worker behind; called by a task of this one."""
+        assert self._behind is not None, "there is no worker behind"
+        self._behind.submit(task)
+
+    def submit_behind(self, task: Callable[[], None]) -> None:
+        """Appends a task that runs on the worker behind, after all that is passed on until then."""
+        self.submit(lambda: self.pass_on(task))
 
     def wait_until_idle(self) -> None:
-        """Returns when every task given so far has run."""
+        """Returns when every task given so far has run, and what they passed on."""
         with self._changed:
             self._changed.wait_for(lambda: not self._tasks and not self._busy)
+        if self._behind is not None:
+            self._behind.wait_until_idle()
 
     def close(self) -> None:
         """Runs what is left, then ends the thread."""
@@ -59,14 +78,16 @@ class Worker:
             thread.join()
         with self._changed:
             self._closed = False  # a manager used again after close() starts a new thread
+        if self._behind is not None:
+            self._behind.close()
 
-    def _run(self) -> None:
+    def _run(self, *, stays: bool = True) -> None:
         while True:
             with self._changed:
                 polls = 0
                 while not self._tasks:
                     is_needed = polls < _IDLE_POLLS and threading.main_thread().is_alive()
-                    if self._closed or not is_needed:
+                    if self._closed or not (stays and is_needed):
                         self._thread = None
                         return
                     self._changed.wait(_POLL_SECS)

@@ -9,7 +9,7 @@ import pytest
 
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.shards import ShardReplay, Update
-from gockpt_jax.window.early import CutPull, EarlyChunks
+from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 
 NOTHING = "nothing"
 OF_CHUNKS = ("replay_off", "gradient_dropped", "gradient_twice", "chunks_swapped")
@@ -81,10 +81,10 @@ _REPLAY = {
 
 def _swap_chunks(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
     """Two chunks of one size change places as they land: shards of a leaf, or two leaves."""
-    land = EarlyChunks.land
+    put = EarlyChunks._put
 
     def faulty(self: EarlyChunks, *block: Any) -> None:
-        land(self, *block)
+        put(self, *block)
         if injected.times:
             return
         places = [(leaf.flat, i) for leaf in self._leaves.values() for i in range(len(leaf.flat))]
@@ -96,7 +96,7 @@ def _swap_chunks(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
                     injected.times += 1
                     return
 
-    monkeypatch.setattr(EarlyChunks, "land", faulty)
+    monkeypatch.setattr(EarlyChunks, "_put", faulty)
 
 
 def _stale_scalar(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
@@ -104,10 +104,10 @@ def _stale_scalar(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
     take_in = EarlyChunks.take_in
     last: list[Any] = []
 
-    def faulty(self: EarlyChunks, cut: CutPull) -> None:
+    def faulty(self: EarlyChunks, cut: CutPull) -> Task:
         last.append(cut.scalar_pull)
         injected.times += len(last) > 1 and bool(cut.scalars)
-        take_in(self, dataclasses.replace(cut, scalar_pull=last[-2:][0]))
+        return take_in(self, dataclasses.replace(cut, scalar_pull=last[-2:][0]))
 
     monkeypatch.setattr(EarlyChunks, "take_in", faulty)
 

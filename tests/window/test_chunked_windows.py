@@ -138,7 +138,7 @@ def test_a_model_of_one_leaf_has_even_blocks(tmp_path):
 
         def noting(self, leaves, chunks, pull):
             landed.append(sum(c.num_bytes for c in chunks))
-            land(self, leaves, chunks, pull)
+            return land(self, leaves, chunks, pull)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(EarlyChunks, "land", noting)
@@ -165,7 +165,7 @@ def rows_swapped(patch):
                 found[first], found[last] = found[last], found[first]
                 return found
 
-        land(self, leaves, chunks, Swapped())
+        return land(self, leaves, chunks, Swapped())
 
     patch.setattr(EarlyChunks, "land", faulty)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,10 @@ from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.window.early import CutPull, EarlyChunks
+from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import make_slots
 from gockpt_jax.window.units import GroupUnit
+from gockpt_jax.window.worker import Worker
 
 SIZE = 100
 LEAF_BYTES = SIZE * 4
@@ -86,7 +89,7 @@ class Window:
     expected: list[jax.Array]
 
     def land(self, leaf):
-        self.early.land([(leaf, leaf)], *pull_of([self.expected[leaf]]))
+        self.early.land([(leaf, leaf)], *pull_of([self.expected[leaf]]))()
 
     def update(self, n):
         values = [gradient(n + leaf) for leaf in (0, 1)]
@@ -94,10 +97,6 @@ class Window:
         cut = CutPull([([((0,), 0), ((1,), 1)], pull)], [], pull_of([], ())[1])
         self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
         return cut
-
-    def apply(self, cut):
-        self.early.take_in(cut)
-        self.early.catch_up()
 
     def finish(self):
         index = self.expected[0].addressable_shards[0].index
@@ -111,28 +110,23 @@ def window():
     host, replayer = ByteBudget(None), Watched()
     record = SaveRecord(kind="window", reason="")
     groups, units = [group_of(0), group_of(1)], [unit_of(0), unit_of(1)]
-    early = EarlyChunks(groups, units, replayer, host, record)
+    early = EarlyChunks(groups, units, replayer, host, None, record)
     return Window(early, replayer, host, [gradient(7), gradient(8)])
 
 
 def run(window, *, behind, updates=6):
-    """Updates are taken in as they come, or, if replay is behind, when all have landed."""
+    """What lands is replayed as it comes, or, if replay is behind, when all has landed."""
     window.land(0)
     tasks = []
     for n in range(updates):
         if n == 2:
-            # Its copy is made at this version, whenever it lands.
-            tasks.append((window.early.land, [(1, 1)], *pull_of([window.expected[1]])))
-        cut = window.update(n)
-        jax.block_until_ready([gradient(n)])
-        window.early.expect(cut)
-        tasks.append((window.apply, cut))
-        if not behind:
-            for task, *args in tasks:
-                task(*args)
-            tasks.clear()
-    for task, *args in tasks:
-        task(*args)
+            # Its copy is made at this version, whenever it is put in its place.
+            tasks.append(window.early.land([(1, 1)], *pull_of([window.expected[1]])))
+        tasks.append(window.early.take_in(window.update(n)))
+        while tasks and not behind:
+            tasks.pop(0)()
+    for task in tasks:
+        task()
     return window.finish()
 
 
@@ -152,19 +146,113 @@ def test_updates_that_are_there_are_applied_together_and_four_at_most(window):
     assert window.replayer.passes == [[4, 2], [2, 2]]
 
 
-def test_updates_are_not_gathered_where_the_host_has_no_room(window):
-    window.host.limit_bytes = 4 * LEAF_BYTES
-    run(window, behind=True)
+CUT_BYTES = 2 * LEAF_BYTES
+PATIENCE_SECS = 20
+
+
+class Room(ByteBudget):
+    """Tells when somebody has to wait for it."""
+
+    def __init__(self, limit_bytes):
+        super().__init__(limit_bytes)
+        self.is_awaited = threading.Event()
+
+    def acquire(self, num_bytes):
+        if not self.try_acquire(num_bytes):
+            self.is_awaited.set()
+            with self._changed:
+                assert self._changed.wait_for(lambda: self.try_acquire(num_bytes), PATIENCE_SECS)
+
+
+class Threads:
+    """Lands on one worker and replays on the one behind it, once that may begin."""
+
+    def __init__(self, window):
+        self.worker, self.may_replay = Worker(behind=Worker("behind")), threading.Event()
+        self.early, self.room = window.early, window.early._waiting
+        self.worker.submit_behind(lambda: self.may_replay.wait(PATIENCE_SECS) and None)
+
+    def land(self, cut):
+        self.worker.submit(lambda: self.worker.pass_on(self._guarded(self.early.take_in(cut))))
+
+    def _guarded(self, task):
+        def run():
+            try:
+                task()
+            except Exception as error:
+                self.early.failed(error)
+
+        return run
+
+
+@pytest.fixture
+def threads(window):
+    window.early._waiting = Room(2 * CUT_BYTES)
+    threads = Threads(window)
+    yield threads
+    threads.may_replay.set()
+    threads.worker.close()
+
+
+def test_landing_waits_where_no_more_may_wait_for_replay(window, threads):
+    window.land(0)
+    window.land(1)
+    for n in range(6):
+        threads.land(window.update(n))
+    assert threads.room.is_awaited.wait(PATIENCE_SECS)
+    assert window.host.used_bytes == 2 * LEAF_BYTES + 2 * CUT_BYTES
+    threads.may_replay.set()
+    threads.worker.wait_until_idle()
+    assert_same(window.finish(), [np.asarray(x) for x in window.expected])
+    assert threads.room.peak_bytes <= 2 * CUT_BYTES
+    assert threads.room.used_bytes == 0
+
+
+def test_landing_ends_though_replay_fails_while_it_waits(window, threads, monkeypatch, caplog):
+    def fail(self, shards):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Watched, "apply", fail)
+    window.land(0)
+    for n in range(6):
+        threads.land(window.update(n))
+    assert threads.room.is_awaited.wait(PATIENCE_SECS)
+    threads.may_replay.set()
+    threads.worker.submit_behind(window.early.drop)
+    threads.worker.wait_until_idle()
+    assert str(window.early.error) == "injected"
+    assert caplog.records == []  # of no task that has lost its patience
+    assert (window.host.used_bytes, threads.room.used_bytes) == (0, 0)
+
+
+def test_one_update_larger_than_what_may_wait_goes_alone(window):
+    window.early._waiting = ByteBudget(CUT_BYTES - 1)
+    run(window, behind=False)
     assert len(window.replayer.passes) == 6
 
 
-def test_what_was_gathered_is_given_back_when_the_window_is_dropped(window):
+def test_what_waits_is_given_back_when_the_window_is_dropped(window):
     window.land(0)
-    cuts = [window.update(n) for n in range(2)]
-    for cut in cuts:
-        window.early.expect(cut)
-    jax.block_until_ready(window.expected)
-    window.apply(cuts[0])
+    first, second = [window.early.take_in(window.update(n)) for n in range(2)]
+    first()
     assert window.replayer.passes == []
+    assert window.host.used_bytes == LEAF_BYTES + 2 * CUT_BYTES
+    window.early.failed(RuntimeError("injected"))
+    second()
+    window.early.drop()
+    assert window.host.used_bytes == 0
+
+
+def test_what_could_not_be_put_in_its_place_is_given_back(window, monkeypatch):
+    """Its bytes are on the host all the same."""
+    put = window.early.land([(0, 0)], *pull_of([window.expected[0]]))
+
+    def fail(self, chunk, found):
+        raise MemoryError
+
+    monkeypatch.setattr(Landing, "put", fail)
+    with pytest.raises(MemoryError):
+        put()
+    assert window.host.used_bytes == LEAF_BYTES
     window.early.drop()
     assert window.host.used_bytes == 0

@@ -125,6 +125,24 @@ def test_a_number_of_the_users_is_kept(host):
     assert budget.limit_bytes == 1000
 
 
+@pytest.mark.parametrize(("used", "waiting"), [(0, 300), (50, 250), (100, 200), (500, 200)])
+def test_what_may_wait_for_replay(host, used, waiting):
+    """What the window was promised, two steps', and whatever is left beside what it saves."""
+    budget = budget_of(host_budget_bytes=1000)
+    budget.add(used)
+    assert budget.waiting_limit_bytes(700, following_bytes=100) == waiting
+
+
+def test_what_may_wait_for_replay_by_default(host):
+    host["free"] = 10**6
+    budget = budget_of()
+    assert budget.waiting_limit_bytes(1000, 100) is None
+    assert budget.why_no_room(1000, 100) is None
+    spare = budget.limit_bytes - (1000 + 2 * 100) - budget._beside_bytes(1000)
+    assert spare > 0
+    assert budget.waiting_limit_bytes(1000, 100) == 2 * 100 + spare
+
+
 class Loop:
     """Saves every fourth label, in windows of four steps."""
 

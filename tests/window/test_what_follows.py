@@ -101,7 +101,7 @@ def test_replicas_copy_the_slices_that_they_send(monkeypatch):
 
 
 class Loop:
-    """A loop under a manager whose worker stops at the first update until it may go on."""
+    """A loop under a manager that lands no update until it may go on."""
 
     def __init__(self, directory, steps, place, monkeypatch):
         options = ocp.CheckpointManagerOptions(save_interval_steps=8)
@@ -123,7 +123,7 @@ class Loop:
         def stopping(early, cut):
             self.at_update.set()
             assert self.may_go.wait(10)
-            land_update(early, cut)
+            return land_update(early, cut)
 
         monkeypatch.setattr(OpenWindow, "follow", noting)
         monkeypatch.setattr(EarlyChunks, "take_in", stopping)
@@ -172,24 +172,6 @@ def test_what_nothing_follows_is_free_when_the_step_has_run(tmp_path, steps, pla
         jax.tree.map(np.testing.assert_array_equal, loop.manager.restore(label), wanted)
         loop.session._watcher.wait_until_idle()
         assert loop.session._device.used_bytes == 0
-
-
-def test_what_has_been_pulled_is_free_before_it_is_replayed(tmp_path, monkeypatch):
-    """Replay takes no device memory: the next step must not wait for it."""
-    loop = Loop(tmp_path, 2, PLACES["one device"], monkeypatch)
-    held_bytes, catch_up = [], EarlyChunks.catch_up
-
-    def looking(early):
-        held_bytes.append(loop.session._device.used_bytes)
-        catch_up(early)
-
-    monkeypatch.setattr(EarlyChunks, "catch_up", looking)
-    with loop.manager:
-        loop.until_a_window_opens()
-        loop.session._watcher.wait_until_idle()
-        loop.may_go.set()
-        loop.session._worker.wait_until_idle()
-        assert held_bytes == [0]
 
 
 class Result:

@@ -115,10 +115,54 @@ def test_a_thread_without_tasks_ends_and_another_takes_the_next(monkeypatch):
     assert alive() is None
 
 
+@pytest.fixture
+def pair():
+    pair = Worker(behind=Worker("behind"))
+    yield pair
+    pair.close()
+
+
+def test_what_is_passed_on_runs_in_order_and_holds_nothing_up(pair):
+    go, ran = threading.Event(), []
+    for n in range(100):
+        pair.submit(lambda n=n: pair.pass_on(lambda: (go.wait(60), ran.append(n))))
+    pair.submit(go.set)  # behind all of them
+    pair.submit_behind(lambda: ran.append(100))
+    pair.wait_until_idle()
+    assert ran == list(range(101))
+
+
+def test_close_runs_what_was_passed_on_and_ends_both_threads():
+    pair, ran = Worker(behind=Worker("behind")), []
+    for _ in range(2):
+        pair.submit_behind(lambda: ran.append(threading.current_thread()))
+        pair.close()
+    assert [t.name for t in ran] == ["behind", "behind"]
+    assert not any(t.is_alive() for t in ran)
+    assert threads() == []
+
+
+def test_without_threads_to_be_had_the_caller_does_it(pair, monkeypatch):
+    """While the interpreter ends, for one."""
+
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran = []
+    pair.submit(lambda: pair.pass_on(lambda: ran.append(threading.current_thread())))
+    pair.submit_behind(lambda: ran.append(threading.current_thread()))
+    assert ran == [threading.current_thread()] * 2
+
+
 SCRIPT = """
+import threading
 from gockpt_jax.window.worker import Worker
-worker = Worker()
-worker.submit(lambda: print("ran", flush=True))
+worker = Worker(behind=Worker("behind"))
+def pass_on():
+    threading.main_thread().join()
+    worker.pass_on(lambda: print("ran", flush=True))
+worker.submit(pass_on)
 {ending}
 """
 

@@ -1,0 +1,258 @@
+"""What the trainer waits for: room in the device budget, and nothing else.
+
+Some tests hold something back until the trainer has come to the end of a window. Were it to wait
+for that, nobody would let it go on, and the test would fail when its patience ends.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.transfer import block
+from gockpt_jax.transfer.block import Block
+from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.window import early, late, units
+from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.late import take_now
+
+PATIENCE_SECS = 20
+SIZE = 512
+LEAF = SIZE * 4
+LEAVES = 12
+
+
+@pytest.fixture(autouse=True)
+def small_scale(monkeypatch):
+    """Sizes at which leaves are cut into rows."""
+    monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 256)
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
+    monkeypatch.setattr(block, "_blocks", {})
+
+
+def update(state):
+    """Momentum of twelve leaves, and eight large ones that are late: a sine is not replayed."""
+    g = {k: jnp.sin(3 * w) for k, w in state["w"].items()}
+    m = {k: 0.75 * m + g[k] for k, m in state["m"].items()}
+    late = [jnp.sin(x) for x in state["late"]]
+    return {"late": late, "m": m, "w": {k: w - 0.125 * m[k] for k, w in state["w"].items()}}
+
+
+def fresh():
+    rng = np.random.default_rng(1)
+    w = {f"{n:02}": jnp.asarray(rng.standard_normal(SIZE), jnp.float32) for n in range(LEAVES)}
+    late = [jnp.asarray(rng.standard_normal(10 * SIZE), jnp.float32) for _ in range(8)]
+    return {"late": late, "m": jax.tree.map(jnp.zeros_like, w), "w": w}
+
+
+class Loop:
+    """A loop that saves every eighth step, in windows of a fixed K."""
+
+    def __init__(self, directory, steps, **window):
+        options = ocp.CheckpointManagerOptions(save_interval_steps=8)
+        window = WindowOptions(steps=steps, **window)
+        self.manager = GoCkptManager(directory, options=options, window=window)
+        self.session = self.manager._gockpt_session
+        self.step = self.manager.wrap(jax.jit(update, donate_argnums=0))
+        self.state, self.label = fresh(), 0
+
+    def train(self, last):
+        while self.label <= last:
+            self.state = self.step(self.state)
+            self.manager.save(self.label, args=GoCkptSave(self.state))
+            self.label += 1
+
+    def run_a_window(self):
+        """Up to the next save; what was done before is over by the time it opens."""
+        self.train(1)
+        self.manager.wait_until_finished()
+        self.session._worker.wait_until_idle()
+        self.train(8)
+
+    def assert_saved(self, steps):
+        wanted, label = jax.tree.map(np.array, self.state), self.label - 1
+        self.manager.wait_until_finished()
+        report = self.manager.last_report
+        assert (report.step, report.kind, report.window_steps) == (label, "window", steps)
+        jax.tree.map(np.testing.assert_array_equal, self.manager.restore(label), wanted)
+        self.session._worker.wait_until_idle()
+        self.session._watcher.wait_until_idle()
+        assert (self.session._device.used_bytes, self.session.host.used_bytes) == (0, 0)
+
+
+class Held:
+    """Whoever calls a method waits until it may go on."""
+
+    def __init__(self, monkeypatch, owner, name):
+        self._may_go, method = threading.Event(), getattr(owner, name)
+
+        def held(*args, **kwargs):
+            assert self._may_go.wait(PATIENCE_SECS), "nobody let it go on"
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, held)
+
+    def let_go(self):
+        self._may_go.set()
+
+
+BUDGET = 32 * LEAF
+"""A block of 8 leaves beside what a step retains, 12, and copies of it; and no more of the late
+leaves, 80, than this."""
+
+
+def test_nothing_waits_for_replay(tmp_path, monkeypatch):
+    """What lands behind it gives device memory back: blocks, cuts, and the late leaves."""
+    loop = Loop(tmp_path, 4, device_budget_bytes=BUDGET)
+    with loop.manager:
+        loop.train(0)
+        held = Held(monkeypatch, Replayer, "apply")
+        loop.run_a_window()
+        has_landed, drained = threading.Event(), SaveRecord.drained
+        loop.session._worker.submit(has_landed.set)
+        assert has_landed.wait(PATIENCE_SECS)
+        drained_again = []
+        monkeypatch.setattr(SaveRecord, "drained", lambda r: (drained_again.append(r), drained(r)))
+        held.let_go()
+        loop.assert_saved(4)
+        assert drained_again  # it is not drained before its early leaves are final
+        report = loop.manager.last_report
+        assert BUDGET // 2 < report.peak_device_bytes <= BUDGET
+        assert report.gradient_bytes == (4 + 8 + 12) * LEAF
+
+
+def test_landing_waits_for_replay_where_the_host_has_no_room(tmp_path, monkeypatch):
+    """Of what follows seven steps, 48 leaves, two of the largest may wait."""
+    state, follows = (24 + 80) * LEAF, 12 * LEAF
+    rooms, is_awaited = [], threading.Event()
+
+    class Room(ByteBudget):
+        def __init__(self, limit_bytes):
+            super().__init__(limit_bytes)
+            rooms.append(self)
+
+        def acquire(self, num_bytes):
+            if not self.try_acquire(num_bytes):
+                is_awaited.set()
+                super().acquire(num_bytes)
+
+    loop = Loop(tmp_path, 8, host_budget_bytes=state + 2 * follows)
+    with loop.manager:
+        loop.train(0)
+        monkeypatch.setattr(early, "ByteBudget", Room)
+        held = Held(monkeypatch, Replayer, "apply")
+        loop.run_a_window()
+        assert is_awaited.wait(PATIENCE_SECS)
+        (room,) = rooms
+        assert room.limit_bytes == 2 * follows
+        assert room.used_bytes <= 2 * follows
+        held.let_go()
+        loop.assert_saved(8)
+        assert (room.used_bytes, room.peak_bytes <= 2 * follows) == (0, True)
+
+
+def test_no_number_of_blocks_is_waited_for(tmp_path, monkeypatch):
+    """Bytes are what is bounded, by the device budget; here there is none."""
+    loop = Loop(tmp_path, 5)
+    with loop.manager:
+        loop.train(0)
+        held = Held(monkeypatch, EarlyChunks, "land")
+        loop.run_a_window()
+        assert loop.session._device.used_bytes > 24 * LEAF
+        held.let_go()
+        loop.assert_saved(5)
+
+
+class Link:
+    """Lands what is on its way only when somebody waits for room; one after another."""
+
+    def __init__(self):
+        self._tasks = collections.deque()
+        self.landed_bytes = 0
+
+    def submit(self, task):
+        self._tasks.append(task)
+
+    def land_one(self, device):
+        before = device.used_bytes
+        self._tasks.popleft()()
+        self.landed_bytes += before - device.used_bytes
+
+    def land_all(self, device):
+        while self._tasks:
+            self.land_one(device)
+
+
+class Device(ByteBudget):
+    def __init__(self, limit_bytes, link):
+        super().__init__(limit_bytes)
+        self._link = link
+
+    def acquire(self, num_bytes):
+        while not self.try_acquire(num_bytes):
+            self._link.land_one(self)
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("leaves", "percent"),
+    [((9,) * 11, 200), ((60, 40), 99), ((1,) * 99, 90), ((3, 1) * 25, 50), ((100,), 30)],
+)
+def test_late_leaves_wait_until_what_exceeds_the_budget_has_gone(leaves, percent):
+    """As the cost model has it: not until all of what was staged before has gone."""
+    unit = 1024
+    arrays = [jnp.arange(n * unit // 4, dtype=jnp.int32) for n in leaves]
+    total = sum(a.nbytes for a in arrays)
+    limit = total * percent // 100
+    link = Link()
+    device = Device(limit, link)
+    slots = take_now(arrays, link, device=device, host=ByteBudget(None))
+    largest = max(n for n in (*leaves, 0) if n * unit <= limit // 2) * unit
+    # Blocks are filled as far as leaves allow, and the part that makes room may be one, too.
+    part = total // 16 + largest if limit < total else 0
+    assert link.landed_bytes <= max(0, total - limit) + part
+    assert device.peak_bytes <= limit
+    link.land_all(device)
+    for array in arrays:
+        (slot,) = slots[id(array)]
+        np.testing.assert_array_equal(slot.data.result(), array)
+
+
+def compiled_and_staged(monkeypatch):
+    ahead, staged = [], []
+    compile_ahead, stage = Block.compile_ahead, Block.stage
+
+    def noting(self):
+        ahead.append(self)
+        compile_ahead(self)
+
+    def noting_too(self, arrays):
+        staged.append(self)
+        return stage(self, arrays)
+
+    monkeypatch.setattr(Block, "compile_ahead", noting)
+    monkeypatch.setattr(Block, "stage", noting_too)
+    return ahead, staged
+
+
+@pytest.mark.parametrize(("steps", "budget"), [(1, None), (1, BUDGET), (4, None), (4, BUDGET)])
+def test_nobody_waits_for_a_copy_program_to_be_compiled(tmp_path, monkeypatch, steps, budget):
+    """All but the first save's, before which no step is known."""
+    ahead, staged = compiled_and_staged(monkeypatch)
+    loop = Loop(tmp_path, steps, device_budget_bytes=budget, audit=None)
+    with loop.manager:
+        loop.train(0)
+        staged.clear()
+        loop.run_a_window()
+        scalars = [b for b in staged if all(c.everywhere for c in b.chunks)]
+        assert {id(b) for b in staged if b not in scalars} <= {id(b) for b in ahead}
+        assert len(staged) > len(scalars)
