@@ -15,7 +15,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures, SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk
-from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
+from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
     Cut,
     Grid,
@@ -26,7 +26,7 @@ from gockpt_jax.transfer.sample import (
     share_out,
     start_sample,
 )
-from gockpt_jax.window.worker import Worker
+from gockpt_jax.window.resources import Resources
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,21 +52,15 @@ class Auditor:
 
     Args:
       options: The user's; `None`: no audit.
-      worker: Lands the samples.
-      device: Budget for the samples.
-      host: Accounts for them on the host.
-      replicas: How they share the leaves.
+      resources: The session's.
     """
 
-    def __init__(
-        self, options: Audit | None, worker: Worker, *, device: ByteBudget, host: ByteBudget,
-        replicas: Replicas = FIRST_ALONE,
-    ):  # fmt: skip
+    def __init__(self, options: Audit | None, resources: Resources):
         self._options = options
-        self._worker = worker
-        self._device = device
-        self._host = host
-        self._replicas = replicas
+        self._worker = resources.worker
+        self._device = resources.device
+        self._host = resources.host
+        self._replicas = resources.replicas
         self._turns: collections.Counter[Any] = collections.Counter()  # by what is saved together
         self._demoted: dict[str, str] = {}  # reasons, by path; the worker thread writes
 

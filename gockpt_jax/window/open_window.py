@@ -11,19 +11,17 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
-from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.departure import Departure, make_departure, scalar_block, scalars_of
 from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 from gockpt_jax.window.late import send_late, stage_and_pull
 from gockpt_jax.window.plan import Plan
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
 from gockpt_jax.window.step_room import StepRoom
 from gockpt_jax.window.units import GroupUnit
-from gockpt_jax.window.worker import Worker
 
 _ROUNDED = "replayed up to rounding, as no exact window fits the device budget"
 
@@ -39,21 +37,17 @@ class OpenWindow:
       units: The plan's units.
       target: The version that will be saved.
       retained_bytes: What an armed step retains on one device.
-      worker: Lands what has left; the one behind it replays.
-      watcher: Finds out when the armed steps have run.
-      device: Budget for staged copies and retained values.
-      host: Accounts for bytes on the host.
       waiting_limit_bytes: Of retained values that wait for replay, on the host.
       replayer: Applies the recipes.
       auditor: Compares what was replayed, and knows what must not leave early any more.
-      replicas: How they share what is taken.
+      resources: The session's.
     """
 
     def __init__(
         self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
         departures: Sequence[Departure], units: Sequence[GroupUnit], retained_bytes: int,
-        worker: Worker, watcher: Worker, device: ByteBudget, host: ByteBudget,
-        waiting_limit_bytes: int | None, replayer: Replayer, auditor: Auditor, replicas: Replicas,
+        waiting_limit_bytes: int | None, replayer: Replayer, auditor: Auditor,
+        resources: Resources,
     ):  # fmt: skip
         self.step = step
         self.program = program
@@ -63,12 +57,11 @@ class OpenWindow:
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self._planned = departures
         self._units = units
-        self._worker = worker
-        self._device = device
+        self._worker, self._device = resources.worker, resources.device
         self._auditor = auditor
-        self._replicas = replicas
+        self._replicas = resources.replicas
         self._early = EarlyChunks(
-            program.groups, units, replayer, host, waiting_limit_bytes, self.record
+            program.groups, units, replayer, resources.host, waiting_limit_bytes, self.record
         )
         self._left: list[Departure] = []  # in that order
         self._placed: dict[int, Any] = {}  # sharding of each leaf of which some has left
@@ -76,7 +69,7 @@ class OpenWindow:
         self._group_of: dict[int, int] = {}  # likewise, the group
         self._late: dict[int, str] = {}  # groups that became late, with the reason
         self._retained_bytes = retained_bytes
-        self._room = StepRoom(device, watcher)
+        self._room = StepRoom(resources.device, resources.watcher)
         sizes = [math.prod(spec.shape) for spec in program.cut_arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
         self._is_given_up = False

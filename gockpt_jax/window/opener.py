@@ -6,16 +6,13 @@ import logging
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
-from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.processes import Processes
-from gockpt_jax.window.worker import Worker
+from gockpt_jax.window.resources import Resources
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -45,28 +42,19 @@ class Opener:
       processes: Those that open windows together.
       predictor: Of saves.
       planner: Of windows.
-      worker: Takes what leaves.
-      watcher: Finds out when armed steps have run.
-      device: Budget for staged copies and retained values.
-      host: Says what there is room for.
-      replicas: How they share what leaves.
       auditor: Compares what was replayed.
+      resources: What windows take.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
-        planner: Planner, *, worker: Worker, watcher: Worker, device: ByteBudget, host: HostBudget,
-        replicas: Replicas, auditor: Auditor,
+        planner: Planner, auditor: Auditor, resources: Resources,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
         self._predictor = predictor
         self._planner = planner
-        self._worker = worker
-        self._watcher = watcher
-        self._device = device
-        self._host = host
-        self._replicas = replicas
+        self._resources = resources
         self._agreement = Agreement(options, processes)
         self._auditor = auditor
         self._deferral: _Deferral | None = None
@@ -103,19 +91,18 @@ class Opener:
             return None, why_not
         leaves = program.new_state_leaves(step.last_result)
         host_bytes = self._planner.host_bytes(leaves, size)
-        no_room = self._host.why_no_room(*host_bytes)
+        device, host = self._resources.device, self._resources.host
+        no_room = host.why_no_room(*host_bytes)
         if no_room is not None and not self._processes.several:
             return None, self._defer(target, no_room)
-        self._device.reset_peak()
-        self._host.reset_peak()
+        device.reset_peak()
+        host.reset_peak()
         window = OpenWindow(
             step, program, plan, target,
             departures=self._planner.departures(program, plan, size, leaves), units=size.units,
-            retained_bytes=size.retained, worker=self._worker, watcher=self._watcher,
-            device=self._device, host=self._host,
-            waiting_limit_bytes=self._host.waiting_limit_bytes(*host_bytes),
+            retained_bytes=size.retained, waiting_limit_bytes=host.waiting_limit_bytes(*host_bytes),
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
-            replicas=self._replicas,
+            resources=self._resources,
         )  # fmt: skip
         if no_room is not None:
             window.give_up()

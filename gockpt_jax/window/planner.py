@@ -16,16 +16,15 @@ from gockpt_jax.replay.contraction import cpu_contracts
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.budget import device_headroom_bytes
 from gockpt_jax.transfer.meter import LINK
-from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure, make_departure
-from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.units import replay_specs
 
 _log = logging.getLogger("gockpt_jax")
@@ -51,25 +50,20 @@ class Planner:
 
     Args:
       options: The user's.
-      device: The budget for staged copies and retained values.
-      host: Says what the host has room for.
       processes: Those that make the same plan.
-      replicas: How they share what leaves.
+      resources: What windows take.
 
     Attributes:
       clock: Learns the time of a step.
     """
 
-    def __init__(
-        self, options: WindowOptions, device: ByteBudget, host: HostBudget, processes: Processes,
-        replicas: Replicas,
-    ):  # fmt: skip
+    def __init__(self, options: WindowOptions, processes: Processes, resources: Resources):
         self.clock = StepClock()
         self._options = options
         self._processes = processes
-        self._replicas = replicas
-        self._device = device
-        self._host = host
+        self._replicas = resources.replicas
+        self._device = resources.device
+        self._host = resources.host
         self._is_limited = False
         self._review_due = False
         self._plans: weakref.WeakKeyDictionary[StepProgram, _Planned] = weakref.WeakKeyDictionary()

@@ -8,13 +8,10 @@ import jax
 
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import SaveRecord
-from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot
-from gockpt_jax.window.worker import Worker
 
 Taken = tuple[SaveRecord, list[list[ChunkSlot]], dict[str, Any] | None]
 """The save's record; for each array its slots; what the audit has shown, once they are complete."""
@@ -26,22 +23,14 @@ class Seal:
     Args:
       window: The one that ends here; `None` for a snapshot.
       record: The save's.
-      worker: Lands what is taken.
-      device: Budget for staged copies.
-      host: Accounts for bytes on the host.
-      replicas: How they share what is taken.
+      resources: The session's.
     """
 
-    def __init__(
-        self, window: OpenWindow | None, record: SaveRecord,
-        worker: Worker, device: ByteBudget, host: HostBudget, replicas: Replicas,
-    ):  # fmt: skip
+    def __init__(self, window: OpenWindow | None, record: SaveRecord, resources: Resources):
         self._window = window
         self._record = record
-        self._worker = worker
-        self._device = device
-        self._host = host
-        self._replicas = replicas
+        self._resources = resources
+        device, host = resources.device, resources.host
         if window is None:  # a window's peaks are measured from its opening on
             device.reset_peak()
             host.reset_peak()
@@ -64,9 +53,10 @@ class Seal:
           HostBudgetError: if the user's host budget cannot hold the save even alone.
         """
         record = self._record
-        owned = {id(a): self._replicas.owned_bytes(a) for a in arrays}
+        to = self._resources
+        owned = {id(a): to.replicas.owned_bytes(a) for a in arrays}
         state_bytes = sum(owned[id(a)] for a in arrays)
-        self._host.admit_save(record.state_bytes + state_bytes)
+        to.host.admit_save(record.state_bytes + state_bytes)
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
         if self._window is not None:
@@ -77,18 +67,15 @@ class Seal:
             record.early_leaves += len(early)
         record.state_bytes += state_bytes
         record.early_bytes += sum(owned[id(a)] for a in arrays if id(a) in slots)
-        record.host_budget_bytes = self._host.limit_bytes
+        record.host_budget_bytes = to.host.limit_bytes
         with events.span(events.SPAN_SEAL):
             # Of an array on other processes' devices alone there is nothing to take.
             slots.update((id(a), []) for a in arrays if not a.addressable_shards)
             late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
             slots.update(
-                take_now(
-                    late, self._worker, device=self._device, host=self._host,
-                    replicas=self._replicas,
-                )
-            )  # fmt: skip
-        self._worker.submit(record.drained)
+                take_now(late, to.worker, device=to.device, host=to.host, replicas=to.replicas)
+            )
+        to.worker.submit(record.drained)
         return record, [slots[id(a)] for a in arrays], audit
 
     def end(self) -> None:

@@ -38,6 +38,7 @@ from gockpt_jax.window.opener import Opener
 from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.seal import Seal, Taken
 from gockpt_jax.window.worker import Worker
 
@@ -71,19 +72,18 @@ class Session:
         self._worker = Worker(behind=Worker("gockpt-replayer"))
         self._watcher = Worker("gockpt-steps")
         self._device = ByteBudget(options.device_budget_bytes)
+        self._resources = resources = Resources(
+            self._worker, self._watcher, self._device, self.host, replicas
+        )
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
         self.replicas = replicas
-        self.planner = Planner(options, self._device, self.host, processes, replicas)
-        self._auditor = Auditor(
-            options.audit, self._worker, device=self._device, host=self.host, replicas=replicas
-        )
+        self.planner = Planner(options, processes, resources)
+        self._auditor = Auditor(options.audit, resources)
         self._opener = Opener(
-            options, processes, self.predictor, self.planner,
-            worker=self._worker, watcher=self._watcher, device=self._device, host=self.host,
-            replicas=replicas, auditor=self._auditor,
-        )  # fmt: skip
+            options, processes, self.predictor, self.planner, self._auditor, resources
+        )
         self._why_snapshot: str | None = None  # `None`: no save has been foreseen
         self._failure: BaseException | None = None
         self._given_up: str | None = None  # why this process takes no part in the open window
@@ -256,7 +256,7 @@ class Session:
             record = window.record
         self.planner.clock.pause()
         self._why_snapshot = None
-        return Seal(window, record, self._worker, self._device, self.host, self.replicas)
+        return Seal(window, record, self._resources)
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""

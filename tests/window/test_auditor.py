@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gockpt_jax import Audit, AuditError
+from gockpt_jax import Audit, AuditError, WindowOptions
 from gockpt_jax.telemetry.report import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.sample import FEW_BOXES
 from gockpt_jax.window.audit import Auditor
+from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.worker import Worker
 
 LEAVES = {f"leaf {n}": jnp.arange(256.0) + n for n in range(8)}  # 1 KiB each
@@ -30,9 +33,13 @@ def worker():
     worker.close()
 
 
+def resources_of(worker, limit=None):
+    host = HostBudget(WindowOptions())
+    return Resources(worker, worker, ByteBudget(limit), host, FIRST_ALONE)
+
+
 def audit_of(worker, *, limit=None, **options):
-    device, host = ByteBudget(limit), ByteBudget(None)
-    auditor = Auditor(Audit(**options), worker, device=device, host=host)
+    auditor = Auditor(Audit(**options), resources_of(worker, limit))
     record = SaveRecord(kind="window", reason="a test")
     return auditor, auditor.sample(LEAVES, record), record
 
@@ -121,17 +128,16 @@ def test_sample_that_cannot_be_taken_gives_its_room_back(worker, monkeypatch):
         raise MemoryError("full")
 
     monkeypatch.setattr("gockpt_jax.window.audit.start_sample", fails)
-    device, host = ByteBudget(None), ByteBudget(None)
-    auditor = Auditor(Audit(), worker, device=device, host=host)
+    resources = resources_of(worker)
+    auditor = Auditor(Audit(), resources)
     with pytest.raises(MemoryError, match="full"):
         auditor.sample(LEAVES, SaveRecord(kind="window", reason="a test"))
     worker.wait_until_idle()
-    assert (device.used_bytes, host.used_bytes) == (0, 0)
+    assert (resources.device.used_bytes, resources.host.used_bytes) == (0, 0)
 
 
 def test_nothing_to_compare(worker):
     record = SaveRecord(kind="window", reason="a test")
-    budgets = {"device": ByteBudget(None), "host": ByteBudget(None)}
-    assert Auditor(None, worker, **budgets).sample(LEAVES, record) is None
-    assert Auditor(Audit(), worker, **budgets).sample({}, record) is None
+    assert Auditor(None, resources_of(worker)).sample(LEAVES, record) is None
+    assert Auditor(Audit(), resources_of(worker)).sample({}, record) is None
     assert record.audit is None
