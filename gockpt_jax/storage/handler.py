@@ -21,7 +21,7 @@ from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, refuse_donated
 from gockpt_jax.storage.tree_handler import make_tree_handler
-from gockpt_jax.storage.write_budget import WriteStats
+from gockpt_jax.storage.write_budget import WriteStats, collecting
 from gockpt_jax.storage.written import Failed, Voting, Written
 from gockpt_jax.telemetry.report import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
@@ -160,12 +160,12 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
 
     async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
         """Starts writing what becomes final."""
-        try:
-            futures = await self._tree.async_save(directory, args=taken.save)
-        except BaseException:
-            taken.release()
-            raise
-        stats = self._writer.take_stats()
+        with collecting() as stats:
+            try:
+                futures = await self._tree.async_save(directory, args=taken.save)
+            except BaseException:
+                taken.release()
+                raise
         self._last = (stats, taken.arrays)
         if self._writer.is_primary:
             stats.checksums.add_values(taken.save.item, taken.save.save_args)

@@ -20,7 +20,7 @@ class TreeHandler(NamedTuple):
         handler: A stock `ocp.PyTreeCheckpointHandler`. It saves trees in which every `jax.Array`
             has been replaced by a `HostArray`; other leaves are as in stock. It restores like
             stock.
-        writer: Gives the statistics of a save: `take_stats`.
+        writer: Writes the arrays.
     """
 
     handler: ocp.PyTreeCheckpointHandler

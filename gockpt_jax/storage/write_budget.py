@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import time
@@ -42,6 +43,31 @@ class WriteStats:
     peak_inflight_bytes: int = 0
     write_secs: float = 0.0
     checksums: Checksums = dataclasses.field(default_factory=Checksums)
+
+
+_collected: contextvars.ContextVar[WriteStats | None] = contextvars.ContextVar(
+    "gockpt_write_stats", default=None
+)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[WriteStats]:
+    """Collects the statistics of the one save that is begun inside; filled while the save runs.
+
+    Saves that another task or thread begins at the same time, such as other items of a checkpoint,
+    are not in them.
+    """
+    stats = WriteStats()
+    token = _collected.set(stats)
+    try:
+        yield stats
+    finally:
+        _collected.reset(token)
+
+
+def collected_here() -> WriteStats:
+    """The statistics that are collected for the save that is being begun, if any are."""
+    return _collected.get() or WriteStats()
 
 
 class WriteBudget:

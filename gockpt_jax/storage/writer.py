@@ -29,7 +29,12 @@ from gockpt_jax.storage.leaf_writer import (
     open_store,
     to_the_end,
 )
-from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES, WriteBudget, WriteStats
+from gockpt_jax.storage.write_budget import (
+    DEFAULT_WRITE_LIMIT_BYTES,
+    WriteBudget,
+    WriteStats,
+    collected_here,
+)
 from gockpt_jax.transfer.budget import ByteBudget
 
 _LOG = logging.getLogger("gockpt_jax")
@@ -103,16 +108,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             max_replicas_for_replica_parallel,
         )
         self._write_array_metadatas = write_array_metadatas
-        self._stats = WriteStats()
         self._is_advice_given = False
-
-    def take_stats(self) -> WriteStats:
-        """Returns the statistics of the save begun since the last call; zeros if there was none.
-
-        Call it as soon as `async_save` has returned; the object is filled while the save runs.
-        """
-        stats, self._stats = self._stats, WriteStats()
-        return stats
 
     def memory_size(self, values: Sequence[HostArray]) -> list[tuple[int, int]]:
         """Returns the bytes to write and to read per value, which Orbax before 0.12.2 asks for."""
@@ -136,10 +132,9 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         args = args or [ocp.SaveArgs()] * len(values)
         leaves = [_Leaf(*leaf) for leaf in zip(values, infos, args, strict=True)]
         _check_savable(leaves)
-        self._stats = WriteStats()
         # The directory may not exist yet. This future waits for Orbax's word that it does.
         future = ocp.future.CommitFutureAwaitingContractedSignals(
-            self._write_all(leaves, self._stats), name="gockpt_host_array_write"
+            self._write_all(leaves, collected_here()), name="gockpt_host_array_write"
         )
         return [future]
 

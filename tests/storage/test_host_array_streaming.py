@@ -29,7 +29,7 @@ from storage_helpers import (
 
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.storage.tree_handler import make_tree_handler
-from gockpt_jax.storage.write_budget import WriteBudget, WriteStats
+from gockpt_jax.storage.write_budget import WriteBudget, WriteStats, collecting
 from gockpt_jax.storage.writer import HostArrayHandler
 
 SHARD_BYTES = 2**20
@@ -82,9 +82,9 @@ def restored(path, like):
 @pytest.mark.parametrize("use_compression", [True, False])
 def test_each_shard_is_written_and_freed_as_it_comes(tmp_path, use_ocdbt, use_compression):
     x, promises = eight_shards(), Promises()
-    handler, writer = make_tree_handler(use_ocdbt=use_ocdbt, use_compression=use_compression)
-    checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x, promises.shard)})
-    stats = writer.take_stats()
+    handler = make_tree_handler(use_ocdbt=use_ocdbt, use_compression=use_compression).handler
+    with collecting() as stats:
+        checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x, promises.shard)})
     for n, i in enumerate(random.Random(0).sample(range(8), 8), start=1):
         assert not promises.released[i].is_set()
         freed = promises.arrive(i)
@@ -118,9 +118,9 @@ def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
 )
 def test_bytes_in_flight_are_bounded(tmp_path, limit_bytes, peak_bytes):
     x = eight_shards()
-    handler, writer = make_tree_handler(write_limit_bytes=limit_bytes, use_compression=False)
-    checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
-    stats = writer.take_stats()
+    handler = make_tree_handler(write_limit_bytes=limit_bytes, use_compression=False).handler
+    with collecting() as stats:
+        checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
     checkpointer.close()
     assert stats.peak_inflight_bytes == peak_bytes
     assert stats.written_bytes == 8 * SHARD_BYTES
@@ -133,15 +133,15 @@ def test_the_limit_holds_inside_a_shard(tmp_path, use_ocdbt, limit_chunks):
     """One shard of 8 MiB in chunks of 1 MiB: with TensorStore, and as files past the page cache."""
     x = jnp.asarray(eight_shards())
     chunk_bytes = SHARD_BYTES
-    handler, writer = make_tree_handler(
+    handler = make_tree_handler(
         write_limit_bytes=limit_chunks * chunk_bytes,
         chunk_byte_size=chunk_bytes,
         use_ocdbt=use_ocdbt,
         use_compression=False,
-    )
+    ).handler
     x = jax.device_put(x, jax.devices()[0])
-    checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
-    stats = writer.take_stats()
+    with collecting() as stats:
+        checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
     checkpointer.close()
     assert stats.peak_inflight_bytes == limit_chunks * chunk_bytes
     assert stats.written_bytes == 8 * chunk_bytes
@@ -217,11 +217,10 @@ def assert_only_step_0(directory, like):
 def test_a_failed_shard_fails_the_save_with_its_own_error(tmp_path, use_async, arrived):
     state = {"x": eight_shards(), "y": jnp.ones((3, 4))}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=use_async)
-    handler, writer = make_tree_handler()
+    handler = make_tree_handler().handler
     manager = ocp.CheckpointManager(tmp_path, item_handlers=handler, options=options)
     manager.save(0, args=ocp.args.PyTreeSave(host_tree(state)))
     manager.wait_until_finished()
-    writer.take_stats()
 
     promises, error = Promises(), SourceError("no bytes")
     tree = host_tree(state, promises.shard)
@@ -238,9 +237,10 @@ def test_a_failed_shard_fails_the_save_with_its_own_error(tmp_path, use_async, a
     for i in range(arrived + 1, len(promises.pending)):
         promises.arrive(i)
     assert_only_step_0(tmp_path, state)
-    manager.save(2, args=ocp.args.PyTreeSave(host_tree(state)))
+    with collecting() as stats:
+        manager.save(2, args=ocp.args.PyTreeSave(host_tree(state)))
     manager.wait_until_finished()
-    assert writer.take_stats().written_bytes == 8 * SHARD_BYTES + 48
+    assert stats.written_bytes == 8 * SHARD_BYTES + 48
     manager.close()
 
 
