@@ -18,7 +18,7 @@ from gockpt_jax.storage import checksums
 from gockpt_jax.storage.host_array import HostArray, HostShard, ShardFuture
 from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
-from gockpt_jax.storage.write_budget import collecting
+from gockpt_jax.storage.write_budget import WriteStats, collecting
 
 MIB = 2**20
 RAW_THREADS = 4
@@ -133,8 +133,8 @@ def stock_save(path: Path, state: State, options: dict[str, Any]) -> None:
 
 def our_save(path: Path, state: State, options: dict[str, Any]) -> None:
     """The same with the library's writer, from bytes that are on the host, and its checksums."""
-    handler = make_tree_handler(**options).handler
-    with ocp.AsyncCheckpointer(handler) as checkpointer, collecting() as stats:
+    handler, stats = make_tree_handler(**options).handler, WriteStats()
+    with ocp.AsyncCheckpointer(handler) as checkpointer, collecting(stats):
         tree = {name: host_array(x) for name, x in state.items()}
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
     stats.checksums.write(path)

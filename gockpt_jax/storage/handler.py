@@ -16,8 +16,10 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import bucket, checksums
 from gockpt_jax.storage.array_layout import replica_layout_of
 from gockpt_jax.storage.commit import CommitVotes
+from gockpt_jax.storage.hand_over import HandedOver, settled
 from gockpt_jax.storage.host_array import HostArray
 from gockpt_jax.storage.policies import labels_of_policy
+from gockpt_jax.storage.registry import look_up
 from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, refuse_donated
 from gockpt_jax.storage.tree_handler import make_tree_handler
@@ -86,6 +88,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self._tree, self._writer = make_tree_handler(
             write_limit_bytes=limit, host=self._gockpt_session.host, **options
         )
+        self._look_up = look_up(options.get("type_handler_registry"))
         self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
         self._restore_options = {"multiprocessing_options": together} | {
             key: options[key] for key in _READING if key in options
@@ -97,7 +100,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
         self._save = ""  # its directory
-        self._last: tuple[WriteStats, list[HostArray]] | None = None
+        self._begun: list[tuple[list[HostArray], WriteStats]] = []  # its items
         self._taking: PendingReport | None = None  # of the save that was taken last
 
     @property
@@ -159,16 +162,27 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         return TakenSave(stock, self._taking)
 
     async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
-        """Starts writing what becomes final."""
-        with collecting() as stats:
-            try:
+        """Has what becomes final written: begun on another thread, if `save` may return before."""
+        stats = WriteStats()
+        self._begun.append((taken.arrays, stats))
+        save = settled(taken.save, self._look_up)
+        if save is None:
+            return await self._begin_writing(directory, taken, stats)
+        settled_save = dataclasses.replace(taken, save=save)
+        return HandedOver(self._begin_writing(directory, settled_save, stats))
+
+    async def _begin_writing(
+        self, directory: Any, taken: TakenSave, stats: WriteStats
+    ) -> ocp.future.Future:
+        """Has stock begin to write."""
+        try:
+            if self._writer.is_primary:
+                stats.checksums.add_values(taken.save.item, taken.save.save_args)
+            with collecting(stats):
                 futures = await self._tree.async_save(directory, args=taken.save)
-            except BaseException:
-                taken.release()
-                raise
-        self._last = (stats, taken.arrays)
-        if self._writer.is_primary:
-            stats.checksums.add_values(taken.save.item, taken.save.save_args)
+        except BaseException:
+            taken.release()
+            raise
         return Written(futures or (), taken.pending.record, stats, directory)
 
     def _voting(self, written: ocp.future.Future) -> ocp.future.Future:
@@ -183,6 +197,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         if save != self._save:
             self._gockpt_session.end_save()
             self._save = save
+            self._begun.clear()
             if self.votes is not None:
                 self.votes.begin(self.label)
             if not self.has_manager:
@@ -195,10 +210,10 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         Orbax's threads wait up to 300 s for a directory that could not be made, and the state with
         them.
         """
-        if self._last is not None and not self._last[0].peak_inflight_bytes:
-            for array in self._last[1]:
+        for arrays, stats in self._begun:
+            for array in () if stats.peak_inflight_bytes else arrays:
                 array.release()
-        self._last = None
+        self._begun.clear()
 
     def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""

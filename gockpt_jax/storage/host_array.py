@@ -114,10 +114,6 @@ class HostArray:
             the checkpoint; no data moves to its devices.
         shards: The boxes that this process writes. All processes together must cover the array.
         key_impl: For typed PRNG keys the name of their implementation; the data is the key data.
-
-    Raises:
-        ValueError: A shard's index does not fit `shape`, or (with every device of the sharding in
-            this process) the boxes do not add up to the array.
     """
 
     def __init__(
@@ -133,10 +129,15 @@ class HostArray:
         self.sharding = sharding
         self.shards = tuple(shards)
         self.key_impl = key_impl
-        self._check_cover()
 
-    def _check_cover(self) -> None:
-        """A forgotten box would surface only when somebody restores: find it now."""
+    def boxes(self) -> list[tuple[slice, ...]]:
+        """The shards' positions, with explicit starts and stops; for the writer's thread.
+
+        Raises:
+            ValueError: A shard's index does not fit `shape`, or (with every device of the sharding
+                in this process) the boxes do not add up to the array. A forgotten one would surface
+                only when somebody restores.
+        """
         boxes = [shard.box(self.shape) for shard in self.shards]
         covered = sum(math.prod(s.stop - s.start for s in box) for box in boxes)
         if self.sharding.is_fully_addressable and covered != self.size:
@@ -144,6 +145,7 @@ class HostArray:
                 f"`shards`: {len(boxes)} boxes cover {covered} of the {self.size} elements of an"
                 f" array of shape {self.shape}; this process must write each element once."
             )
+        return boxes
 
     def release(self) -> None:
         """Drops the bytes of all shards, as where a save has failed."""

@@ -67,12 +67,18 @@ def refuse_donated(item: Any) -> None:
     Raises:
       ValueError: if an array of it has been donated or deleted; names it.
     """
+    if not any(_is_gone(leaf) for leaf in jax.tree.leaves(item)):
+        return
     for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        if _is_gone(leaf):
             raise ValueError(
                 f"the state given to `save` is gone: {jax.tree_util.keystr(path)} was donated to a "
                 "later step, or deleted. Save what the step returned, before the next step."
             )
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -> HostArray:

@@ -51,16 +51,15 @@ _collected: contextvars.ContextVar[WriteStats | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def collecting() -> Iterator[WriteStats]:
+def collecting(stats: WriteStats) -> Iterator[None]:
     """Collects the statistics of the one save that is begun inside; filled while the save runs.
 
     Saves that another task or thread begins at the same time, such as other items of a checkpoint,
     are not in them.
     """
-    stats = WriteStats()
     token = _collected.set(stats)
     try:
-        yield stats
+        yield
     finally:
         _collected.reset(token)
 

@@ -202,9 +202,9 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         context = leaf.info.ts_context or ocp.type_handlers.get_ts_context(
             use_ocdbt=bool(leaf.info.is_ocdbt_checkpoint)
         )
-        boxes = [shard.box(shape) for shard in leaf.array.shards]
-        chunks = spec_lib.plain_folder(leaf.info, folder, layout, boxes)
         with named_in_errors(leaf.info.name):
+            boxes = leaf.array.boxes()
+            chunks = spec_lib.plain_folder(leaf.info, folder, layout, boxes)
             if self.is_primary:
                 metadata = spec_lib.metadata_file(leaf.info, folder)
                 spec = spec_lib.array_spec(

@@ -10,7 +10,7 @@ any other sharded array.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,8 @@ elements, so that a parameter and its moments are shared alike, whatever their d
 Shape = tuple[int, ...]
 WriteShape = Callable[[Shape, Any, jax.sharding.Sharding], Shape]
 """From an array's shape, dtype and sharding to the shape of what one replica writes of it."""
+
+_owned_by_layout: dict[Any, tuple[Sequence[Box], int]] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,13 +83,7 @@ class Replicas:
 
     def boxes(self, array: jax.Array) -> list[Box]:
         """Positions of what this process writes, in the array as it is stored."""
-        finer = self._finer(array)
-        if finer is not None:
-            return list(_local_boxes(finer, array.shape).values())
-        # No computation: JAX hands out the array below the keys, which the shards of keys do not
-        # show.
-        stored = jax.random.key_data(array) if is_key_type(array.dtype) else array
-        return [s.index for s in owned_shards(stored)]
+        return list(self._owned(array)[0])
 
     def pieces(self, array: jax.Array) -> list[Piece]:
         """What this process writes, in the same order, with the shards that hold it.
@@ -115,8 +111,25 @@ class Replicas:
 
     def owned_bytes(self, array: jax.Array) -> int:
         """Bytes that this process writes."""
-        num_bytes: int = self.source(array).shard_bytes * len(self.boxes(array))
-        return num_bytes
+        return self._owned(array)[1]
+
+    def _owned(self, array: jax.Array) -> tuple[Sequence[Box], int]:
+        """Positions and bytes of what this process writes: asked for every leaf at every seal."""
+        key = (self.write_shape, array.shape, array.dtype, array.sharding)
+        found = _owned_by_layout.get(key)
+        if found is None:
+            boxes = self._owned_boxes(array)
+            found = _owned_by_layout[key] = boxes, self.source(array).shard_bytes * len(boxes)
+        return found
+
+    def _owned_boxes(self, array: jax.Array) -> Sequence[Box]:
+        finer = self._finer(array)
+        if finer is not None:
+            return tuple(_local_boxes(finer, array.shape).values())
+        # No computation: JAX hands out the array below the keys, which the shards of keys do not
+        # show.
+        stored = jax.random.key_data(array) if is_key_type(array.dtype) else array
+        return tuple(s.index for s in owned_shards(stored))
 
     def owned_bytes_at_most(self, array: Any) -> int:
         """As `owned_bytes`, of donated arrays too; too many where processes hold the same."""

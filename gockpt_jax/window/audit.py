@@ -102,17 +102,18 @@ class Auditor:
 
     def _next_boxes(self, leaves: Mapping[str, jax.Array], fraction: float) -> list[_Pair]:
         """What has its turn: first one piece of each leaf, on different devices, then another."""
-        order: list[tuple[int, int, str, int, Piece]] = []
+        order: list[tuple[int, int, str, int]] = []
         for i, (path, array) in enumerate(leaves.items()):
-            owned = self._replicas.pieces(array)
-            order += [((n - i) % len(owned), i, path, n, piece) for n, piece in enumerate(owned)]
-        order.sort(key=lambda entry: entry[:2])
+            owned = len(self._replicas.boxes(array))
+            order += [((n - i) % owned, i, path, n) for n in range(owned)]
+        order.sort()
         number, part = share_out(len(order), fraction)
         first = self._turns[frozenset(leaves)]
         self._turns[frozenset(leaves)] += number
         pairs = []
         for at in range(first, first + number):
-            _, _, path, n, piece = order[at % len(order)]
+            _, _, path, n = order[at % len(order)]
+            piece = self._replicas.pieces(leaves[path])[n]
             grid = grid_of(piece.shape, piece.shard.dtype.itemsize, part)
             # Each time round, the box is the next one.
             pairs.append((_Box(path, n, grid, at // len(order) % grid.count), piece))

@@ -83,7 +83,7 @@ def restored(path, like):
 def test_each_shard_is_written_and_freed_as_it_comes(tmp_path, use_ocdbt, use_compression):
     x, promises = eight_shards(), Promises()
     handler = make_tree_handler(use_ocdbt=use_ocdbt, use_compression=use_compression).handler
-    with collecting() as stats:
+    with collecting(stats := WriteStats()):
         checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x, promises.shard)})
     for n, i in enumerate(random.Random(0).sample(range(8), 8), start=1):
         assert not promises.released[i].is_set()
@@ -119,7 +119,7 @@ def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
 def test_bytes_in_flight_are_bounded(tmp_path, limit_bytes, peak_bytes):
     x = eight_shards()
     handler = make_tree_handler(write_limit_bytes=limit_bytes, use_compression=False).handler
-    with collecting() as stats:
+    with collecting(stats := WriteStats()):
         checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
     checkpointer.close()
     assert stats.peak_inflight_bytes == peak_bytes
@@ -140,7 +140,7 @@ def test_the_limit_holds_inside_a_shard(tmp_path, use_ocdbt, limit_chunks):
         use_compression=False,
     ).handler
     x = jax.device_put(x, jax.devices()[0])
-    with collecting() as stats:
+    with collecting(stats := WriteStats()):
         checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
     checkpointer.close()
     assert stats.peak_inflight_bytes == limit_chunks * chunk_bytes
@@ -237,7 +237,7 @@ def test_a_failed_shard_fails_the_save_with_its_own_error(tmp_path, use_async, a
     for i in range(arrived + 1, len(promises.pending)):
         promises.arrive(i)
     assert_only_step_0(tmp_path, state)
-    with collecting() as stats:
+    with collecting(stats := WriteStats()):
         manager.save(2, args=ocp.args.PyTreeSave(host_tree(state)))
     manager.wait_until_finished()
     assert stats.written_bytes == 8 * SHARD_BYTES + 48
@@ -305,11 +305,22 @@ def test_a_host_array_is_written_once(tmp_path):
         save(make_tree_handler().handler, tmp_path / "2", tree)
 
 
+def test_a_forgotten_box_fails_the_save(tmp_path):
+    whole = host_array(jnp.ones((4, 4)))
+    shards = [HostShard((slice(0, 3), slice(None)), whole.shards[0].data)]
+    tree = {"x": HostArray(whole.shape, whole.dtype, whole.sharding, shards)}
+    with pytest.raises(ValueError, match="cover 12 of the 16 elements") as caught:
+        save(make_tree_handler().handler, tmp_path / "x", tree)
+    assert any("while saving `x`" in note for note in caught.value.__notes__)
+    assert shards[0].released
+    assert not (tmp_path / "x").exists()
+
+
 def test_what_is_wrong_at_once_is_said_at_once():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for index in [(slice(0, 3),), (slice(0, 2), slice(0, 2)), (slice(0, 4, 2),)]:
         with pytest.raises(ValueError, match=r"`(index|shards)`"):
-            HostArray((4,), np.float32, sharding, [HostShard(index, Future())])
+            HostArray((4,), np.float32, sharding, [HostShard(index, Future())]).boxes()
     with pytest.raises(ValueError, match="`write_limit_bytes`"):
         HostArrayHandler(write_limit_bytes=0)
     with pytest.raises(TypeError, match="no_such_option"):
