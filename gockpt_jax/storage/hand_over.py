@@ -1,0 +1,85 @@
+"""Handing a sealed save to stock's tree handler, away from the trainer's thread.
+
+Once the state is sealed, all that is left is bookkeeping: names, types and specifications of every
+leaf, an event loop, threads. For a few hundred leaves that takes stock longer than the seal, and
+nothing in it needs the trainer. What `save` promises when it returns has to be true by then all
+the same: what it refuses it has refused, and what the caller may change has been copied.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from gockpt_jax.storage.host_array import HostArray
+
+_IMMUTABLE = (bool, int, float, str, np.generic)
+
+
+class HandedOver(ocp.future.Future):  # type: ignore[misc]
+    """A save whose writing is begun by a thread of Orbax's, as soon as its directory is there.
+
+    Args:
+      begin: Begins the writing; its result resolves when all is written.
+    """
+
+    def __init__(self, begin: Coroutine[Any, Any, ocp.future.Future]):
+        self._begun = ocp.future.CommitFutureAwaitingContractedSignals(
+            begin, name="gockpt_hand_over"
+        )
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for every write; raises what the first failing one, or their beginning, raised."""
+        started_at = time.monotonic()
+        written = self._begun.result(timeout)
+        if timeout is not None:
+            timeout = max(0.0, timeout - (time.monotonic() - started_at))
+        written.result(timeout)
+
+
+def settled(save: ocp.args.PyTreeSave, look_up: Callable[[Any], Any]) -> ocp.args.PyTreeSave | None:
+    """The arguments of a save that stock neither refuses nor copies on the trainer's thread.
+
+    Args:
+      save: Its arrays are `HostArray`s.
+      look_up: Of stock's registry: the handler of a type; raises ValueError if there is none.
+
+    Returns:
+      The same, with NumPy arrays copied, as stock copies them in `save`. `None` if stock would
+      refuse something there, or a leaf is of a type that only its own handler knows.
+    """
+    tree: Any  # untyped in JAX's stubs
+    leaves, tree = jax.tree.flatten(save.item)
+    if not leaves or jax.tree_util.treedef_is_leaf(tree):
+        return None
+    if save.save_args is not None and jax.tree.structure(save.save_args) != tree:
+        return None
+    if not all(_is_plain(kind, look_up) for kind in {type(x) for x in leaves} - {HostArray}):
+        return None
+    if any(_is_refused(x) for x in leaves):
+        return None
+    copied = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
+    return dataclasses.replace(save, item=jax.tree.unflatten(tree, copied))
+
+
+def _is_plain(kind: type, look_up: Callable[[Any], Any]) -> bool:
+    """Whether a leaf of this type can be copied by us, and has a handler."""
+    if kind is not np.ndarray and not issubclass(kind, _IMMUTABLE):
+        return False
+    try:
+        look_up(kind)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_refused(leaf: Any) -> bool:
+    """Whether stock, or our writer in its place, refuses to save such an array."""
+    if isinstance(leaf, HostArray):
+        is_local = jax.process_count() > 1 and leaf.sharding.is_fully_addressable
+        return is_local or not leaf.size
+    return isinstance(leaf, np.ndarray) and (leaf.dtype.hasobject or not leaf.size)
