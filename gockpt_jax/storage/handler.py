@@ -180,8 +180,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
                 stats.checksums.add_values(taken.save.item, taken.save.save_args)
             with collecting(stats):
                 futures = await self._tree.async_save(directory, args=taken.save)
-        except BaseException:
+        except BaseException as error:
             taken.release()
+            error.add_note(f"gockpt_jax: while {directory} was handed to Orbax.")
             raise
         return Written(futures or (), taken.pending.record, stats, directory)
 

@@ -11,6 +11,7 @@ from programs import PROGRAMS
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage import leaf_writer, writer
+from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.leaf_writer import LeafWriter
 from gockpt_jax.storage.writer import HostArrayHandler
@@ -36,6 +37,8 @@ BEFORE_SEAL = {
 }  # fmt: skip
 
 AFTER_SEAL = {
+    "checksums": {"owner": Checksums, "name": "add_values"},
+    "orbax_handler": {"owner": HostArrayHandler, "name": "serialize"},
     "pull_of_a_late_leaf": {"owner": Pull, "name": "result"},
     "end_of_replay": {"owner": slots, "name": "fill"},
     "write_of_a_shard": {"owner": LeafWriter, "name": "write_shard"},
@@ -48,7 +51,6 @@ AFTER_SEAL = {
 INSIDE_SAVE = {
     "stage_of_the_late_leaves": {"owner": staging, "name": "stage"},
     "pull_of_the_late_leaves": {"owner": Block, "name": "start_pull"},
-    "orbax_handler": {"owner": HostArrayHandler, "name": "serialize"},
 }
 
 ON_THE_TRAINER = {

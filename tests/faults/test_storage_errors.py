@@ -20,6 +20,7 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.storage.directory import look_into
 from gockpt_jax.storage.verify import verify
+from gockpt_jax.window.seal import Seal
 
 from .injection import Fault, InjectedError
 from .states import assert_only_whole_steps, bits_of, differing
@@ -199,7 +200,7 @@ def test_what_the_caller_did_wrong_is_raised_all_the_same(
         trainer.update()
         with pytest.raises(ValueError, match="donated"):
             trainer.manager.save(4, args=gockpt.GoCkptSave(old))
-        interrupt = Fault(monkeypatch, Checksums, "add_values", error=KeyboardInterrupt())
+        interrupt = Fault(monkeypatch, Seal, "take", error=KeyboardInterrupt())
         interrupt.arm()
         with pytest.raises(KeyboardInterrupt):
             trainer.manager.save(4, args=gockpt.GoCkptSave(trainer.state))

@@ -1,0 +1,154 @@
+"""What `save` leaves to another thread, and what it has done when it returns."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from storage_helpers import assert_same_arrays
+
+import gockpt_jax as gockpt
+
+WAIT_SECS = 60
+
+
+def managers(path):
+    """Ours, and stock's with our handler."""
+    yield gockpt.GoCkptManager(path / "ours")
+    yield ocp.CheckpointManager(path / "stock", item_handlers=gockpt.GoCkptHandler())
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds stock's handler back until it is set; counts who has asked it."""
+    gate, asked_by = threading.Event(), []
+    stock = ocp.PyTreeCheckpointHandler.async_save
+
+    async def held(self, *args, **kwargs):
+        asked_by.append(threading.current_thread())
+        assert gate.wait(WAIT_SECS)
+        return await stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "async_save", held)
+    gate.asked_by = asked_by
+    yield gate
+    gate.set()
+
+
+def test_save_returns_before_stock_has_looked_at_the_tree(tmp_path, gate):
+    """What the caller changes then changes nothing: as in stock, which has copied it."""
+    for manager in managers(tmp_path):
+        gate.clear()
+        inner = {"numpy": np.arange(6.0), "number": 3, "text": "old"}
+        state = {"w": jnp.arange(4.0), "inner": inner, "list": [np.float32(2), None]}
+        assert manager.save(0, args=gockpt.GoCkptSave(state))
+        inner["numpy"][:] = -1
+        inner["number"], inner["text"], inner["more"] = -1, "new", jnp.ones(1)
+        state["list"].append(1)
+        state["w"].delete()
+        assert manager.latest_step() == 0
+        gate.set()
+        manager.wait_until_finished()
+        restored = manager.restore(0, args=gockpt.GoCkptRestore())
+        expected = {"numpy": np.arange(6.0), "number": 3, "text": "old"}
+        assert_same_arrays(restored["w"], np.arange(4.0, dtype=np.float32))
+        assert_same_arrays(restored["inner"], expected)
+        assert len(restored["list"]) == 2
+        manager.close()
+    assert threading.main_thread() not in gate.asked_by
+
+
+def test_items_of_one_save_are_handed_over_side_by_side(tmp_path, gate):
+    trees = {"a": {"x": jnp.arange(4.0)}, "b": {"y": jnp.ones((3, 2)), "n": np.arange(3)}}
+    saves = {name: gockpt.GoCkptSave(tree) for name, tree in trees.items()}
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.Composite(**saves))
+        gate.set()
+        targets = {name: gockpt.GoCkptRestore(tree) for name, tree in trees.items()}
+        restored = manager.restore(0, args=ocp.args.Composite(**targets), verify=True)
+    assert_same_arrays(dict(restored.items()), trees)
+    assert len(set(gate.asked_by)) == 2
+
+
+REFUSED = {
+    "empty array": {"w": jnp.ones(3), "x": jnp.ones((0, 2))},
+    "empty numpy": {"w": jnp.ones(3), "x": np.ones((2, 0))},
+    "no handler": {"w": jnp.ones(3), "x": object()},
+    "no handler for numbers": {"w": jnp.ones(3), "x": 1j},
+    "no leaves": {},
+}
+
+
+@pytest.mark.parametrize("tree", REFUSED)
+def test_what_stock_refuses_in_save_is_refused_there(tmp_path, tree):
+    with ocp.CheckpointManager(tmp_path / "by_stock") as manager:
+        with pytest.raises(ValueError) as by_stock:  # noqa: PT011  (the text is stock's)
+            manager.save(0, args=ocp.args.PyTreeSave(REFUSED[tree]))
+    for manager in managers(tmp_path):
+        with pytest.raises(ValueError, match=str(by_stock.value)[:10]):
+            manager.save(0, args=gockpt.GoCkptSave(REFUSED[tree]))
+        assert manager.save(1, args=gockpt.GoCkptSave({"w": jnp.ones(3)}), force=True)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1]
+        manager.close()
+
+
+def test_save_args_that_do_not_fit_are_refused_in_save(tmp_path):
+    args = gockpt.GoCkptSave({"w": jnp.ones(3)}, save_args={"v": ocp.SaveArgs()})
+    for manager in managers(tmp_path):
+        with pytest.raises(ValueError, match="key"):
+            manager.save(0, args=args)
+        manager.close()
+
+
+def test_save_args_that_fit_are_heeded(tmp_path, gate):
+    cast = {"w": ocp.SaveArgs(dtype=np.dtype(np.float16)), "n": ocp.SaveArgs()}
+    gate.set()
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        tree = {"w": jnp.full(3, 1.5), "n": np.arange(3)}
+        manager.save(0, args=gockpt.GoCkptSave(tree, save_args=cast))
+        restored = manager.restore(0)
+    assert_same_arrays(restored, {"w": np.full(3, 1.5, np.float16), "n": np.arange(3)})
+    assert threading.main_thread() not in gate.asked_by
+
+
+class Counter:
+    """A mutable leaf, of which only its own handler knows what a copy is."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class CounterHandler(ocp.type_handlers.ScalarHandler):
+    """Takes the value when it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def typestr(self):
+        return "Counter"
+
+    async def serialize(self, values, infos, args=None):
+        self.taken += [x.value for x in values]
+        return await super().serialize([x.value for x in values], infos, args)
+
+
+def test_a_leaf_that_only_its_handler_knows_is_taken_in_save(tmp_path, gate):
+    counters = CounterHandler()
+    arrays = ocp.type_handlers.ArrayHandler()
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (Counter, counters)
+    )
+    gate.set()
+    handler = gockpt.GoCkptHandler(type_handler_registry=registry)
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        counter = Counter(7)
+        manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(3), "count": counter}))
+        counter.value = 8
+    assert gate.asked_by == [threading.main_thread()]
+    assert counters.taken == [7]
