@@ -72,6 +72,8 @@ def run(quick: bool) -> Record:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX".strip()
     import jax
 
+    from bench.save_call import measure
+
     record = Record("transfer")
     # Leaves are small: the CPU backend copies them on the caller's thread, as no accelerator does.
     width, saves = 64, 6 if quick else 20
@@ -97,6 +99,7 @@ def run(quick: bool) -> Record:
         "bytes of chunks, retained values, replay's and the writer's buffers on the host, over the "
         "state's; host_budget_ratio: over the default host budget.",
     ]
+    measure(record, lambda: _model(width), saves=9 if quick else 25)
     if jax.default_backend() == "cpu":
         record.notes.append("No accelerator: its questions were not asked.")
     else:

@@ -85,9 +85,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("tree", REFUSED)
 def test_what_stock_refuses_in_save_is_refused_there(tmp_path, tree):
-    with ocp.CheckpointManager(tmp_path / "by_stock") as manager:
-        with pytest.raises(ValueError) as by_stock:  # noqa: PT011  (the text is stock's)
-            manager.save(0, args=ocp.args.PyTreeSave(REFUSED[tree]))
+    with (
+        ocp.CheckpointManager(tmp_path / "by_stock") as manager,
+        pytest.raises(ValueError) as by_stock,
+    ):
+        manager.save(0, args=ocp.args.PyTreeSave(REFUSED[tree]))
     for manager in managers(tmp_path):
         with pytest.raises(ValueError, match=str(by_stock.value)[:10]):
             manager.save(0, args=gockpt.GoCkptSave(REFUSED[tree]))

@@ -1,0 +1,109 @@
+"""How long the call of `save` holds the trainer's thread: ours beside stock's, in turns.
+
+All save the same tree, at the same steps of the same training; each call finds the save before it
+committed, so none waits for storage.
+"""
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+import gockpt_jax as gockpt
+from bench.record import Record, ratios
+
+_STEPS = 4  # from save to save, and K of the windows
+_WARM_UP = 3  # saves: the first is no window, and what follows compiles
+
+
+@dataclasses.dataclass
+class _Trainer:
+    """A training loop with a manager.
+
+    Attributes:
+      manager: Ours or stock's.
+      arguments: What makes the state an argument of `save`.
+      step: The jitted step, wrapped or not.
+      state: Its state.
+      calls: Seconds of each call that saved.
+      idle: Of each call that did not.
+      cpu: Of each call that saved, the thread's own processor time.
+    """
+
+    manager: Any
+    arguments: Any
+    step: Any
+    state: Any
+    calls: list[float] = dataclasses.field(default_factory=list)
+    idle: list[float] = dataclasses.field(default_factory=list)
+    cpu: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, label: int) -> None:
+        """One step, and the call that follows it."""
+        if label % _STEPS == 0:
+            self.manager.wait_until_finished()
+        self.state = jax.block_until_ready(self.step(self.state))
+        if isinstance(self.manager, gockpt.GoCkptManager):
+            self.manager._gockpt_session._worker.wait_until_idle()
+        args = self.arguments(self.state)
+        wall, cpu = time.perf_counter(), time.thread_time()
+        saved = self.manager.save(label, args=args)
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        if label < _WARM_UP * _STEPS:
+            return
+        if saved:
+            self.calls.append(wall)
+            self.cpu.append(cpu)
+        else:
+            self.idle.append(wall)
+
+
+def measure(record: Record, model: Any, saves: int) -> None:
+    """Adds the figures to a record.
+
+    Args:
+      record: Takes them.
+      model: Makes a state and its donating jitted step.
+      saves: How many calls of each.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        trainers = {name: _trainer(name, Path(directory) / name, *model()) for name in _NAMES}
+        for label in range(_STEPS * (_WARM_UP + saves)):
+            for trainer in trainers.values():
+                trainer.run(label)
+        for trainer in trainers.values():
+            trainer.manager.close()
+    leaves = len(jax.tree.leaves(trainers["stock"].state))
+    kinds = {r.kind for r in trainers["window"].manager.reports[_WARM_UP:]}
+    assert kinds == {"window"}, kinds
+    for name, trainer in trainers.items():
+        suffix = _NAMES[name]
+        record.samples[f"save_call{suffix}_ms"] = [1e3 * secs for secs in trainer.calls]
+        record.samples[f"save_call_cpu{suffix}_ms"] = [1e3 * secs for secs in trainer.cpu]
+        record.samples[f"save_idle{suffix}_us"] = [1e6 * secs for secs in trainer.idle]
+    stock = trainers["stock"].calls
+    record.samples["save_call_ratio"] = ratios(trainers["window"].calls, stock)
+    record.notes.append(
+        f"save_call_ms: a call of `save` that ends a window of {_STEPS} steps, of {leaves} leaves;"
+        " save_call_snapshot_ms: one without a window; save_call_stock_ms: asynchronous stock"
+        " Orbax, same tree, in turns; save_call_ratio: the first over stock's; save_call_cpu: of"
+        " it, the thread's own processor time; save_idle: a call that saves nothing."
+    )
+
+
+_NAMES = {"window": "", "snapshot": "_snapshot", "stock": "_stock"}
+
+
+def _trainer(name: str, directory: Path, state: Any, update: Any) -> _Trainer:
+    options = ocp.CheckpointManagerOptions(save_interval_steps=_STEPS, max_to_keep=1)
+    if name == "stock":
+        stock = ocp.CheckpointManager(directory, options=options)
+        return _Trainer(stock, ocp.args.StandardSave, update, state)
+    steps = _STEPS if name == "window" else 1
+    window = gockpt.WindowOptions(steps=steps)
+    ours = gockpt.GoCkptManager(directory, options=options, window=window)
+    return _Trainer(ours, gockpt.GoCkptSave, ours.wrap(update), state)
