@@ -70,7 +70,7 @@ class Seal:
         record.host_budget_bytes = to.host.limit_bytes
         with events.span(events.SPAN_SEAL):
             # Of an array on other processes' devices alone there is nothing to take.
-            slots.update((id(a), []) for a in arrays if not a.addressable_shards)
+            slots.update((id(a), []) for a in arrays if not a.sharding.addressable_devices)
             late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
             slots.update(
                 take_now(late, to.worker, device=to.device, host=to.host, replicas=to.replicas)
