@@ -99,7 +99,7 @@ def run(quick: bool) -> Record:
         "bytes of chunks, retained values, replay's and the writer's buffers on the host, over the "
         "state's; host_budget_ratio: over the default host budget.",
     ]
-    measure(record, lambda: _model(width), saves=9 if quick else 25)
+    measure(record, lambda: _model(width, 120 if quick else _LEAVES), saves=7 if quick else 25)
     if jax.default_backend() == "cpu":
         record.notes.append("No accelerator: its questions were not asked.")
     else:
@@ -137,13 +137,13 @@ def _train(width: int, saves: int) -> tuple[Hooks, Any, int, int]:
         return hooks, manager.reports, state_bytes, budget
 
 
-def _model(width: int) -> tuple[Any, Any]:
+def _model(width: int, leaves: int = _LEAVES) -> tuple[Any, Any]:
     import jax
     import jax.numpy as jnp
     import optax
 
     tx = optax.adam(1e-3)
-    params = {f"w{n:03}": jnp.full((width, width), 1.0 + n) for n in range(_LEAVES // 3)}
+    params = {f"w{n:03}": jnp.full((width, width), 1.0 + n) for n in range(leaves // 3)}
 
     def loss(params: Any) -> Any:
         return sum(jnp.sum(jnp.cos(w)) for w in params.values())

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from gockpt_jax.transfer.chunks import is_key_type
 
 # A future of the ndarray of one box.
 ShardFuture = concurrent.futures.Future[np.ndarray[Any, Any]]
@@ -160,7 +161,7 @@ class HostArray:
         Reads no data, so `array` may be in flight; it must not have been deleted.
         """
         key_impl = None
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if is_key_type(array.dtype):
             key_impl = str(jax.random.key_impl(array))
             # No computation: JAX hands out the array below the keys. Its partition spec cannot be
             # told from that of the keys, in which trailing None entries are normalised.
