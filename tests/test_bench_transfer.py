@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench import transfer_gpu
+from bench import transfer, transfer_gpu
 from bench.record import Record
+from bench.save_call import measure
 from bench.transfer_gpu import QUESTIONS, answer
 
 
@@ -46,3 +47,12 @@ def test_nothing_is_asked_after_the_time():
     answer(record, quick=True, limit_secs=-1)
     assert not record.samples
     assert sum("not asked" in note for note in record.notes) == len(QUESTIONS)
+
+
+def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
+    record = Record("transfer")
+    measure(record, lambda: transfer._model(8, leaves=6), saves=2)
+    for kind in ("", "_snapshot", "_stock"):
+        assert len(record.samples[f"save_call{kind}_ms"]) == 2
+        assert len(record.samples[f"save_idle{kind}_us"]) == 6
+    assert len(record.samples["save_call_ratio"]) == 2
