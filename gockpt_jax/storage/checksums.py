@@ -133,7 +133,11 @@ class Checksums:
         else:
             async with self._threads:
                 made = await asyncio.to_thread(_stored_digest, data, dtype)
-        chunks = self._chunks(name, data.dtype if dtype is None else np.dtype(dtype))
+        self.record(name, box, data.dtype if dtype is None else np.dtype(dtype), made)
+
+    def record(self, name: str, box: Box, dtype: np.dtype[Any], made: str) -> None:
+        """Records a chunk whose digest is known, as stored with `dtype`."""
+        chunks = self._chunks(name, dtype)
         chunks.append([[s.start for s in box], [s.stop for s in box], made])
 
     def add_value(self, name: str, value: Any, dtype: Any = None) -> None:

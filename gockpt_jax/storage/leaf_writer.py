@@ -61,13 +61,16 @@ class LeafWriter:
     async def _write_chunk(self, cell: grid.Box, data: np.ndarray[Any, Any] | None) -> None:
         """The one place where a chunk is about to be written: (leaf name, box, values)."""
         assert data is not None
+        checksums, dtype, is_file = self.budget.stats.checksums, data.dtype, self._is_in_files
         with named_in_errors(self.name, cell):
             try:
-                # Nothing is held for a checksum: that of the next chunk is made beside the write.
-                stored = self.layout.stored_dtype
-                await self.budget.stats.checksums.add(self.name, cell, data, stored)
+                if not is_file:
+                    # Nothing is held for it: that of the next chunk is made beside the write.
+                    await checksums.add(self.name, cell, data, self.layout.stored_dtype)
                 async with self.budget.admit(data.nbytes, self._held_bytes(data.nbytes)):
-                    await to_the_end(self._written(cell, data))
+                    digest = await self._written(cell, data)
+                if is_file:
+                    checksums.record(self.name, cell, dtype, digest)
                 if self.layout.compressed:
                     await self.budget.trim(data.nbytes)
             finally:
@@ -76,16 +79,19 @@ class LeafWriter:
     def _written(self, cell: grid.Box, data: np.ndarray[Any, Any]) -> Awaitable[Any]:
         if isinstance(self.target, str):
             path = f"{self.target}/{grid.key(cell, self.layout.chunk)}"
-            return asyncio.wrap_future(self.files.write(path, data))
+            return _result(self.files.write(path, data))
         # No copy into TensorStore's cache: the bytes stay as they are until released.
-        written: Awaitable[Any] = self.target[cell].write(
-            data, can_reference_source_data_indefinitely=True
+        return to_the_end(
+            self.target[cell].write(data, can_reference_source_data_indefinitely=True)
         )
-        return written
+
+    @property
+    def _is_in_files(self) -> bool:
+        return isinstance(self.target, str)
 
     def _held_bytes(self, nbytes: int) -> int:
         """What is in flight because of a chunk."""
-        if isinstance(self.target, str):
+        if self._is_in_files:
             return min(nbytes, MAX_INFLIGHT_BYTES)
         return nbytes * (_COMPRESSED_COPIES if self.layout.compressed else 1)
 
@@ -111,6 +117,13 @@ async def to_the_end(operation: Awaitable[_T]) -> _T:
         await asyncio.wait([task])
         task.exception()  # The save has failed already; without this asyncio would log it.
         raise
+
+
+async def _result(operation: concurrent.futures.Future[_T]) -> _T:
+    """The same for a thread's work; what has been done already costs no turn of the event loop."""
+    if not operation.done():
+        await to_the_end(asyncio.wrap_future(operation))
+    return operation.result()
 
 
 async def _arrival(future: ShardFuture) -> np.ndarray[Any, Any]:

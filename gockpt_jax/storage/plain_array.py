@@ -23,14 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.storage import grid
-from gockpt_jax.storage.aligned import (
-    BLOCK_BYTES,
-    O_DIRECT,
-    PIECE_BYTES,
-    Aligned,
-    set_direct,
-    threads,
-)
+from gockpt_jax.storage.aligned import BLOCK_BYTES, O_DIRECT, Aligned, set_direct, threads
+from gockpt_jax.storage.pieces import piece_shape
 
 _THREADS = 8
 _mincore = ctypes.CDLL(None).mincore
@@ -140,24 +134,6 @@ class _Piece:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def piece_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of pieces of a chunk that are contiguous and at most 4 MiB large.
-
-    Example:
-        >>> piece_shape((16, 1024, 1024), 4), piece_shape((4, 8192, 8192), 4)
-        ((1, 1024, 1024), (1, 128, 8192))
-    """
-    shape, row_bytes = list(chunk), itemsize
-    for axis in reversed(range(len(shape))):
-        if row_bytes * shape[axis] > PIECE_BYTES:
-            rows = max(1, PIECE_BYTES // row_bytes)
-            whole = BLOCK_BYTES // math.gcd(row_bytes, BLOCK_BYTES)  # rows that end with a block
-            shape[axis] = rows - rows % whole or rows
-            return (1,) * axis + tuple(shape[axis:])
-        row_bytes *= shape[axis]
-    return tuple(shape)
 
 
 def overlap(a: grid.Box, b: grid.Box) -> grid.Box | None:

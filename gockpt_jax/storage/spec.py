@@ -7,11 +7,14 @@ Orbax's own builder of these specs changed its interface between 0.12.4 and 0.12
 from __future__ import annotations
 
 import base64
+import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from gockpt_jax.storage import bucket, grid
 from gockpt_jax.storage.array_layout import ArrayLayout, Shape, data_file_bytes
@@ -32,11 +35,11 @@ def _written_file_bytes(info: ocp.type_handlers.ParamInfo, folder: str) -> int:
     return data_file_bytes(info, folder)
 
 
-def _kvstore(directory: str, sync: bool = True) -> Json:
-    """Returns the base store of a directory; `sync`: whether what is written is durable at once."""
+def _kvstore(directory: str) -> Json:
+    """Returns the base store of a directory."""
     if bucket.is_bucket(directory):
         return bucket.kvstore(directory)
-    return {"driver": "file", "path": directory} | ({} if sync else {"file_io_sync": False})
+    return {"driver": "file", "path": directory}
 
 
 def _ocdbt(info: ocp.type_handlers.ParamInfo, folder: str, process_index: int) -> Json:
@@ -86,8 +89,6 @@ def array_spec(
     layout: ArrayLayout,
     shape: Shape,
     process_index: int,
-    *,
-    sync: bool = True,
 ) -> Json:
     """Returns the TensorStore spec under which this process writes one leaf.
 
@@ -97,9 +98,8 @@ def array_spec(
         layout: Of the leaf.
         shape: Of the leaf.
         process_index: Of this process.
-        sync: Whether plain files are durable when written; else somebody has to sync them.
     """
-    file = _kvstore(f"{folder}/{info.name}", sync)
+    file = _kvstore(f"{folder}/{info.name}")
     zarr = _zarr3 if info.use_zarr3 else _zarr2
     spec: Json = {
         "driver": "zarr3" if info.use_zarr3 else "zarr",
@@ -121,6 +121,22 @@ def metadata_file(info: ocp.type_handlers.ParamInfo, folder: str) -> str | None:
     if info.is_ocdbt_checkpoint or bucket.is_bucket(folder):
         return None
     return f"{folder}/{info.name}/{'zarr.json' if info.use_zarr3 else '.zarray'}"
+
+
+def metadata_text(spec: Json) -> bytes:
+    """Returns what TensorStore writes into that file, for an array of this spec."""
+    array = spec.get("base", spec)
+    rest = {name: value for name, value in array.items() if name != "kvstore"}
+    return _metadata_text(json.dumps(rest))
+
+
+@functools.lru_cache(maxsize=4096)  # a model has many leaves of few shapes
+def _metadata_text(array: str) -> bytes:
+    spec = json.loads(array) | {"kvstore": "memory://"}
+    memory = ts.open(spec, create=True, context=ts.Context()).result().kvstore
+    assert memory is not None
+    (name,) = memory.list().result()
+    return bytes(memory.read(name).result().value)
 
 
 def plain_folder(
@@ -150,11 +166,14 @@ def plain_folder(
     return None
 
 
-def sharding_spec(info: ocp.type_handlers.ParamInfo, folder: str) -> Json:
-    """Returns the spec of a leaf's entry in the `_sharding` file."""
-    key = base64.urlsafe_b64encode(info.name.encode()).decode()
-    kvstore = _kvstore(f"{folder}/_sharding")
-    return {"driver": "json", "kvstore": kvstore, "json_pointer": f"/{key}"}
+def sharding_spec(folder: str) -> Json:
+    """Returns the spec of the `_sharding` file."""
+    return {"driver": "json", "kvstore": _kvstore(f"{folder}/_sharding")}
+
+
+def sharding_key(name: str) -> str:
+    """Returns the name of a leaf's entry in the `_sharding` file."""
+    return base64.urlsafe_b64encode(name.encode()).decode()
 
 
 def sharding_text(sharding: jax.sharding.Sharding) -> str | None:

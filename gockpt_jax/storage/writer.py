@@ -15,8 +15,8 @@ import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 from gockpt_jax.storage import array_layout
 from gockpt_jax.storage import spec as spec_lib
@@ -205,15 +205,13 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         with named_in_errors(leaf.info.name):
             boxes = leaf.array.boxes()
             chunks = spec_lib.plain_folder(leaf.info, folder, layout, boxes)
-            if self.is_primary:
-                metadata = spec_lib.metadata_file(leaf.info, folder)
-                spec = spec_lib.array_spec(
-                    leaf.info, folder, layout, shape, index, sync=metadata is None
-                )
-                await open_store(spec, context, create=True, open=True)
-                if metadata is not None:
-                    files.written(metadata)
             spec = spec_lib.array_spec(leaf.info, folder, layout, shape, index)
+            if self.is_primary:
+                if file := spec_lib.metadata_file(leaf.info, folder):
+                    text = np.frombuffer(spec_lib.metadata_text(spec), np.uint8)
+                    files.write(file, text).result()
+                else:
+                    await open_store(spec, context, create=True, open=True)
             target = chunks or await open_store(spec, context, open=True, assume_metadata=True)
         writer = LeafWriter(leaf.info.name, layout, budget, target, files)
         for shard, box in zip(leaf.array.shards, boxes, strict=True):
@@ -253,11 +251,12 @@ def _write_array_metadatas(
 
 async def _write_shardings(leaves: Sequence[_Leaf], folder: str) -> None:
     """Writes the `_sharding` file, by which stock restores without a target."""
-    transaction = ts.Transaction()
-    for leaf in leaves:
-        text = spec_lib.sharding_text(leaf.array.sharding)
-        if text is not None:
-            spec = spec_lib.sharding_spec(leaf.info, folder)
-            store = await open_store(spec, leaf.info.ts_context, open=True)
-            await to_the_end(store.with_transaction(transaction).write(text))
-    await to_the_end(transaction.commit_async())
+    texts = {
+        spec_lib.sharding_key(leaf.info.name): text
+        for leaf in leaves
+        if (text := spec_lib.sharding_text(leaf.array.sharding)) is not None
+    }
+    if texts:
+        spec = spec_lib.sharding_spec(folder)
+        store = await open_store(spec, leaves[0].info.ts_context, open=True)
+        await to_the_end(store.write(np.array(texts, object)))

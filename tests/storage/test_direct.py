@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from storage_helpers import host_tree, save
 
-from gockpt_jax.storage import direct, grid, layout
+from gockpt_jax.storage import direct, grid, layout, syncs
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.tree_handler import make_tree_handler
 
@@ -85,14 +85,14 @@ def synced_paths(monkeypatch):
         paths.append(os.readlink(f"/proc/self/fd/{fd}"))
         sync(fd)
 
-    monkeypatch.setattr(direct.os, "fsync", spied)
+    monkeypatch.setattr(syncs.os, "fsync", spied)
     return paths
 
 
 def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
     """Large and small chunks, what says how they are stored, and the folders that name them."""
     monkeypatch.setattr(direct, "_SMALL_BYTES", 2**14)
-    monkeypatch.setattr(direct, "_BATCH_FILES", 3)
+    monkeypatch.setattr(syncs, "_BATCH_FILES", 3)
     tree = {f"x{n}": jnp.full((n + 1, 1024), n, jnp.float32) for n in range(8)}
     synced, committed = synced_paths(monkeypatch), []
     handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
@@ -110,7 +110,7 @@ def test_a_file_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
     def broken(fd):
         raise OSError(5, "broken disk")
 
-    monkeypatch.setattr(direct.os, "fsync", broken)
+    monkeypatch.setattr(syncs.os, "fsync", broken)
     handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
     with pytest.raises(OSError, match="broken disk") as caught:
         save(handler, tmp_path / "x", host_tree({"x": jnp.ones(4)}))
@@ -119,21 +119,21 @@ def test_a_file_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
 
 
 def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(direct, "_BATCH_FILES", 4)
+    monkeypatch.setattr(syncs, "_BATCH_FILES", 4)
     most, sync, before = [0], os.fsync, len(os.listdir("/proc/self/fd"))
 
     def counted(fd):
         most[0] = max(most[0], len(os.listdir("/proc/self/fd")))
         sync(fd)
 
-    monkeypatch.setattr(direct.os, "fsync", counted)
+    monkeypatch.setattr(syncs.os, "fsync", counted)
     files = DirectFiles()
     for future in [files.write(f"{tmp_path}/{n}", np.ones(9)) for n in range(200)]:
         future.result()
     files.sync()
     files.close()
     # Eight wait to be synced; each thread that writes one has it open, and each look one more.
-    assert before < most[0] <= before + 8 + direct._MAX_FILES + direct._SYNC_THREADS
+    assert before < most[0] <= before + 8 + direct._FILES + syncs._THREADS
     assert len(os.listdir("/proc/self/fd")) <= before
 
 

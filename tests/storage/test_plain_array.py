@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
-from gockpt_jax.storage import array_reader, plain_array
+from gockpt_jax.storage import array_reader, pieces, plain_array
 from gockpt_jax.storage.plain_array import PlainArray, PlainReads
 from gockpt_jax.storage.restore import restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
@@ -25,7 +25,7 @@ SMALL_PIECE_BYTES = 8192
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Files of a few KiB are then read in several pieces."""
-    monkeypatch.setattr(plain_array, "PIECE_BYTES", SMALL_PIECE_BYTES)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", SMALL_PIECE_BYTES)
 
 
 def stored(folder, values, chunk, **metadata):
