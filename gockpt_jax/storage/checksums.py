@@ -14,9 +14,7 @@ Stock never looks into this folder. See docs/decisions/0016.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -28,18 +26,11 @@ import tensorstore as ts
 import xxhash
 from etils import epath
 
-FOLDER = "_gockpt_checksums"
+from gockpt_jax.storage.item_files import FOLDER, ITEM_FILE, file_digests, files_of, holds_chunks
+
 FORMAT = "gockpt_jax checksums"
 VERSION = 1
 ALGORITHM = "xxh3_128"
-ITEM_FILE = "item.json"
-
-# Orbax writes these into the item itself, after its commit, where the item is no part of a step.
-LATER_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
-# Files in the folders of leaves, and of OCDBT's databases, that hold no chunks.
-_SMALL_FILES = frozenset({".zarray", ".zattrs", "zarr.json", "manifest.ocdbt"})
-_SMALL_FOLDERS = frozenset({"", "array_metadatas", FOLDER})
-_READ_THREADS = 16  # of small files, of which a bucket takes its time for each
 
 _PIECE_BYTES = 2**20
 # Below this a thread costs more than the digest.
@@ -216,9 +207,7 @@ def seal_item(item: Any, *, shared: bool) -> None:
         )
     sizes = dict(files_of(item))
     small = [name for name in sizes if not holds_chunks(name)]
-    with concurrent.futures.ThreadPoolExecutor(_READ_THREADS) as pool:
-        made = pool.map(functools.partial(file_digest, item), small)
-        digests = dict(zip(small, made, strict=True))
+    digests = dict(zip(small, file_digests(item, small), strict=True))
     files = {name: [length, digests.get(name)] for name, length in sizes.items()}
     content = {"format": FORMAT, "version": VERSION, "processes": [*expected], "files": files}
     content["digest"] = self_digest(content)
@@ -229,27 +218,6 @@ def self_digest(content: Mapping[str, Any]) -> str:
     """The digest of `item.json`'s content, without the entry that holds it."""
     rest = {key: value for key, value in content.items() if key != "digest"}
     return str(xxhash.xxh3_128_hexdigest(json.dumps(rest, sort_keys=True).encode()))
-
-
-def file_digest(item: epath.Path, name: str) -> str:
-    """The digest of a small file's bytes."""
-    return str(xxhash.xxh3_128_hexdigest((item / name).read_bytes()))
-
-
-def files_of(item: epath.Path, below: str = "") -> Iterator[tuple[str, int]]:
-    """Names all files of an item, relative to it, with their sizes in bytes."""
-    for path in sorted((item / below).iterdir()):
-        name = f"{below}{path.name}"
-        if path.is_dir():
-            yield from files_of(item, f"{name}/")
-        elif name not in LATER_FILES and name != f"{FOLDER}/{ITEM_FILE}":
-            yield name, path.stat().length
-
-
-def holds_chunks(name: str) -> bool:
-    """Whether a file's content is chunks, which have digests of their own."""
-    folders, _, file = name.rpartition("/")
-    return folders not in _SMALL_FOLDERS and file not in _SMALL_FILES
 
 
 # --- Reading ---------------------------------------------------------------------------------

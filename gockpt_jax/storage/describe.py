@@ -8,7 +8,7 @@ import json
 import math
 from typing import Any
 
-from gockpt_jax.storage import checksums
+from gockpt_jax.storage import checksums, item_files
 from gockpt_jax.storage.stored_item import StoredItem, StoredLeaf, chunk_shape, for_each
 
 Json = dict[str, Any]
@@ -49,7 +49,7 @@ def describe_item(path: Any) -> Json:
         return told
 
     leaves = list(for_each(((1, stored) for stored in item.leaves.values()), leaf))
-    sizes = [size for _, size in checksums.files_of(item.path)]
+    sizes = [size for _, size in item_files.files_of(item.path)]
     return {
         "path": str(item.path),
         "layout": {
@@ -67,9 +67,9 @@ def describe_item(path: Any) -> Json:
 
 def _checksums(item: StoredItem) -> Json | None:
     """Their version, and which processes made them; `None` if there are none."""
-    where = item.path / checksums.FOLDER / checksums.ITEM_FILE
+    where = item.path / item_files.FOLDER / item_files.ITEM_FILE
     try:
-        content = checksums.parse(where.read_bytes(), checksums.ITEM_FILE)
+        content = checksums.parse(where.read_bytes(), item_files.ITEM_FILE)
         return {
             "version": content["version"],
             "algorithm": checksums.ALGORITHM,

@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from gockpt_jax.storage import bucket
-from gockpt_jax.storage.checksums import FOLDER, LATER_FILES
+from gockpt_jax.storage.item_files import FOLDER, LATER_FILES
 from gockpt_jax.storage.stored_item import METADATA_FILE
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"

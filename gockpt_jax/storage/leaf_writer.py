@@ -140,8 +140,9 @@ async def _arrival(future: ShardFuture) -> np.ndarray[Any, Any]:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(arrived.set)
 
-    future.add_done_callback(wake)
-    await arrived.wait()
+    if not future.done():
+        future.add_done_callback(wake)
+        await arrived.wait()
     try:
         return future.result()
     except concurrent.futures.CancelledError as error:

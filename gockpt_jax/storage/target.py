@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.errors import TargetError
-from gockpt_jax.storage import checksums
+from gockpt_jax.storage import checksums, item_files
 from gockpt_jax.storage.stored_item import StoredItem, for_each
 
 
@@ -131,10 +131,10 @@ def _stored_arrays(item: StoredItem) -> dict[str, Stored]:
 
 def shapes_told(item: epath.Path) -> dict[str, Stored]:
     """One file per process instead of one read per array."""
-    whole = checksums.parse((item / checksums.FOLDER / checksums.ITEM_FILE).read_bytes(), "")
+    whole = checksums.parse((item / item_files.FOLDER / item_files.ITEM_FILE).read_bytes(), "")
     told: dict[str, Stored] = {}
     for process in whole["processes"]:
-        file = item / checksums.FOLDER / checksums.process_file(process)
+        file = item / item_files.FOLDER / checksums.process_file(process)
         for name, (dtype, chunks) in checksums.chunks_of(
             checksums.parse(file.read_bytes(), "")
         ).items():

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from gockpt_jax.errors import VerifyError
-from gockpt_jax.storage import checksums
+from gockpt_jax.storage import checksums, item_files
 from gockpt_jax.storage.checksums import ChecksumError, Chunk
 from gockpt_jax.storage.coverage import cell_of, cover_fault
 from gockpt_jax.storage.directory import Step, look_into
@@ -130,7 +130,7 @@ def verify_item(
         share: (i, n): read only every n-th chunk from the i-th on; the rest is for other processes.
     """
     path = epath.Path(path)
-    if not (path / checksums.FOLDER).exists():
+    if not (path / item_files.FOLDER).exists():
         note = "it has no checksums (not written by gockpt_jax, or by a version before they came)"
         return Verdict(str(path), notes=(note,))
     faults, processes = _check_files(path)
@@ -164,7 +164,7 @@ def verify_item(
 
 def _check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
     """Compares the item's files with the list made at its commit; returns the processes too."""
-    where = f"{checksums.FOLDER}/{checksums.ITEM_FILE}"
+    where = f"{item_files.FOLDER}/{item_files.ITEM_FILE}"
     try:
         content = checksums.parse((item / where).read_bytes(), where)
         listed: Mapping[str, Any] = content["files"]
@@ -177,7 +177,7 @@ def _check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
         return [str(error)], [0]
     except (ValueError, TypeError, KeyError) as error:
         return [f"`{where}` is damaged: {error!r}"], [0]
-    sizes = dict(checksums.files_of(item))
+    sizes = dict(item_files.files_of(item))
     faults = [f"`{name}` is missing" for name in sorted(listed.keys() - sizes.keys())]
     faults += [
         f"`{name}` is foreign: it was not there when the checkpoint was committed"
@@ -187,7 +187,7 @@ def _check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
         size, digest = listed[name]
         if sizes[name] != size:
             faults.append(f"`{name}` has {sizes[name]} bytes, {size} were written")
-        elif digest and checksums.file_digest(item, name) != digest:
+        elif digest and item_files.file_digest(item, name) != digest:
             faults.append(f"`{name}` is damaged: its content has changed")
     return faults, processes
 
@@ -199,7 +199,7 @@ def _read_processes(
     faults: list[str] = []
     leaves: dict[str, _Leaf] = {}
     for process in processes:
-        where = f"{checksums.FOLDER}/{checksums.process_file(process)}"
+        where = f"{item_files.FOLDER}/{checksums.process_file(process)}"
         try:
             content = checksums.parse((item / where).read_bytes(), where)
             if content["process_index"] != process:

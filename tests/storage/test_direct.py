@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 import os
 import pathlib
+import tracemalloc
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from storage_helpers import host_tree, save
 
-from gockpt_jax.storage import direct, grid, layout, syncs
+from gockpt_jax.storage import aligned, checksums, direct, grid, layout, syncs
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.tree_handler import make_tree_handler
 
@@ -36,7 +37,7 @@ def test_files_hold_the_bytes(tmp_path, files, monkeypatch, has_direct_mode, off
     start = -base.ctypes.data % 4096 + offset
     written = [files.write(f"{tmp_path}/new/{n}", base[start : start + n]) for n in SIZES]
     for n, future in zip(SIZES, written, strict=True):
-        future.result()
+        assert future.result() == checksums.digest(base[start : start + n])
         found = pathlib.Path(f"{tmp_path}/new/{n}").read_bytes()
         assert found == base[start : start + n].tobytes(), n
 
@@ -46,6 +47,35 @@ def test_values_are_in_c_order(tmp_path, files):
     for n, part in enumerate((values, values.T, values[1:5, ::2], values[:, 1:3, 2:])):
         files.write(f"{tmp_path}/{n}", part).result()
         assert (tmp_path / str(n)).read_bytes() == part.tobytes()
+
+
+@pytest.mark.parametrize("rows", [1024, 1000, 1])  # of which 1000 float32 do not end with a block
+def test_columns_of_a_shard(tmp_path, files, rows):
+    """What a chunk is where a shard is cut along its last axis: no piece of it is contiguous."""
+    shard = np.random.default_rng(0).random((2**22 // rows, 3, rows), np.float32)
+    part = shard[:, 1:2]
+    tracemalloc.start()
+    digest = files.write(f"{tmp_path}/x", part).result()
+    assert tracemalloc.get_traced_memory()[1] < 2**20  # no copy of the chunk beside the buffers
+    tracemalloc.stop()
+    content = part.tobytes()
+    assert (tmp_path / "x").read_bytes() == content
+    assert digest == checksums.digest(np.frombuffer(content, np.uint8))
+
+
+def test_only_what_the_disk_cannot_take_is_copied(tmp_path, files, monkeypatch):
+    copied, take = [], files._buffers.take
+    monkeypatch.setattr(files._buffers, "take", lambda: copied.append(1) or take())
+    with open(tmp_path / "y", "wb") as file:
+        alignment = aligned.memory_alignment(file.fileno())
+    assert alignment in {2**n for n in range(13)}
+    memory = aligned.aligned_empty(3 * 2**20)
+    for offset, is_copied in ((0, 0), (alignment, 0), (alignment + alignment // 2 or 1, 1)):
+        memory[:] = np.random.default_rng(offset).integers(0, 256, memory.size, np.uint8)
+        values = memory[offset : offset + 2**20]
+        files.write(f"{tmp_path}/x", values).result()
+        assert (tmp_path / "x").read_bytes() == values.tobytes()
+        assert len(copied) == is_copied * (alignment > 1)
 
 
 def test_an_old_file_leaves_nothing(tmp_path, files):

@@ -20,7 +20,7 @@ from storage_helpers import assert_same_arrays, example_state, mesh
 
 import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
-from gockpt_jax.storage import checksums
+from gockpt_jax.storage import checksums, item_files
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.storage.stored_item import StoredItem, for_each
 from gockpt_jax.storage.verify import verify, verify_item
@@ -33,7 +33,7 @@ LAYOUTS = {
     "files_zarr3": {"use_ocdbt": False, "use_zarr3": True},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-FOLDER = checksums.FOLDER
+FOLDER = item_files.FOLDER
 
 
 def small_state():
@@ -82,7 +82,7 @@ def faults_of(path):
 
 def data_files(item):
     files = [p for p in item.rglob("*") if p.is_file()]
-    return [p for p in files if checksums.holds_chunks(p.relative_to(item).as_posix())]
+    return [p for p in files if item_files.holds_chunks(p.relative_to(item).as_posix())]
 
 
 def flip_bit(path, at):
