@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import storage_processes
 from bench.record import Record, ratios
 from bench.storage_contenders import (
     MIB,
@@ -27,6 +28,7 @@ from bench.storage_contenders import (
     random_state,
     raw_restore,
     raw_save,
+    secs_and_cpu_secs_of,
     secs_of,
     stock_restore,
     stock_save,
@@ -38,6 +40,8 @@ from gockpt_jax.storage.verify import verify_item
 # Every contender saves; a restore is timed where somebody reads in a way of its own: TensorStore
 # reads all of our OCDBT as it reads stock's, for us too.
 SAVED = ("files", "ocdbt", "ocdbt_zstd")
+# The same layout, from memory that the disk can take as it is.
+ALIGNED = "files_aligned"
 _STOCK_IS = {"use_ocdbt": True, "use_compression": True}
 
 
@@ -51,6 +55,8 @@ class Sizes:
     small_leaves: int
     rss_bytes: int
     rss_limit_bytes: int
+    shared_leaves: int
+    shared_leaf_bytes: int
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +64,8 @@ class Sizes:
         return self.leaves * self.leaf_bytes
 
 
-FULL = Sizes(32, 128 * MIB, 5, 2000, 1024 * MIB, 256 * MIB)
-QUICK = Sizes(4, 64 * MIB, 2, 200, 256 * MIB, 64 * MIB)
+FULL = Sizes(32, 128 * MIB, 5, 2000, 1024 * MIB, 256 * MIB, 16, 64 * MIB)
+QUICK = Sizes(4, 64 * MIB, 2, 200, 256 * MIB, 64 * MIB, 4, 16 * MIB)
 SMALL_LEAF_BYTES = 16 * 1024
 
 
@@ -82,6 +88,9 @@ def run(quick: bool) -> Record:
             _rss(record, "save", layout, folder, sizes)
         for what in ("restore", "verify"):
             _rss(record, what, default, folder, sizes)
+        storage_processes.measure(
+            record, folder, sizes.shared_leaves, sizes.shared_leaf_bytes, sizes.repeats
+        )
         measure_small(record, folder, sizes)
         measure(record, folder, sizes, default)
     _conclude(record, default)
@@ -100,6 +109,7 @@ def savers(state: State) -> dict[str, Callable[[Path], None]]:
         name: lambda path, o=options: stock_save(path, state, o) for name, options in STOCK.items()
     }
     ours = {name: lambda path, o=OURS[name]: our_save(path, state, o) for name in SAVED}
+    ours[ALIGNED] = lambda path: our_save(path, state, OURS["files"], is_aligned=True)
     return stock | ours
 
 
@@ -120,7 +130,8 @@ def measure(record: Record, folder: Path, sizes: Sizes, default: str) -> None:
         for name, save in contenders.items():
             with tempfile.TemporaryDirectory(dir=folder) as target:
                 path = Path(target) / "x"
-                times = {"save_secs": secs_of(save, path)}
+                secs, cpu_secs = secs_and_cpu_secs_of(save, path)
+                times = {"save_secs": secs, "cpu_secs_per_gb": cpu_secs * 1e9 / sizes.nbytes}
                 give_back()
                 # The first turn warms up; what reads is warm after one file.
                 for figure, read in (
@@ -140,7 +151,7 @@ def measure(record: Record, folder: Path, sizes: Sizes, default: str) -> None:
 def measure_small(record: Record, folder: Path, sizes: Sizes) -> None:
     """Saves a state of many small leaves: what counts there is files, syncs and calls."""
     contenders = savers(random_state(sizes.small_leaves, SMALL_LEAF_BYTES))
-    del contenders["ocdbt_zstd"]
+    del contenders["ocdbt_zstd"], contenders[ALIGNED]
     for turn in range(1 + sizes.repeats):
         for name, save in contenders.items():
             with tempfile.TemporaryDirectory(dir=folder) as target:
@@ -184,7 +195,7 @@ def _conclude(record: Record, default: str) -> None:
             secs["small/save_secs/stock"], secs["small/save_secs/ocdbt"]
         ),
     }
-    for name in SAVED:
+    for name in (*SAVED, ALIGNED):
         other = secs[f"save_secs/{name}"]
         headlines[f"raw_disk_ratio/{name}"] = ratios(secs["save_secs/raw"], other)
         headlines[f"stock_speedup/{name}"] = ratios(secs["save_secs/stock"], other)
@@ -196,7 +207,15 @@ def _notes(sizes: Sizes, default: str) -> list[str]:
     return [
         f"{sizes.nbytes / MIB:.0f} MiB of random fp32 bits in {sizes.leaves} leaves on one CPU "
         f"device; the default layout on this disk is `{default}`.",
-        "raw: O_DIRECT from page-aligned memory, 4 threads, a file for each leaf, synced.",
+        "raw: O_DIRECT from page-aligned memory, the same for all leaves, 4 threads, a file for "
+        "each leaf, which is created, written in its turn and synced by its thread. So it has the "
+        "syncs of ours, but no rename, no metadata and no checksums; a bound for one who writes "
+        "so, not for the disk.",
+        f"{ALIGNED}: `files` from page-aligned memory, as where a window has put rows of a leaf "
+        "together, and on disks that take any address (NVMe). The rest is from the CPU backend's "
+        "memory, which begins 64 bytes after a page, so that it is copied where the disk asks for "
+        "more.",
+        "cpu_secs_per_gb: of all threads of the process, for 10**9 bytes of the state.",
         "stock: `use_ocdbt` and zstd, as by default; stock_fastest: plain files, no compression.",
         "Like with like: TensorStore syncs each file and its folder before a write counts as "
         "done (`file_io_sync`, which Orbax leaves on; seen with strace), and the library all files "
@@ -207,6 +226,10 @@ def _notes(sizes: Sizes, default: str) -> list[str]:
         "ours. Files are not in the page cache; raw reads with O_DIRECT. OCDBT is read by the same "
         "code of TensorStore's for both, so that those restores are left out, and zstd's and "
         "zarr 3's plain files, which nobody gets by default, but for their memory.",
+        f"processes/...: two processes with two devices each restore "
+        f"{sizes.shared_leaves * sizes.shared_leaf_bytes / MIB:.0f} MiB of our files, on the mesh "
+        "that they were saved from or with a copy of everything on each device; until both have "
+        "it. read_bytes_ratio: what a process reads by system calls, over its part of the state.",
         f"small: {sizes.small_leaves} leaves of {SMALL_LEAF_BYTES // 1024} KiB.",
         f"extra_rss_ratio: growth of a fresh process's resident set while it saves {rss_mib:.0f} "
         f"MiB, over a limit of {limit_mib:.0f} MiB; chunks of a quarter of the limit. The same for "

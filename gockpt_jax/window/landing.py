@@ -8,7 +8,8 @@ from gockpt_jax.replay.memory import own
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import Box, HostChunk
 
-_ALIGNMENT = 64  # what the CPU backend asks of memory that it takes as it is
+# A page: storage writes from it without a copy. The CPU backend asks for 64 bytes.
+_ALIGNMENT = 4096
 
 
 class Landing:
