@@ -26,7 +26,14 @@ import tensorstore as ts
 import xxhash
 from etils import epath
 
-from gockpt_jax.storage.item_files import FOLDER, ITEM_FILE, file_digests, files_of, holds_chunks
+from gockpt_jax.storage.item_files import (
+    FOLDER,
+    ITEM_FILE,
+    file_digests,
+    files_of,
+    holds_chunks,
+    sync_small,
+)
 
 FORMAT = "gockpt_jax checksums"
 VERSION = 1
@@ -212,6 +219,7 @@ def seal_item(item: Any, *, shared: bool) -> None:
     content = {"format": FORMAT, "version": VERSION, "processes": [*expected], "files": files}
     content["digest"] = self_digest(content)
     (item / FOLDER / ITEM_FILE).write_text(json.dumps(content))
+    sync_small(item)
 
 
 def self_digest(content: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import xxhash
 from etils import epath
 
 from gockpt_jax.storage import bucket
+from gockpt_jax.storage.syncs import Syncs
 
 FOLDER = "_gockpt_checksums"
 ITEM_FILE = "item.json"
@@ -38,6 +39,26 @@ def file_digest(item: epath.Path, name: str) -> str:
     path = f"{item.as_posix()}/{name}"
     content = (epath.Path if bucket.is_bucket(path) else pathlib.Path)(path).read_bytes()
     return str(xxhash.xxh3_128_hexdigest(content))
+
+
+def sync_small(item: epath.Path) -> None:
+    """Makes durable what lies beside the arrays, and what Orbax leaves to the system when it does.
+
+    Raises:
+        OSError: A file could not be written after all.
+    """
+    if bucket.is_bucket(item.as_posix()):
+        return
+    syncs = Syncs()
+    try:
+        for folder in sorted(_SMALL_FOLDERS):
+            path = f"{item.as_posix()}/{folder}".rstrip("/")
+            for name, nbytes in _entries(path) if os.path.isdir(path) else ():
+                if nbytes is not None:
+                    syncs.add(os.open(f"{path}/{name}", os.O_RDONLY), f"{path}/{name}")
+        syncs.finish()
+    finally:
+        syncs.close()
 
 
 def files_of(item: epath.Path, below: str = "") -> Iterator[tuple[str, int]]:

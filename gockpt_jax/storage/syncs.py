@@ -37,7 +37,7 @@ class Syncs:
         self._open = threading.Semaphore(2 * _BATCH_FILES)
         self._folders: set[str] = set()
 
-    def add(self, fd: int, path: str, *, is_small: bool) -> None:
+    def add(self, fd: int, path: str, *, is_small: bool = True) -> None:
         """Takes over an open file: it is synced now, or with others of its kind."""
         self._open.acquire()
         folder = os.path.dirname(path)

@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 import os
 import pathlib
+import re
 import tracemalloc
 
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from storage_helpers import host_tree, save
 
-from gockpt_jax.storage import aligned, checksums, direct, grid, layout, syncs
+from gockpt_jax import GoCkptManager, GoCkptSave
+from gockpt_jax.storage import aligned, checksums, direct, grid, item_files, layout, syncs
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.tree_handler import make_tree_handler
 
@@ -134,6 +136,20 @@ def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
     names = [path.partition("orbax-checkpoint-tmp")[2] for path in committed]
     wanted = ["", *(f"/{x}{file}" for x in tree for file in ("", "/.zarray", "/0.0"))]
     assert sorted(name for name in names if name in wanted) == sorted(wanted)  # each of them once
+
+
+def test_all_of_an_item_is_durable_before_its_commit(tmp_path, monkeypatch):
+    """Also what Orbax writes, which it leaves to the system: a visible step must not lack it."""
+    synced = synced_paths(monkeypatch)
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave({"x": jnp.ones(4)}))
+        manager.wait_until_finished()
+    item = tmp_path / "0" / "state"
+    names = {re.sub(r".*/state[^/]*/?", "", path) for path in synced}  # it is renamed later
+    written = {p.relative_to(item).as_posix() for p in item.rglob("*")}
+    # TensorStore makes `_sharding` durable under a name that it has for a while.
+    assert written - {"_sharding"} - item_files.LATER_FILES <= names
+    assert "" in names
 
 
 def test_a_file_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
