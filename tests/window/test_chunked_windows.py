@@ -15,9 +15,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.storage.aligned import BLOCK_BYTES
 from gockpt_jax.transfer import block, layout, replicas
+from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window import units
 from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.units import units_of
 
 P = PartitionSpec
@@ -206,3 +210,14 @@ def test_rows_that_go_wrong_are_found(name, fault, tmp_path, monkeypatch):
                     with pytest.raises(gockpt.AuditError):
                         loop.save()
             assert loop.save() == {"m": True, "w": True}
+
+
+def test_rows_are_put_together_where_a_disk_can_take_them():
+    """Storage writes past the page cache from there, without a copy."""
+    source, landing = Source.of(jnp.zeros((16, 4))), Landing()
+    for start in (32, 0):
+        rows = HostChunk((slice(None),) * 2, np.arange(start, start + 32, dtype=np.float32))
+        landing.put(Chunk(source, start, start + 32), [rows])
+    assert landing.is_complete
+    assert landing.flat[0].tolist() == list(range(64))
+    assert landing.flat[0].ctypes.data % BLOCK_BYTES == 0
