@@ -52,9 +52,14 @@ class DirectFiles:
     """Writes files and makes them durable; belongs to one save.
 
     Takes at most 32 MiB, however much is written.
+
+    Args:
+        folder: Of the save. What is below it is made where it is needed; itself it is not, for what
+            has been written would be missing from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
         # Threads start when there is work for them.
         self._files = threads(_FILES, "gockpt_file")
         self._pieces = threads(_THREADS, "gockpt_write")
@@ -105,7 +110,7 @@ class DirectFiles:
 
     def _write_file(self, path: str, values: _Array) -> str:
         is_small = values.nbytes < _SMALL_BYTES
-        fd = _open(path)
+        fd = self._open(path)
         try:
             if is_small:
                 content = _flat(values)
@@ -120,6 +125,16 @@ class DirectFiles:
             raise
         self._syncs.add(fd, path, is_small=is_small)
         return digest
+
+    def _open(self, path: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            if not os.path.isdir(self._folder):
+                raise
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # the first file of its folder
+            return os.open(path, flags, 0o666)
 
     def _write_large(self, fd: int, values: _Array) -> str:
         _reserve(fd, values.nbytes)
@@ -171,15 +186,6 @@ class DirectFiles:
 
 def _flat(values: _Array) -> _Bytes:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
-
-def _open(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:  # the first file of its folder
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return os.open(path, flags, 0o666)
 
 
 def _reserve(fd: int, nbytes: int) -> None:

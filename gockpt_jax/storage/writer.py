@@ -139,12 +139,12 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         return [future]
 
     async def _write_all(self, leaves: Sequence[_Leaf], stats: WriteStats) -> None:
-        budget, files = WriteBudget(self._write_limit_bytes, stats, self._host), DirectFiles()
+        folder = leaves[0].info.parent_dir.as_posix()  # of all of them
+        budget, files = WriteBudget(self._write_limit_bytes, stats, self._host), DirectFiles(folder)
         try:
             for leaf in leaves:
                 await _directory_exists(leaf.info)
             async with first_error_alone(), asyncio.TaskGroup() as group:
-                folder = leaves[0].info.parent_dir.as_posix()  # of all of them
                 layouts = [self._layout(leaf, folder) for leaf in leaves]
                 if self.is_primary and not leaves[0].info.is_ocdbt_checkpoint:
                     self._advise_on_files(leaves, layouts)

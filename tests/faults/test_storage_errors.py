@@ -19,6 +19,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.storage.directory import look_into
+from gockpt_jax.storage.leaf_writer import LeafWriter
 from gockpt_jax.storage.verify import verify
 from gockpt_jax.window.seal import Seal
 
@@ -62,15 +63,15 @@ def read_only(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @contextlib.contextmanager
 def vanishing(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Somebody removes the save's directory while it is written."""
-    add = Checksums.add
+    write = LeafWriter._write_chunk
 
-    async def remove(self: Checksums, *args: Any) -> None:
+    async def remove(self: LeafWriter, *args: Any) -> None:
         for entry in directory.glob("*tmp*"):
             shutil.rmtree(entry, ignore_errors=True)
-        await add(self, *args)
+        await write(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checksums, "add", remove)
+        patch.setattr(LeafWriter, "_write_chunk", remove)
         yield
 
 

@@ -22,8 +22,8 @@ SIZES = [1, 511, 4096, 4097, 2**20, 4 * 2**20 + 1, 9 * 2**20 + 4096]
 
 
 @pytest.fixture
-def files():
-    made = DirectFiles()
+def files(tmp_path):
+    made = DirectFiles(str(tmp_path))
     yield made
     made.close()
 
@@ -91,6 +91,18 @@ def test_errors_name_the_file(tmp_path, files):
     with pytest.raises(IsADirectoryError) as caught:
         files.write(f"{tmp_path}/x", np.zeros(3)).result()
     assert caught.value.filename == f"{tmp_path}/x"
+
+
+def test_a_save_that_has_been_removed_is_not_begun_anew(tmp_path):
+    """What it held would be missing from it, and nobody would be told."""
+    folder = tmp_path / "save"
+    files = DirectFiles(str(folder))
+    with pytest.raises(FileNotFoundError):
+        files.write(f"{folder}/x/0", np.zeros(3)).result()
+    folder.mkdir()
+    files.write(f"{folder}/x/0", np.zeros(3)).result()
+    files.close()
+    assert (folder / "x" / "0").read_bytes() == bytes(24)
 
 
 def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch):
@@ -173,7 +185,7 @@ def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
         sync(fd)
 
     monkeypatch.setattr(syncs.os, "fsync", counted)
-    files = DirectFiles()
+    files = DirectFiles(str(tmp_path))
     for future in [files.write(f"{tmp_path}/{n}", np.ones(9)) for n in range(200)]:
         future.result()
     files.sync()
