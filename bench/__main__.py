@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+import time
 from pathlib import Path
 
 # Each module has `run(quick: bool) -> Record`; its first line is its help. One that has options of
@@ -15,6 +16,7 @@ BENCHMARKS = {
     "replay": "bench.replay",
     "replay_beside_training": "bench.replay_beside_training",
     "storage": "bench.storage",
+    "memory": "bench.memory",
     "timeline": "bench.timeline",
     "train": "bench.train",
     "transfer": "bench.transfer",
@@ -27,7 +29,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Runs one benchmark, writes its record if asked to, and prints its table last."""
+    """Runs one benchmark, writes its record if asked to, and prints its table."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         sys.exit(importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:]))
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
@@ -41,10 +43,12 @@ def main() -> None:
         module.add_arguments(parser)
     arguments = parser.parse_args()
     options = {key: value for key, value in vars(arguments).items() if key not in ("name", "quick")}
+    start = time.perf_counter()
     record = module.run(arguments.quick, **(options if own else {}))
     if arguments.out:
         record.write(arguments.out)
     record.show()
+    print(f"bench {arguments.name}: {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,11 @@ many figures some still pass by chance: run again.
 
 Not judged: figures with fewer than 5 samples on a side (but for counts and compiled sizes, which
 another run would repeat), and those with samples at or below zero, which have no ratio. Times and
-rates are compared on the same hardware only. Exit status: 1 if a figure got worse, 2 if the files
-cannot be compared.
+rates are compared on the same hardware and for the same command only (sizes and modes are in it).
+What differs between the two runs besides the code is said first. Yardsticks (raw disk, stock,
+training without checkpoints) are nobody's regression: one that has moved says that the machine was
+in another state, and ratios to it are to be read so. Exit status: 1 if a figure got worse, 2 if the
+files cannot be compared.
 """
 
 import argparse
@@ -25,6 +28,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+from bench.record import print_table
 
 LEAST_SAMPLES = 5
 _DRAWS, _LEVEL, _SEED = 4000, 0.99, 0
@@ -40,6 +45,10 @@ _HIGHER_IS_BETTER = re.compile(
 _LOWER_IS_BETTER = re.compile(
     r"secs|_ms\b|_us\b|ns_per_|inflation|memory|rss|_gib\b|_bytes\b|drain|stall|copies|collectives"
     r"|instructions|staged|moved|_over_copied"
+)
+# What is measured beside this library, to hold it against.
+_YARDSTICK = re.compile(
+    r"(^|/)(raw|raw_link_gbps|stock|stock_fastest|torch|ideal|orbax_\w+|device_copy\w*)(/|$)"
 )
 
 Verdict = Literal["better", "worse", "moved", "same", "not judged"]
@@ -59,8 +68,9 @@ class Change:
       after: Median in the second.
       ratio: `after` over `before`; `None` if there is none.
       spread: The 99% interval of the ratio; `None` if there is none.
-      verdict: `moved`: beyond spread and threshold, but its name does not say which way is better.
-      reason: Why it is not judged.
+      verdict: `moved`: beyond spread and threshold, but its name does not say which way is better,
+        or it is a yardstick.
+      reason: Why it is not judged, or not as better or worse.
     """
 
     figure: str
@@ -96,6 +106,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], threshold: float = 0.05)
             f"the two results of `{a['name']}` have no figure with samples in common."
         )
     other = [key for key in _HARDWARE if a["hardware"].get(key) != b["hardware"].get(key)]
+    other += ["command"] if _command(a) != _command(b) else []
     return [
         _change(name, a["samples"][name], b["samples"][name], threshold, other) for name in common
     ]
@@ -116,9 +127,10 @@ def _change(
     if min(len(a), len(b)) < LEAST_SAMPLES and not _repeats(name):
         return dataclasses.replace(change, reason=f"fewer than {LEAST_SAMPLES} samples")
     spread = ratio_interval(a, b)
-    return dataclasses.replace(
-        change, spread=spread, verdict=_judge(name, after / before, spread, threshold)
-    )
+    verdict, reason = _judge(name, after / before, spread, threshold), ""
+    if verdict != "same" and _YARDSTICK.search(name):
+        verdict, reason = "moved", "a yardstick"
+    return dataclasses.replace(change, spread=spread, verdict=verdict, reason=reason)
 
 
 def _judge(name: str, ratio: float, spread: tuple[float, float], threshold: float) -> Verdict:
@@ -187,27 +199,39 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(a: Mapping[str, Any], b: Mapping[str, Any], changes: Sequence[Change]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{a['name']}: {b['commit']} over {a['commit']}")
-    for column in ("figure", "before", "after", "ratio", "spread", "verdict"):
-        table.add_column(column, justify="left" if column in ("figure", "verdict") else "right")
+    rows = []
     for c in changes:
         ratio = "-" if c.ratio is None else f"{c.ratio:.3f}"
         spread = "-" if c.spread is None else f"{c.spread[0]:.3f} to {c.spread[1]:.3f}"
         verdict = f"{c.verdict}: {c.reason}" if c.reason else c.verdict
-        table.add_row(c.figure, f"{c.before:.4g}", f"{c.after:.4g}", ratio, spread, verdict)
-    console = Console()
-    for line in _differences(a, b):
-        console.print(f"- {line}", markup=False, highlight=False)
-    console.print(table)
+        rows.append((c.figure, f"{c.before:.4g}", f"{c.after:.4g}", ratio, spread, verdict))
+    columns = ("figure", "before", "after", "ratio", "spread", "verdict")
+    title = f"{a['name']}: {b['commit']} over {a['commit']}"
+    yardsticks = [f"{c.figure} ({c.ratio:.3f})" for c in changes if c.reason == "a yardstick"]
+    notes = list(_differences(a, b))
+    if yardsticks:
+        notes.append(
+            f"THE MACHINE WAS IN ANOTHER STATE, by its yardsticks: {', '.join(yardsticks)}"
+        )
+    print_table(title, columns, rows, notes)
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between the runs besides the code."""
+    """What differs between the runs."""
+    if a["commit"] == b["commit"]:
+        yield f"commit: {a['commit']} both times; what has moved is not the code's doing"
+    else:
+        yield f"commit: {a['commit']} before, {b['commit']} after"
+    if _command(a) != _command(b):
+        yield f"OTHER COMMAND: {_command(a)} before, {_command(b)} after"
     for part in ("versions", "hardware"):
         for key in {**a[part], **b[part]}:
             left, right = a[part].get(key), b[part].get(key)
             if left != right and key not in ("load_average", "system"):
-                yield f"{key}: {left} before, {right} after"
+                other = "OTHER HARDWARE, " if key in _HARDWARE else ""
+                yield f"{other}{key}: {left} before, {right} after"
+
+
+def _command(record: Mapping[str, Any]) -> str:
+    """What was run; where its record went is no part of it."""
+    return re.sub(r" --out[ =]\S+", "", record.get("command", ""))

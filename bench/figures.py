@@ -125,11 +125,12 @@ def make(results: Sequence[Result], out: Path, root: Path) -> Iterator[str]:
             yield f"{name}.svg: from {suited[-1].path}"
         else:
             yield f"{name}.svg: skipped, no result for it yet ({plot.needs})"
-    for page, (suits, table) in figures_tables.TABLES.items():
+    for place, (suits, table) in figures_tables.TABLES.items():
         suited = [r for r in results if suits(r.record)]
         if suited:
-            figures_tables.insert(root / page, figures_tables.lines_of(table, suited[-1]))
-            yield f"{page}: table from {suited[-1].path}"
+            page, _, name = place.partition("#")
+            figures_tables.insert(root / page, figures_tables.lines_of(table, suited[-1]), name)
+            yield f"{place}: table from {suited[-1].path}"
 
 
 def main(argv: Sequence[str]) -> int:

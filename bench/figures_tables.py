@@ -9,7 +9,6 @@ from typing import Any
 
 from bench import figures_train
 
-_BEGIN, _END = "<!-- Made by `make figures`: begin -->", "<!-- end -->"
 _KS = range(2, 9)
 _MISSING = ": not measured"
 
@@ -132,14 +131,48 @@ def throughput_lines(record: Mapping[str, Any]) -> list[str]:
     return [*textwrap.wrap(shown, 105), "", *textwrap.wrap(said, 105)]
 
 
+def _is_memory(record: Mapping[str, Any]) -> bool:
+    """Whether a record holds what saves take of the host's memory; not of a small state."""
+    return record["name"] == "memory" and "--quick" not in record["command"]
+
+
+def memory_table(record: Mapping[str, Any]) -> list[str]:
+    """What each way to save adds to its process, against budget and accounts."""
+    figures, state = record["figures"], record["details"]["state_bytes"]
+    lines = [
+        "| way to save | process grows by, of the state | of what is counted | host part, GB "
+        "| host budget, GB | of the budget | stays, of the state |",
+        "|---|" + "---:|" * 6,
+    ]
+    for way in dict.fromkeys(name.partition("/")[0] for name in figures):
+        of = {
+            name.partition("/")[2]: x for name, x in figures.items() if name.startswith(way + "/")
+        }
+        cells = [f"{of['extra_rss_state_ratio']:.2f}"]
+        for name, scale in (
+            ("extra_over_accounted_ratio", 1.0), ("host_peak_extra_bytes", 1e9),
+            ("host_budget_bytes", 1e9), ("host_peak_budget_ratio", 1.0),
+        ):  # fmt: skip
+            cells.append(f"{of[name] / scale:.2f}" if name in of else "-")
+        lines.append(f"| `{way}` | {' | '.join(cells)} | {of['kept_bytes'] / state:.2f} |")
+    size = f"A state of {state / 1e9:.2f} GB, medians over intervals"
+    most = max(
+        max(values)
+        for name, values in record["samples"].items()
+        if name.endswith("/host_peak_budget_ratio")
+    )
+    return [*lines, "", f"{size}. The host part took at most {most:.2f} of its budget in any."]
+
+
 TABLES: dict[
     str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], list[str]]]
 ] = {
     "docs/accelerators.md": (_is_aot, aot_table),
     "bench/README.md": (figures_train.has_prediction, prediction_table),
+    "bench/README.md#memory": (_is_memory, memory_table),
     "README.md": (figures_train.has_throughput, throughput_lines),
 }
-"""By page, from the repository's root: which records suit, and the lines that one makes."""
+"""By page, from the repository's root, and mark in it: which records suit, and what one makes."""
 
 
 def lines_of(table: Callable[[Mapping[str, Any]], list[str]], result: Any) -> list[str]:
@@ -147,7 +180,17 @@ def lines_of(table: Callable[[Mapping[str, Any]], list[str]], result: Any) -> li
     return [*table(result.record), "", f"From `{result.path}`."]
 
 
-def insert(path: Path, lines: Sequence[str]) -> None:
+def marks(name: str = "") -> tuple[str, str]:
+    """The marks between which a table lies, in a page that has several by its name.
+
+    Example:
+      >>> marks("memory")
+      ('<!-- Made by `make figures`, memory: begin -->', '<!-- end -->')
+    """
+    return f"<!-- Made by `make figures`{name and f', {name}'}: begin -->", "<!-- end -->"
+
+
+def insert(path: Path, lines: Sequence[str], name: str = "") -> None:
     """Replaces what lies between the marks of a document.
 
     Raises:
@@ -155,8 +198,9 @@ def insert(path: Path, lines: Sequence[str]) -> None:
       ValueError: if it has no marks.
     """
     text = path.read_text(encoding="utf-8")
-    between = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
+    begin, end = marks(name)
+    between = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     if not between.search(text):
-        raise ValueError(f"`{path.name}` has no place for its table: {_BEGIN} ... {_END}")
-    made = "\n".join((_BEGIN, "", *lines, "", _END))
+        raise ValueError(f"`{path.name}` has no place for its table: {begin} ... {end}")
+    made = "\n".join((begin, "", *lines, "", end))
     path.write_text(between.sub(lambda _: made, text), encoding="utf-8")

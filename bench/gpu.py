@@ -47,7 +47,7 @@ class Part:
 
 _TOY_TRAINING = ("--quick", "--size", "toy", "--rounds", "1", "--intervals", "6")
 PARTS = (
-    Part("transfer", 1.2, ("bench.gpu_part", "transfer")),
+    Part("transfer", 1.6, ("bench.gpu_part", "transfer")),
     Part("train", 5.0, ("bench", "train"), (
         *_TOY_TRAINING, "--modes", "ideal,gockpt_k2,gockpt,orbax_async",
     )),

@@ -1,9 +1,12 @@
 """One part of `bench gpu`, in a process of its own: `python -m bench.gpu_part PART --out FILE`."""
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -12,18 +15,53 @@ from typing import Any
 
 from bench.record import Record, without_paths
 
+_BESIDE = "overlap,donated"
+"""The questions that depend on how the runtime dispatches; asked both ways."""
+
 
 def _transfer(record: Record, arguments: argparse.Namespace, left: Callable[[], float]) -> None:
     """What the machine is, and the questions to its link."""
+    if arguments.questions:  # the process beside
+        _ask(record, arguments, left())
+        return
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.5"  # a process beside this one needs some
     _environment(record, arguments)
     record.write(arguments.out)
+    _ask(record, arguments, left() - min(30.0, left() / 3))
+    record.details["memory_stats_after"] = _memory_stats()
+    record.write(arguments.out)
+    _ask_with_async_dispatch(record, arguments, left())
+
+
+def _ask(record: Record, arguments: argparse.Namespace, limit_secs: float) -> None:
     try:
         from bench import transfer_gpu
     except ImportError as error:
         record.notes.append(f"the link: not measured, {without_paths(str(error))}.")
         return
-    transfer_gpu.answer(record, quick=arguments.toy, limit_secs=left())
-    record.details["memory_stats_after"] = _memory_stats()
+    questions = arguments.questions.split(",") if arguments.questions else None
+    transfer_gpu.answer(record, quick=arguments.toy, limit_secs=limit_secs, questions=questions)
+
+
+def _ask_with_async_dispatch(
+    record: Record, arguments: argparse.Namespace, limit_secs: float
+) -> None:
+    """Asks some questions of a process whose runtime dispatches on threads of its own."""
+    changed = {"PJRT_GPU_ENABLE_ASYNC_DISPATCH": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch, "beside.json")
+        words = [sys.executable, "-m", "bench.gpu_part", "transfer", "--questions", _BESIDE,
+                 "--out", str(file), "--minutes", f"{limit_secs / 120:.3f}",
+                 *(["--toy"] if arguments.toy else [])]  # fmt: skip
+        try:
+            subprocess.run(
+                words, env=os.environ | changed, timeout=max(1.0, limit_secs), check=True
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            record.notes.append(f"async_dispatch: {type(error).__name__}, see the log.")
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    record.samples |= {f"async_dispatch/{k}": v for k, v in found.get("samples", {}).items()}
+    record.notes += [f"async_dispatch/: {note}" for note in found.get("notes", ())]
 
 
 def _environment(record: Record, arguments: argparse.Namespace) -> None:
@@ -94,6 +132,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--directory", type=Path)
+    parser.add_argument("--questions", help="of the transfer; all if left out")
     arguments = parser.parse_args()
     end = time.perf_counter() + 60 * arguments.minutes
     record = Record(f"gpu {arguments.part}")

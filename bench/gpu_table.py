@@ -28,8 +28,9 @@ _AIMS = (
     ("gockpt: drain, of interval", r"gockpt/\d+/drain_over_interval", "below 1"),
     ("replayed moments: ULPs, worst optimizer", r"exact/.*/moments/max_ulps", "0"),
 )  # fmt: skip
-_LINK = r"write_gbps/.*|raw_link_gbps/.*|pull_link_ratio|overlap_ratio|step_inflation_ratio/.*" \
-        r"|donated_step_secs/.*|torch/.*"  # fmt: skip
+_LINK = r"write_gbps/.*|raw_link_gbps/.*|pull_link_ratio|same_memory/.*" \
+        r"|(async_dispatch/)?(overlap_ratio|step_inflation_ratio/.*|donated_step_secs/.*)" \
+        r"|torch/.*"  # fmt: skip
 _PULL = re.compile(r"pull_gbps/(\w+)/([\d.]+)MiB/(cold|warm)")
 
 

@@ -139,13 +139,16 @@ def ratios(numerator: Sequence[float], denominator: Sequence[float], scale: floa
 
 
 @contextlib.contextmanager
-def peak_memory() -> Iterator[Callable[[], int]]:
+def peak_memory(over_bytes: int | None = None) -> Iterator[Callable[[], int]]:
     """Measures by how much this process's resident memory grows at most.
 
+    Args:
+      over_bytes: Over what; what is resident when the block begins if `None`.
+
     Yields:
-      A function that returns, in bytes, the peak since the block began over what was resident then.
+      A function that returns, in bytes, the peak since the block began over that.
     """
-    before = _status_bytes("VmRSS")
+    before = _status_bytes("VmRSS") if over_bytes is None else over_bytes
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak (Linux)
     yield lambda: max(0, _status_bytes("VmHWM") - before)
 

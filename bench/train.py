@@ -151,6 +151,7 @@ class _Bench:
                 found,
                 device_bytes=stats.get("bytes_limit", 0),
                 saves=saves_per_phase(min(self.intervals)),
+                interval=min(self.intervals),
                 host_bytes=max(host_bytes, int((self.options.host_gib or 0) * 2**30)),
                 secs=min(self.until - time.perf_counter(), 3600.0),
                 phases=CORE_PHASES,

@@ -14,12 +14,15 @@ _PREDICTED = re.compile(r"steps: predicted stall ([0-9.]+) s|; of a snapshot ([0
 _FITS = "one device copy of the state fits"
 
 NOTES = [
-    "throughput_ratio: wall of as many undisturbed steps of the same round, over the wall of the"
-    " phase's steps; job_throughput_ratio: with the wait until the last save is visible.",
+    "throughput_ratio: wall of as many undisturbed steps (of the phases of `ideal` before and after"
+    " the same round), over the wall of the phase's steps, wall_secs; job_throughput_ratio,"
+    " job_wall_secs: with the wait until the last save is visible.",
     "inflation_secs_per_save: (wall - wall of undisturbed steps) / saves, without the wait at the"
     " end; inflation_with_drain_secs_per_save: with it. inflation_vs_stock_async: over that of"
     " orbax_async in the same round.",
-    "hook_secs_per_save: time in calls of the step and of `save`, over that of undisturbed steps.",
+    "hook_secs_per_save: time in calls of the step and of `save`, over that of undisturbed steps;"
+    " blocked_gb_per_sec: the state's bytes over it. link_gb_per_sec: of what crosses the link"
+    " while it is watched, as the library learns it for its plans.",
     "visible_secs: from the return of `save` until the checkpoint was visible, seen once per step;"
     " drain_over_interval: that over the undisturbed time of an interval: above 1 the next save"
     " has to wait. drain_secs, write_secs, commit_secs, replayed and moved bytes: the library's"
@@ -27,14 +30,16 @@ NOTES = [
     " gockpt is told the time of an undisturbed step, which a longer run would have measured (and"
     " the rate of a simulated link; a real one it measures).",
     "gockpt_b<N>: with a device budget of N percent of the state's bytes for what is staged and"
-    " retained.",
+    " retained. ..._plain: stock's, with the layout that is ours on a local disk.",
     "device_memory_ratio, host_memory_ratio: the most sampled (every 10 ms) in use on the device,"
     " over that of ideal phases; growth of resident memory over the state's bytes, of a process"
     " that runs this mode alone. host_system_memory_ratio: growth of the machine's memory in use,"
-    " which has pinned memory in it. device_memory_over_plan: the device's peak, over that of ideal"
-    " phases and what the library says that it staged and retained.",
+    " which has pinned memory in it. resident_peak_bytes: of the process that all modes share,"
+    " so it tells no mode from another. device_memory_over_plan: the device's peak, over that of"
+    " ideal phases and what the library says that it staged and retained.",
     f"ettr_mtbf_Nh: 1 / (1 + C/tau + (tau/2 + visible + {_RESTART_SECS:.0f} s) / M): inflation C,"
     " interval tau, time between failures M of N hours, restart assumed to take that long.",
+    "ideal's own throughput_ratio: of the phase after a round, over both: the machine's drift.",
     "Excluded: compilation, and one phase of each mode before the first that counts.",
 ]
 
@@ -63,8 +68,11 @@ def add_phase(
         "throughput_ratio": undisturbed * phase.steps / phase.wall_secs,
         "job_throughput_ratio": undisturbed * phase.steps / phase.secs,
         "wall_secs": phase.wall_secs,
+        "job_wall_secs": phase.secs,
+        "resident_peak_bytes": phase.peaks.resident,
     }
     if ideal.peaks.device:
+        figures["device_peak_bytes"] = phase.peaks.device
         figures["device_memory_ratio"] = phase.peaks.device / ideal.peaks.device
         planned = max((r["peak_device_bytes"] for r in phase.reports), default=0)
         if planned:
@@ -74,7 +82,9 @@ def add_phase(
     if phase.saves:
         inflation = (phase.wall_secs - undisturbed * phase.steps) / phase.saves
         figures |= _of_saves(phase, inflation, undisturbed * interval, ideal)
-        if async_inflation is not None and async_inflation > 0:  # else it is noise
+        if figures["hook_secs_per_save"] > 0:  # else it is noise
+            figures["blocked_gb_per_sec"] = state_bytes / figures["hook_secs_per_save"] / 1e9
+        if async_inflation is not None and async_inflation > 0:
             figures["inflation_vs_stock_async"] = inflation / async_inflation
     for name, value in figures.items():
         _add(record, phase.mode, interval, name, value)
@@ -112,6 +122,8 @@ def _of_reports(phase: Phase, state_bytes: int) -> Iterator[tuple[str, float]]:
         yield "window_steps", report["window_steps"]
         yield "moved_bytes_ratio", (report["state_bytes"] + report["gradient_bytes"]) / state_bytes
         yield "staged_bytes_ratio", report["peak_device_bytes"] / state_bytes
+        if report.get("link_bytes_per_sec"):
+            yield "link_gb_per_sec", report["link_bytes_per_sec"] / 1e9
         late_bytes = report["state_bytes"] - report["early_bytes"]
         if report["drain_secs"] > 0:
             yield "drain_gb_per_sec", late_bytes / report["drain_secs"] / 1e9

@@ -46,6 +46,11 @@ class Size:
         return 12 * self.layers * self.width**2 + (VOCABULARY + self.length) * self.width
 
     @property
+    def flops(self) -> int:
+        """About how many operations one step takes, rematerialised: 8 per parameter and token."""
+        return 8 * self.parameters * self.batch * self.length
+
+    @property
     def state_bytes(self) -> int:
         """About the bytes of parameters and optimizer state."""
         return STATE_BYTES_PER_PARAMETER * self.parameters

@@ -20,10 +20,12 @@ import gockpt_jax as gockpt
 from bench.train_link import Link
 from bench.train_model import Job
 from bench.train_orbax import InBackground, array_registry
+from gockpt_jax.transfer.meter import LINK
 
-DEFAULT = ("ideal", "gockpt", "orbax_async", "device_copy", "gockpt_k4", "orbax_async_background",
-           "orbax_sync")  # fmt: skip
+DEFAULT = ("ideal", "gockpt", "orbax_async", "device_copy", "gockpt_k4", "orbax_async_plain",
+           "orbax_async_background", "orbax_sync")  # fmt: skip
 """Modes in the order of their worth, should the time not suffice for all."""
+_STOCK = re.compile(r"(?P<way>orbax_sync|orbax_async|orbax_async_background|device_copy)(_plain)?")
 _GOCKPT = re.compile(r"gockpt(?:_k(?P<steps>\d+)|_b(?P<percent>\d+))?")
 
 
@@ -85,18 +87,18 @@ def make_mode(name: str, setting: Setting) -> Mode:
     """
     if name == "ideal":
         return Ideal(setting)
-    if name in ("orbax_sync", "orbax_async", "orbax_async_background"):
-        return Stock(setting, name)
-    if name == "device_copy":
-        return DeviceCopy(setting)
+    if found := _STOCK.fullmatch(name):
+        stock = DeviceCopy if found["way"] == "device_copy" else Stock
+        return stock(setting, name)
     if found := _GOCKPT.fullmatch(name):
         budget_bytes = setting.device_budget_bytes
         if found["percent"]:
             budget_bytes = setting.state_bytes * int(found["percent"]) // 100
         return GoCkpt(setting, name, int(found["steps"]) if found["steps"] else None, budget_bytes)
     raise ValueError(
-        f"there is no mode {name!r}; give some of {', '.join(DEFAULT)}, gockpt_k<K>, or "
-        "gockpt_b<percent of the state that may be staged and retained on the device>."
+        f"there is no mode {name!r}; give some of {', '.join(DEFAULT)}, stock's with _plain, "
+        "gockpt_k<K>, or gockpt_b<percent of the state that may be staged and retained on the "
+        "device>."
     )
 
 
@@ -167,7 +169,7 @@ class Managed(Ideal):
 
 
 class Stock(Managed):
-    """`ocp.CheckpointManager`; asynchronous unless it is `orbax_sync`.
+    """`ocp.CheckpointManager`; asynchronous unless it is `orbax_sync`, its layout unless `_plain`.
 
     `orbax_async_background` moves everything in the background: the one setting of Orbax 0.12 that
     does (a callback of `ArrayHandler` and a limit, here the whole state, so that the old state is
@@ -177,7 +179,9 @@ class Stock(Managed):
     def __init__(self, setting: Setting, name: str):
         limits: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
-        in_background = name == "orbax_async_background"
+        if name.endswith("_plain"):  # as ours on a local disk
+            limits |= {"use_ocdbt": False, "use_compression": False}
+        in_background = name.startswith("orbax_async_background")
         if in_background:
             limits["save_device_host_concurrent_gb"] = -(-setting.state_bytes // 10**9) + 1
             arrays["callback"] = InBackground()
@@ -187,7 +191,7 @@ class Stock(Managed):
         manager = ocp.CheckpointManager(
             setting.directory / name,
             item_handlers={"state": handler},
-            options=_options(setting, asynchronous=name != "orbax_sync"),
+            options=_options(setting, asynchronous=not name.startswith("orbax_sync")),
         )
         super().__init__(
             setting, manager, lambda state: ocp.args.Composite(state=ocp.args.PyTreeSave(state))
@@ -199,8 +203,8 @@ class Stock(Managed):
 class DeviceCopy(Stock):
     """What an expert writes by hand: a copy of the state on the device, saved by another thread."""
 
-    def __init__(self, setting: Setting):
-        super().__init__(setting, "device_copy")
+    def __init__(self, setting: Setting, name: str):
+        super().__init__(setting, name)
         self._interval = setting.interval
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -253,8 +257,9 @@ class GoCkpt(Managed):
         self.step = manager.wrap(setting.job.donating)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Its save reports."""
-        return [dataclasses.asdict(report) for report in self._manager.reports]
+        """Its save reports, and the rate at which bytes come, as the library has learned it."""
+        rate = {"link_bytes_per_sec": LINK.bytes_per_sec}
+        return [dataclasses.asdict(report) | rate for report in self._manager.reports]
 
 
 def _options(setting: Setting, *, asynchronous: bool = True) -> ocp.CheckpointManagerOptions:

@@ -25,6 +25,13 @@ class Peaks:
     resident: int = 0
     system: int = 0
 
+    def plus(self, other: "Peaks") -> "Peaks":
+        """The most of both."""
+        return Peaks(
+            max(self.device, other.device), max(self.resident, other.resident),
+            max(self.system, other.system),
+        )  # fmt: skip
+
 
 @dataclasses.dataclass
 class Phase:
@@ -58,6 +65,16 @@ class Phase:
     def secs(self) -> float:
         """All of it."""
         return self.wall_secs + self.drain_secs
+
+    def plus(self, other: "Phase") -> "Phase":
+        """Both as one phase of the same mode."""
+        return Phase(
+            self.mode, self.steps + other.steps, self.wall_secs + other.wall_secs,
+            self.drain_secs + other.drain_secs, self.saves + other.saves,
+            self.step_secs + other.step_secs, self.hook_secs + other.hook_secs,
+            self.visible_secs + other.visible_secs, self.peaks.plus(other.peaks),
+            self.reports + other.reports,
+        )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """The raw samples, with as many digits as they are worth."""

@@ -16,6 +16,8 @@ _ACTIVATION_BYTES = 6 * 10**9  # of the large sizes, with rematerialisation; gen
 _STATES_ON_DEVICE = 3.4  # old, new and saved state of the step that does not donate; gradients
 _STATES_ON_HOST = 4.2  # pinned copies that no mode gives back, what Orbax compresses, gradients
 _STATES_ON_DISK = 1.1  # for each save of a phase: Orbax deletes the old one after the new
+_PART_FOR_PHASES = 0.6  # of the time; the rest is for compilation and warm-up
+_FLOPS = 3e14  # of an accelerator in training; an H100 does about 4e14 of bf16
 _LADDER = ("4.2b", "2.8b", "2b", "1.7b", "1.2b", "800m", "300m", "100m", "10m")
 
 
@@ -54,14 +56,16 @@ def places(directory: Path | None, *, probe_bytes: int) -> list[Place]:
 
 
 def choose(
-    found: list[Place], *, device_bytes: int, saves: int, host_bytes: int, secs: float, phases: int
-) -> tuple[str, Place, str]:
+    found: list[Place], *, device_bytes: int, saves: int, interval: int, host_bytes: int,
+    secs: float, phases: int,
+) -> tuple[str, Place, str]:  # fmt: skip
     """The largest model that fits, and where its checkpoints go.
 
     Args:
       found: Places.
       device_bytes: That the device's allocator has.
       saves: Per phase.
+      interval: Steps between them.
       host_bytes: Memory of this machine.
       secs: For the whole benchmark.
       phases: Phases with a save that shall fit.
@@ -76,7 +80,9 @@ def choose(
             refused.append(f"{name}: device memory of {device_bytes / 1e9:.0f} GB")
             continue
         for place in sorted(found, key=_preference):
-            why = _too_small(place, state, saves, host_bytes, secs, phases)
+            why = _too_small(place, state, saves, host_bytes)
+            step_secs = SIZES[name].flops / _FLOPS
+            why = why or _too_slow(place, state, saves * phases, interval * step_secs, secs)
             if why is None:
                 return name, place, "; ".join(refused) or "nothing larger is known"
             refused.append(f"{name} at {'memory' if place.in_memory else 'disk'}: {why}")
@@ -90,19 +96,25 @@ def _preference(place: Place) -> int:
     return 0 if place.bytes_per_sec >= _FAST_BYTES_PER_SEC else 2
 
 
-def _too_small(
-    place: Place, state: int, saves: int, host_bytes: int, secs: float, phases: int
-) -> str | None:
+def _too_small(place: Place, state: int, saves: int, host_bytes: int) -> str | None:
     on_disk = _STATES_ON_DISK * state * min(saves, 2)
     on_host = _STATES_ON_HOST * state + (on_disk if place.in_memory else 0)
-    writing_secs = state / place.bytes_per_sec * phases * saves
     if on_disk > place.free_bytes:
         return f"{place.free_bytes / 1e9:.0f} GB are free"
     if on_host > host_bytes:
         return f"host memory of {host_bytes / 1e9:.0f} GB"
-    if writing_secs > 0.6 * secs:
-        return f"{phases * saves} saves at {place.bytes_per_sec / 1e9:.2f} GB/s take too long"
     return None
+
+
+def _too_slow(
+    place: Place, state: int, saves: int, interval_secs: float, secs: float
+) -> str | None:
+    """Training goes on while a save is written; the next phase begins when both are done."""
+    saving_secs = saves * max(state / place.bytes_per_sec, interval_secs)
+    if saving_secs <= _PART_FOR_PHASES * secs:
+        return None
+    rate = f"{place.bytes_per_sec / 1e9:.2f} GB/s and {interval_secs:.0f} s of steps each"
+    return f"{saves} saves at {rate} take too long"
 
 
 def _is_in_memory(path: Path) -> bool:

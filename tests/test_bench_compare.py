@@ -18,6 +18,7 @@ def record(samples, name="replay", **hardware):
     return {
         "name": name,
         "commit": "c0ffee",
+        "command": "python -m bench replay --out a.json",
         "versions": {"jax": "1"},
         "hardware": HARDWARE | hardware,
         "samples": samples,
@@ -83,6 +84,40 @@ def test_absolute_figures_of_other_hardware_are_not_compared():
         assert verdict(figure, NOISY, times(2.0), cpu="another") == "not judged"
     assert verdict("extra_rss_ratio", NOISY, times(2.0), cpu="another") == "worse"
     assert verdict("secs/replay", NOISY, times(2.0), load_average=[9]) == "worse"
+
+
+def test_absolute_figures_of_another_command_are_not_compared():
+    a, b = record({"secs": NOISY, "x_ratio": NOISY}), record({"secs": NOISY, "x_ratio": NOISY})
+    b["command"] = "python -m bench replay --out b.json"
+    assert [c.verdict for c in compare(a, b)] == ["same", "same"]
+    b["command"] = "python -m bench replay --quick"
+    assert [(c.verdict, c.reason) for c in compare(a, b)] == [
+        ("not judged", "absolute, and other command"),
+        ("same", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    "figure", ["save_secs/raw", "ideal/10/step_median_secs", "orbax_async/10/hook_secs_per_save"]
+)
+def test_a_yardstick_is_nobodys_regression(figure, tmp_path, capsys):
+    assert verdict(figure, NOISY, times(1.5)) == "moved"
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    before.write_text(json.dumps(record({figure: NOISY})))
+    after.write_text(json.dumps(record({figure: times(1.5)}, cores=4)))
+    assert main([str(before), str(after)]) == 0
+    assert "ANOTHER STATE" in capsys.readouterr().out
+    assert verdict("gockpt/10/inflation_vs_stock_async", NOISY, times(1.5)) == "worse"
+
+
+def test_what_differs_is_said_first(tmp_path, capsys):
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    before.write_text(json.dumps(record({"x_ratio": NOISY})))
+    after.write_text(json.dumps(record({"x_ratio": NOISY}, cores=64) | {"commit": "decaf"}))
+    assert main([str(before), str(after)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("commit: c0ffee before, decaf after") < printed.index("verdict")
+    assert "OTHER HARDWARE, cores: 4 before, 64 after" in printed
 
 
 def test_unrelated_files_are_refused():

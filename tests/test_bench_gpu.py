@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import gpu, gpu_exact
+from bench import gpu, gpu_exact, gpu_part
 from bench.gpu_table import show
 from bench.record import ROOT, Record
 
@@ -62,6 +62,31 @@ def test_parts_leave_few_files_that_say_what_they_measured(rehearsal):
     for name in ("gockpt/6/throughput_ratio", "sixth/gockpt/6/throughput_ratio",
                  "memory/gockpt/6/host_memory_ratio", "write_gbps/disk"):  # fmt: skip
         assert figures[name] > 0
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        "pull_gbps/pinned_put/1MiB/cold",
+        "pull_gbps/pinned_put/1MiB/warm",
+        "pull_gbps/library/1MiB/warm",
+        "overlap_ratio",
+        "async_dispatch/overlap_ratio",
+        "step_inflation_ratio/pull_beside",
+        "donated_step_secs/pulled_buffer",
+        "async_dispatch/donated_step_secs/pulled_buffer",
+        "exact/adamw/moments/max_ulps",
+        "exact/adamw/moments/differing",
+        "rounded/adamw/params/max_ulps",
+        "perturbed/adamw",
+        "same_memory/pinned_to_numpy",
+        "same_memory/numpy_to_cpu",
+        "same_memory/staged_copy",
+    ],
+)
+def test_the_first_questions_to_a_gpu_are_all_asked(rehearsal, figure):
+    files, _ = rehearsal
+    assert json.loads(files["gpu.json"])["samples"][figure]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -147,6 +172,17 @@ def test_a_part_gets_its_share_of_the_time_that_is_left(tmp_path, monkeypatch):
     assert seen[1][1] == pytest.approx(600, rel=0.01)  # what the first has not used
     with pytest.raises(SystemExit, match="no parts"):
         gpu.run(False, minutes=1.0, parts="trian", out=tmp_path, directory=None)
+
+
+def test_a_process_beside_that_hangs_costs_its_own_answers_only(monkeypatch):
+    def run(words, *, timeout, **_):
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    record = Record("gpu transfer", {"overlap_ratio": [1.0]})
+    monkeypatch.setattr(gpu_part.subprocess, "run", run)
+    gpu_part._ask_with_async_dispatch(record, argparse.Namespace(toy=True), 1.0)
+    assert record.samples == {"overlap_ratio": [1.0]}
+    assert record.notes == ["async_dispatch: TimeoutExpired, see the log."]
 
 
 def test_histograms_count_every_element_once():

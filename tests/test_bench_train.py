@@ -141,7 +141,8 @@ MEMORY = Place(Path("/dev/shm"), 64 * GB, 4 * GB, True)
     [
         pytest.param(79, [DISK, MEMORY], 137, 540, ("1.7b", False), id="80-gb"),
         pytest.param(139, [DISK, MEMORY], 137, 540, ("2b", False), id="141-gb"),
-        pytest.param(79, [DISK, MEMORY], 137, 60, ("800m", True), id="short"),
+        pytest.param(79, [DISK, MEMORY], 137, 180, ("800m", False), id="short"),
+        pytest.param(79, [DISK, MEMORY], 137, 60, ("100m", False), id="too-short-for-the-steps"),
         pytest.param(79, [SLOW, MEMORY], 137, 540, ("1.7b", True), id="slow-disk"),
         pytest.param(79, [SLOW], 137, 540, ("300m", False), id="only-a-slow-disk"),
         pytest.param(79, [DISK], 48, 540, ("800m", False), id="small-host"),
@@ -150,8 +151,9 @@ MEMORY = Place(Path("/dev/shm"), 64 * GB, 4 * GB, True)
 )
 def test_the_size_is_what_device_disk_host_and_time_allow(device, places, host, secs, expected):
     name, place, why = choose(
-        places, device_bytes=device * GB, saves=1, host_bytes=host * GB, secs=secs, phases=12
-    )
+        places, device_bytes=device * GB, saves=1, interval=50, host_bytes=host * GB, secs=secs,
+        phases=12,
+    )  # fmt: skip
     assert (name, place.in_memory) == expected
     assert "4.2b: device memory" in why
 
@@ -177,12 +179,22 @@ def record(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+def found(record, mode):
+    return [p for p in record["details"]["phases"] if p["mode"] == mode]
+
+
 def test_a_run_has_the_figures_of_every_mode(record):
     for mode in ("ideal", "gockpt_k2", "orbax_async", "orbax_sync"):
         assert record["figures"][f"{mode}/5/throughput_ratio"] > 0
     for figure in ("inflation_secs_per_save", "inflation_vs_stock_async", "drain_over_interval"):
         assert f"gockpt_k2/5/{figure}" in record["figures"]
     assert set(record["samples"]["gockpt_k2/5/window_steps"]) == {2}
+    ideal = [p["wall_secs"] / p["steps"] for p in found(record, "ideal")]
+    assert len(ideal) == 2  # before the round and after it
+    figures = record["figures"]
+    wall, steps = figures["gockpt_k2/5/wall_secs"], len(found(record, "gockpt_k2")[0]["step_secs"])
+    expected = sum(ideal) / 2 * steps / wall
+    assert figures["gockpt_k2/5/throughput_ratio"] == pytest.approx(expected, rel=1e-2)
     assert record["samples"]["gockpt_k2/5/audit_max_ulps"] == [0, 0]
     assert {p["mode"] for p in record["details"]["phases"]} >= {"gockpt_k2", "ideal"}
 
@@ -196,14 +208,16 @@ def test_a_mode_that_fails_is_dropped_and_told_of(record):
 def test_a_table_has_a_line_for_each_mode(record, capsys):
     show_modes("modes", record["samples"])
     lines = capsys.readouterr().out.splitlines()
-    assert sum("gockpt_k2/5" in line for line in lines) == 1
+    assert sum("gockpt_k2/5" in line for line in lines) == 2  # what it costs, what it holds
+    for heading in ("inflation s", "ETTR 1 h", "drain s", "moved", "blocked GB/s", "of interval"):
+        assert any(heading in line for line in lines), heading
 
 
 def test_the_same_bytes_cross_the_link_in_every_mode(tmp_path):
     """The throttle is in two places; this is what makes them one."""
     carried = {}
     state = {"w": jnp.arange(1000.0), "n": jnp.zeros((), jnp.int32)}
-    for name in ("orbax_async", "device_copy", "gockpt"):
+    for name in ("orbax_async", "orbax_async_plain", "device_copy", "gockpt"):
         link = Link(1e12)
         job = types.SimpleNamespace(donating=jax.jit(lambda s, b: (s, 0.0)), keeping=None)
         setting = Setting(job, 2, tmp_path, link, 4004)

@@ -98,9 +98,10 @@ def write(directory, **records):
 
 def root_with_marks(path):
     """Documents with room for their tables, as the repository's are."""
-    for page in figures_tables.TABLES:
+    begin, end = figures_tables.marks()
+    for page in {place.partition("#")[0] for place in figures_tables.TABLES}:
         (path / page).parent.mkdir(exist_ok=True)
-        (path / page).write_text(f"before\n{figures_tables._BEGIN}\n\n{figures_tables._END}\n")
+        (path / page).write_text(f"before\n{begin}\n\n{end}\n")
     return path
 
 
@@ -198,7 +199,8 @@ def test_the_readme_says_what_the_figure_shows():
 def test_a_table_replaces_what_lies_between_the_marks(tmp_path):
     page = tmp_path / "docs" / "accelerators.md"
     page.parent.mkdir()
-    page.write_text(f"before\n{figures_tables._BEGIN}\nlast year's\n{figures_tables._END}\nafter\n")
+    begin, end = figures_tables.marks()
+    page.write_text(f"before\n{begin}\nlast year's\n{end}\nafter\n")
     results = write(tmp_path / "results", aot=aot() | {"notes": ["v5p/7B/fsdp: not measured: no"]})
     assert "docs/accelerators.md: table from aot.json" in list(
         figures.make(results, tmp_path / "out", tmp_path)
@@ -224,13 +226,35 @@ def test_the_documents_are_those_of_the_kept_results(tmp_path):
         assert path.exists() == bool(suited), name
         if suited:
             assert source(path) == suited[-1].caption
-    for page, (suits, table) in figures_tables.TABLES.items():
+    for place, (suits, table) in figures_tables.TABLES.items():
         suited = [r for r in results if suits(r.record)]
         if suited:
+            page, _, name = place.partition("#")
             copy = tmp_path / "page.md"
             copy.write_text((ROOT / page).read_text(encoding="utf-8"), encoding="utf-8")
-            figures_tables.insert(copy, figures_tables.lines_of(table, suited[-1]))
+            figures_tables.insert(copy, figures_tables.lines_of(table, suited[-1]), name)
             assert copy.read_text() == (ROOT / page).read_text(), "run `make figures`"
+
+
+def test_what_saves_take_is_told_beside_their_budget(tmp_path):
+    figures = {
+        "gockpt_k2/extra_rss_state_ratio": 1.5, "gockpt_k2/extra_over_accounted_ratio": 0.9,
+        "gockpt_k2/host_peak_extra_bytes": 1e9, "gockpt_k2/host_budget_bytes": 2e9,
+        "gockpt_k2/host_peak_budget_ratio": 0.5, "gockpt_k2/kept_bytes": 1e7,
+        "orbax_async/extra_rss_state_ratio": 3.0, "orbax_async/kept_bytes": 0.0,
+    }  # fmt: skip
+    found = record("memory", {name: [x, x * 1.5, x] for name, x in figures.items()})
+    found |= {"details": {"state_bytes": 1e9}, "command": "python -m bench memory"}
+    lines = figures_tables.memory_table(found)
+    assert "| `gockpt_k2` | 1.50 | 0.90 | 1.00 | 2.00 | 0.50 | 0.01 |" in lines
+    assert "| `orbax_async` | 3.00 | - | - | - | - | 0.00 |" in lines
+    assert lines[-1].endswith("at most 0.75 of its budget in any.")
+    page = tmp_path / "page.md"
+    begin, end = figures_tables.marks("memory")
+    page.write_text(f"{figures_tables.marks()[0]}\nother\n{end}\n{begin}\n{end}\n")
+    figures_tables.insert(page, lines, "memory")
+    assert "\nother\n" in page.read_text()
+    assert not figures_tables._is_memory(found | {"command": "python -m bench memory --quick"})
 
 
 def test_lanes_are_read_from_a_profile(tmp_path):
@@ -300,7 +324,9 @@ def test_lanes_are_the_librarys_own_names():
     assert lanes == names
 
 
-@pytest.mark.parametrize("module", [timeline_spans, figures_timeline, figures_train])
+@pytest.mark.parametrize(
+    "module", [timeline_spans, figures_timeline, figures_train, figures_tables]
+)
 def test_docstring_examples(module):
     assert doctest.testmod(module).failed == 0
 

@@ -1,0 +1,117 @@
+"""Questions about transfers beside training steps: what is hidden, and what the steps pay."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.transfer_asked import Asked
+
+# A busy step.
+
+
+class Busy:
+    """A step that keeps the device busy and donates its state.
+
+    Args:
+      asked: The question.
+    """
+
+    def __init__(self, asked: Asked):
+        width, depth = asked.scale.width, asked.scale.depth
+
+        def step(state: Any) -> Any:
+            w, x = state
+            for _ in range(depth):
+                x = jnp.tanh(x @ w)
+            return w + 1e-6, x
+
+        self._step = jax.jit(step, donate_argnums=0)
+        with jax.default_device(asked.device):
+            dtype = jnp.float32 if asked.device.platform == "cpu" else jnp.bfloat16
+            self.state = jax.block_until_ready(
+                (jnp.eye(width, dtype=dtype), jnp.ones((width, width), dtype))
+            )
+        self.run()
+
+    def dispatch(self) -> None:
+        """Starts a step."""
+        self.state = self._step(self.state)
+
+    def run(self) -> float:
+        """Runs a step to its end; returns the seconds."""
+        start = time.perf_counter()
+        self.dispatch()
+        jax.block_until_ready(self.state)
+        return time.perf_counter() - start
+
+
+def ask_overlap(asked: Asked) -> None:
+    """Whether a pull runs beside steps, and what it costs them.
+
+    `overlap_ratio`: of the shorter one's time, the part that was hidden (1: all of it). As many
+    steps run as take about as long as the pull.
+    """
+    busy, mib = Busy(asked), asked.scale.busy_mib
+    for n in range(2):
+        _pull_secs(asked, asked.fresh(mib, n))
+    pull = statistics.median(
+        _pull_secs(asked, asked.fresh(mib, n)) for n in range(asked.scale.repeats)
+    )
+    alone = statistics.median(busy.run() for _ in range(asked.scale.repeats))
+    steps = max(1, min(200, round(pull / alone)))
+    asked.note(f"overlap: {steps} steps of {1e3 * alone:.2f} ms beside a pull of {mib:g} MiB.")
+    for n in range(asked.scale.repeats):
+        if asked.deadline.is_over:
+            return
+        undisturbed = _steps_secs(busy, steps)
+        x = asked.fresh(mib, n)
+        start = time.perf_counter()
+        moved = jax.device_put(x, asked.pinned)  # before the steps, as a window does
+        with_pull = _steps_secs(busy, steps)
+        jax.block_until_ready(moved)
+        both = time.perf_counter() - start
+        hidden = (undisturbed + pull - both) / min(undisturbed, pull)
+        asked.add("overlap_ratio", hidden)
+        asked.add("step_inflation_ratio/pull_beside", with_pull / undisturbed)
+        del moved, x
+
+
+def _pull_secs(asked: Asked, x: jax.Array) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(jax.device_put(x, asked.pinned))
+    return time.perf_counter() - start
+
+
+def _steps_secs(busy: Busy, steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(steps):
+        busy.dispatch()
+    jax.block_until_ready(busy.state)
+    return time.perf_counter() - start
+
+
+def ask_donated(asked: Asked) -> None:
+    """The negative test: a step that donates a buffer which is being pulled, or another one.
+
+    On a GPU the first must wait for the whole transfer, or staging would be needless.
+    """
+    touch = jax.jit(lambda x: x + 1, donate_argnums=0)
+    mib = asked.scale.busy_mib
+    jax.block_until_ready(touch(asked.fresh(mib)))
+    for n in range(asked.scale.repeats):
+        if asked.deadline.is_over:
+            return
+        pulled, other = asked.fresh(mib, n), asked.fresh(mib, n + 1)
+        secs = {}
+        for name, donated in (("donated", pulled), ("other", other)):
+            source = jax.block_until_ready(pulled) if name == "donated" else asked.fresh(mib, n + 2)
+            moved = jax.device_put(source, asked.pinned)
+            start = time.perf_counter()
+            jax.block_until_ready(touch(donated))
+            secs[name] = time.perf_counter() - start
+            jax.block_until_ready(moved)
+        asked.add("donated_step_secs/pulled_buffer", secs["donated"])
+        asked.add("donated_step_secs/other_buffer", secs["other"])
