@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-compat  storage, manager and examples with the oldest and the newest Orbax'
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
+	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make figures figures and tables of the documents, from bench/results'
 	@echo 'make bench   what can be measured without an accelerator, a few minutes'
@@ -97,6 +98,9 @@ $(REMOTE_VENV)/.installed: pyproject.toml Makefile
 
 kills: $(STAMP)
 	@GOCKPT_KILL_CHAINS=25 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
+
+lives: $(STAMP)
+	@GOCKPT_LIVES=94 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py
 
 scale: $(STAMP)
 	@$(BIN)/python -m bench.scale
