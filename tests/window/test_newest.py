@@ -468,6 +468,8 @@ def test_the_default_budget_holds_two_states_more(start):
     """Beside what one save needs; replay's scratch is what its write buffers may be here."""
     scratch = 2 * 4 * CHUNK_SIZES[-1]
     loop = start(4, window={"write_limit_bytes": scratch, "audit": None})
+    loop.train(8)
+    loop.manager._gockpt_session._worker.wait_until_idle()  # what replay takes is in it once
     loop.train(12)
     loop.gates[4].set()
     loop.manager.close()
