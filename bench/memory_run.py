@@ -11,12 +11,11 @@ import dataclasses
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.record import peak_memory, resident_bytes
+from bench.record import peak_memory, resident_bytes, sampled
 
 _SAMPLE_SECS = 0.005
 _WARM_SAVES, _SAVES = 2, 5
@@ -223,23 +222,17 @@ class _Peaks:
 
 @contextlib.contextmanager
 def _sampled(accounts: Callable[[], tuple[int, int]]) -> Iterator[_Peaks]:
-    """Samples memory and accounts on a thread of its own."""
-    peaks, stop = _Peaks(), threading.Event()
+    """Samples memory and accounts."""
+    peaks = _Peaks()
 
-    def sample() -> None:
-        while not stop.wait(_SAMPLE_SECS):
-            before, resident, after = accounts(), resident_bytes(), accounts()
-            # The less of both: what was just being taken or given back is not taken off.
-            peaks.host = max(peaks.host, resident - min(before[1], after[1]))
-            peaks.accounted = max(peaks.accounted, sum(before))
+    def look() -> None:
+        before, resident, after = accounts(), resident_bytes(), accounts()
+        # The less of both: what was just being taken or given back is not taken off.
+        peaks.host = max(peaks.host, resident - min(before[1], after[1]))
+        peaks.accounted = max(peaks.accounted, sum(before))
 
-    thread = threading.Thread(target=sample, name="bench-memory")
-    thread.start()
-    try:
+    with sampled(look, _SAMPLE_SECS):
         yield peaks
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _model(layers: int, width: int, vocabulary: int) -> tuple[Any, Any]:

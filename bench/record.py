@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -151,6 +152,25 @@ def peak_memory(over_bytes: int | None = None) -> Iterator[Callable[[], int]]:
     before = _status_bytes("VmRSS") if over_bytes is None else over_bytes
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak (Linux)
     yield lambda: max(0, _status_bytes("VmHWM") - before)
+
+
+@contextlib.contextmanager
+def sampled(look: Callable[[], None], every_secs: float) -> Iterator[None]:
+    """Calls a function again and again while the block runs, on a thread of its own."""
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.is_set():
+            look()
+            stop.wait(every_secs)
+
+    thread = threading.Thread(target=sample, name="bench-sampler")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _status_bytes(name: str) -> int:

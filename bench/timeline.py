@@ -10,13 +10,12 @@ import dataclasses
 import functools
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.record import Record, resident_bytes
+from bench.record import Record, resident_bytes, sampled
 from bench.timeline_spans import LANES, ORIGIN, Span, busy_secs, read_spans
 
 _SAVE_EVERY, _WINDOW = 10, 4
@@ -145,26 +144,19 @@ def _profiled(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sampled_memory(device: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
-    """Samples memory on a thread of its own, from the moment that `ORIGIN` marks."""
+    """Samples memory, from the moment that `ORIGIN` marks."""
     import jax
 
     readers: dict[str, Callable[[], float]] = {"resident_bytes": resident_bytes}
     if "bytes_in_use" in (device.memory_stats() or {}):
         readers["device_bytes"] = lambda: device.memory_stats()["bytes_in_use"]
     series: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
-    done = threading.Event()
     with jax.profiler.TraceAnnotation(ORIGIN):
         origin = time.perf_counter()
 
-    def sample() -> None:
-        while not done.wait(_SAMPLE_SECS):
-            for name, read in readers.items():
-                series[name].append((time.perf_counter() - origin, float(read())))
+    def look() -> None:
+        for name, read in readers.items():
+            series[name].append((time.perf_counter() - origin, float(read())))
 
-    thread = threading.Thread(target=sample, name="bench-memory")
-    thread.start()
-    try:
+    with sampled(look, _SAMPLE_SECS):
         yield series
-    finally:
-        done.set()
-        thread.join()

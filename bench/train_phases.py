@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import jax
 
-from bench.record import resident_bytes
+from bench.record import resident_bytes, sampled
 from bench.train_model import Job
 from bench.train_modes import Mode
 
@@ -167,23 +166,16 @@ class _Watch:
 
 @contextlib.contextmanager
 def _sampled() -> Iterator[Peaks]:
-    """Samples memory in a thread of its own: allocators' peaks have no way back."""
-    peaks, stop = Peaks(), threading.Event()
+    """Samples memory: allocators' peaks have no way back."""
+    peaks = Peaks()
 
-    def sample() -> None:
-        while not stop.is_set():
-            peaks.device = max(peaks.device, device_bytes())
-            peaks.resident = max(peaks.resident, resident_bytes())
-            peaks.system = max(peaks.system, system_bytes())
-            stop.wait(_SAMPLE_SECS)
+    def look() -> None:
+        peaks.device = max(peaks.device, device_bytes())
+        peaks.resident = max(peaks.resident, resident_bytes())
+        peaks.system = max(peaks.system, system_bytes())
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
+    with sampled(look, _SAMPLE_SECS):
         yield peaks
-    finally:
-        stop.set()
-        thread.join()
 
 
 def device_bytes() -> int:

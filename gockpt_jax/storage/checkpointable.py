@@ -9,7 +9,7 @@ from orbax.checkpoint import v1
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.commit import vote
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
-from gockpt_jax.telemetry.report import PendingReport
+from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import PATIENCE_SECS
 

@@ -25,7 +25,7 @@ from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, refuse
 from gockpt_jax.storage.tree_handler import make_tree_handler
 from gockpt_jax.storage.write_budget import WriteStats, collecting
 from gockpt_jax.storage.written import Failed, Voting, Written
-from gockpt_jax.telemetry.report import PendingReport, SaveRecord
+from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes

@@ -13,7 +13,8 @@ from gockpt_jax.storage.commit import with_word_of_commits
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.policies import arrange
 from gockpt_jax.storage.waiting import WaitingRoom
-from gockpt_jax.telemetry.report import PendingReport, SaveReport
+from gockpt_jax.telemetry.report import SaveReport
+from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.failures import surface
 

@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.host_array import HostArray, HostShard
-from gockpt_jax.telemetry.report import PendingReport
+from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.slots import ChunkSlot
 

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.taken import TakenSave
-from gockpt_jax.telemetry.report import PendingReport
+from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")

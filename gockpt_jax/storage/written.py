@@ -11,7 +11,7 @@ from gockpt_jax.errors import storage_error
 from gockpt_jax.storage import bucket
 from gockpt_jax.storage.commit import vote
 from gockpt_jax.storage.write_budget import WriteStats
-from gockpt_jax.telemetry.report import PendingReport, SaveRecord
+from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes
 
 

@@ -27,8 +27,6 @@ Shape = tuple[int, ...]
 WriteShape = Callable[[Shape, Any, jax.sharding.Sharding], Shape]
 """From an array's shape, dtype and sharding to the shape of what one replica writes of it."""
 
-_owned_by_layout: dict[Any, tuple[Sequence[Box], int]] = {}
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
@@ -57,6 +55,9 @@ class Replicas:
     """
 
     write_shape: WriteShape | None = None
+    _owned_by_layout: dict[Any, tuple[Sequence[Box], int]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def placed(self, array: Any) -> jax.sharding.Sharding:
         """By whose shards an array travels and is written: its own, or finer ones.
@@ -115,11 +116,11 @@ class Replicas:
 
     def _owned(self, array: jax.Array) -> tuple[Sequence[Box], int]:
         """Positions and bytes of what this process writes: asked for every leaf at every seal."""
-        key = (self.write_shape, array.shape, array.dtype, array.sharding)
-        found = _owned_by_layout.get(key)
+        key = (array.shape, array.dtype, array.sharding)
+        found = self._owned_by_layout.get(key)
         if found is None:
             boxes = self._owned_boxes(array)
-            found = _owned_by_layout[key] = boxes, self.source(array).shard_bytes * len(boxes)
+            found = self._owned_by_layout[key] = boxes, self.source(array).shard_bytes * len(boxes)
         return found
 
     def _owned_boxes(self, array: jax.Array) -> Sequence[Box]:

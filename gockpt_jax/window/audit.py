@@ -12,7 +12,8 @@ from gockpt_jax.errors import AuditError
 from gockpt_jax.options import Audit
 from gockpt_jax.replay.audit import UNEQUAL, difference, scale_of
 from gockpt_jax.telemetry import events
-from gockpt_jax.telemetry.report import AuditFigures, SaveRecord
+from gockpt_jax.telemetry.report import AuditFigures
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Piece

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.telemetry.report import PendingReport, ReportLog, SaveReport
+from gockpt_jax.telemetry.report import ReportLog, SaveReport
+from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.training.call import Places
 from gockpt_jax.training.nested import NestedStep, wrap_step
 from gockpt_jax.training.wrap import WrappedStep

@@ -8,7 +8,7 @@ import jax
 
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.telemetry import events
-from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.chunks import Chunk, Source

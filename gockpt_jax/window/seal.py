@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from gockpt_jax.telemetry import events
-from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.resources import Resources

@@ -26,7 +26,7 @@ import jax
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
-from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.replicas import Replicas

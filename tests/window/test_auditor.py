@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import Audit, AuditError, WindowOptions
-from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk, Pull
 from gockpt_jax.transfer.replicas import FIRST_ALONE

@@ -12,7 +12,7 @@ import pytest
 from window.training_loop import assert_same
 
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.cut import Leaf, find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import make_recipe

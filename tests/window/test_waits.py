@@ -17,7 +17,7 @@ import pytest
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.telemetry.report import SaveRecord
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer import block
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.budget import ByteBudget

@@ -1,0 +1,148 @@
+"""What is known of a save while it is under way."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gockpt_jax.telemetry.report import AuditFigures, ReportLog, SaveKind, SaveReport
+
+
+@dataclasses.dataclass(kw_only=True)
+class SaveRecord:
+    """A report in the making; times are `time.perf_counter()` of this process."""
+
+    kind: SaveKind
+    reason: str
+    window_steps: int = 1
+    deferred_steps: int = 0
+    step: int = -1
+    state_bytes: int = 0
+    early_bytes: int = 0
+    early_leaves: int = 0  # of which this process may own nothing
+    gradient_bytes: int = 0
+    late_leaves: tuple[str, ...] = ()
+    stall_secs: float = 0.0
+    barrier_secs: float = 0.0
+    waiting_secs: float = 0.0
+    sealed_at: float = 0.0
+    drained_at: float = 0.0
+    write_secs: float = 0.0
+    written_at: float = 0.0
+    committed_at: float = 0.0
+    written_bytes: int = 0
+    peak_host_bytes: int = 0
+    host_budget_bytes: int | None = None
+    peak_device_bytes: int = 0
+    audit: AuditFigures | None = None
+    error: str | None = None
+    peaks: Callable[[], tuple[int, int]] = lambda: (0, 0)  # on the host, on one device
+
+    def drained(self) -> None:
+        """The last chunk is on the host."""
+        self.drained_at = time.perf_counter()
+        self.measure()
+
+    def measure(self) -> None:
+        """Takes note of the peaks so far; another save's window may measure anew from then on."""
+        host_bytes, device_bytes = self.peaks()
+        self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
+        self.peak_device_bytes = max(self.peak_device_bytes, device_bytes)
+
+    def nothing_left_early(self) -> None:
+        """The save asked for nothing that the window had taken: it was a snapshot after all."""
+        self.kind, self.window_steps = "snapshot", 1
+        self.reason = "; ".join(self.late_leaves) or (
+            "nothing given to `save` had left early: it is not the state that the last wrapped step"
+            " returned, or a part that leaves at the save"
+        )
+
+    def report(self) -> SaveReport:
+        """The finished report."""
+        told: dict[str, Any] = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(SaveReport)
+            if hasattr(self, f.name)
+        }
+        told["drain_secs"] = max(0.0, self.drained_at - self.sealed_at)
+        if self.written_at:
+            told["commit_secs"] = max(0.0, self.committed_at - self.written_at)
+        return SaveReport(**told)
+
+
+class PendingReport:
+    """A save whose report is not complete: `save` must have returned and the commit be done.
+
+    Either may come first: the trainer's thread returns, a thread of Orbax's commits.
+
+    Args:
+      record: What is known of the save so far.
+      step: Its label.
+      entered_at: When the state was looked at, after barriers and the previous save.
+      log: Where the report goes.
+    """
+
+    def __init__(self, record: SaveRecord, step: int, entered_at: float, log: ReportLog):
+        self.record = record
+        self._entered_at = entered_at
+        self._log = log
+        self._waiting_for = {"return", "commit"}
+        self._lock = threading.Lock()
+        record.step = step
+
+    @property
+    def step(self) -> int:
+        """The save's label."""
+        return self.record.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the report has been made."""
+        return not self._waiting_for
+
+    def returned(self, started_at: float) -> None:
+        """`save`, called at `started_at`, returns to the trainer."""
+        self.waits(started_at)
+        self._done("return")
+
+    def waits(self, started_at: float) -> None:
+        """`save`, called at `started_at`, returns; Orbax hears of the save later."""
+        self.record.barrier_secs += max(0.0, self._entered_at - started_at)
+        self.record.stall_secs += time.perf_counter() - started_at
+
+    def committed(self) -> None:
+        """The checkpoint is visible."""
+        self.record.committed_at = time.perf_counter()
+        self.record.measure()
+        self._done("commit")
+
+    def superseded(self, step: int) -> None:
+        """There will be no checkpoint: a newer save, of this label, has taken its place."""
+        with self._lock:
+            self.record.kind = "superseded"
+            self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
+            self._waiting_for.clear()
+        self._log.add(self.record.report())
+
+    def failed(self, error: BaseException) -> None:
+        """There will be no checkpoint; also after `committed`, which comes before the rename."""
+        with self._lock:
+            finished = not self._waiting_for
+            if finished and self.record.error is not None:
+                return
+            told = self.record.report()
+            self.record.error = f"{type(error).__name__}: {error}"
+            self._waiting_for.clear()
+        if finished:
+            self._log.forget(told)
+        self._log.add(self.record.report())
+
+    def _done(self, part: str) -> None:
+        with self._lock:
+            if part not in self._waiting_for:
+                return
+            self._waiting_for.remove(part)
+            if self._waiting_for:
+                return
+        self._log.add(self.record.report())
