@@ -9,22 +9,22 @@ from pathlib import Path
 # Each module has `run(quick: bool) -> Record`; its first line is its help. One that has options of
 # its own has `add_arguments(parser)`, and `run(quick, **options)`, `out` among them.
 BENCHMARKS = {
-    "aot": "bench.aot",
-    "cut": "bench.cut",
-    "cut_growth": "bench.cut_growth",
-    "gpu": "bench.gpu",
-    "replay": "bench.replay",
-    "replay_beside_training": "bench.replay_beside_training",
+    "aot": "bench.aot.benchmark",
+    "cut": "bench.cut.benchmark",
+    "cut_growth": "bench.cut.growth",
+    "gpu": "bench.gpu.benchmark",
+    "replay": "bench.replay.benchmark",
+    "replay_beside_training": "bench.replay.beside_training",
     "storage": "bench.storage",
-    "memory": "bench.memory",
-    "timeline": "bench.timeline",
-    "train": "bench.train",
+    "memory": "bench.memory.benchmark",
+    "timeline": "bench.timeline.benchmark",
+    "train": "bench.train.benchmark",
     "transfer": "bench.transfer",
 }
 # What works on result files. Each module has `main(arguments) -> exit status`.
 COMMANDS = {
     "compare": "bench.compare",
-    "figures": "bench.figures",
+    "figures": "bench.figures.make",
 }
 
 

@@ -218,8 +218,9 @@ def hardware() -> dict[str, Any]:
 
 def command() -> str:
     """What was typed, without paths that mean nothing elsewhere."""
-    module = Path(sys.argv[0]).stem
-    name = "bench" if module == "__main__" else f"bench.{module}"
+    module = Path(sys.argv[0]).resolve().with_suffix("")
+    inside = module.relative_to(ROOT).parts if module.is_relative_to(ROOT) else (module.name,)
+    name = ".".join(inside).removesuffix(".__main__")
     words = []
     for word in sys.argv[1:]:
         if not word.startswith("/"):

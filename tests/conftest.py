@@ -24,8 +24,8 @@ if os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu":
 _OF_PROGRAM = re.compile(r"(?:invariants/|test_programs\.py).*\[(?:(\w+)-([18])|([18])-(\w+))\]$")
 # Files whose tests share something dear, made once on each worker that runs any of them.
 _SHARING = re.compile(
-    r".*(?:integrations|multiprocess|replay)/\w+\.py"
-    r"|.*/test_(?:bench_\w+|cli_checkpoints|fence|never_waits|restore|verify)\.py"
+    r".*(?:bench|integrations|multiprocess|replay)/\w+\.py"
+    r"|.*/test_(?:cli_checkpoints|fence|never_waits|restore|verify)\.py"
 )
 _LONG = ("test_random_kills.py", "test_example.py", "test_nnx_example.py", "test_stock_readable.py")
 

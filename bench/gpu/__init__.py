@@ -1,0 +1,1 @@
+"""All that needs an accelerator, in parts that end in time."""

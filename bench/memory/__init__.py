@@ -1,0 +1,1 @@
+"""What saves take of the memory of the host."""

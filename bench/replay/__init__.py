@@ -1,0 +1,1 @@
+"""How fast updates are replayed, and what that costs the step beside it."""

@@ -1,0 +1,1 @@
+"""One window under the profiler."""

@@ -1,0 +1,1 @@
+"""What checkpointing costs a training run."""

@@ -1,0 +1,168 @@
+"""What checkpointing costs a training run: gockpt_jax beside stock Orbax and a device copy.
+
+One process, one state, modes that take turns: each trains for an interval or a few, saves on the
+way, and the next mode goes on from there. So drift of the machine meets them all.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.record import Record, has_nvidia
+from bench.train.table import TrainRecord
+
+if TYPE_CHECKING:  # JAX must not start before the environment is prepared
+    from bench.train.rounds import Shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    add = parser.add_argument
+    add("--size", help="a size of bench/train/model.py; what fits if left out")
+    add("--modes", help="comma-separated; gockpt_k<K> for any K; all if left out")
+    add("--intervals", help="steps between saves, comma-separated; 10 on a CPU, else 50")
+    add("--rounds", type=int, help="phases of each mode; 5, or 3 if quick")
+    add("--minutes", type=float, help="stop in time; modes at the end of the list are left out")
+    add("--link-gb-per-sec", type=float, help="CPU only: 0 for none; as --link-steps if left out")
+    add("--link-steps", type=float, default=3.0, help="CPU only: steps that the state takes (3)")
+    add("--device-budget-fraction", type=float, help="of the state's bytes, for gockpt")
+    add("--host-gib", type=float, help="host memory, where the system does not tell all of it")
+    add("--directory", type=Path, help="for checkpoints; disk or memory, what suits, if left out")
+    add("--alone", action="store_true", help="one saving mode only: its growth of host memory")
+
+
+def run(quick: bool, **options: Any) -> Record:
+    """Runs the benchmark.
+
+    Args:
+      quick: A tiny model, few steps, no more than a minute.
+      **options: As in `add_arguments`; `out`: where the record is written after each round.
+    """
+    _prepare_environment()
+    import jax
+
+    from bench.train.model import AXIS
+
+    mesh = jax.make_mesh(
+        (1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    with jax.set_mesh(mesh):
+        return _Bench(quick, argparse.Namespace(**options)).run()
+
+
+def _prepare_environment() -> None:
+    """Must come before JAX starts its backends."""
+    if has_nvidia():
+        # JAX takes 75% by default; a training run takes what there is.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    elif "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", ""):
+        # The CPU stands in for an accelerator, which has no fused multiply-add in elementwise code.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
+        os.environ["XLA_FLAGS"] = flags.strip()
+
+
+class _Bench:
+    """One run of the benchmark."""
+
+    def __init__(self, quick: bool, options: argparse.Namespace):
+        import jax
+
+        from bench.train.modes import DEFAULT
+
+        self.options = options
+        self.on_cpu = jax.default_backend() == "cpu"
+        modes = options.modes.split(",") if options.modes else list(DEFAULT)
+        self.modes = [m for m in modes if m != "ideal"]
+        if quick and not options.modes:
+            self.modes = ["gockpt", "orbax_async", "device_copy", "gockpt_k4"]
+        default = "10" if self.on_cpu else "50"
+        self.intervals = [int(i) for i in (options.intervals or default).split(",")]
+        self.rounds = options.rounds or (3 if quick else 5)
+        self.size_name = options.size or ("3m" if quick else "10m" if self.on_cpu else "")
+        secs = options.minutes * 60 if options.minutes else float("inf")
+        self.until = time.perf_counter() + secs
+        self.record = TrainRecord("train", details={"failures": {}, "phases": []})
+
+    def run(self) -> Record:
+        """All intervals."""
+        from bench.train.figures import NOTES
+        from bench.train.rounds import Interval, saves_per_phase
+
+        self.record.notes += NOTES
+        with self._directory() as directory:
+            shared = self._start()
+            for n, interval in enumerate(self.intervals):
+                # Longer phases get more of what is left.
+                steps = [saves_per_phase(i) * i for i in self.intervals[n:]]
+                now = time.perf_counter()
+                shared.until = now + (self.until - now) * steps[0] / sum(steps)
+                Interval(shared, interval, directory / str(interval)).run()
+        return self.record
+
+    def _start(self) -> "Shared":
+        """Makes the job and its first state."""
+        import jax
+        import jax.numpy as jnp
+
+        from bench.train.model import SIZES, make_job
+        from bench.train.rounds import Shared
+
+        size = SIZES[self.size_name]
+        if self.on_cpu:
+            size = dataclasses.replace(size, batch=min(size.batch, 4), length=min(size.length, 64))
+        job = make_job(size, jnp.float32 if self.on_cpu else jnp.bfloat16)
+        state = job.init()
+        state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self.record.details["size"] = self.size_name
+        self.record.notes.insert(
+            0,
+            f"GPT {self.size_name}: {size.parameters / 1e6:.1f} M parameters, "
+            f"{state_bytes / 1e9:.2f} GB of fp32 state with AdamW, "
+            f"{'fp32' if self.on_cpu else 'bf16'} compute, {size.batch} x {size.length} bytes of "
+            "the Python standard library per step, rematerialised, donated, one device.",
+        )
+        return Shared(
+            self.options, self.record, self.until, job, state, state_bytes, self.modes,
+            self.rounds, self.on_cpu,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[Path]:
+        """Chooses size and place; what was written is deleted at the end."""
+        import jax
+
+        from bench.train.place import choose, places
+        from bench.train.rounds import CORE_PHASES, saves_per_phase
+
+        probe_bytes = 2**24 if self.on_cpu else 2**30
+        found = places(self.options.directory, probe_bytes=probe_bytes)
+        place = found[0]
+        if not self.size_name:
+            stats = jax.local_devices()[0].memory_stats() or {}
+            host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            self.size_name, place, why = choose(
+                found,
+                device_bytes=stats.get("bytes_limit", 0),
+                saves=saves_per_phase(min(self.intervals)),
+                interval=min(self.intervals),
+                host_bytes=max(host_bytes, int((self.options.host_gib or 0) * 2**30)),
+                secs=min(self.until - time.perf_counter(), 3600.0),
+                phases=CORE_PHASES,
+            )
+            self.record.notes.append(f"Size {self.size_name} was chosen; larger ones: {why}.")
+        self.record.notes.append(
+            f"Checkpoints went to {'memory' if place.in_memory else 'disk'}, which took "
+            f"{place.bytes_per_sec / 1e9:.2f} GB/s of four synchronised files at once."
+        )
+        path = Path(tempfile.mkdtemp(prefix="bench-train-", dir=place.path))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,248 @@
+"""The phases of one interval between saves: warm-up, then rounds in which all modes take turns."""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.record import Record, resident_bytes, without_paths
+from bench.train.figures import add_host_memory, add_phase
+from bench.train.link import Link, slow_pulls
+from bench.train.model import Job
+from bench.train.modes import Mode, Setting, make_mode
+from bench.train.phases import Loop, Phase, system_bytes
+
+_PART_OF_HOST = 0.75  # for gockpt's chunks, where the host's memory was given
+_UNSETTLED = ("compiling", "traced", "not known yet", "keep within")
+"""In reasons of saves that a longer run would have seen once, in its beginning."""
+_LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this
+CORE_PHASES = 4 * (1 + _LEAST_ROUNDS)
+"""Phases with saves of the four modes that matter most, warm-up included."""
+
+
+@dataclasses.dataclass
+class Shared:
+    """What all intervals of a run share.
+
+    Attributes:
+      options: The user's.
+      record: Takes figures, phases and failures.
+      until: `time.perf_counter()` at the end of the time; infinite without a limit.
+      job: What is trained.
+      state: Of the training.
+      state_bytes: Its bytes.
+      modes: To measure, the most valuable first, without `ideal`.
+      rounds: Phases of each.
+      on_cpu: Whether there is no accelerator.
+    """
+
+    options: argparse.Namespace
+    record: Record
+    until: float
+    job: Job
+    state: Any
+    state_bytes: int
+    modes: list[str]
+    rounds: int
+    on_cpu: bool
+
+    @property
+    def left_secs(self) -> float:
+        """Until the end of the time."""
+        return self.until - time.perf_counter()
+
+    def save_so_far(self) -> None:
+        """Whatever comes next, what was measured stays."""
+        if getattr(self.options, "out", None):
+            self.record.write(self.options.out)
+
+
+class Interval:
+    """All modes at one interval between saves.
+
+    Args:
+      shared: What all intervals share.
+      interval: Steps between saves.
+      directory: For the checkpoints of all modes.
+    """
+
+    def __init__(self, shared: Shared, interval: int, directory: Path):
+        self.shared, self.record = shared, shared.record
+        self.interval = interval
+        self.directory = directory
+        self.steps = interval * saves_per_phase(interval)
+        self.lead = min(interval - 1, 12)  # the largest K, and two calls to foresee the save
+        # Steps of an undisturbed phase are all alike: where time is short, a few will do.
+        self.ideal_steps = min(self.steps, 15) if shared.options.minutes else self.steps
+        self.loop = Loop(shared.state, shared.job, interval=interval, lead=self.lead)
+        self.modes: dict[str, Mode] = {}
+        self.last_secs: dict[str, float] = {}
+
+    def run(self) -> None:
+        """Warms up, then takes turns until all rounds are done or the time is over."""
+        setting = Setting(self.shared.job, self.interval, self.directory, None, 0)
+        self.modes["ideal"] = make_mode("ideal", setting)
+        self.loop.run("ideal", self.modes["ideal"], 3)  # compiles
+        undisturbed = self.loop.run("ideal", self.modes["ideal"], self.lead + 3)
+        self.step_secs = undisturbed.wall_secs / undisturbed.steps
+        setting = self._setting()
+        try:
+            with slow_pulls(setting.link):
+                self._warm_up_all(setting)
+                if not self.shared.options.alone:
+                    self._rounds()
+                for mode in self.modes.values():
+                    with contextlib.suppress(Exception):
+                        mode.close()
+        finally:
+            self.shared.state = self.loop.state
+            self.shared.save_so_far()
+
+    def _setting(self) -> Setting:
+        options, state_bytes = self.shared.options, self.shared.state_bytes
+        link = None
+        if self.shared.on_cpu and options.link_gb_per_sec != 0:
+            chosen = options.link_gb_per_sec
+            slowed = state_bytes / (options.link_steps * self.step_secs)
+            link = Link(chosen * 1e9 if chosen else slowed)
+            self.record.notes.append(
+                f"Interval {self.interval}: the link was slowed to {link.bytes_per_sec / 1e9:.3f} "
+                f"GB/s, for all modes alike: the state takes "
+                f"{state_bytes / link.bytes_per_sec / self.step_secs:.1f} steps. Background "
+                "transfers of stock would wait in Orbax's thread, where the throttle is not: that "
+                "mode is left out."
+            )
+            self.shared.modes = [m for m in self.shared.modes if m != "orbax_async_background"]
+        fraction = options.device_budget_fraction
+        budget = int(state_bytes * fraction) if fraction else None
+        if budget:
+            self.record.notes.append(
+                f"gockpt: a device budget of {fraction:.3f} of the state, {budget} bytes."
+            )
+        return Setting(
+            self.shared.job, self.interval, self.directory, link, state_bytes, budget,
+            int(_PART_OF_HOST * options.host_gib * 2**30) if options.host_gib else None,
+            self.step_secs,
+        )  # fmt: skip
+
+    def _warm_up_all(self, setting: Any) -> None:
+        longest = 0.0
+        for name in self.shared.modes:
+            rounds_secs = _LEAST_ROUNDS * (len(self.modes) + 1) * max(longest, 1.0)
+            if longest and self.shared.left_secs < rounds_secs + 2 * longest:
+                self.record.notes.append(f"{name}: left out, the time does not suffice.")
+                continue
+            before = (resident_bytes(), system_bytes())
+
+            def warm(name: str = name) -> Phase:
+                self.modes[name] = make_mode(name, setting)
+                return self._warm_up(name)
+
+            phase = self._attempt(name, warm)
+            if phase is None:
+                continue
+            if self.shared.options.alone:
+                add_host_memory(
+                    self.record, phase, interval=self.interval,
+                    state_bytes=self.shared.state_bytes, before=before,
+                )  # fmt: skip
+            longest = max(longest, phase.drain_secs + self.step_secs * self.steps)
+            self.shared.save_so_far()
+
+    def _warm_up(self, name: str) -> Phase:
+        """A phase that does not count; again while the plan or its programs are in the making."""
+        for _ in range(3):
+            phase = self._phase(name, self.lead + 3)
+            reasons = [report["reason"] for report in phase.reports]
+            if not any(word in reason for reason in reasons for word in _UNSETTLED):
+                break
+        return phase
+
+    def _rounds(self) -> None:
+        done = 0
+        before = self._undisturbed()
+        for number in range(self.shared.rounds):
+            names = [name for name in self.modes if name != "ideal"]
+            turn = number % max(1, len(names))
+            phases = {}
+            for name in names[turn:] + names[:turn]:
+                if self.last_secs[name] * 1.2 + self.last_secs["ideal"] > self.shared.left_secs:
+                    continue
+                phase = self._attempt(name, lambda name=name: self._phase(name, self.steps))
+                if phase is not None:
+                    phases[name] = phase
+            after = self._undisturbed()
+            self._add(before, after, phases)
+            before = after
+            done += bool(phases)
+            self.shared.save_so_far()
+            if max(self.last_secs.values()) * 2 > self.shared.left_secs:
+                break
+        if done < 5:
+            self.record.notes.append(f"Interval {self.interval}: medians of {done} rounds only.")
+
+    def _undisturbed(self) -> Phase:
+        """A phase of `ideal`; there is one on either side of each round, against drift within."""
+        phase = self._attempt("ideal", lambda: self._phase("ideal", self.ideal_steps))
+        if phase is None:
+            raise RuntimeError(self.record.details["failures"]["ideal"])
+        self._keep(phase)
+        return phase
+
+    def _keep(self, phase: Phase) -> None:
+        self.record.details["phases"].append({"interval": self.interval, **phase.as_json()})
+
+    def _phase(self, name: str, steps: int) -> Phase:
+        start = time.perf_counter()
+        phase = self.loop.run(name, self.modes[name], steps)
+        self.modes[name].clean()
+        self.last_secs[name] = time.perf_counter() - start
+        return phase
+
+    def _attempt(self, name: str, run: Callable[[], Phase]) -> Phase | None:
+        """Runs a phase; a mode that fails is dropped, and training starts again without it."""
+        try:
+            return run()
+        except Exception:
+            self.record.details["failures"][f"{name}/{self.interval}"] = without_paths(
+                traceback.format_exc()
+            )
+            print(f"{name} failed: {sys.exc_info()[1]!r}"[:500], file=sys.stderr)
+            self.record.notes.append(f"{name}: failed, see the record's `failures`.")
+        mode = self.modes.pop(name, None)
+        with contextlib.suppress(Exception):
+            mode.close()
+        self.loop.state = mode = None  # its step may have donated it; what it holds must be free
+        gc.collect()
+        self.loop.state = self.shared.job.init()
+        return None
+
+    def _add(self, before: Phase, after: Phase, phases: dict[str, Phase]) -> None:
+        common = {
+            "interval": self.interval, "ideal": before.plus(after),
+            "state_bytes": self.shared.state_bytes,
+        }  # fmt: skip
+        add_phase(self.record, after, async_inflation=None, **common)  # against both: the drift
+        stock = phases.pop("orbax_async", None)
+        inflation = None
+        for phase in [*([stock] if stock else []), *phases.values()]:
+            found = add_phase(self.record, phase, async_inflation=inflation, **common)
+            if phase is stock:
+                inflation = found
+            self._keep(phase)
+
+
+def saves_per_phase(interval: int) -> int:
+    """Short intervals have two saves, so that one meets the next.
+
+    Example:
+      >>> saves_per_phase(10), saves_per_phase(50)
+      (2, 1)
+    """
+    return 2 if interval <= 15 else 1

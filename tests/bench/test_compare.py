@@ -1,0 +1,153 @@
+"""The regression guard: what it flags, what it does not judge, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.compare import IncomparableError, compare, main, ratio_interval
+
+HARDWARE = {"cpu": "one", "cores": 4, "memory_gib": 16.0, "devices": ["cpu"], "load_average": [1]}
+NOISY = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97]
+
+
+def record(samples, name="replay", **hardware):
+    return {
+        "name": name,
+        "commit": "c0ffee",
+        "command": "python -m bench replay --out a.json",
+        "versions": {"jax": "1"},
+        "hardware": HARDWARE | hardware,
+        "samples": samples,
+    }
+
+
+def times(factor, samples=NOISY):
+    return [factor * x for x in samples]
+
+
+def verdict(figure, a, b, threshold=0.05, **hardware):
+    (change,) = compare(record({figure: a}), record({figure: b}, **hardware), threshold)
+    return change.verdict
+
+
+@pytest.mark.parametrize(
+    ("figure", "factor", "expected"),
+    [
+        ("secs/replay", 1.2, "worse"),
+        ("secs/replay", 0.8, "better"),
+        ("fused_speedup_vs_torch", 0.8, "worse"),
+        ("copy_bandwidth_ratio", 1.2, "better"),
+        ("copy_gb_per_sec", 0.8, "worse"),
+        ("gockpt/50/throughput_ratio", 0.8, "worse"),
+        ("gockpt/50/inflation_secs_per_save", 1.2, "worse"),
+        ("gockpt/50/device_memory_ratio", 1.2, "worse"),
+        ("gockpt/50/hook_secs_per_save", 0.8, "better"),
+        ("inflation/same/threads_1", 1.2, "worse"),
+        ("colour", 1.2, "moved"),
+    ],
+)
+def test_a_figure_beyond_its_spread_has_moved(figure, factor, expected):
+    assert verdict(figure, NOISY, times(factor)) == expected
+
+
+def test_within_its_spread_or_the_threshold_nothing_has_moved():
+    assert verdict("secs", NOISY, times(1.001)) == "same"
+    wide = [0.5, 1.0, 1.5, 0.7, 1.3]
+    assert verdict("secs", wide, times(1.2, wide)) == "same"  # far, but inside the spread
+    narrow = times(1.0, [1.0, 1.001, 0.999, 1.0, 1.001])
+    assert verdict("secs", narrow, times(1.04, narrow)) == "same"  # outside it, but not far
+    assert verdict("secs", narrow, times(1.04, narrow), threshold=0.02) == "worse"
+
+
+def test_the_interval_holds_the_ratio_and_repeats_itself():
+    low, high = ratio_interval(NOISY, times(2.0))
+    assert 1.9 < low < 2.0 < high < 2.1
+    assert (low, high) == ratio_interval(NOISY, times(2.0))
+
+
+def test_what_has_no_spread_or_no_ratio_is_not_judged():
+    assert verdict("secs", [1.0] * 4, [2.0] * 4) == "not judged"
+    assert verdict("extra_memory_ratio", [1.0], [2.0]) == "not judged"
+    assert verdict("inflation_secs_per_save", [-0.1, *NOISY], times(3.0)) == "not judged"
+    # Counts and compiled sizes would be the same in another run.
+    assert verdict("v5e:2x4/1B/fsdp/armed/copies", [200.0], [400.0]) == "worse"
+    assert verdict("v5e:2x4/1B/fsdp/k4/compiled_gib", [2.0], [1.0]) == "better"
+    assert verdict("staging/collectives", [0.0], [0.0]) == "same"
+
+
+def test_absolute_figures_of_other_hardware_are_not_compared():
+    for figure in ("secs/replay", "copy_gb_per_sec", "rate/x", "hook_window_ms", "colour"):
+        assert verdict(figure, NOISY, times(2.0), cpu="another") == "not judged"
+    assert verdict("extra_rss_ratio", NOISY, times(2.0), cpu="another") == "worse"
+    assert verdict("secs/replay", NOISY, times(2.0), load_average=[9]) == "worse"
+
+
+def test_absolute_figures_of_another_command_are_not_compared():
+    a, b = record({"secs": NOISY, "x_ratio": NOISY}), record({"secs": NOISY, "x_ratio": NOISY})
+    b["command"] = "python -m bench replay --out b.json"
+    assert [c.verdict for c in compare(a, b)] == ["same", "same"]
+    b["command"] = "python -m bench replay --quick"
+    assert [(c.verdict, c.reason) for c in compare(a, b)] == [
+        ("not judged", "absolute, and other command"),
+        ("same", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    "figure", ["save_secs/raw", "ideal/10/step_median_secs", "orbax_async/10/hook_secs_per_save"]
+)
+def test_a_yardstick_is_nobodys_regression(figure, tmp_path, capsys):
+    assert verdict(figure, NOISY, times(1.5)) == "moved"
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    before.write_text(json.dumps(record({figure: NOISY})))
+    after.write_text(json.dumps(record({figure: times(1.5)}, cores=4)))
+    assert main([str(before), str(after)]) == 0
+    assert "ANOTHER STATE" in capsys.readouterr().out
+    assert verdict("gockpt/10/inflation_vs_stock_async", NOISY, times(1.5)) == "worse"
+
+
+def test_what_differs_is_said_first(tmp_path, capsys):
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    before.write_text(json.dumps(record({"x_ratio": NOISY})))
+    after.write_text(json.dumps(record({"x_ratio": NOISY}, cores=64) | {"commit": "decaf"}))
+    assert main([str(before), str(after)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("commit: c0ffee before, decaf after") < printed.index("verdict")
+    assert "OTHER HARDWARE, cores: 4 before, 64 after" in printed
+
+
+def test_unrelated_files_are_refused():
+    with pytest.raises(IncomparableError, match=r"`replay` and `cut` are different benchmarks"):
+        compare(record({"a": [1.0]}), record({"a": [1.0]}, name="cut"))
+    with pytest.raises(IncomparableError, match="no figure with samples in common"):
+        compare(record({"a": [1.0]}), record({"b": [1.0]}))
+
+
+@pytest.mark.parametrize(
+    ("b", "status"),
+    [
+        (record({"secs": times(1.0)}), 0),
+        (record({"secs": times(0.5)}), 0),
+        (record({"secs": times(1.5)}), 1),
+        (record({"secs": times(1.5)}, cores=64), 2),
+        (record({"secs": times(1.5)}, name="cut"), 2),
+        ({"no": "record"}, 2),
+    ],
+)
+def test_the_exit_status_says_it(b, status, tmp_path, capsys):
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    before.write_text(json.dumps(record({"secs": NOISY})))
+    after.write_text(json.dumps(b))
+    assert main([str(before), str(after)]) == status
+    assert capsys.readouterr().err.count("\n") == (status == 2)
+
+
+def test_as_json(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(record({"secs": NOISY})))
+    assert main([str(path), str(path), "--json"]) == 0
+    (change,) = json.loads(capsys.readouterr().out)["changes"]
+    assert change["figure"] == "secs"
+    assert (change["ratio"], change["spread"], change["verdict"]) == (1.0, [1.0, 1.0], "same")

@@ -1,0 +1,198 @@
+"""`bench gpu`: rehearsed at toy size on a CPU, and what it does when parts go wrong."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.gpu import benchmark as gpu
+from bench.gpu import exact
+from bench.gpu.part import _ask_with_async_dispatch
+from bench.gpu.table import show
+from bench.record import ROOT, Record
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory):
+    """The one command, in the folder of its results: files by name, and what it printed."""
+    out = tmp_path_factory.mktemp("gpu")
+    words = ["-m", "bench", "gpu", "--quick", "--minutes", "9", "--out", str(out)]
+    flags = {  # compiled in a hurry and once for all parts: nothing is timed here
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX --xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+    }
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | flags,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {path.name: path.read_text(encoding="utf-8") for path in out.iterdir()}, done.stdout
+
+
+def test_every_part_is_done(rehearsal):
+    files, printed = rehearsal
+    summary = json.loads(files["gpu.json"])
+    states = dict(note.split(": ", 1) for note in summary["notes"])
+    assert [part.name for part in gpu.PARTS] == list(states)
+    assert all(state.startswith("done") for state in states.values()), files["log.txt"]
+    assert "replayed moments: ULPs, worst optimizer" in printed
+    assert len(printed) < 12_000  # what a borrowed machine may hand back of it
+
+
+def test_parts_leave_few_files_that_say_what_they_measured(rehearsal):
+    files, _ = rehearsal
+    assert files.keys() <= {*(f"{part.name}.json" for part in gpu.PARTS), "gpu.json", "log.txt"}
+    assert len(files) <= 8
+    for name in files.keys() - {"log.txt"}:
+        record = json.loads(files[name])
+        assert record["figures"].keys() == record["samples"].keys()
+        assert str(ROOT) not in files[name]
+    figures = json.loads(files["gpu.json"])["figures"]
+    assert figures["exact/adamw/moments/max_ulps"] == 0
+    assert figures["library/adamw/audit_max_ulps"] == 0
+    assert figures["gockpt_k2/6/window_steps"] == 2
+    for name in ("gockpt/6/throughput_ratio", "sixth/gockpt/6/throughput_ratio",
+                 "memory/gockpt/6/host_memory_ratio", "write_gbps/disk"):  # fmt: skip
+        assert figures[name] > 0
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        "pull_gbps/pinned_put/1MiB/cold",
+        "pull_gbps/pinned_put/1MiB/warm",
+        "pull_gbps/library/1MiB/warm",
+        "overlap_ratio",
+        "async_dispatch/overlap_ratio",
+        "step_inflation_ratio/pull_beside",
+        "donated_step_secs/pulled_buffer",
+        "async_dispatch/donated_step_secs/pulled_buffer",
+        "exact/adamw/moments/max_ulps",
+        "exact/adamw/moments/differing",
+        "rounded/adamw/params/max_ulps",
+        "perturbed/adamw",
+        "same_memory/pinned_to_numpy",
+        "same_memory/numpy_to_cpu",
+        "same_memory/staged_copy",
+    ],
+)
+def test_the_first_questions_to_a_gpu_are_all_asked(rehearsal, figure):
+    files, _ = rehearsal
+    assert json.loads(files["gpu.json"])["samples"][figure]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_torch_is_measured_where_it_is(rehearsal):
+    files, _ = rehearsal
+    record = json.loads(files["torch.json"])
+    assert record["figures"]["torch/state_bytes"] == pytest.approx(2**20, rel=1e-4)
+    assert len(record["samples"]["torch/stall_in_transfers"]) == 5
+
+
+def run_parts(tmp_path, *parts, secs=60.0):
+    done = gpu.GpuRun(tmp_path)
+    arguments = argparse.Namespace(directory=None, size=None, host_gib=None)
+    for part in parts:
+        done.run(part, secs, arguments, quick=True, cache=str(tmp_path))
+    done.write_summary()
+    return json.loads((tmp_path / "gpu.json").read_text())
+
+
+def test_a_part_that_crashes_is_told_of(tmp_path, capsys):
+    summary = run_parts(tmp_path, gpu.Part("train", 1.0, ("bench.no_such_module",)))
+    assert summary["notes"][0].startswith("train: failed with exit code 1")
+    assert "log.txt" in summary["notes"][0]
+    assert "no_such_module" in (tmp_path / "log.txt").read_text()
+    show(summary)
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_a_part_without_time_does_not_begin(tmp_path):
+    summary = run_parts(tmp_path, gpu.Part("train", 1.0, ("bench.no_such_module",)), secs=3.0)
+    assert summary["notes"] == ["train: not run: the time was over"]
+
+
+def test_what_a_part_leaves_behind_is_gone_also_if_it_was_killed(tmp_path):
+    program = (
+        "import os, pathlib, sys, tempfile, bench.record as r;"
+        "pathlib.Path(tempfile.mkdtemp(), 'checkpoint').write_text('large');"
+        "pathlib.Path(os.environ[r.MEMORY_VARIABLE], 'checkpoint').write_text('large');"
+        f"pathlib.Path({str(tmp_path / 'seen')!r}).write_text(tempfile.gettempdir());"
+        "os.kill(os.getpid(), 9)"
+    )
+    gpu_part = gpu.Part("train", 1.0, ("bench.gpu.part",))
+    with pytest.MonkeyPatch.context() as patch:
+        run = subprocess.Popen
+        patch.setattr(
+            gpu.subprocess, "Popen", lambda _, **k: run([sys.executable, "-c", program], **k)
+        )
+        patch.setattr(gpu, "MEMORY", tmp_path)
+        summary = run_parts(tmp_path, gpu_part)
+    assert summary["notes"][0].startswith("train: failed with exit code -9")
+    assert not Path((tmp_path / "seen").read_text()).exists()
+    assert not list(tmp_path.glob("bench-gpu-*"))
+
+
+def test_a_part_that_hangs_is_killed_with_what_it_started():
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert gpu._wait(child, 0.0) == "killed when its time was over"
+    assert child.returncode == -signal.SIGKILL
+    child.stdin.close()
+
+
+@pytest.fixture
+def _own_sigterm():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_own_sigterm")
+def test_a_part_gets_its_share_of_the_time_that_is_left(tmp_path, monkeypatch):
+    seen = []
+
+    def run(self, part, secs, arguments, *, quick, cache):
+        seen.append((part.name, secs))
+
+    monkeypatch.setattr(gpu.GpuRun, "run", run)
+    gpu.run(False, minutes=10.0, parts="train,exact", out=tmp_path, directory=None)
+    assert [name for name, _ in seen] == ["train", "exact"]
+    assert seen[0][1] == pytest.approx(600 * 5.0 / 6.2, rel=0.01)
+    assert seen[1][1] == pytest.approx(600, rel=0.01)  # what the first has not used
+    with pytest.raises(SystemExit, match="no parts"):
+        gpu.run(False, minutes=1.0, parts="trian", out=tmp_path, directory=None)
+
+
+def test_a_process_beside_that_hangs_costs_its_own_answers_only(monkeypatch):
+    def run(words, *, timeout, **_):
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    record = Record("gpu transfer", {"overlap_ratio": [1.0]})
+    monkeypatch.setattr("bench.gpu.part.subprocess.run", run)
+    _ask_with_async_dispatch(record, argparse.Namespace(toy=True), 1.0)
+    assert record.samples == {"overlap_ratio": [1.0]}
+    assert record.notes == ["async_dispatch: TimeoutExpired, see the log."]
+
+
+def test_histograms_count_every_element_once():
+    true = np.linspace(1.0, 2.0, 7, dtype=np.float32)
+    off = true.view(np.int32) + np.array([0, 1, 2, 3, 9, 2000, 0], np.int32)
+    replayed = off.view(np.float32).copy()
+    replayed[6] = np.nan
+    record = Record("exact", details={"histograms": {}})
+    exact.compare_leaves(record, "exact/x", ["[1].mu"], {0: replayed}, [true])
+    assert record.details["histograms"] == {"exact/x/moments": [1, 1, 1, 1, 0, 1, 0, 0, 2]}
+    assert record.samples["exact/x/moments/differing"] == [pytest.approx(6 / 7)]

@@ -1,0 +1,62 @@
+"""What benchmarks share, and the records that are kept."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import statistics
+
+import pytest
+
+from bench.record import ROOT, Record, interleaved, ratios
+
+RESULTS = sorted((ROOT / "bench" / "results").rglob("*.json"))
+EXAMPLES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "bench").rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+KEYS = {"name", "command", "commit", "versions", "hardware", "figures", "samples", "notes"}
+
+
+def check(record):
+    assert record.keys() >= KEYS
+    if not record["samples"]:  # elements counted, not times: another run would count the same
+        assert record["name"].startswith(("cut", "gpu"))  # or a part of which nothing came
+        return
+    assert record["figures"].keys() == record["samples"].keys()
+    for name, figure in record["figures"].items():
+        assert figure == pytest.approx(statistics.median(record["samples"][name]), rel=1e-3)
+
+
+def test_a_record_says_all_that_is_needed_to_repeat_it(tmp_path, capsys):
+    record = Record("nothing", {"ratio": [1.0, 3.0, 2.0]}, ["a [note] in brackets"])
+    record.write(tmp_path / "new" / "nothing.json")
+    written = json.loads((tmp_path / "new" / "nothing.json").read_text())
+    check(written)
+    assert written["figures"] == {"ratio": 2.0}
+    assert written["hardware"]["cores"] >= 1
+    assert "jax" in written["versions"]
+    record.show()
+    assert "a [note] in brackets" in capsys.readouterr().out
+
+
+def test_contenders_take_turns():
+    calls = []
+    secs = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 3)
+    assert calls == ["a", "b"] * 4
+    assert [len(samples) for samples in secs.values()] == [3, 3]
+    assert ratios([6.0, 8.0], [2.0, 4.0], scale=0.5) == [1.5, 1.0]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_results_are_records_of_clean_commits(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    check(record)
+    assert "changes" not in record["commit"]
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_docstring_examples(module):
+    assert doctest.testmod(importlib.import_module(module)).failed == 0

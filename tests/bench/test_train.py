@@ -1,0 +1,247 @@
+"""The training benchmark: what it counts, what it chooses, that no mode is favoured."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench.record import ROOT, Record, command, print_table, without_paths
+from bench.train import benchmark as train
+from bench.train.figures import add_phase
+from bench.train.link import Link, slow_pulls
+from bench.train.modes import DeviceCopy, Setting, make_mode
+from bench.train.phases import Loop, Peaks, Phase
+from bench.train.place import Place, choose
+from bench.train.table import show_modes
+from gockpt_jax.transfer.pull import start_pull
+
+GB = 10**9
+
+
+def phase(mode, wall_secs, *, steps=10, saves=1, drain_secs=0.0, device=0):
+    return Phase(
+        mode, steps, wall_secs, drain_secs, saves, [wall_secs / steps] * steps, [0.0] * steps,
+        [0.5] * saves, Peaks(device=device), [],
+    )  # fmt: skip
+
+
+def test_inflation_is_what_a_save_adds_to_undisturbed_steps():
+    record, ideal = Record("train"), phase("ideal", 10.0, saves=0, device=100)
+    common = {"interval": 5, "ideal": ideal, "state_bytes": 1}
+    stock = phase("orbax_async", 14.0, saves=2, drain_secs=1.0, device=150)
+    inflation = add_phase(record, stock, async_inflation=None, **common)
+    assert inflation == 2.0
+    add_phase(record, phase("gockpt", 11.0, saves=2), async_inflation=inflation, **common)
+    figures = record.figures
+    assert figures["orbax_async/5/inflation_with_drain_secs_per_save"] == 2.5
+    assert figures["orbax_async/5/throughput_ratio"] == pytest.approx(10 / 14)
+    assert figures["orbax_async/5/job_throughput_ratio"] == pytest.approx(10 / 15)
+    assert figures["orbax_async/5/device_memory_ratio"] == 1.5
+    assert figures["orbax_async/5/drain_over_interval"] == pytest.approx(0.5 / 5.0)
+    assert figures["gockpt/5/inflation_vs_stock_async"] == 0.25
+    lost = (2.5 + 0.5 + 60) / 3600
+    assert figures["orbax_async/5/ettr_mtbf_1h"] == pytest.approx(1 / (1 + 2 / 5 + lost))
+
+
+def test_reports_give_what_the_planner_expected():
+    report = {
+        "reason": "3 steps: predicted stall 0.125 s, of a snapshot 2.500 s; at most ...",
+        "stall_secs": 0.1, "drain_secs": 2.0, "write_secs": 1.0, "commit_secs": 0.1,
+        "window_steps": 3, "state_bytes": 10**9, "early_bytes": 6 * 10**8,
+        "gradient_bytes": 5 * 10**8, "peak_device_bytes": 25, "audit": {"max_ulps": 1},
+    }  # fmt: skip
+    record, ideal = Record("train"), phase("ideal", 10.0, saves=0, device=100)
+    window = phase("gockpt", 11.0, device=150)
+    window.reports.append(report)
+    add_phase(record, window, interval=5, ideal=ideal, state_bytes=10**9, async_inflation=None)
+    figures = record.figures
+    assert figures["gockpt/5/predicted_stall_secs"] == 0.125
+    assert figures["gockpt/5/moved_bytes_ratio"] == 1.5
+    assert figures["gockpt/5/drain_gb_per_sec"] == pytest.approx(0.2)
+    assert figures["gockpt/5/device_memory_over_plan"] == pytest.approx(150 / 125)
+    assert figures["gockpt/5/audit_max_ulps"] == 1
+
+
+def test_bytes_on_a_link_wait_for_those_before_them(monkeypatch):
+    now, slept = [100.0], []
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=slept.append)
+    monkeypatch.setattr("bench.train.link.time", clock)
+    link = Link(10.0)
+    sent = [link.send([jnp.zeros(5)]), link.send([jnp.zeros(5), jnp.zeros(10)])]
+    link.close()
+    assert all(each.done() for each in sent)
+    assert slept == [2.0, 8.0]  # the second set out when the first had arrived
+    assert link.carried_bytes == 80
+
+
+def test_a_pull_is_ready_when_the_link_has_carried_it(monkeypatch):
+    arrived = threading.Event()
+    clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: arrived.wait())
+    monkeypatch.setattr("bench.train.link.time", clock)
+    array = jax.block_until_ready(jnp.arange(8, dtype=jnp.float32))
+    with slow_pulls(Link(1.0)):
+        pull = start_pull(array)
+        assert not pull.is_ready()
+        arrived.set()
+        assert pull.result()[0].data.tolist() == list(range(8))
+        assert pull.is_ready()
+    assert start_pull(array).is_ready()
+
+
+class Saved:
+    """A mode that saves as its policy would, and remembers."""
+
+    def __init__(self, interval):
+        self.interval, self.labels, self.saved = interval, [], []
+
+    def step(self, state, batch):
+        return state, jnp.zeros(())
+
+    def save(self, label, state):
+        self.labels.append(label)
+        if label % self.interval == 0:
+            self.saved.append(len(self.labels))
+        return label % self.interval == 0
+
+    def is_saving(self):
+        return False
+
+    def finish(self):
+        pass
+
+    def reports(self):
+        return []
+
+
+def test_each_phase_saves_after_its_lead_and_then_every_interval():
+    job = types.SimpleNamespace(batches=[None], donating=lambda state, batch: (state, None))
+    loop, mode = Loop(jnp.zeros(()), job, interval=10, lead=7), Saved(10)
+    found = [loop.run("gockpt", mode, steps) for steps in (10, 25, 9)]
+    assert mode.saved == [8, 18, 28, 43]  # calls 8; 10 + 8, 18; 35 + 8
+    assert [p.saves for p in found] == [1, 2, 1]
+    assert mode.labels == sorted(set(mode.labels))
+    assert [len(p.visible_secs) for p in found] == [1, 2, 1]
+
+
+DISK = Place(Path("/disk"), 64 * GB, 2 * GB, False)
+SLOW = Place(Path("/disk"), 64 * GB, 0.2 * GB, False)
+MEMORY = Place(Path("/dev/shm"), 64 * GB, 4 * GB, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "places", "host", "secs", "expected"),
+    [
+        pytest.param(79, [DISK, MEMORY], 137, 540, ("1.7b", False), id="80-gb"),
+        pytest.param(139, [DISK, MEMORY], 137, 540, ("2b", False), id="141-gb"),
+        pytest.param(79, [DISK, MEMORY], 137, 180, ("800m", False), id="short"),
+        pytest.param(79, [DISK, MEMORY], 137, 60, ("100m", False), id="too-short-for-the-steps"),
+        pytest.param(79, [SLOW, MEMORY], 137, 540, ("1.7b", True), id="slow-disk"),
+        pytest.param(79, [SLOW], 137, 540, ("300m", False), id="only-a-slow-disk"),
+        pytest.param(79, [DISK], 48, 540, ("800m", False), id="small-host"),
+        pytest.param(0, [DISK], 16, 540, ("10m", False), id="no-device"),
+    ],
+)
+def test_the_size_is_what_device_disk_host_and_time_allow(device, places, host, secs, expected):
+    name, place, why = choose(
+        places, device_bytes=device * GB, saves=1, interval=50, host_bytes=host * GB, secs=secs,
+        phases=12,
+    )  # fmt: skip
+    assert (name, place.in_memory) == expected
+    assert "4.2b: device memory" in why
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """A whole run at toy size, of which one mode fails."""
+    out = tmp_path_factory.mktemp("bench") / "train.json"
+    options = {
+        "size": "toy", "modes": "ideal,gockpt_k2,orbax_async,orbax_sync,device_copy",
+        "intervals": "5", "rounds": 1, "minutes": None, "link_gb_per_sec": None,
+        "link_steps": 3.0,
+        "device_budget_fraction": None, "host_gib": None, "directory": None, "alone": False,
+        "out": out,
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(self, label, state):
+            raise MemoryError("planted")
+
+        patch.setattr(DeviceCopy, "save", fail)
+        train.run(True, **options)
+    return json.loads(out.read_text())
+
+
+def found(record, mode):
+    return [p for p in record["details"]["phases"] if p["mode"] == mode]
+
+
+def test_a_run_has_the_figures_of_every_mode(record):
+    for mode in ("ideal", "gockpt_k2", "orbax_async", "orbax_sync"):
+        assert record["figures"][f"{mode}/5/throughput_ratio"] > 0
+    for figure in ("inflation_secs_per_save", "inflation_vs_stock_async", "drain_over_interval"):
+        assert f"gockpt_k2/5/{figure}" in record["figures"]
+    assert set(record["samples"]["gockpt_k2/5/window_steps"]) == {2}
+    ideal = [p["wall_secs"] / p["steps"] for p in found(record, "ideal")]
+    assert len(ideal) == 2  # before the round and after it
+    figures = record["figures"]
+    wall, steps = figures["gockpt_k2/5/wall_secs"], len(found(record, "gockpt_k2")[0]["step_secs"])
+    expected = sum(ideal) / 2 * steps / wall
+    assert figures["gockpt_k2/5/throughput_ratio"] == pytest.approx(expected, rel=1e-2)
+    assert record["samples"]["gockpt_k2/5/audit_max_ulps"] == [0, 0]
+    assert {p["mode"] for p in record["details"]["phases"]} >= {"gockpt_k2", "ideal"}
+
+
+def test_a_mode_that_fails_is_dropped_and_told_of(record):
+    assert "MemoryError: planted" in record["details"]["failures"]["device_copy/5"]
+    assert not any(name.startswith("device_copy") for name in record["figures"])
+    assert any("rounds only" in note for note in record["notes"])
+
+
+def test_a_table_has_a_line_for_each_mode(record, capsys):
+    show_modes("modes", record["samples"])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("gockpt_k2/5" in line for line in lines) == 2  # what it costs, what it holds
+    for heading in ("inflation s", "ETTR 1 h", "drain s", "moved", "blocked GB/s", "of interval"):
+        assert any(heading in line for line in lines), heading
+
+
+def test_the_same_bytes_cross_the_link_in_every_mode(tmp_path):
+    """The throttle is in two places; this is what makes them one."""
+    carried = {}
+    state = {"w": jnp.arange(1000.0), "n": jnp.zeros((), jnp.int32)}
+    for name in ("orbax_async", "orbax_async_plain", "device_copy", "gockpt"):
+        link = Link(1e12)
+        job = types.SimpleNamespace(donating=jax.jit(lambda s, b: (s, 0.0)), keeping=None)
+        setting = Setting(job, 2, tmp_path, link, 4004)
+        with slow_pulls(link):
+            mode = make_mode(name, setting)
+            assert mode.save(2, state)
+            mode.finish()
+            mode.clean()
+            mode.close()
+        carried[name] = link.carried_bytes
+        assert [p for p in (tmp_path / name).iterdir() if p.name.isdigit()] == []
+    assert set(carried.values()) == {4004}
+
+
+def test_commands_and_tracebacks_name_no_place(monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", [f"{ROOT}/bench/__main__.py", "train", "--quick", "--out", "/a/b.json"]
+    )
+    assert command() == "python -m bench train --quick"
+    text = f'File "{ROOT}/bench/x.py" and "/home/me/lib/python3.12/site-packages/jax/y.py"'
+    assert without_paths(text) == 'File "bench/x.py" and "site-packages/jax/y.py"'
+
+
+def test_tables_need_no_library(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    print_table("title", ("name", "n"), [("a", "1"), ("bcdef", "22")], ["a note"])
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["bcdef", "22"]
