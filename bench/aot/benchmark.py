@@ -48,11 +48,13 @@ _NOTES = (
     "armed_extra: device memory of the armed step over the unarmed one, its retained gradients "
     "included. kK/planned: the planner's own figure. kK/compiled: the same with what the largest "
     "block's copy programs take for its bytes, and with armed_extra for what a step retains; or "
-    "what copies of the late leaves take, if more. device_copy: of the whole state (K = 1).",
-    "staging: the copy programs of the largest block of each K, of the late leaves and of the "
-    "whole state; maxima: by which this compiler joins arrays that it has padded; computing "
-    "instructions: others that do more than move bytes; most_new_over_copied: new device bytes "
-    "over the bytes that are copied, at most.",
+    "what copies of the late leaves take, if more. device_copy: of the whole state (K = 1). "
+    "snapshot: a save without a window, staged in parts, as a run does whose device budget is the "
+    "smallest planned figure, snapshot/planned; compiled: with the scratch of a part.",
+    "staging: the copy programs of the largest block of each K, of the late leaves, of the whole "
+    "state and of a snapshot's parts; maxima: by which this compiler joins arrays that it has "
+    "padded; computing instructions: others that do more than move bytes; most_new_over_copied: "
+    "new device bytes over the bytes that are copied, at most.",
 )
 
 

@@ -16,9 +16,10 @@ from bench.aot.hlo import Program, read_program
 from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer.block import Block, block_of
-from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.transfer.block import Block
+from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.window.departure import make_departure
+from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, peak_device_bytes
 
 GIB = 2**30
@@ -130,40 +131,76 @@ def _window_figures(
 
     Compiled: the planner's, but with what the largest block's copy programs take for its bytes, and
     what arming adds to the step for what a step retains; or what copies of the late leaves take, if
-    that is more. Other blocks are not compiled: that would take longer than the steps.
+    that is more. Other blocks are not compiled: that would take longer than the steps. A snapshot
+    is compiled twice: of the whole state at once, and as a run sends it whose device budget is the
+    smallest of all these windows.
     """
-    whole = block_of([Chunk.whole(Source.of(leaf)) for leaf in leaves])
-    blocks = [whole]
-    figures = {"device_copy_gib": _new_bytes(whole) / GIB}
+    whole = _late(leaves, None)
+    copied, budgets = [whole], []
+    figures = {"device_copy_gib": _most_bytes(whole, None) / GIB}
     for steps in range(2, max_steps + 1):
         plan = fill_blocks(size.units, steps, "bench")
-        largest, late = _staged(program, size, plan, leaves)
+        budgets.append(peak_device_bytes(plan, size))
+        largest = _largest(program, size, plan, leaves)
+        late = _late(_not_early(program, size, plan, leaves), budgets[-1])
         weights = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
         without_late = dataclasses.replace(size, leaves=(sum(weights),))
         more = _new_bytes(largest) - max(weights) + armed_extra_bytes - size.retained
-        compiled = max(_new_bytes(late), peak_device_bytes(plan, without_late) + more)
-        figures[f"k{steps}/planned_gib"] = peak_device_bytes(plan, size) / GIB
-        figures[f"k{steps}/compiled_gib"] = compiled / GIB
-        blocks += [largest, late]
-    moved = [(_new_bytes(block), sum(c.num_bytes for c in block.chunks)) for block in blocks]
-    programs = [p for block in dict.fromkeys(blocks) for p in _copies(block)]
-    figures["staging/most_new_over_copied"] = max(new / old for new, old in moved)
-    figures["staging/maxima"] = float(sum(p.maxima for p in programs))
-    figures["staging/computing_instructions"] = float(sum(p.computing for p in programs))
-    figures["staging/collectives"] = float(sum(p.collectives for p in programs))
-    return figures
+        beside = peak_device_bytes(plan, without_late) + more
+        figures[f"k{steps}/planned_gib"] = budgets[-1] / GIB
+        figures[f"k{steps}/compiled_gib"] = max(_most_bytes(late, budgets[-1]), beside) / GIB
+        copied += [[largest], late]
+    parts = _late(leaves, min(budgets))
+    figures["snapshot/parts"] = float(len(parts))
+    figures["snapshot/planned_gib"] = min(budgets) / GIB
+    figures["snapshot/compiled_gib"] = _most_bytes(parts, min(budgets)) / GIB
+    return figures | _staging_figures([*copied, parts])
 
 
-def _staged(
-    program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequence[Any]
-) -> tuple[Block, Block]:
-    """The early block that takes most, and the late leaves."""
+def _staging_figures(copied: Sequence[Sequence[Block]]) -> dict[str, float]:
+    """Of all copy programs; the ratio is of blocks that are staged for the same purpose."""
+    blocks = dict.fromkeys(block for together in copied for block in together)
+    programs = [p for block in blocks for p in _copies(block)]
+    ratios = [
+        sum(map(_new_bytes, together)) / sum(c.num_bytes for b in together for c in b.chunks)
+        for together in copied
+        if together
+    ]
+    return {
+        "staging/most_new_over_copied": max(ratios),
+        "staging/maxima": float(sum(p.maxima for p in programs)),
+        "staging/computing_instructions": float(sum(p.computing for p in programs)),
+        "staging/collectives": float(sum(p.collectives for p in programs)),
+    }
+
+
+def _largest(program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequence[Any]) -> Block:
+    """The early block that takes most."""
     largest = max(plan.blocks, key=lambda block: sum(size.units[u].state_bytes for u in block))
-    departure = make_departure(program, {u: size.units[u] for u in largest}, leaves)
+    return make_departure(program, {u: size.units[u] for u in largest}, leaves).state
+
+
+def _not_early(
+    program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequence[Any]
+) -> list[Any]:
     groups = {size.units[u].group for block in plan.blocks for u in block}
     gone = {j for g in groups for j in program.groups[g].leaves}
-    late = [Chunk.whole(Source.of(leaf)) for j, leaf in enumerate(leaves) if j not in gone]
-    return departure.state, block_of(late)
+    return [leaf for j, leaf in enumerate(leaves) if j not in gone]
+
+
+def _late(leaves: Sequence[Any], budget_bytes: int | None) -> list[Block]:
+    """The blocks in which a run with this device budget stages late leaves."""
+    chunks = late_chunks(leaves, budget_bytes, FIRST_ALONE)
+    return [block for _, block in late_blocks(chunks, budget_bytes)]
+
+
+def _most_bytes(blocks: Sequence[Block], budget_bytes: int | None) -> int:
+    """What they take on the device at most: all of it, or the budget and one program's scratch."""
+    new = [_new_bytes(block) for block in blocks]
+    if budget_bytes is None or not blocks:
+        return sum(new)
+    scratch = max(n - block.staged_bytes for n, block in zip(new, blocks, strict=True))
+    return min(sum(new), budget_bytes + scratch)
 
 
 @functools.cache

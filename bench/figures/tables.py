@@ -58,16 +58,14 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         for k in range(2, 9)
     ]
     new = max(values("staging/most_new_over_copied"))
-    computing = f"{int(sum(values('staging/computing_instructions')))}"
-    maxima = [figures.get(f"{case}/staging/maxima") for case in cases]
-    if None in maxima:  # an older result, which does not tell them apart
-        computing += " instructions that compute, the maxima that join small arrays among them"
-    else:
-        computing = (
-            f"{int(sum(filter(None, maxima)))} maxima (how this compiler joins small arrays) and "
-            f"{computing} other instructions that compute"
-        )
+    computing = int(sum(values("staging/computing_instructions")))
+    maxima = int(sum(values("staging/maxima")))
     collectives = int(sum(values("staging/collectives")))
+    parts = [int(n) for n in values("snapshot/parts")]
+    over = max(
+        b / a for a, b in zip(values("snapshot/planned_gib"), values("snapshot/compiled_gib"),
+                              strict=True)
+    )  # fmt: skip
     return [
         f"- {len(cases)} cases. The armed step has more copies than the unarmed one in "
         f"{more('copies')} of them, more collectives in {more('collectives')}.",
@@ -75,8 +73,12 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         "to the step's memory.",
         f"- What the compiled programs take is {min(off):+.1%} to {max(off):+.1%} off the "
         "planner's figure, over all cases and K = 2 to 8.",
-        f"- The staging programs hold {collectives} collectives and {computing}. They take at most "
-        f"{new:.3f} times the bytes that they copy.",
+        f"- The staging programs hold {collectives} collectives, {maxima} maxima (how this "
+        f"compiler joins small arrays) and {computing} other instructions that compute. They take "
+        f"at most {new:.3f} times the bytes that they copy.",
+        "- A save without a window, with a device budget of the smallest planned figure, is staged "
+        f"in {min(parts)} to {max(parts)} parts, which hold at most {over:.3f} times that budget "
+        "at once.",
     ]
 
 

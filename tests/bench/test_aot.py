@@ -86,6 +86,10 @@ def test_a_step_is_measured_on_any_devices():
     assert again["unarmed/copies"] == 77.0
     more = again["k3/compiled_gib"] - found["k3/compiled_gib"]
     assert more == pytest.approx(leaf_gib, rel=1e-3)
+    # A snapshot in the budget of K = 3: each leaf, and the count, is more than a sixteenth.
+    assert found["snapshot/parts"] == 7
+    assert found["snapshot/planned_gib"] == found["k3/planned_gib"] < found["state_gib"]
+    assert found["snapshot/compiled_gib"] == pytest.approx(found["k3/planned_gib"], rel=0.01)
     # The moments of both leaves; or of one, beside the gradient that follows the other's. And what
     # a step retains.
     for k, leaves, following in ((2, 4, 0), (3, 2, 1)):
