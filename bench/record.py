@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
 MEMORY, MEMORY_VARIABLE = Path("/dev/shm"), "BENCH_MEMORY_DIR"
 """A file system in the host's memory, and what names another folder of it."""
+DEVICE_MEMORY = 0.92
+"""The part of a GPU's memory that training takes: what there is. JAX's own default is 0.75."""
+UNFINISHED = ".unfinished"
+"""At the end of a file's name while it is written."""
 
 
 @dataclasses.dataclass
@@ -65,8 +69,7 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Writes the record as one JSON object."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.as_json())
 
     def show(self) -> None:
         """Prints the notes, and last the figures as a table."""
@@ -77,6 +80,14 @@ class Record:
         print_table(
             f"bench {self.name}", ("figure", "median", "least", "most", "samples"), rows, self.notes
         )
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file whole or not at all: who writes again and again may be killed meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + UNFINISHED)
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    beside.replace(path)
 
 
 def print_table(
@@ -185,6 +196,25 @@ def has_nvidia() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
 
 
+def use_device_memory(
+    part: float, environment: MutableMapping[str, str] = os.environ, *, unless_said: bool = False
+) -> None:
+    """Says how much of a GPU's memory JAX takes; before it starts its backends.
+
+    JAX refuses to start if the variable is set under its old name, too.
+
+    Args:
+      part: Of the memory, at most 1.
+      environment: Of the process that JAX will run in.
+      unless_said: Whether the user's own choice stands.
+    """
+    said = environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    if unless_said and (said or "XLA_CLIENT_MEM_FRACTION" in environment):
+        environment.setdefault("XLA_CLIENT_MEM_FRACTION", said or "")
+    else:
+        environment["XLA_CLIENT_MEM_FRACTION"] = f"{part:g}"
+
+
 def resident_bytes(pid: int | str = "self") -> int:
     """Resident memory of a process (Linux); 0 once it has ended."""
     try:
@@ -196,8 +226,6 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 def hardware() -> dict[str, Any]:
     """The machine, as far as figures depend on it."""
-    import jax
-
     model = platform.processor()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -211,9 +239,19 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "load_average": [round(x, 2) for x in os.getloadavg()],
-        "devices": sorted({d.device_kind for d in jax.devices()}),
+        "devices": _device_kinds(),
         "system": platform.platform(terse=True),
     }
+
+
+def _device_kinds() -> list[str]:
+    """What JAX runs on; a record is written, too, where JAX cannot start."""
+    import jax
+
+    try:
+        return sorted({device.device_kind for device in jax.devices()})
+    except RuntimeError as error:
+        return [f"unknown: {error}"[:200]]
 
 
 def command() -> str:

@@ -3,7 +3,6 @@
 No plugin of pytest is needed here: `pytest -m gpu` runs on machines that have pytest alone.
 """
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ import pytest
 # `--xla_cpu_max_isa=AVX` leaves the CPU without fused multiply-add, as accelerators are in
 # elementwise code (docs/guarantees.md). The GPU tests run on their own and keep the platform's own.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX"
-if os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu":
+_ON_CPUS = os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu"
+if _ON_CPUS:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
@@ -30,10 +30,16 @@ _SHARING = re.compile(
 _LONG = ("test_random_kills.py", "test_example.py", "test_nnx_example.py", "test_stock_readable.py")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Knows the setting of a plugin that is not there: with `--strict-config` it is an error."""
-    if importlib.util.find_spec("pytest_timeout") is None:
+    if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "of each test in seconds, with pytest-timeout")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What others deprecate on a borrowed machine, when imported too, is no fault of ours."""
+    if not _ON_CPUS:
+        config.addinivalue_line("filterwarnings", "default")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -21,7 +21,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.record import MEMORY, MEMORY_VARIABLE, ROOT, command, has_nvidia
+from bench.record import (
+    DEVICE_MEMORY,
+    MEMORY,
+    MEMORY_VARIABLE,
+    ROOT,
+    UNFINISHED,
+    command,
+    has_nvidia,
+    use_device_memory,
+    write_json,
+)
 
 _START_SECS = 12.0  # of a process, before its clock runs
 _GRACE_SECS = 15.0  # after its time, before it is killed
@@ -102,7 +112,7 @@ def run(quick: bool, **options: Any) -> "GpuRun":
 
 
 class GpuRun:
-    """The parts that have run, as a record of records.
+    """The parts that have run, and those that earlier commands ran, as a record of records.
 
     Args:
       out: The folder of their files.
@@ -117,10 +127,11 @@ class GpuRun:
         self, part: Part, secs: float, arguments: argparse.Namespace, *, quick: bool, cache: str
     ) -> None:
         """Runs a part in a process of its own; never raises for what happens in there."""
-        if secs < _START_SECS + 5:
-            self._states[part.name] = "not run: the time was over"
-            return
         file = self._file(part.name)
+        if secs < _START_SECS + 5:
+            earlier = ", what is told of it is from an earlier command" if file.exists() else ""
+            self._states[part.name] = f"not run: the time was over{earlier}"
+            return
         file.unlink(missing_ok=True)
         minutes = (secs - _START_SECS) / 60
         words = [sys.executable, "-m", *part.command, "--out", str(file),
@@ -139,6 +150,7 @@ class GpuRun:
             )  # fmt: skip
             state = _wait(child, secs + _GRACE_SECS)
         self._states[part.name] = f"{state} after {time.perf_counter() - start:.0f} s"
+        file.with_name(file.name + UNFINISHED).unlink(missing_ok=True)
         if not file.exists():
             self._states[part.name] += "; it left no file, see log.txt"
         print(f"{part.name}: {self._states[part.name]}", flush=True)
@@ -164,15 +176,25 @@ class GpuRun:
             return {}
 
     def summary(self) -> dict[str, Any]:
-        """One record with the figures of all parts; a part's own file has its details."""
+        """One record with the figures of all parts; a part's own file has its details.
+
+        Of parts that an earlier command has run into the same folder, too.
+        """
         found: dict[str, Any] = {}
         figures: dict[str, float] = {}
         samples: dict[str, list[float]] = {}
-        for name in self._states:
+        states = {
+            part.name: self._states.get(part.name, "done by an earlier command")
+            for part in PARTS
+            if part.name in self._states or self._file(part.name).exists()
+        }
+        for name in states:
             record = self._read(name)
             found = found or {
                 key: record[key] for key in ("commit", "versions", "hardware") if key in record
             }
+            if record and record["commit"] != found["commit"]:
+                states[name] += f", at commit {record['commit']}"
             prefix = f"{name}/" if name in ("sixth", "memory") else ""
             figures |= {prefix + key: value for key, value in record.get("figures", {}).items()}
             samples |= {prefix + key: value for key, value in record.get("samples", {}).items()}
@@ -182,13 +204,12 @@ class GpuRun:
             **found,
             "figures": figures,
             "samples": samples,
-            "notes": [f"{name}: {state}" for name, state in self._states.items()],
+            "notes": [f"{name}: {state}" for name, state in states.items()],
         }
 
     def write_summary(self) -> None:
         """Writes `gpu.json`."""
-        text = json.dumps(self.summary(), indent=1) + "\n"
-        (self._out / "gpu.json").write_text(text, encoding="utf-8")
+        write_json(self._file("gpu"), self.summary())
 
     def write(self, path: Path) -> None:
         """All is written already."""
@@ -236,7 +257,7 @@ def _environment(cache: str) -> dict[str, str]:
         if environment.get("JAX_PLATFORMS", "cuda") in ("cuda", "gpu"):
             # Replay needs the CPU backend. Unset, JAX would go on without a GPU that fails.
             environment["JAX_PLATFORMS"] = "cuda,cpu"
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        use_device_memory(DEVICE_MEMORY, environment, unless_said=True)
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
     elif "xla_cpu_max_isa" not in environment.get("XLA_FLAGS", ""):

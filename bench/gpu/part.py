@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.record import Record, without_paths
+from bench.record import Record, use_device_memory, without_paths
 
 _BESIDE = "overlap,donated"
 """The questions that depend on how the runtime dispatches; asked both ways."""
@@ -24,7 +24,7 @@ def _transfer(record: Record, arguments: argparse.Namespace, left: Callable[[], 
     if arguments.questions:  # the process beside
         _ask(record, arguments, left())
         return
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.5"  # a process beside this one needs some
+    use_device_memory(0.5)  # a process beside this one needs some
     _environment(record, arguments)
     record.write(arguments.out)
     _ask(record, arguments, left() - min(30.0, left() / 3))
@@ -47,16 +47,15 @@ def _ask_with_async_dispatch(
     record: Record, arguments: argparse.Namespace, limit_secs: float
 ) -> None:
     """Asks some questions of a process whose runtime dispatches on threads of its own."""
-    changed = {"PJRT_GPU_ENABLE_ASYNC_DISPATCH": "1", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
+    environment = os.environ | {"PJRT_GPU_ENABLE_ASYNC_DISPATCH": "1"}
+    use_device_memory(0.3, environment)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "beside.json")
         words = [sys.executable, "-m", "bench.gpu.part", "transfer", "--questions", _BESIDE,
                  "--out", str(file), "--minutes", f"{limit_secs / 120:.3f}",
                  *(["--toy"] if arguments.toy else [])]  # fmt: skip
         try:
-            subprocess.run(
-                words, env=os.environ | changed, timeout=max(1.0, limit_secs), check=True
-            )
+            subprocess.run(words, env=environment, timeout=max(1.0, limit_secs), check=True)
         except (subprocess.SubprocessError, OSError) as error:
             record.notes.append(f"async_dispatch: {type(error).__name__}, see the log.")
         found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -116,7 +115,7 @@ def _torch(record: Record, arguments: argparse.Namespace, left: Callable[[], flo
     from bench.gpu import torch_dcp
 
     torch_dcp.run(
-        record, state_bytes=2**20 if arguments.toy else 2**33, directory=arguments.directory,
+        record, state_bytes=2**20 if arguments.toy else 2**32, directory=arguments.directory,
         is_over=lambda: left() < 0, saved=lambda: record.write(arguments.out),
     )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The tables of `bench gpu`: what matters most, beside what was aimed at, in few lines."""
 
+import dataclasses
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,24 +11,61 @@ from bench.train.table import show_modes
 
 Samples = Mapping[str, Sequence[float]]
 
+
+@dataclasses.dataclass(frozen=True)
+class Aim:
+    """What is aimed at.
+
+    Attributes:
+      text: In words.
+      figures: Their names, a pattern; each of them has to meet it by its median.
+      most: Of a figure; `None`: as much as may be.
+      least: Of a figure; `None`: as little as may be.
+      below: What it must not reach; `None`: no such value.
+    """
+
+    text: str
+    figures: str
+    most: float | None = None
+    least: float | None = None
+    below: float | None = None
+
+    def is_met(self, figure: float) -> bool:
+        """Whether a figure meets it."""
+        return (
+            (self.most is None or figure <= self.most)
+            and (self.least is None or figure >= self.least)
+            and (self.below is None or figure < self.below)
+        )
+
+
 _AIMS = (
-    ("gockpt: inflation per save, of stock async's", r"gockpt/\d+/inflation_vs_stock_async",
-     "at most 0.02"),
-    ("gockpt: throughput, of ideal", r"gockpt/\d+/throughput_ratio", "at least 0.995"),
-    ("gockpt: device memory, of ideal + plan", r"gockpt/\d+/device_memory_over_plan",
-     "at most 1.05"),
-    ("a sixth of the state: device memory, of ideal + plan",
-     r"sixth/gockpt/\d+/device_memory_over_plan", "at most 1.05"),
-    ("a sixth of the state: throughput", r"sixth/gockpt/\d+/throughput_ratio", "told"),
-    ("four fifths of the state: throughput", r"sixth/gockpt_b80/\d+/throughput_ratio", "told"),
-    ("a sixth of the state: ULPs", r"sixth/gockpt/\d+/audit_max_ulps", "told"),
-    ("gockpt: host peak, of state (alone)", r"memory/gockpt/\d+/host_memory_ratio",
-     "at most 1.2"),
-    ("the same, pinned memory and files in memory counted",
-     r"memory/gockpt/\d+/host_system_memory_ratio", "told"),
-    ("gockpt: drain, of interval", r"gockpt/\d+/drain_over_interval", "below 1"),
-    ("replayed moments: ULPs, worst optimizer", r"exact/.*/moments/max_ulps", "0"),
+    Aim("inflation per save: at most 0.02 of stock async's",
+        r"gockpt/\d+/inflation_vs_stock_async", most=0.02),
+    Aim("throughput: at least 0.995 of ideal", r"gockpt/\d+/throughput_ratio", least=0.995),
+    Aim("device memory: at most 1.05 of ideal + plan", r"gockpt/\d+/device_memory_over_plan",
+        most=1.05),
+    Aim("the same, with a budget of a sixth of the state",
+        r"sixth/gockpt/\d+/device_memory_over_plan", most=1.05),
+    Aim("host peak, alone: at most 1.2 of the state", r"memory/gockpt/\d+/host_memory_ratio",
+        most=1.2),
+    Aim("drain: below 1 of the interval", r"gockpt/\d+/drain_over_interval", below=1),
+    Aim("replayed moments, of every optimizer: 0 ULPs", r"exact/.*/moments/max_ulps", most=0),
 )  # fmt: skip
+_BESIDE = {
+    f"{text}: {what}": rf"{prefix}/\d+/{figure}"
+    for text, prefix in (
+        ("a sixth of the state", "sixth/gockpt"), ("half", "sixth/gockpt_b50"),
+        ("four fifths", "sixth/gockpt_b80"),
+    )
+    for what, figure in (
+        ("throughput, of ideal", "throughput_ratio"), ("K", "window_steps"),
+        ("ULPs", "audit_max_ulps"),
+    )
+} | {
+    "host peak, pinned memory and files in memory counted":
+        r"memory/gockpt/\d+/host_system_memory_ratio",
+}  # fmt: skip
 _LINK = r"write_gbps/.*|raw_link_gbps/.*|pull_link_ratio|same_memory/.*" \
         r"|(async_dispatch/)?(overlap_ratio|step_inflation_ratio/.*|donated_step_secs/.*)" \
         r"|torch/.*"  # fmt: skip
@@ -47,12 +85,24 @@ def show(summary: Mapping[str, Any]) -> None:
             if re.fullmatch(rf"{prefix}[a-z]\w*/\d+/\w+", name)
         }
         show_modes(f"training {prefix.strip('/')}".strip(), chosen)
-    aims = [
-        (text, _spread(values), aim)
-        for text, pattern, aim in _AIMS
-        for values in [_all(samples, pattern)]
-    ]
-    print_table("aims", ("what", "measured", "aim"), aims, summary["notes"])
+    beside = [(text, _spread(_all(samples, figures))) for text, figures in _BESIDE.items()]
+    print_table("with less device memory", ("what", "measured"), beside, summary["notes"])
+    print_table("aims", ("aim", "measured", "met"), [*aims_of(samples)])
+
+
+def aims_of(samples: Samples) -> Iterator[tuple[str, str, str]]:
+    """Each aim, what was measured of it, and whether it is met.
+
+    Example:
+      >>> ulps = list(aims_of({"exact/adam/moments/max_ulps": [0.0]}))[-1]
+      >>> ulps
+      ('replayed moments, of every optimizer: 0 ULPs', '0', 'yes')
+    """
+    for aim in _AIMS:
+        found = [values for name, values in samples.items() if re.fullmatch(aim.figures, name)]
+        is_met = all(aim.is_met(statistics.median(values)) for values in found)
+        met = ("yes" if is_met else "NO") if found else "-"
+        yield aim.text, _spread([x for values in found for x in values]), met
 
 
 def show_replay(samples: Samples) -> None:

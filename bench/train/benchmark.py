@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.record import Record, has_nvidia
+from bench.record import DEVICE_MEMORY, Record, has_nvidia, use_device_memory
 from bench.train.table import TrainRecord
 
 if TYPE_CHECKING:  # JAX must not start before the environment is prepared
@@ -60,8 +60,7 @@ def run(quick: bool, **options: Any) -> Record:
 def _prepare_environment() -> None:
     """Must come before JAX starts its backends."""
     if has_nvidia():
-        # JAX takes 75% by default; a training run takes what there is.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        use_device_memory(DEVICE_MEMORY, unless_said=True)
     elif "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", ""):
         # The CPU stands in for an accelerator, which has no fused multiply-add in elementwise code.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"

@@ -177,6 +177,7 @@ class Interval:
                 phase = self._attempt(name, lambda name=name: self._phase(name, self.steps))
                 if phase is not None:
                     phases[name] = phase
+                    self._keep(phase)
             after = self._undisturbed()
             self._add(before, after, phases)
             before = after
@@ -196,7 +197,9 @@ class Interval:
         return phase
 
     def _keep(self, phase: Phase) -> None:
+        """Its raw samples, at once: a round has figures at its end only."""
         self.record.details["phases"].append({"interval": self.interval, **phase.as_json()})
+        self.shared.save_so_far()
 
     def _phase(self, name: str, steps: int) -> Phase:
         start = time.perf_counter()
@@ -235,7 +238,6 @@ class Interval:
             found = add_phase(self.record, phase, async_inflation=inflation, **common)
             if phase is stock:
                 inflation = found
-            self._keep(phase)
 
 
 def saves_per_phase(interval: int) -> int:
