@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import logging
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,12 +21,15 @@ import numpy as np
 from gockpt_jax import _compat
 from gockpt_jax.errors import ReplayError
 from gockpt_jax.replay.memory import ResultViews
-from gockpt_jax.replay.programs import FUSED_UPDATES, ReplaySpec, cut_up, fused, program_for
+from gockpt_jax.replay.programs import (
+    FUSED_UPDATES,
+    Compiled,
+    ReplayProgram,
+    ReplaySpec,
+    cut_up,
+    fused,
+)
 from gockpt_jax.replay.shards import ShardReplay
-
-_log = logging.getLogger("gockpt_jax")
-
-Program = Callable[..., list[jax.Array]]
 
 _ZERO = np.zeros((), np.int32)
 _DONE = object()
@@ -49,7 +51,7 @@ class _Piece:
     part: slice
     size: int
     changed: tuple[int, ...]
-    programs: tuple[tuple[int, Program], ...]
+    programs: tuple[tuple[int, Compiled], ...]
 
 
 class _Scratch:
@@ -131,34 +133,19 @@ class Replayer:
         return self.threads * sum(size * sum(itemsizes) for size, itemsizes in wanted)
 
     def compile_ahead(self, specs: Sequence[tuple[ReplaySpec, int]], max_updates: int) -> None:
-        """Compiles the programs for shards to come, on a thread of its own.
+        """Has the programs compiled for shards to come, on a thread of their own.
 
         Args:
           specs: Pairs of what a shard's programs are made from, and the size of the shard.
           max_updates: The most updates that will be pending at once.
         """
-        wanted = {
-            (spec, updates, size): None  # a set that keeps its order
-            for updates in FUSED_UPDATES
-            if updates <= max_updates
-            for spec, elements in specs
-            for _, size in cut_up(elements)
-        }
+        for updates in FUSED_UPDATES:
+            for spec, elements in specs if updates <= max_updates else ():
+                for size in dict.fromkeys(size for _, size in cut_up(elements)):
+                    self._program(spec, updates, size).compile_ahead()
 
-        def compile_all() -> None:
-            for spec, updates, size in wanted:
-                if not threading.main_thread().is_alive():
-                    return  # nobody will ask for it
-                try:
-                    self._program(spec, updates, size)
-                except Exception as error:  # it surfaces where the program is needed
-                    _log.debug("a replay program did not compile ahead: %r", error)
-
-        threading.Thread(target=compile_all, name="gockpt-compile-replay", daemon=False).start()
-
-    def _program(self, spec: ReplaySpec, updates: int, size: int) -> Program:
-        program: Program = program_for(spec, updates, size, fenced=self._fenced, device=self.device)
-        return program
+    def _program(self, spec: ReplaySpec, updates: int, size: int) -> ReplayProgram:
+        return ReplayProgram(spec, updates, size, self._fenced, self.device)
 
     def _pieces(self, shard: ShardReplay) -> Iterator[_Piece]:
         arrays = [*shard.states, *(x for update in shard.updates for x in update.retained)]
@@ -167,10 +154,10 @@ class Replayer:
                 f"replay got chunks of different sizes {sorted(sizes)}; please report"
             )
         spec, counts = shard.spec, list(fused(len(shard.updates)))
-        programs: dict[int, tuple[tuple[int, Program], ...]] = {}
+        programs: dict[int, tuple[tuple[int, Compiled], ...]] = {}
         for part, size in cut_up(shard.size):
             if size not in programs:
-                programs[size] = tuple((n, self._program(spec, n, size)) for n in counts)
+                programs[size] = tuple((n, self._program(spec, n, size).compiled()) for n in counts)
             yield _Piece(shard, part, size, spec.changed, programs[size])
 
     def _replay_all(

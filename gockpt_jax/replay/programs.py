@@ -4,11 +4,9 @@ Few sizes, few numbers of updates: a model of 1000 leaves of any shapes compiles
 kept for the process, since the next manager meets the same recipes.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +16,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax import _compat
+from gockpt_jax.compiling import Programs
 from gockpt_jax.training.recipe import Recipe
 
 CHUNK_SIZES = (256 * 1024, 32 * 1024, 8 * 1024, 1024)
@@ -65,13 +64,41 @@ class ReplaySpec:
         return tuple(i for i, o in enumerate(self.recipe.outputs) if o != i)
 
 
+Compiled = Callable[..., list[jax.Array]]
+"""A function of (states, updates, results, zero): old chunks of shape (size,); for each update a
+pair of cut values (size,) and scalars (); buffers for the results, which it takes over; an int32
+zero. It returns the new chunks of the states that change."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Key:
+class ReplayProgram:
+    """A program, by what it is made from.
+
+    Attributes:
+      spec: Of the group.
+      updates: How many it applies in a row.
+      size: Elements of its chunks.
+      fenced: Whether products are fenced off from additions (`Recipe.apply`).
+      device: A CPU device.
+    """
+
     spec: ReplaySpec
     updates: int
     size: int
     fenced: bool
     device: jax.Device
+
+    def compile_ahead(self) -> None:
+        """Has it compiled, on a thread of its own."""
+        _programs.wanted(self, functools.partial(_compile, self))
+
+    def compiled(self) -> Compiled:
+        """The program itself; waits for its compilation."""
+        found: Compiled = _programs.needed(self, functools.partial(_compile, self))
+        return found
+
+
+_programs = Programs("gockpt-compile-replay")
 
 
 def cut_up(elements: int) -> Iterator[tuple[slice, int]]:
@@ -103,64 +130,29 @@ def fused(updates: int) -> Iterator[int]:
             updates -= count
 
 
-_programs: dict[_Key, concurrent.futures.Future[Any]] = {}
-_lock = threading.Lock()
-
-
-def program_for(
-    spec: ReplaySpec, updates: int, size: int, *, fenced: bool, device: jax.Device
-) -> Any:
-    """The compiled program; waits where another thread is compiling it.
-
-    Args:
-      spec: Of the group.
-      updates: How many updates in a row.
-      size: Elements of a chunk.
-      fenced: Whether products are fenced off from additions (`Recipe.apply`).
-      device: A CPU device.
-
-    Returns:
-      A function of (states, updates, results, zero): old chunks of shape (size,); for each update
-      a pair of cut values (size,) and scalars (); buffers for the results, which it takes over; an
-      int32 zero. It returns the new chunks of the states that change.
-    """
-    key = _Key(spec, updates, size, fenced, device)
-    with _lock:
-        program = _programs.get(key)
-        is_new = program is None
-        if program is None:
-            program = _programs[key] = concurrent.futures.Future()
-    if is_new:
-        try:
-            program.set_result(_compile(key))
-        except BaseException as error:
-            with _lock:
-                del _programs[key]
-            program.set_exception(error)
-    return program.result()
-
-
-def _compile(key: _Key) -> Any:
-    spec, place = key.spec, SingleDeviceSharding(key.device)
+def _compile(program: ReplayProgram) -> Any:
+    spec, place = program.spec, SingleDeviceSharding(program.device)
 
     def chunks(dtypes: Sequence[np.dtype], *shape: int) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for dtype in dtypes]
 
-    states = chunks(spec.states, key.size)
-    update = (chunks(spec.retained, key.size), chunks(spec.scalars))
+    states = chunks(spec.states, program.size)
+    update = (chunks(spec.retained, program.size), chunks(spec.scalars))
     (zero,) = chunks([np.dtype(np.int32)])
     # Not all are read, yet they are kept: donated, their memory becomes that of the results.
-    program = jax.jit(functools.partial(_replay, key), donate_argnums=(2,), keep_unused=True)
+    jitted = jax.jit(functools.partial(_replay, program), donate_argnums=(2,), keep_unused=True)
     results = [states[i] for i in spec.changed]
     with _compat.wide_numbers(spec.dtypes):
-        lowered = program.lower(states, [update] * key.updates, results, zero)
+        lowered = jitted.lower(states, [update] * program.updates, results, zero)
     return lowered.compile(compiler_options=_COMPILER_OPTIONS)
 
 
-def _replay(key: _Key, states: Any, updates: Any, results: Any, zero: jax.Array) -> list[jax.Array]:
-    """What `program_for` compiles: block for block, each into its place among the results."""
-    if key.size <= BLOCK_SIZE:
-        return _updated(key, states, updates, zero)
+def _replay(
+    program: ReplayProgram, states: Any, updates: Any, results: Any, zero: jax.Array
+) -> list[jax.Array]:
+    """What is compiled: block for block, each into its place among the results."""
+    if program.size <= BLOCK_SIZE:
+        return _updated(program, states, updates, zero)
 
     def block(n: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
         start = (n * BLOCK_SIZE,)
@@ -169,21 +161,21 @@ def _replay(key: _Key, states: Any, updates: Any, results: Any, zero: jax.Array)
             return [lax.dynamic_slice(x, start, (BLOCK_SIZE,)) for x in xs]
 
         pending = [(cut(retained), scalars) for retained, scalars in updates]
-        news = _updated(key, cut(states), pending, zero)
+        news = _updated(program, cut(states), pending, zero)
         return [
             lax.dynamic_update_slice(x, new, start) for x, new in zip(results, news, strict=True)
         ]
 
-    done: list[jax.Array] = lax.fori_loop(0, key.size // BLOCK_SIZE, block, results)
+    done: list[jax.Array] = lax.fori_loop(0, program.size // BLOCK_SIZE, block, results)
     return done
 
 
-def _updated(key: _Key, states: Any, updates: Any, zero: jax.Array) -> list[jax.Array]:
-    fence = zero if key.fenced else None
+def _updated(program: ReplayProgram, states: Any, updates: Any, zero: jax.Array) -> list[jax.Array]:
+    fence = zero if program.fenced else None
     for n, (retained, scalars) in enumerate(updates):
         states = states if n == 0 else [_settled(x, zero) for x in states]
-        states = key.spec.recipe.apply(states, retained, scalars, fence)
-    return [states[i] for i in key.spec.changed]
+        states = program.spec.recipe.apply(states, retained, scalars, fence)
+    return [states[i] for i in program.spec.changed]
 
 
 def _settled(state: jax.Array, zero: jax.Array) -> jax.Array:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,14 +116,11 @@ class StepProgram:
         ).lower(*self._input_specs())
         del self._traced, self._flat  # the first holds constants, the second the user's arrays
 
-        def compile_armed() -> None:
-            try:
-                compiled = lowered.compile(compiler_options=settings.compiler_options)
-                self._executable.set_result(compiled)
-            except BaseException as error:  # handed to whoever asks for the armed step
-                self._executable.set_exception(error)
-
-        threading.Thread(target=compile_armed, name="gockpt-compile", daemon=False).start()
+        thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")
+        self._executable = thread.submit(
+            lowered.compile, compiler_options=settings.compiler_options
+        )
+        thread.shutdown(wait=False)  # it ends when that is done
 
     def is_ready(self) -> bool:
         """Whether the armed step has been compiled (or has failed to)."""

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
-from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
 from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards

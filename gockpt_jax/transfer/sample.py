@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax import _compat
+from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer.chunks import is_key_type
-from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
 

@@ -6,14 +6,16 @@ wait for the whole of it (docs/guarantees.md, invariant 3). The copies are ours,
 them, and the transfer may take as long as it likes.
 """
 
+import functools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
+from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
 
@@ -21,9 +23,7 @@ def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [jax.random.key_data(x) if is_key_type(x.dtype) else jnp.copy(x) for x in arrays]
 
 
-# Compiled copy programs by what they copy. Kept for the process: a manager that is opened again, or
-# a second one, meets the same blocks.
-_programs: dict[Hashable, Any] = {}
+_programs = Programs("gockpt-compile-copies")
 
 
 def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -59,21 +59,17 @@ def _by_devices(arrays: Sequence[Any], staged: Sequence[Any]) -> Iterable[list[i
     return groups.values()
 
 
-def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+def _program(arrays: Sequence[jax.Array]) -> Any:
+    """The program that copies arrays like these."""
+    specs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays)
+    return _programs.needed(specs, functools.partial(_compile, specs))
 
 
-def _program(arrays: Sequence[Any]) -> Any:
-    """The program that copies arrays like these; arrays or specifications of them."""
-    key = tuple((a.shape, a.dtype, a.sharding) for a in arrays)
-    if key not in _programs:
-        # Not donating, so every result is a new buffer: an identity would return its arguments.
-        # Two threads may both come here; they compile the same program, and either will do.
-        program = jax.jit(_copy)
+def _compile(specs: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    # Not donating, so every result is a new buffer: an identity would return its arguments.
+    program = jax.jit(_copy)
+    if any(_compat.is_packed(spec.dtype) for spec in specs):
         # Compiled ahead it refuses placed sub-byte arrays (jax 0.10.2, CPU: "layouts disagree").
-        packed = any(_compat.is_packed(a.dtype) for a in arrays)
-        with _compat.wide_numbers(a.dtype for a in arrays):
-            _programs[key] = (
-                program if packed else program.lower([_spec(a) for a in arrays]).compile()
-            )
-    return _programs[key]
+        return program
+    with _compat.wide_numbers(spec.dtype for spec in specs):
+        return program.lower([*specs]).compile()

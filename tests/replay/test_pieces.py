@@ -173,7 +173,7 @@ def compiled(monkeypatch):
     keys = []
     compile_one = programs._compile
     monkeypatch.setattr(programs, "_compile", lambda key: keys.append(key) or compile_one(key))
-    monkeypatch.setattr(programs, "_programs", {})
+    monkeypatch.setattr(programs, "_programs", programs.Programs("gockpt-compile-replay"))
     return keys
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer import sample as sampling
-from gockpt_jax.transfer.compiling import Programs
 from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.sample import (
     MIN_BOX_BYTES,

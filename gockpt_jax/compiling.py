@@ -1,0 +1,92 @@
+"""Programs of ours, compiled once per process on a thread of their own.
+
+Never on the trainer's thread: under its `set_mesh`, JAX refuses programs for other devices than the
+mesh's. Called there, a compiled program does not look at it.
+"""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+_Compile = Callable[[], Any]
+
+
+class Programs:
+    """Compiled programs by what they are for; a manager that is opened again meets the same.
+
+    Example:
+      >>> programs = Programs("a thread's name")
+      >>> programs.wanted("six", lambda: 2 * 3)
+      >>> programs.needed("six", lambda: 2 * 3)
+      6
+    """
+
+    def __init__(self, thread_name: str):
+        self._name = thread_name
+        self._found: dict[Hashable, concurrent.futures.Future[Any]] = {}
+        # What is still to be compiled, in order: what somebody waits for, and all else.
+        self._needed: dict[Hashable, _Compile] = {}
+        self._wanted: dict[Hashable, _Compile] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def wanted(self, key: Hashable, compile_it: _Compile) -> None:
+        """Has a program compiled ahead; what goes wrong surfaces where it is needed.
+
+        Args:
+          key: What it is for.
+          compile_it: Called on the thread, unless it has been before.
+        """
+        self._ask(key, compile_it, self._wanted)
+
+    def needed(self, key: Hashable, compile_it: _Compile) -> Any:
+        """The program itself, before all that are only wanted; waits for it.
+
+        One that failed to compile is tried again when next asked for.
+        """
+        return self._ask(key, compile_it, self._needed).result()
+
+    def _ask(
+        self, key: Hashable, compile_it: _Compile, queue: dict[Hashable, _Compile]
+    ) -> concurrent.futures.Future[Any]:
+        with self._lock:
+            found = self._found.get(key)
+            if found is None:
+                found = self._found[key] = concurrent.futures.Future()
+                queue[key] = compile_it
+            elif key in self._wanted:
+                queue[key] = self._wanted.pop(key)
+            if self._thread is not None or key not in queue:
+                return found
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=False)
+            try:
+                self._thread.start()
+                return found
+            except RuntimeError:  # none may be had any more: the interpreter ends
+                pass
+        self._run()
+        return found
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            key, compile_it, found = job
+            try:
+                found.set_result(compile_it())
+            except BaseException as error:  # handed to whoever needs the program
+                with self._lock:
+                    del self._found[key]
+                found.set_exception(error)
+
+    def _next(self) -> tuple[Hashable, _Compile, concurrent.futures.Future[Any]] | None:
+        with self._lock:
+            if not threading.main_thread().is_alive():  # nobody will need what is only wanted
+                for key in self._wanted:
+                    del self._found[key]
+                self._wanted.clear()
+            queue = self._needed or self._wanted
+            if not queue:
+                self._thread = None
+                return None
+            key = next(iter(queue))
+            return key, queue.pop(key), self._found[key]

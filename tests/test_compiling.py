@@ -1,0 +1,87 @@
+"""Programs compiled on a thread: once each, the needed ones first, and also while Python ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gockpt_jax.compiling import Programs
+
+WAIT_SECS = 60
+
+
+class Compiler:
+    """Notes what it compiles, and holds up the first until it is let go."""
+
+    def __init__(self):
+        self.programs = Programs("a test")
+        self.made = []
+        self.has_begun, self.go_on = threading.Event(), threading.Event()
+
+    def make(self, name):
+        def compile_it():
+            self.made.append(name)
+            self.has_begun.set()
+            assert self.go_on.wait(WAIT_SECS)
+            return name
+
+        return compile_it
+
+    def want(self, *names):
+        for name in names:
+            self.programs.wanted(name, self.make(name))
+        assert self.has_begun.wait(WAIT_SECS)
+
+    def need(self, name):
+        return self.programs.needed(name, self.make(name))
+
+    def let_go_when_another_is_needed(self):
+        has_come = self.go_on
+
+        class Queue(dict):
+            def __setitem__(self, key, value):
+                super().__setitem__(key, value)
+                has_come.set()
+
+        self.programs._needed = Queue()
+
+
+def test_what_is_needed_comes_before_what_is_wanted():
+    compiler = Compiler()
+    compiler.want("first", "second", "third")
+    compiler.let_go_when_another_is_needed()
+    assert compiler.need("third") == "third"
+    assert [compiler.need(name) for name in ("first", "second")] == ["first", "second"]
+    assert compiler.made == ["first", "third", "second"]
+
+
+def test_while_no_thread_can_be_had_the_caller_compiles(monkeypatch):
+    def refused(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    compiler = Compiler()
+    compiler.go_on.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert compiler.need("first") == "first"
+    assert compiler.need("second") == "second"
+
+
+def test_a_failure_reaches_whoever_needs_it_and_is_tried_again():
+    programs = Programs("a test")
+    programs.wanted("zero", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        programs.needed("zero", lambda: 1 / 0)
+    assert programs.needed("zero", lambda: 0) == 0
+
+
+def test_nothing_is_compiled_ahead_once_the_main_thread_has_ended(monkeypatch):
+    """A save that is being finished then still gets what it needs."""
+    compiler = Compiler()
+    compiler.want("first", "second", "third")
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
+    compiler.let_go_when_another_is_needed()
+    assert compiler.need("third") == "third"
+    assert compiler.made == ["first", "third"]
+    assert compiler.need("second") == "second"
