@@ -48,7 +48,7 @@ class _Trainer:
             self.manager.wait_until_finished()
         self.state = jax.block_until_ready(self.step(self.state))
         if isinstance(self.manager, gockpt.GoCkptManager):
-            self.manager._gockpt_session._worker.wait_until_idle()
+            self.manager._gockpt_session.resources.worker.wait_until_idle()
         args = self.arguments(self.state)
         wall, cpu = time.perf_counter(), time.thread_time()
         saved = self.manager.save(label, args=args)

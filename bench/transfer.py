@@ -131,7 +131,7 @@ def _train(width: int, saves: int) -> tuple[Hooks, Any, int, int]:
         hooks.watch(manager._gockpt_session)
         for label in range(4 * _STEPS * saves + 1):
             state = jax.block_until_ready(step(state))
-            manager._gockpt_session._worker.wait_until_idle()
+            manager._gockpt_session.resources.worker.wait_until_idle()
             manager.save(label, args=gockpt.GoCkptSave(state))
         manager.wait_until_finished()
         return hooks, manager.reports, state_bytes, budget

@@ -165,7 +165,10 @@ class _Loop:
         self._args = gockpt.GoCkptSave
         self._step = self._manager.wrap(update) if way.wrapped else update
         self._session = session = self._manager._gockpt_session
-        self.accounts = lambda: (session.host.used_bytes, session._device.used_bytes)
+        self.accounts = lambda: (
+            session.host.used_bytes,
+            session.resources.device.used_bytes,
+        )
 
     @property
     def host_budget_bytes(self) -> int:

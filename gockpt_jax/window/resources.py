@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from gockpt_jax.options import WindowOptions
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.host_budget import HostBudget
@@ -25,3 +26,19 @@ class Resources:
     device: ByteBudget
     host: HostBudget
     replicas: Replicas
+
+    @classmethod
+    def of(cls, options: WindowOptions, replicas: Replicas) -> "Resources":
+        """Those of a session; its threads start with their first task."""
+        return cls(
+            worker=Worker(behind=Worker("gockpt-replayer")),
+            watcher=Worker("gockpt-steps"),
+            device=ByteBudget(options.device_budget_bytes),
+            host=HostBudget(options),
+            replicas=replicas,
+        )
+
+    def close(self) -> None:
+        """Ends the threads, after what they were given."""
+        self.worker.close()
+        self.watcher.close()

@@ -28,11 +28,9 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.failures import surface, window_failed
-from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.opener import Opener
 from gockpt_jax.window.planner import Planner
@@ -40,7 +38,6 @@ from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.seal import Seal, Taken
-from gockpt_jax.window.worker import Worker
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -58,27 +55,24 @@ class Session:
 
     Attributes:
       version: Updates made so far.
-      host: The budget for what saves hold on the host.
+      processes: Those that save together.
+      resources: What windows and saves take, `host` and `replicas` among it.
+      predictor: Of saves.
+      planner: Of windows.
       between_steps: Called on the trainer's thread before each update; may raise.
     """
 
     def __init__(self, options: WindowOptions, processes: Processes, replicas: Replicas):
         self.version = 0
         self.processes = processes
+        self.resources = resources = Resources.of(options, replicas)
+        self.host, self.replicas = resources.host, replicas
         self.predictor = SavePredictor()
-        self.host = HostBudget(options)
         self.between_steps: Callable[[], None] = lambda: None
         self._options = options
-        self._worker = Worker(behind=Worker("gockpt-replayer"))
-        self._watcher = Worker("gockpt-steps")
-        self._device = ByteBudget(options.device_budget_bytes)
-        self._resources = resources = Resources(
-            self._worker, self._watcher, self._device, self.host, replicas
-        )
         self._window: OpenWindow | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
-        self.replicas = replicas
         self.planner = Planner(options, processes, resources)
         self._auditor = Auditor(options.audit, resources)
         self._opener = Opener(
@@ -256,7 +250,7 @@ class Session:
             record = window.record
         self.planner.clock.pause()
         self._why_snapshot = None
-        return Seal(window, record, self._resources)
+        return Seal(window, record, self.resources)
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
@@ -307,5 +301,4 @@ class Session:
         """Drops the open window and ends the threads."""
         self.abandon("the manager was closed")
         self.predictor.end()
-        self._worker.close()
-        self._watcher.close()
+        self.resources.close()

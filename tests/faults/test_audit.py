@@ -332,8 +332,8 @@ def test_samples_keep_the_device_budget(tmp_path: Path, fraction: float, devices
     with gockpt.GoCkptManager(tmp_path, window=window) as manager:
         assert run_momentum(manager, 5, devices) == {}
         session = manager._gockpt_session
-        session._worker.wait_until_idle()
-        assert (session._device.used_bytes, session.host.used_bytes) == (0, 0)
+        session.resources.worker.wait_until_idle()
+        assert (session.resources.device.used_bytes, session.host.used_bytes) == (0, 0)
         report = manager.last_report
         wanted = max(LEAF_BYTES * fraction, 4096 * devices)
         assert report.audit.compared_bytes == wanted

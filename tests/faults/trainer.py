@@ -104,12 +104,12 @@ class Trainer:
 
     def settle(self) -> None:
         """Waits until the worker thread has done all that it was given."""
-        self.manager._gockpt_session._worker.wait_until_idle()
+        self.manager._gockpt_session.resources.worker.wait_until_idle()
 
     def bytes_in_flight(self) -> tuple[int, int]:
         """What the library believes to hold on the host and, staged or retained, on a device."""
         session = self.manager._gockpt_session
-        return session.host.used_bytes, session._device.used_bytes
+        return session.host.used_bytes, session.resources.device.used_bytes
 
     def report(self, label: int) -> gockpt.SaveReport:
         """The report of a label's save."""

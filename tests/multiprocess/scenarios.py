@@ -130,7 +130,7 @@ def share(loop: Loop) -> None:
     loop.run(4 * INTERVAL)
     loop.keep()
     assert loop.report(4 * INTERVAL).kind == "window"
-    assert loop.session._device.used_bytes == 0 == loop.session.host.used_bytes
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.manager.close()
 
 
@@ -252,7 +252,7 @@ def give_up(loop: Loop) -> None:
     next_save(16, None)
     assert bool(loop.report(16).late_leaves) == is_faulty
     slow(loop)
-    assert loop.session._device.used_bytes == 0 == loop.session.host.used_bytes
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
 
 
 def slow(loop: Loop) -> None:
@@ -363,7 +363,7 @@ def failures(directory: Path) -> None:
         assert loop.report(label + INTERVAL).kind == "window", loop.manager.reports
         assert loop.report(label).error is not None
     assert sorted(loop.manager.all_steps()) == sorted(loop.given)
-    assert loop.session._device.used_bytes == 0 == loop.session.host.used_bytes
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.keep()
     loop.manager.close()
 

@@ -170,7 +170,7 @@ class Loop:
 
     def finish(self) -> None:
         self.manager.wait_until_finished()
-        self.manager._gockpt_session._worker.wait_until_idle()
+        self.manager._gockpt_session.resources.worker.wait_until_idle()
         assert self.host.used_bytes == 0
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, l
     monkeypatch.setattr(LeafWriter, "write_shard", held)
     loop.train(label)
     assert others_are_written.wait(WAIT_SECS)
-    loop.manager._gockpt_session._worker.wait_until_idle()
+    loop.manager._gockpt_session.resources.worker.wait_until_idle()
     assert loop.manager.is_saving_in_progress()
     assert {name: found() for name, found in written.items()} == dict.fromkeys(written)
     assert loop.host.used_bytes == LEAF
@@ -272,7 +272,7 @@ def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, l
 def test_a_snapshot_is_counted_before_it_lands(tmp_path):
     """Else the next window would be promised the room that it is about to take."""
     loop, go_on = Loop(tmp_path), threading.Event()
-    loop.manager._gockpt_session._worker.submit(lambda: go_on.wait(WAIT_SECS) and None)
+    loop.manager._gockpt_session.resources.worker.submit(lambda: go_on.wait(WAIT_SECS) and None)
     loop.train(0)
     assert loop.host.used_bytes == STATE_BYTES
     go_on.set()

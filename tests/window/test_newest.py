@@ -101,7 +101,7 @@ class Loop:
         assert sorted(self.manager.all_steps()) == sorted(labels)
         for label in labels:
             assert_same(self.manager.restore(label), self.given[label])
-        self.manager._gockpt_session._worker.wait_until_idle()
+        self.manager._gockpt_session.resources.worker.wait_until_idle()
         assert self.manager._gockpt_session.host.used_bytes == 0
 
 
@@ -170,7 +170,7 @@ def test_a_newer_save_takes_its_place(start, caplog):
     assert (report.kind, report.window_steps, report.error) == ("superseded", 3, None)
     assert report.reason.startswith("superseded by step 12 while it waited")
     assert any("step 8 not saved: superseded" in r.getMessage() for r in caplog.records)
-    loop.manager._gockpt_session._worker.wait_until_idle()
+    loop.manager._gockpt_session.resources.worker.wait_until_idle()
     assert loop.written[4].wait(WAIT_SECS)
     held = loop.manager._gockpt_session.host.used_bytes
     assert held <= STATE_BYTES, "what was superseded, and what is written, is given back"
@@ -331,7 +331,7 @@ def test_without_room_it_is_skipped(start):
     waiting = loop.manager._gockpt_waiting.occupied.pending.record
     assert (waiting.kind, waiting.deferred_steps) == ("snapshot", 2)
     assert "the host budget had no room" in waiting.reason
-    loop.manager._gockpt_session._worker.wait_until_idle()
+    loop.manager._gockpt_session.resources.worker.wait_until_idle()
     assert loop.train(12), "room is made by the one that it supersedes"
     assert loop.report(8).kind == "superseded"
     host.add(200)  # something else has come
@@ -393,7 +393,7 @@ def test_one_that_had_failed_before_it_was_superseded_is_reported_as_failed(star
     with monkeypatch.context() as patch:
         patch.setattr(EarlyChunks, "finish", _fail)
         assert loop.train(8)
-        loop.manager._gockpt_session._worker.wait_until_idle()
+        loop.manager._gockpt_session.resources.worker.wait_until_idle()
     assert loop.train(12)
     report = loop.report(8)
     assert "injected" in report.error
@@ -469,7 +469,7 @@ def test_the_default_budget_holds_two_states_more(start):
     scratch = 2 * 4 * CHUNK_SIZES[-1]
     loop = start(4, window={"write_limit_bytes": scratch, "audit": None})
     loop.train(8)
-    loop.manager._gockpt_session._worker.wait_until_idle()  # what replay takes is in it once
+    loop.manager._gockpt_session.resources.worker.wait_until_idle()  # with what replay takes
     loop.train(12)
     loop.gates[4].set()
     loop.manager.close()
@@ -523,5 +523,5 @@ def test_whatever_the_storage_s_pace_each_checkpoint_is_the_state_of_its_label(
         assert sorted(steps) == sorted(given.keys() - superseded)
         for label in steps:
             assert_same(manager.restore(label), given[label])
-        manager._gockpt_session._worker.wait_until_idle()
+        manager._gockpt_session.resources.worker.wait_until_idle()
         assert manager._gockpt_session.host.used_bytes == 0

@@ -75,7 +75,7 @@ class Loop:
         """Up to the next save; what was done before is over by the time it opens."""
         self.train(1)
         self.manager.wait_until_finished()
-        self.session._worker.wait_until_idle()
+        self.session.resources.worker.wait_until_idle()
         self.train(8)
 
     def assert_saved(self, steps):
@@ -84,9 +84,12 @@ class Loop:
         report = self.manager.last_report
         assert (report.step, report.kind, report.window_steps) == (label, "window", steps)
         jax.tree.map(np.testing.assert_array_equal, self.manager.restore(label), wanted)
-        self.session._worker.wait_until_idle()
-        self.session._watcher.wait_until_idle()
-        assert (self.session._device.used_bytes, self.session.host.used_bytes) == (0, 0)
+        self.session.resources.worker.wait_until_idle()
+        self.session.resources.watcher.wait_until_idle()
+        assert (
+            self.session.resources.device.used_bytes,
+            self.session.host.used_bytes,
+        ) == (0, 0)
 
 
 class Held:
@@ -118,7 +121,7 @@ def test_nothing_waits_for_replay(tmp_path, monkeypatch):
         held = Held(monkeypatch, Replayer, "apply")
         loop.run_a_window()
         has_landed, drained = threading.Event(), SaveRecord.drained
-        loop.session._worker.submit(has_landed.set)
+        loop.session.resources.worker.submit(has_landed.set)
         assert has_landed.wait(PATIENCE_SECS)
         drained_again = []
         monkeypatch.setattr(SaveRecord, "drained", lambda r: (drained_again.append(r), drained(r)))
@@ -167,7 +170,7 @@ def test_no_number_of_blocks_is_waited_for(tmp_path, monkeypatch):
         loop.train(0)
         held = Held(monkeypatch, EarlyChunks, "land")
         loop.run_a_window()
-        assert loop.session._device.used_bytes > 24 * LEAF
+        assert loop.session.resources.device.used_bytes > 24 * LEAF
         held.let_go()
         loop.assert_saved(5)
 

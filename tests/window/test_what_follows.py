@@ -151,14 +151,14 @@ def test_what_nothing_follows_is_free_when_the_step_has_run(tmp_path, steps, pla
         loop.until_a_window_opens()
         dropped, counted = 0, 0
         for armed in range(1, steps):
-            loop.session._watcher.wait_until_idle()
+            loop.session.resources.watcher.wait_until_idle()
             alive = [stays for x, stays in loop.retained if x() is not None]
             assert all(alive), "a value is referred to that nobody sends"
             dropped += sum(not stays for _, stays in loop.retained)
             left = loop.window._left
             counted += sum(d.cut.held_bytes for d in left)
             blocks = sum(d.state.staged_bytes for d in left[1:])  # the first has landed
-            assert loop.session._device.used_bytes == counted + blocks
+            assert loop.session.resources.device.used_bytes == counted + blocks
             if armed < steps - 1:
                 loop.save()
                 loop.update()
@@ -170,8 +170,8 @@ def test_what_nothing_follows_is_free_when_the_step_has_run(tmp_path, steps, pla
         report = loop.manager.last_report
         assert (report.step, report.kind, report.window_steps) == (label, "window", steps)
         jax.tree.map(np.testing.assert_array_equal, loop.manager.restore(label), wanted)
-        loop.session._watcher.wait_until_idle()
-        assert loop.session._device.used_bytes == 0
+        loop.session.resources.watcher.wait_until_idle()
+        assert loop.session.resources.device.used_bytes == 0
 
 
 class Result:
