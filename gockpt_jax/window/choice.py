@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, describe_bytes, predict
 
@@ -16,21 +15,15 @@ _RESOLUTION_SECS = 1e-3
 _LEAST_SHRINKING = 0.05
 
 
-Kind = Literal["copy", "window", "snapshot"]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The plan that costs least.
 
     Attributes:
-      kind: `"copy"`: one device copy of everything, without any stall. `"window"`: several steps.
-        `"snapshot"`: nothing is gained by a window.
       cost: Of the plan.
-      reason: Why it is that kind, with numbers.
+      reason: Why it is that one, with numbers.
     """
 
-    kind: Kind
     cost: Cost
     reason: str
 
@@ -41,16 +34,10 @@ def choose(terms: Terms) -> Choice:
     Which plans are compared depends neither on the budgets nor on the link: so a larger budget or a
     faster link never leads to a worse one, and since the snapshot is among them, none is worse.
     """
-    snapshot = predict(terms, ())
-    budget = terms.device_budget_bytes
-    if budget is None or terms.state_bytes <= budget:
-        limit = (
-            "no device budget"
-            if budget is None
-            else f"the device budget of {describe_bytes(budget)}"
-        )
-        reason = f"one device copy of the state fits: {describe_bytes(terms.state_bytes)}, {limit}"
-        return Choice(kind="copy", cost=snapshot, reason=reason)
+    snapshot, budget = predict(terms, ()), terms.device_budget_bytes
+    if (copy := why_one_copy(terms.state_bytes, budget)) is not None:
+        return Choice(cost=snapshot, reason=copy)
+    assert budget is not None, "without a budget one copy fits"
     windows = windows_of(terms)
     best = min([snapshot, *windows], key=_rank)
     if best.steps > 1:
@@ -59,7 +46,7 @@ def choose(terms: Terms) -> Choice:
             f"{best.steps} steps: predicted stall {best.stall_secs:.3f} s, of a snapshot "
             f"{snapshot.stall_secs:.3f} s; at most {peak} staged and retained on the device"
         )
-        return Choice(kind="window", cost=best, reason=reason)
+        return Choice(cost=best, reason=reason)
     if not terms.units:
         why = "no leaf may leave early"
     elif not windows:
@@ -68,7 +55,18 @@ def choose(terms: Terms) -> Choice:
         least = min(w.stall_secs for w in windows)
         why = f"no window gains: predicted stall at least {least:.3f} s"
     reason = f"{why}; of a snapshot {snapshot.stall_secs:.3f} s"
-    return Choice(kind="snapshot", cost=best, reason=reason)
+    return Choice(cost=best, reason=reason)
+
+
+def why_one_copy(state_bytes: int, budget_bytes: int | None) -> str | None:
+    """Why one device copy is all that a save needs; `None` if the device budget is too small."""
+    if budget_bytes is None:
+        budget = "no device budget"
+    elif state_bytes <= budget_bytes:
+        budget = f"the device budget of {describe_bytes(budget_bytes)}"
+    else:
+        return None
+    return f"one device copy of the state fits: {describe_bytes(state_bytes)}, {budget}"
 
 
 def windows_of(terms: Terms) -> list[Cost]:

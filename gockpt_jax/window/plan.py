@@ -14,8 +14,8 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
-from gockpt_jax.window.choice import choose, fill
-from gockpt_jax.window.cost import Terms, Unit, copied_bytes, describe_bytes
+from gockpt_jax.window.choice import choose, fill, why_one_copy
+from gockpt_jax.window.cost import Blocks, Terms, Unit, copied_bytes, describe_bytes
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
 _DRIFT = 1.5
@@ -27,15 +27,18 @@ class Plan:
     """A window.
 
     Attributes:
-      steps: K, the number of steps in which something leaves; 1 is a plain snapshot.
       blocks: The units that leave at each of the first K - 1 versions, by their position among
         `StateBytes.units`. A unit that is in none leaves at the sealed version.
       reason: Why K is what it is, for the report.
     """
 
-    steps: int
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: Blocks
     reason: str
+
+    @property
+    def steps(self) -> int:
+        """K, the number of steps in which something leaves; 1 is a plain snapshot."""
+        return len(self.blocks) + 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,9 +131,12 @@ def plan_window(
       no window gains anything.
     """
     if not size.units:
-        return Plan(1, (), "no leaf may leave early")
+        return Plan((), "no leaf may leave early")
     if options.steps is not None:
         return fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
+    if (copy := why_one_copy(size.sent, budget_bytes)) is not None:
+        return Plan((), copy)
+    assert budget_bytes is not None, "without a budget one copy fits"
     if facts is not None and facts.step_secs is not None and facts.link_bytes_per_sec is not None:
         host = facts.host_budget_bytes
         choice = choose(
@@ -146,25 +152,19 @@ def plan_window(
                 max_steps=options.max_steps,
             )
         )
-        return Plan(choice.cost.steps, choice.cost.blocks, choice.reason)
-    state = describe_bytes(size.sent)
-    if budget_bytes is None:
-        return Plan(1, (), f"one device copy of the state fits: {state}, no device budget")
+        return Plan(choice.cost.blocks, choice.reason)
     budget = f"the device budget of {describe_bytes(budget_bytes)}"
-    if size.sent <= budget_bytes:
-        return Plan(1, (), f"one device copy of the state fits: {state}, {budget}")
     for steps in range(2, options.max_steps + 1):
         plan = fill_blocks(size.units, steps, f"{steps} steps keep within {budget}")
         if peak_device_bytes(plan, size) <= budget_bytes:
             return plan
     why = f"no window of at most {options.max_steps} steps fits {budget}"
-    return Plan(1, (), f"{why}; step time and link are not known yet")
+    return Plan((), f"{why}; step time and link are not known yet")
 
 
 def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:
     """Lets all units leave over K - 1 steps, in even blocks."""
-    blocks = fill(units, steps, shrinking=False)
-    return Plan(len(blocks) + 1, blocks, reason)
+    return Plan(fill(units, steps, shrinking=False), reason)
 
 
 def peak_device_bytes(plan: Plan, size: StateBytes) -> int:

@@ -19,6 +19,7 @@ from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import device_headroom_bytes
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
+from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure, make_departure
 from gockpt_jax.window.late import late_blocks, late_chunks
@@ -88,29 +89,27 @@ class Planner:
             return
         self.limit_device(stepped=True)
         leaves = program.new_state_leaves(step.last_result)
-        self._plan(program, leaves)
-        if not self._must_be_exact() and self._finds_no_room(program):
-            step.accept_rounding(lambda rounded: self._plan(rounded, leaves).steps > 1)
+        planned = self._plan(program, leaves)
+        finds_no_room = (
+            planned.plan.steps == 1
+            and why_one_copy(planned.size.sent, self._device.limit_bytes) is None
+        )
+        if finds_no_room and not self._must_be_exact():
+            step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
             program = step.program
         if program is not None:
             _log.debug("planned %s", self._plans[program].plan)
             self._make_ready(step, program, leaves)
 
-    def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> Plan:
+    def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> _Planned:
         size = measure_bytes(program, leaves, self._replicas)
         facts = self._facts(size, leaves)
         if program.groups:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         else:
-            plan = Plan(1, (), _why_all_late(program, size))
-        self._plans[program] = _Planned(plan, size, facts)
-        return plan
-
-    def _finds_no_room(self, program: StepProgram) -> bool:
-        """Whether there is no window, nor room for one device copy of the state."""
-        plan, size = self._plans[program].plan, self._plans[program].size
-        limit = self._device.limit_bytes
-        return plan.steps == 1 and limit is not None and size.sent > limit
+            plan = Plan((), _why_all_late(program, size))
+        planned = self._plans[program] = _Planned(plan, size, facts)
+        return planned
 
     def save_ended(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
