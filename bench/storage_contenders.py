@@ -158,13 +158,11 @@ def our_save(
 
 def host_array(array: jax.Array, is_aligned: bool = False) -> HostArray:
     """An array as the window hands it over."""
-    spec, data = HostArray.spec_like(array), ShardFuture()
-    values = np.asarray(array)
+    data, values = ShardFuture(), np.asarray(array)
     if is_aligned:
         values = _aligned(values).view(values.dtype).reshape(values.shape)
     data.set_result(values)
-    shard = HostShard((slice(None),) * array.ndim, data)
-    return HostArray(spec.shape, spec.dtype, spec.sharding, [shard])
+    return HostArray.like(array, [HostShard((slice(None),) * array.ndim, data)])
 
 
 def stock_restore(path: Path, state: State) -> None:

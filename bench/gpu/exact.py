@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import gockpt_jax as gockpt
 from bench.cut.programs import OPTIMIZERS, batch, mlp_loss
 from bench.record import Record
-from gockpt_jax.replay.audit import scale_of, ulp_distance
+from gockpt_jax.replay.ulps import scale_of, ulp_distance
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import flatten

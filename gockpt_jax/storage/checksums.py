@@ -26,6 +26,7 @@ import tensorstore as ts
 import xxhash
 from etils import epath
 
+from gockpt_jax.storage.grid import Box
 from gockpt_jax.storage.item_files import (
     FOLDER,
     ITEM_FILE,
@@ -44,16 +45,14 @@ _PIECE_BYTES = 2**20
 _INLINE_BYTES = 2**18
 _DIGEST_THREADS = 2
 
-Box = tuple[slice, ...]
-
 
 class ChecksumError(ValueError):
     """The checksums of a checkpoint are damaged or of a version that is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """One box of a leaf, and what its bytes are.
+class Checksum:
+    """That of one chunk: a box of a leaf.
 
     Attributes:
         start: Its first index in each dimension.
@@ -252,10 +251,16 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
     return dict(content)
 
 
-def chunks_of(content: Mapping[str, Any]) -> dict[str, tuple[str, list[Chunk]]]:
-    """Returns dtype and chunks of each leaf in a process's file."""
+def checksums_in(content: Mapping[str, Any]) -> dict[str, tuple[str, list[Checksum]]]:
+    """Returns dtype and checksums of each leaf in a process's file."""
     process = content["process_index"]
     return {
-        name: (leaf["dtype"], [Chunk(tuple(a), tuple(b), d, process) for a, b, d in leaf["chunks"]])
+        name: (
+            leaf["dtype"],
+            [
+                Checksum(tuple(start), tuple(stop), made, process)
+                for start, stop, made in leaf["chunks"]
+            ],
+        )
         for name, leaf in content["leaves"].items()
     }

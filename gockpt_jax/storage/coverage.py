@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from gockpt_jax.storage.checksums import Chunk
+from gockpt_jax.storage.checksums import Checksum
 
 
-def cell_of(grid: Sequence[int], chunk: Chunk, shape: Sequence[int]) -> Any:
+def cell_of(grid: Sequence[int], chunk: Checksum, shape: Sequence[int]) -> Any:
     """The zarr chunk that a chunk lies in; `None` if it lies in several."""
     start = tuple(a // n * n for a, n in zip(chunk.start, grid, strict=True))
     stop = tuple(min(a + n, s) for a, n, s in zip(start, grid, shape, strict=True))
@@ -18,7 +18,7 @@ def cell_of(grid: Sequence[int], chunk: Chunk, shape: Sequence[int]) -> Any:
     return (start, stop) if inside else None
 
 
-def cover_fault(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
+def cover_fault(shape: Sequence[int], chunks: Sequence[Checksum]) -> str | None:
     """Says whether chunks cover an array once; counts in a grid of all their edges."""
     for chunk in chunks:
         if len(chunk.start) != len(shape) or any(

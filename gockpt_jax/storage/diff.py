@@ -14,15 +14,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from gockpt_jax.replay.audit import UNEQUAL, difference, scale_of
+from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of
+from gockpt_jax.storage import grid
 from gockpt_jax.storage.stored_item import (
     READ_LIMIT_BYTES,
     READ_THREADS,
-    Span,
     StoredItem,
+    chunk_boxes,
     chunk_shape,
     for_each,
-    grid_cells,
     nbytes_of,
 )
 
@@ -78,7 +78,7 @@ class _Figures:
 class _Job(NamedTuple):
     a: ts.TensorStore
     b: ts.TensorStore
-    span: Span
+    box: grid.Box
 
 
 def diff_items(
@@ -124,8 +124,8 @@ def _diff_leaf(
         if what(stores[0]) != what(stores[1]):
             return LeafDifference(name, kind, _array(stores[0]), _array(stores[1]))  # type: ignore[arg-type]
     jobs = (
-        (2 * nbytes_of(stores[0], span), _Job(*stores, span))
-        for span in grid_cells(_coarser(*stores))
+        (2 * nbytes_of(stores[0], box), _Job(*stores, box))
+        for box in chunk_boxes(_coarser(*stores))
     )
     total = _Figures()
     for figures in for_each(jobs, _compare, limit_bytes=limit_bytes, threads=threads):
@@ -155,7 +155,7 @@ def _coarser(a: ts.TensorStore, b: ts.TensorStore) -> ts.TensorStore:
 
 def _compare(job: _Job) -> _Figures:
     """Reads one box of both and compares it, piece by piece."""
-    reads = [store[job.span].read() for store in (job.a, job.b)]
+    reads = [store[job.box].read() for store in (job.a, job.b)]
     a, b = (np.ascontiguousarray(read.result()).reshape(-1) for read in reads)
     total = _Figures(scale=scale_of(a))
     for start in range(0, a.size, _PIECE):

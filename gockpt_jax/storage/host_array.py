@@ -10,7 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -87,22 +87,6 @@ class HostShard:
         return tuple(slice(start, max(start, stop)) for start, stop, _ in ranges)
 
 
-class ArraySpec(NamedTuple):
-    """What a `HostArray` needs to know of the array that it stands for.
-
-    Attributes:
-        shape: The global shape of the data as stored; of the key data for typed PRNG keys.
-        dtype: The stored dtype; uint32 for typed PRNG keys.
-        sharding: The training sharding of the stored data.
-        key_impl: The name of the PRNG implementation of typed keys, else None.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    sharding: jax.sharding.Sharding
-    key_impl: str | None
-
-
 class HostArray:
     """A leaf that stands for a `jax.Array`; its bytes are on the host, or will be.
 
@@ -131,6 +115,21 @@ class HostArray:
         self.shards = tuple(shards)
         self.key_impl = key_impl
 
+    @classmethod
+    def like(cls, array: jax.Array, shards: Sequence[HostShard]) -> HostArray:
+        """Returns what stands for `array`.
+
+        A typed PRNG key is stored as its key data, which has trailing unsharded dimensions.
+        Reads no data, so `array` may be in flight; it must not have been deleted.
+        """
+        key_impl = None
+        if is_key_type(array.dtype):
+            key_impl = str(jax.random.key_impl(array))
+            # No computation: JAX hands out the array below the keys. Its partition spec cannot be
+            # told from that of the keys, in which trailing None entries are normalised.
+            array = jax.random.key_data(array)
+        return cls(array.shape, array.dtype, array.sharding, shards, key_impl)
+
     def boxes(self) -> list[tuple[slice, ...]]:
         """The shards' positions, with explicit starts and stops; for the writer's thread.
 
@@ -152,21 +151,6 @@ class HostArray:
         """Drops the bytes of all shards, as where a save has failed."""
         for shard in self.shards:
             shard.release()
-
-    @staticmethod
-    def spec_like(array: jax.Array) -> ArraySpec:
-        """Returns what a `HostArray` standing for `array` is made from.
-
-        A typed PRNG key is stored as its key data, which has trailing unsharded dimensions.
-        Reads no data, so `array` may be in flight; it must not have been deleted.
-        """
-        key_impl = None
-        if is_key_type(array.dtype):
-            key_impl = str(jax.random.key_impl(array))
-            # No computation: JAX hands out the array below the keys. Its partition spec cannot be
-            # told from that of the keys, in which trailing None entries are normalised.
-            array = jax.random.key_data(array)
-        return ArraySpec(array.shape, np.dtype(array.dtype), array.sharding, key_impl)
 
     @property
     def ndim(self) -> int:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from gockpt_jax.storage import bucket
+from gockpt_jax.storage import bucket, grid
 from gockpt_jax.storage.plain_array import PlainArray
 from gockpt_jax.transfer.budget import ByteBudget
 
@@ -161,29 +160,20 @@ def _leaf(entry: Mapping[str, Any]) -> StoredLeaf:
     return StoredLeaf(keys, str(value["value_type"]), not value["skip_deserialize"])
 
 
-Span = tuple[slice, ...]
-
-
 def chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
     """The shape of what TensorStore decodes at once."""
     return tuple(max(1, n or 1) for n in store.chunk_layout.read_chunk.shape or store.shape)
 
 
-def grid_cells(store: ts.TensorStore) -> Iterator[Span]:
+def chunk_boxes(store: ts.TensorStore) -> Iterator[grid.Box]:
     """Cuts an array into boxes that are its zarr chunks, so that each chunk is read once."""
-    steps = chunk_shape(store)
-    starts = [range(0, n, step) for n, step in zip(store.shape, steps, strict=True)]
-    for corner in itertools.product(*starts):
-        yield tuple(
-            slice(a, min(a + step, n))
-            for a, step, n in zip(corner, steps, store.shape, strict=True)
-        )
+    return grid.cells(tuple(slice(0, n) for n in store.shape), chunk_shape(store))
 
 
-def nbytes_of(store: ts.TensorStore, span: Sequence[slice]) -> int:
+def nbytes_of(store: ts.TensorStore, box: grid.Box) -> int:
     """Bytes of a box of an array."""
     itemsize = store.dtype.numpy_dtype.itemsize
-    return int(math.prod(s.stop - s.start for s in span) * itemsize)
+    return int(math.prod(s.stop - s.start for s in box) * itemsize)
 
 
 def for_each(

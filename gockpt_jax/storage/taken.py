@@ -89,12 +89,11 @@ def host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -
       slots: Where its chunks will be found.
       host: Is given their bytes back, each as soon as it has been written.
     """
-    spec = HostArray.spec_like(array)
     shards = []
     for slot in slots:
         release = functools.partial(_release_when_known, slot, host)
         shards.append(HostShard(slot.index, slot.data, release))
-    return HostArray(spec.shape, spec.dtype, spec.sharding, shards, spec.key_impl)
+    return HostArray.like(array, shards)
 
 
 def _release_when_known(slot: ChunkSlot, host: ByteBudget) -> None:

@@ -135,7 +135,7 @@ def shapes_told(item: epath.Path) -> dict[str, Stored]:
     told: dict[str, Stored] = {}
     for process in whole["processes"]:
         file = item / item_files.FOLDER / checksums.process_file(process)
-        for name, (dtype, chunks) in checksums.chunks_of(
+        for name, (dtype, chunks) in checksums.checksums_in(
             checksums.parse(file.read_bytes(), "")
         ).items():
             corners = [chunk.stop for chunk in chunks]

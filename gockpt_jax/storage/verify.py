@@ -16,7 +16,7 @@ from etils import epath
 
 from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage import checksums, item_files
-from gockpt_jax.storage.checksums import ChecksumError, Chunk
+from gockpt_jax.storage.checksums import Checksum, ChecksumError
 from gockpt_jax.storage.coverage import cell_of, cover_fault
 from gockpt_jax.storage.directory import Step, look_into
 from gockpt_jax.storage.plain_array import PlainReads
@@ -73,7 +73,7 @@ class _Leaf(NamedTuple):
     """What the files of all processes say about a leaf."""
 
     dtype: str
-    chunks: list[Chunk]
+    chunks: list[Checksum]
 
 
 def verify(
@@ -204,7 +204,7 @@ def _read_processes(
             content = checksums.parse((item / where).read_bytes(), where)
             if content["process_index"] != process:
                 faults.append(f"`{where}` is foreign: process {content['process_index']} wrote it")
-            for name, (dtype, chunks) in checksums.chunks_of(content).items():
+            for name, (dtype, chunks) in checksums.checksums_in(content).items():
                 leaf = leaves.setdefault(name, _Leaf(dtype, []))
                 leaf.chunks.extend(chunks)
                 if leaf.dtype != dtype:
@@ -247,13 +247,13 @@ def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[
     if uncovered:
         return [*faults, f"`{name}`: {uncovered}"], []
     plain = item.plain(name)
-    groups: dict[Any, list[Chunk]] = {}
+    groups: dict[Any, list[Checksum]] = {}
     for chunk in leaf.chunks:
         cell = cell_of(chunk_shape(store), chunk, tuple(store.shape))
         groups.setdefault(cell or (chunk.start, chunk.stop), []).append(chunk)
     jobs = []
     for key, of_group in groups.items():
-        span = tuple(map(slice, *key))
-        is_file = plain is not None and len(of_group) == 1 and plain.is_file(span)
-        jobs.append(Read(name, store, span, of_group, plain if is_file else None))
+        box = tuple(map(slice, *key))
+        is_file = plain is not None and len(of_group) == 1 and plain.is_file(box)
+        jobs.append(Read(name, store, box, of_group, plain if is_file else None))
     return faults, jobs

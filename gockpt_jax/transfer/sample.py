@@ -102,7 +102,7 @@ def can_be_sampled(array: jax.Array) -> bool:
     return not (_compat.is_packed(array.dtype) or is_key_type(array.dtype))
 
 
-Cut = tuple[Piece, Grid, int]
+Probe = tuple[Piece, Grid, int]
 """What is written as one, alive; how it is cut; which box is taken."""
 
 
@@ -119,23 +119,23 @@ class Sample:
         return found
 
 
-def sample_bytes(cuts: Sequence[Cut]) -> int:
+def sample_bytes(probes: Sequence[Probe]) -> int:
     """Bytes of the boxes, on the device that holds the most of them."""
     by_device: dict[Any, int] = defaultdict(int)
-    for piece, grid, _ in cuts:
+    for piece, grid, _ in probes:
         by_device[_device(piece.shard)] += math.prod(grid.sizes) * piece.shard.dtype.itemsize
     return max(by_device.values(), default=0)
 
 
-def start_sample(cuts: Sequence[Cut]) -> Sample:
+def start_sample(probes: Sequence[Probe]) -> Sample:
     """Copies boxes on their devices and starts the pulls; returns at once."""
-    starts = [np.add(p.start, grid.start(box)).astype(np.int32) for p, grid, box in cuts]
+    starts = [np.add(p.start, grid.start(box)).astype(np.int32) for p, grid, box in probes]
     # Explicitly: the user's transfer guard may forbid what happens by itself.
-    placed = jax.device_put(starts, [_beside(p.shard) for p, _, _ in cuts])
+    placed = jax.device_put(starts, [_beside(p.shard) for p, _, _ in probes])
     return Sample(
         [
             start_pull(_programs.needed(*_program(p.shard, grid))(p.shard, start))
-            for (p, grid, _), start in zip(cuts, placed, strict=True)
+            for (p, grid, _), start in zip(probes, placed, strict=True)
         ]
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gockpt_jax.errors import AuditError
 from gockpt_jax.options import Audit
-from gockpt_jax.replay.audit import UNEQUAL, difference, scale_of
+from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import SaveRecord
@@ -18,8 +18,8 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
-    Cut,
     Grid,
+    Probe,
     Sample,
     can_be_sampled,
     grid_of,
@@ -44,7 +44,7 @@ _Pair = tuple[_Box, Piece]
 _NAMED = 5  # leaves in an error's text
 
 
-def _cuts(pairs: Sequence[_Pair]) -> list[Cut]:
+def _probes(pairs: Sequence[_Pair]) -> list[Probe]:
     return [(piece, box.grid, box.box) for box, piece in pairs]
 
 
@@ -123,13 +123,13 @@ class Auditor:
     def _batches(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
         """All at once, unless the device budget is smaller than that."""
         limit = self._device.limit_bytes
-        if limit is None or sample_bytes(_cuts(pairs)) <= limit:
+        if limit is None or sample_bytes(_probes(pairs)) <= limit:
             yield list(pairs)
             return
         batch: list[_Pair] = []
         batch_bytes = 0
         for pair in pairs:
-            num_bytes = sample_bytes(_cuts([pair]))
+            num_bytes = sample_bytes(_probes([pair]))
             if batch and batch_bytes + num_bytes > limit:
                 yield batch
                 batch, batch_bytes = [], 0
@@ -138,11 +138,11 @@ class Auditor:
         yield batch
 
     def _send(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
-        cuts = _cuts(pairs)
-        num_bytes = sample_bytes(cuts)
+        probes = _probes(pairs)
+        num_bytes = sample_bytes(probes)
         self._device.acquire(num_bytes)
         try:
-            sample = start_sample(cuts)
+            sample = start_sample(probes)
         except BaseException:
             self._device.release(num_bytes)
             raise

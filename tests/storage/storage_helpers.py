@@ -63,14 +63,14 @@ def resolved(index, data):
 
 def host_array(array, make_shard=resolved):
     """The `HostArray` of an array."""
-    spec = HostArray.spec_like(array)
-    data = jax.random.key_data(array) if spec.key_impl else array
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(array) if is_key else array
     shards = [
         make_shard(shard.index, np.array(shard.data))
         for shard in data.addressable_shards
         if shard.replica_id == 0
     ]
-    return HostArray(spec.shape, spec.dtype, spec.sharding, shards, spec.key_impl)
+    return HostArray.like(array, shards)
 
 
 def host_tree(tree, make_shard=resolved):

@@ -11,7 +11,7 @@ from training_helpers import analyse, vector
 from updates import UPDATES, adam, gradient, l2, state
 
 from gockpt_jax import _compat
-from gockpt_jax.replay.audit import difference
+from gockpt_jax.replay.ulps import difference
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.recipe import make_recipe

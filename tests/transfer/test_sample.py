@@ -54,7 +54,7 @@ def test_boxes_cover_the_shard_and_are_what_they_say(shape, fraction):
     assert grid.count <= 2 * math.ceil(1 / fraction) + 1
 
 
-def cuts_of(arrays, fraction, turn):
+def probes_of(arrays, fraction, turn):
     pieces = [p for a in arrays for p in FIRST_ALONE.pieces(a)]
     grids = [grid_of(p.shape, p.shard.dtype.itemsize, fraction) for p in pieces]
     return [(p, g, turn % g.count) for p, g in zip(pieces, grids, strict=True)]
@@ -77,10 +77,10 @@ def test_samples_are_the_boxes_and_new_buffers(axis_type, devices):
     mesh = jax.make_mesh(devices, ("a", "b"), axis_types=(axis_type,) * 2)
     # Results of a step: those of one device leave their shards the array's own sharding.
     arrays = [jax.jit(lambda x: x, out_shardings=a.sharding)(a) for a in arrays_on(mesh)]
-    cuts = cuts_of(arrays, 1 / 4, turn=3)
-    want = [np.array(p.shard).reshape(-1)[g.run(box)] for p, g, box in cuts]
+    probes = probes_of(arrays, 1 / 4, turn=3)
+    want = [np.array(p.shard).reshape(-1)[g.run(box)] for p, g, box in probes]
     with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
-        sample = start_sample(cuts)
+        sample = start_sample(probes)
         for array in arrays:
             array.delete()  # as a step that it is donated to does
     for got, expected in zip(sample.result(), want, strict=True):
@@ -90,17 +90,17 @@ def test_samples_are_the_boxes_and_new_buffers(axis_type, devices):
 
 def test_bytes_are_those_of_the_fullest_device():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    cuts = cuts_of(arrays_on(mesh), 1.0, turn=0)
+    probes = probes_of(arrays_on(mesh), 1.0, turn=0)
     # Rows over "a" are owned by four devices, columns over "b" by two, the replicated by one.
     elements = 64 * 512
     assert (
-        sample_bytes(cuts) == elements * 4 // 4 + elements * 2 // 2 + elements + elements * 4 // 8
+        sample_bytes(probes) == elements * 4 // 4 + elements * 2 // 2 + elements + elements * 4 // 8
     )
     assert sample_bytes([]) == 0
 
 
 def test_a_scalar_is_a_box():
-    (got,) = start_sample(cuts_of([jnp.int32(7)], 1 / 64, turn=5)).result()
+    (got,) = start_sample(probes_of([jnp.int32(7)], 1 / 64, turn=5)).result()
     assert got.tolist() == [7]
 
 
@@ -119,5 +119,5 @@ def test_what_was_compiled_ahead_is_used(monkeypatch):
             thread.join()
     before = dict(programs._found)
     assert len(before) == 2
-    start_sample(cuts_of(arrays[:2], 1 / 2, turn=1)).result()
+    start_sample(probes_of(arrays[:2], 1 / 2, turn=1)).result()
     assert programs._found == before

@@ -38,11 +38,11 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
     slots = take_now(arrays, worker, device=device, host=host)
     worker.close()
     for array in arrays:
-        spec = HostArray.spec_like(array)
-        is_key = spec.key_impl is not None
+        stored = HostArray.like(array, ())
+        is_key = stored.key_impl is not None
         want = np.array(jax.random.key_data(array) if is_key else array)
-        assert all(len(slot.index) == len(spec.shape) for slot in slots[id(array)])
-        got = np.zeros(spec.shape, spec.dtype)
+        assert all(len(slot.index) == stored.ndim for slot in slots[id(array)])
+        got = np.zeros(stored.shape, stored.dtype)
         for slot in slots[id(array)]:
             got[slot.index] = slot.data.result()
         np.testing.assert_array_equal(got, want)

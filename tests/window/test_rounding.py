@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from gockpt_jax import Audit, GoCkptManager, GoCkptSave, WindowOptions
-from gockpt_jax.replay.audit import difference
+from gockpt_jax.replay.ulps import difference
 from gockpt_jax.window import units
 
 SHAPE = (64, 64)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gockpt_jax.replay.audit import UNEQUAL, difference, scale_of, ulp_distance
+from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of, ulp_distance
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 every_float = pytest.mark.parametrize("dtype", FLOATS)

@@ -1,4 +1,4 @@
-"""The audit's arithmetic: how far replayed elements are from the device's own.
+"""How far elements are from each other: the arithmetic of the audit, and of `diff`.
 
 A distance in ULPs is the number of steps from one floating-point number to the other through all
 those between them. Denormals count as zero on both sides: XLA's CPU backend flushes them, and an
