@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bits import by_path, differing, to_host
 from programs import PROGRAMS
 from programs.common import is_bad
 
@@ -45,25 +46,6 @@ def run(name: str, devices: int) -> list[Seen]:
             state = job.advance(job.step, state, n)  # it kills the state before
     gone = [{p: x.is_deleted() for p, x in old.items() if hasattr(x, "sharding")} for old in leaves]
     return [Seen(*parts, deleted) for parts, deleted in zip(seen, gone, strict=True)]
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def to_host(tree: Any) -> dict[str, np.ndarray]:
-    """Return a copy of every leaf by its path; of a key, its numbers."""
-
-    def host(leaf: Any) -> np.ndarray:
-        is_key = jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key)
-        return np.array(jax.random.key_data(leaf) if is_key else leaf)
-
-    return {path: host(leaf) for path, leaf in by_path(tree).items()}
-
-
-def differing(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> set[str]:
-    assert a.keys() == b.keys()
-    return {path for path in a if a[path].tobytes() != b[path].tobytes()}
 
 
 def params_of(paths: Iterable[str]) -> set[str]:
@@ -110,7 +92,7 @@ def builds_agree_bit_for_bit(name: str, devices: int, history: list[Seen]) -> No
 def state_moves_and_stays_finite(name: str, devices: int, history: list[Seen]) -> None:
     program = PROGRAMS[name]
     first, *later = (state.host for state in history)
-    moved = differing(first, later[-1])
+    moved = set(differing(later[-1], first))
     if "frozen" in program.marks:
         assert moved
         assert moved != first.keys()

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-
-Bits = dict[str, np.ndarray]
-"""Leaves by path, on the host. A typed key is its key data."""
+from bits import Bits, differing
 
 
 def bits_of(tree: Any) -> Bits:
@@ -31,17 +29,6 @@ def bits_of(tree: Any) -> Bits:
 
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): host(x) for path, x in flat}
-
-
-def differing(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns the paths whose shape, dtype or bits differ; other paths are an error."""
-    assert got.keys() == want.keys()
-    return [
-        path
-        for path in want
-        if (got[path].dtype, got[path].shape) != (want[path].dtype, want[path].shape)
-        or got[path].tobytes() != want[path].tobytes()
-    ]
 
 
 def digest_of(bits: Bits) -> str:

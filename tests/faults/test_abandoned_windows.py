@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from bits import Bits, differing
 
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
@@ -17,7 +18,7 @@ from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.leaf_writer import LeafWriter
 
 from .injection import Fault, InjectedError
-from .states import Bits, assert_checkpoints, bits_of, differing
+from .states import assert_checkpoints, bits_of
 from .trainer import Trainer
 
 

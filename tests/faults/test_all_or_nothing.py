@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
+from bits import differing
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
@@ -24,7 +25,7 @@ from gockpt_jax.window.clock import StepClock
 
 from .injection import Fault, Gate, InjectedError
 from .processes import run_child, said
-from .states import abstract, bits_of, differing, digest_of, stock_restore, stock_steps
+from .states import abstract, bits_of, digest_of, stock_restore, stock_steps
 from .trainer import DEVICES, PROGRAM, Trainer, chain_of, finish_save, within_limit
 
 BEFORE_SEAL = {

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from bits import differing
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gockpt_jax as gockpt
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.open_window import OpenWindow
 
-from .states import bits_of, differing, stock_restore
+from .states import bits_of, stock_restore
 from .trainer import WINDOW_STEPS, Trainer
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bits import differing
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
@@ -15,7 +16,7 @@ import gockpt_jax as gockpt
 from .injection import InjectedError
 from .places import PLACES, at_place
 from .processes import run_child, said
-from .states import abstract, bits_of, differing, digest_of, stock_restore, stock_steps
+from .states import abstract, bits_of, digest_of, stock_restore, stock_steps
 from .trainer import DEVICES, PROGRAM, Trainer, chain_of, within_limit
 
 ENDINGS: dict[str, Callable[[Trainer], None]] = {

@@ -11,6 +11,7 @@ import numpy as np
 import nursery
 import orbax.checkpoint as ocp
 import pytest
+from bits import Bits, differing
 from programs import PROGRAMS
 
 # The folder next door is no package; its helpers are found from here by the folder's name.
@@ -19,7 +20,7 @@ from storage.storage_helpers import disk_contents
 import gockpt_jax as gockpt
 
 from .processes import ended, environment
-from .states import Bits, bits_of, differing
+from .states import bits_of
 from .trainer import WINDOW_STEPS, Trainer
 
 CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]

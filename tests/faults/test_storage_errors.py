@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
+from bits import differing
 
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
@@ -24,7 +25,7 @@ from gockpt_jax.storage.verify import verify
 from gockpt_jax.window.seal import Seal
 
 from .injection import Fault, InjectedError
-from .states import assert_only_whole_steps, bits_of, differing
+from .states import assert_only_whole_steps, bits_of
 from .trainer import WINDOW_STEPS, Trainer, chain_of
 
 KIB = 1024

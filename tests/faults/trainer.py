@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import orbax.checkpoint as ocp
+from bits import Bits
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
 
-from .states import Bits, abstract, assert_checkpoints, assert_only_whole_steps, bits_of
+from .states import abstract, assert_checkpoints, assert_only_whole_steps, bits_of
 
 PROGRAM, DEVICES = "clip_adamw", 2
 INTERVAL, WINDOW_STEPS = 4, 3  # The window of save 8 is open from the update of label 7 on.

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from bits import Bits, by_path, differing, to_host
 from programs import PROGRAMS, Job, calls
 
 import gockpt_jax as gockpt
@@ -85,31 +86,6 @@ class Outcome:
     donated: int
 
 
-def by_path(tree: Any) -> dict[str, Any]:
-    """The tree's leaves by their paths."""
-    return {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def to_host(tree: Any) -> dict[str, np.ndarray]:
-    """A copy of every leaf by its path; of a key, its numbers."""
-
-    def host(leaf: Any) -> np.ndarray:
-        is_key = jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key)
-        return np.array(jax.random.key_data(leaf) if is_key else leaf)
-
-    return {path: host(leaf) for path, leaf in by_path(tree).items()}
-
-
-def differing(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> list[str]:
-    """Paths of the leaves that are not equal byte for byte: the comparison of every test here."""
-    assert got.keys() == want.keys()
-    return [p for p in want if not _identical(got[p], want[p])]
-
-
-def _identical(a: np.ndarray, b: np.ndarray) -> bool:
-    return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
-
-
 def measure_difference(a: np.ndarray, b: np.ndarray) -> tuple[int, int, float]:
     """Elements that differ in any bit, all elements, largest difference over the largest value."""
     bits = f"u{a.itemsize}"
@@ -126,9 +102,7 @@ def what_to_save(name: str, state: Any) -> Any:
     return {path: leaf for path, leaf in by_path(state).items() if jnp.size(leaf)}
 
 
-def restore_with_stock(
-    directory: Any, version: int, like: Any, *, to_devices: bool = True
-) -> dict[str, np.ndarray]:
+def restore_with_stock(directory: Any, version: int, like: Any, *, to_devices: bool = True) -> Bits:
     """What stock Orbax makes of a checkpoint, on the host.
 
     Args:

@@ -23,11 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from bits import differing, to_host
 from programs import PROGRAMS, Job
 
 import gockpt_jax as gockpt
 
-from .harness import differing, restore_with_stock, to_host
+from .harness import restore_with_stock
 
 restored = functools.partial(restore_with_stock, to_devices=False)
 STEPS = 16
