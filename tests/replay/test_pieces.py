@@ -141,10 +141,10 @@ def test_as_many_pieces_run_at_once_as_there_are_threads(threads):
 def test_an_error_leaves_no_program_running(recipe, monkeypatch):
     """What runs reads the shard, which the caller may drop."""
     started, waited = [], []
-    block_until_ready, programs_of = jax.block_until_ready, Replayer._program
+    block_until_ready, compiled = jax.block_until_ready, programs.ReplayProgram.compiled
 
-    def program(*args):
-        run = programs_of(*args)
+    def program(wanted):
+        run = compiled(wanted)
 
         def once(*operands):
             if len(started) == 3:
@@ -154,7 +154,7 @@ def test_an_error_leaves_no_program_running(recipe, monkeypatch):
 
         return once
 
-    monkeypatch.setattr(Replayer, "_program", program)
+    monkeypatch.setattr(programs.ReplayProgram, "compiled", program)
     monkeypatch.setattr(
         jax, "block_until_ready", lambda x: waited.append(x) or block_until_ready(x)
     )
