@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax.storage.host_array import HostArray, HostShard
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.window.slots import ChunkSlot
+from gockpt_jax.window.slots import ChunkSlot, give_back
 
 
 @dataclasses.dataclass
@@ -89,15 +89,8 @@ def host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -
       slots: Where its chunks will be found.
       host: Is given their bytes back, each as soon as it has been written.
     """
-    shards = []
-    for slot in slots:
-        release = functools.partial(_release_when_known, slot, host)
-        shards.append(HostShard(slot.index, slot.data, release))
+    shards = [
+        HostShard(slot.index, slot.data, functools.partial(give_back, [slot], host))
+        for slot in slots
+    ]
     return HostArray.like(array, shards)
-
-
-def _release_when_known(slot: ChunkSlot, host: ByteBudget) -> None:
-    """Gives a chunk's bytes back to the host's account, once it has landed."""
-    slot.data.add_done_callback(
-        lambda future: None if future.exception() else host.release(future.result().nbytes)
-    )

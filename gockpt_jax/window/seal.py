@@ -11,7 +11,7 @@ from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.resources import Resources
-from gockpt_jax.window.slots import ChunkSlot
+from gockpt_jax.window.slots import ChunkSlot, give_back
 
 Taken = tuple[SaveRecord, list[list[ChunkSlot]], dict[str, Any] | None]
 """The save's record; for each array its slots; what the audit has shown, once they are complete."""
@@ -72,9 +72,13 @@ class Seal:
             # Of an array on other processes' devices alone there is nothing to take.
             slots.update((id(a), []) for a in arrays if not a.sharding.addressable_devices)
             late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
-            slots.update(
-                take_now(late, to.worker, device=to.device, host=to.host, replicas=to.replicas)
-            )
+            try:
+                slots |= take_now(
+                    late, to.worker, device=to.device, host=to.host, replicas=to.replicas
+                )
+            except BaseException:  # nobody will write what has left early
+                give_back([slot for found in slots.values() for slot in found], to.host)
+                raise
         to.worker.submit(record.drained)
         return record, [slots[id(a)] for a in arrays], audit
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import Box, HostChunk
 
 
@@ -36,6 +37,14 @@ def fill(slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk]) -> None:
     for slot, chunk in zip(slots, chunks, strict=True):
         assert slot.index == chunk.index, f"chunk {chunk.index} came for slot {slot.index}"
         slot.data.set_result(chunk.data)
+
+
+def give_back(slots: Sequence[ChunkSlot], host: ByteBudget) -> None:
+    """Gives the host's bytes of chunks back that nobody reads any more, once they have landed."""
+    for slot in slots:
+        slot.data.add_done_callback(
+            lambda future: None if future.exception() else host.release(future.result().nbytes)
+        )
 
 
 def fail(slots: Sequence[ChunkSlot], error: BaseException) -> None:

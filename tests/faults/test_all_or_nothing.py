@@ -62,9 +62,11 @@ ON_THE_TRAINER = {
 
 
 def assert_goes_on(trainer: Trainer) -> None:
-    """The next window works, and every checkpoint but the failed one is right."""
+    """The next window works, every checkpoint but the failed one is right, and no byte is lost."""
     trainer.run_past_next_window()
     trainer.assert_intact()
+    trainer.settle()
+    assert trainer.bytes_in_flight() == (0, 0)  # or no window would have room some day
 
 
 # --- Before the seal -----------------------------------------------------------------------------
