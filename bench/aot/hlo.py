@@ -14,7 +14,7 @@ _COPIES = ("copy", "copy-start")
 _NOT_COMPUTING = {
     *_COPIES, "copy-done", "slice", "slice-start", "slice-done", "dynamic-update-slice",
     "reshape", "pad", "concatenate", "fusion", "parameter", "tuple", "get-tuple-element", "bitcast",
-    "constant",
+    "bitcast-convert", "constant",
 }  # fmt: skip
 _NAMES_BYTES = re.compile('custom_call_target="(?:ConcatBitcast|AllocateBuffer)"')
 

@@ -31,7 +31,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %ag = (f32[1], f32[8]) all-gather-start(%p), dimensions={0}
   %pad = f32[8]{0:T(128)} pad(%p, %zero), padding=0_4
   %f = f32[8]{0:T(128)} fusion(%p), kind=kLoop, calls=%c
-  %m = f32[8]{0:T(128)} maximum(%pad, %f)
+  %i = s32[8]{0:T(128)} bitcast-convert(%f)
+  %m = s32[8]{0:T(128)} maximum(%pad, %i)
   %new = f32[8]{0:T(128)S(1)} custom-call(), custom_call_target="AllocateBuffer"
   ROOT %cd = f32[8]{0:T(128)} copy-done(%cs)
 }
