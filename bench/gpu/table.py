@@ -39,7 +39,7 @@ class Aim:
         )
 
 
-_AIMS = (
+AIMS = (
     Aim("inflation per save: at most 0.02 of stock async's",
         r"gockpt/\d+/inflation_vs_stock_async", most=0.02),
     Aim("throughput: at least 0.995 of ideal", r"gockpt/\d+/throughput_ratio", least=0.995),
@@ -98,7 +98,7 @@ def aims_of(samples: Samples) -> Iterator[tuple[str, str, str]]:
       >>> ulps
       ('replayed moments, of every optimizer: 0 ULPs', '0', 'yes')
     """
-    for aim in _AIMS:
+    for aim in AIMS:
         found = [values for name, values in samples.items() if re.fullmatch(aim.figures, name)]
         is_met = all(aim.is_met(statistics.median(values)) for values in found)
         met = ("yes" if is_met else "NO") if found else "-"

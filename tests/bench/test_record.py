@@ -6,6 +6,7 @@ import doctest
 import importlib
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,21 @@ def test_a_record_says_all_that_is_needed_to_repeat_it(tmp_path, capsys):
     assert "jax" in written["versions"]
     record.show()
     assert "a [note] in brackets" in capsys.readouterr().out
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "nothing.json"
+    Record("nothing", {"ratio": [1.0]}).write(path)
+    before = path.read_text()
+
+    def die(self, text, **_):
+        self.write_bytes(b"{")
+        raise MemoryError
+
+    monkeypatch.setattr(Path, "write_text", die)
+    with pytest.raises(MemoryError):
+        Record("nothing", {"ratio": [2.0]}).write(path)
+    assert path.read_text() == before
 
 
 def test_contenders_take_turns():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import threading
@@ -20,6 +21,7 @@ from bench.train.link import Link, slow_pulls
 from bench.train.modes import DeviceCopy, Setting, make_mode
 from bench.train.phases import Loop, Peaks, Phase
 from bench.train.place import Place, choose
+from bench.train.rounds import Interval, Shared
 from bench.train.table import show_modes
 from gockpt_jax.transfer.pull import start_pull
 
@@ -177,6 +179,28 @@ def record(tmp_path_factory):
         patch.setattr(DeviceCopy, "save", fail)
         train.run(True, **options)
     return json.loads(out.read_text())
+
+
+def test_what_was_measured_stays_if_the_process_ends(tmp_path):
+    record = Record("train", details={"failures": {}, "phases": []})
+    options = argparse.Namespace(minutes=None, out=tmp_path / "train.json")
+    job = types.SimpleNamespace(batches=[])
+    interval = Interval(
+        Shared(options, record, float("inf"), job, None, 0, [], 5, on_cpu=True), 10, tmp_path
+    )
+    interval.modes = dict.fromkeys(("ideal", "gockpt", "orbax_async"))
+    interval.last_secs = dict.fromkeys(interval.modes, 0.0)
+
+    def run(name, steps):
+        if name == "orbax_async":
+            raise KeyboardInterrupt
+        return phase(name, 1.0, steps=steps)
+
+    interval._phase = run
+    with pytest.raises(KeyboardInterrupt):
+        interval._rounds()
+    phases = json.loads(options.out.read_text())["details"]["phases"]
+    assert [p["mode"] for p in phases] == ["ideal", "gockpt"]
 
 
 def found(record, mode):

@@ -36,6 +36,19 @@ def to_host(tree: Any) -> list[np.ndarray]:
     return [host(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+def test_pulls_go_to_pinned_memory() -> None:
+    assert host_memory_kind(jax.local_devices()[0]) == "pinned_host"
+    staged = stage([jnp.arange(1 << 20, dtype=jnp.float32)])
+    (chunk,) = start_pull(staged[0]).result()
+    np.testing.assert_array_equal(chunk.data, np.arange(1 << 20, dtype=np.float32))
+
+
+def test_staging_makes_new_buffers() -> None:
+    array = jnp.ones((1024, 1024))
+    (staged,) = stage([array])
+    assert staged.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
+
+
 @pytest.mark.parametrize("steps", [2, 5])
 @pytest.mark.parametrize("name", REPLAYED)
 def test_checkpoint_is_the_state_given_to_save(name: str, steps: int, tmp_path: Path) -> None:
@@ -59,16 +72,3 @@ def test_checkpoint_is_the_state_given_to_save(name: str, steps: int, tmp_path: 
             restored = to_host(manager.restore(label, args=gockpt.GoCkptRestore(state)))
             for got, want in zip(restored, given[label], strict=True):
                 np.testing.assert_array_equal(got, want)
-
-
-def test_pulls_go_to_pinned_memory() -> None:
-    assert host_memory_kind(jax.local_devices()[0]) == "pinned_host"
-    staged = stage([jnp.arange(1 << 20, dtype=jnp.float32)])
-    (chunk,) = start_pull(staged[0]).result()
-    np.testing.assert_array_equal(chunk.data, np.arange(1 << 20, dtype=np.float32))
-
-
-def test_staging_makes_new_buffers() -> None:
-    array = jnp.ones((1024, 1024))
-    (staged,) = stage([array])
-    assert staged.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()

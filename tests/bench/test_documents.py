@@ -1,0 +1,102 @@
+"""Every figure in the documents is from a kept result.
+
+Figures and tables that are made are compared in `test_figures.py`. What prose tells by hand is
+here: the very words, made from the result.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from bench.record import ROOT
+
+RESULTS = ROOT / "bench" / "results"
+PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PICTURES = sorted((ROOT / "docs" / "figures").glob("*.svg"))
+
+
+def words(path):
+    """A text without its line breaks."""
+    return " ".join(path.read_text(encoding="utf-8").split())
+
+
+def short(value):
+    """As prose writes small numbers.
+
+    Example:
+      >>> short(0.00491)
+      '4.9e-3'
+    """
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def lars(figures):
+    by = short(figures["lars/cut/by"])
+    yield f"by at most {figures['lars/cut/ulps']} ULP in the first step, {by} of the leaf's largest"
+
+
+def armed_with_fma(figures):
+    perturbed = {
+        tuple(name.split("/")[:2]): by
+        for name, by in figures.items()
+        if name.endswith("/fma/perturbed by") and by > 0
+    }
+    grown = perturbed.pop(("transformer", "adam, l2"))
+    models = [model for model, _ in perturbed] + ["transformer"]
+    mlp, transformer = models.count("mlp"), models.count("transformer")
+    count = len({name.split("/")[1] for name in figures})
+    yield f"{mlp} of the {count} differ on the MLP after 8 armed steps and {transformer} on the"
+    yield f"by at most {short(max(perturbed.values()))} of a leaf's largest value; but for L2"
+    yield f"transformer, {short(grown)} (`bench/results/cut.json`)"
+
+
+def grown(figures):
+    def most(kind, precision="bf16", last=7):
+        return short(max(figures[f"{precision}/{kind}/{n}/by"] for n in range(last + 1)))
+
+    assert [figures[f"bf16/other bf16/{n}"] for n in range(7)] == [0] * 6 + [2]
+    yield f"each of the {figures['bf16/contracted/differ']:.0f} elements of first moments"
+    yield f"no armed step differs by more than {most('one step')}, and the first"
+    yield f"The runs stay within {most('running', last=6)} of each other for seven steps; then two"
+    yield f"the next step differs by {short(figures['bf16/running/7/by'])}. Those two"
+    yield f"make the same {short(figures['bf16/planted/7/by'])}. With the matrix products in fp32"
+    yield f"fp32 the runs stay within {most('running', 'fp32')}. Other"
+
+
+def small_leaves(figures):
+    files, ocdbt, stock = (figures[f"small/save_secs/{w}"] for w in ("files", "ocdbt", "stock"))
+    yield f"as plain files took {files / ocdbt:.1f} times as long, {files / stock:.2f} of stock's"
+
+
+@pytest.mark.parametrize(
+    ("page", "result", "sentences"),
+    [
+        ("docs/guarantees.md", "cut_causes.json", lars),
+        ("docs/guarantees.md", "cut.json", armed_with_fma),
+        ("docs/guarantees.md", "cut_growth.json", grown),
+        ("docs/storage.md", "storage-writes-cpu-2026-11-21.json", small_leaves),
+    ],
+)
+def test_prose_tells_what_was_measured(page, result, sentences):
+    text = words(ROOT / page)
+    assert f"bench/results/{result}" in text
+    figures = json.loads((RESULTS / result).read_text(encoding="utf-8"))["figures"]
+    for sentence in sentences(figures):
+        assert sentence in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_results_that_are_named_are_kept(page):
+    named = set(re.findall(r"bench/results/([\w./-]+\.json)", words(page)))
+    assert {n for n in named if "DATE" not in n and not (RESULTS / n).exists()} == set()
+
+
+def test_kept_results_are_named():
+    """Each is the source of something, or in the list of bench/README.md."""
+    texts = [path.read_text(encoding="utf-8") for path in (*PAGES, *PICTURES)]
+    kept = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json")}
+    assert {name for name in kept if not any(name in text for text in texts)} == set()
