@@ -77,8 +77,7 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         f"compiler joins small arrays) and {computing} other instructions that compute. They take "
         f"at most {new:.3f} times the bytes that they copy.",
         "- A save without a window, with a device budget of the smallest planned figure, is staged "
-        f"in {min(parts)} to {max(parts)} parts, which hold at most {over:.3f} times that budget "
-        "at once.",
+        f"in at most {max(parts)} parts, which hold at most {over:.3f} times that budget at once.",
     ]
 
 

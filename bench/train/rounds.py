@@ -152,16 +152,18 @@ class Interval:
                     self.record, phase, interval=self.interval,
                     state_bytes=self.shared.state_bytes, before=before,
                 )  # fmt: skip
+                self.shared.save_so_far()
             longest = max(longest, phase.drain_secs + self.step_secs * self.steps)
-            self.shared.save_so_far()
 
     def _warm_up(self, name: str) -> Phase:
         """A phase that does not count; again while the plan or its programs are in the making."""
         for _ in range(3):
             phase = self._phase(name, self.lead + 3)
             reasons = [report["reason"] for report in phase.reports]
-            if not any(word in reason for reason in reasons for word in _UNSETTLED):
+            is_settled = not any(word in reason for reason in reasons for word in _UNSETTLED)
+            if is_settled or self.shared.left_secs < 2 * _LEAST_ROUNDS * self.last_secs[name]:
                 break
+        self._keep(phase, "warm_up")
         return phase
 
     def _rounds(self) -> None:
@@ -196,9 +198,10 @@ class Interval:
         self._keep(phase)
         return phase
 
-    def _keep(self, phase: Phase) -> None:
+    def _keep(self, phase: Phase, where: str = "phases") -> None:
         """Its raw samples, at once: a round has figures at its end only."""
-        self.record.details["phases"].append({"interval": self.interval, **phase.as_json()})
+        kept = self.record.details.setdefault(where, [])
+        kept.append({"interval": self.interval, **phase.as_json()})
         self.shared.save_so_far()
 
     def _phase(self, name: str, steps: int) -> Phase:

@@ -213,7 +213,7 @@ def test_a_table_replaces_what_lies_between_the_marks(tmp_path):
     assert "| v5e:2x4, 1B, FSDP | 1.50 | 1.50 | 0.75 | 1.50 | 1.00 / 1.00 | 0.67 / 0.67 |" in text
     assert "\nNot measured: v5p/7B/fsdp; the result" in text
     assert "Arming adds 0.500 to 0.500 times" in text
-    assert "in 17 to 17 parts, which hold at most 1.000 times that budget" in text
+    assert "in at most 17 parts, which hold at most 1.000 times that budget" in text
     page.write_text("no marks")
     with pytest.raises(ValueError, match="has no place for its table"):
         tables.insert(page, [])
