@@ -63,13 +63,15 @@ class Block:
         self._arrays = arrays  # of each chunk, the first that is cut from the same array
         self._donatable = donatable
         buffers = [b for b in lay_out(chunks) if donatable or not _needs_no_copy(b, chunks)]
+        # Two meshes of the same devices are two: shards of one are not those of the other.
         self._by_mesh: dict[Any, list[Buffer]] = {}
         for buffer in buffers:
             if any(d.process_index == jax.process_index() for d in buffer.place.devices):
-                self._by_mesh.setdefault(buffer.place.devices, []).append(buffer)
+                mesh = (buffer.place.mesh, buffer.place.device)
+                self._by_mesh.setdefault(mesh, []).append(buffer)
         self._inputs = {
-            devices: [(n, on_its_devices(chunks[n].source)) for n in self._arguments(of_mesh)]
-            for devices, of_mesh in self._by_mesh.items()
+            mesh: [(n, on_its_devices(chunks[n].source)) for n in self._arguments(of_mesh)]
+            for mesh, of_mesh in self._by_mesh.items()
         }
         self._compiled: dict[Any, Any] = {}
         packed = {n for b in buffers for n in b.chunks}
@@ -89,9 +91,9 @@ class Block:
 
     def programs(self) -> list[Any]:
         """Its programs, compiled; waits for them, at the first call."""
-        for devices, buffers in self._by_mesh.items():
-            if devices not in self._compiled:
-                self._compiled[devices] = _programs.needed(*self._program(buffers))
+        for mesh, buffers in self._by_mesh.items():
+            if mesh not in self._compiled:
+                self._compiled[mesh] = _programs.needed(*self._program(buffers))
         return list(self._compiled.values())
 
     def stage(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -105,12 +107,12 @@ class Block:
         """
         staged: list[jax.Array] = []
         self.programs()
-        for devices, inputs in self._inputs.items():
+        for mesh, inputs in self._inputs.items():
             given = [
                 arrays[n] if there else align(arrays[n], self.chunks[n].source.placed)
                 for n, there in inputs
             ]
-            staged += _copied(self._compiled[devices], given)
+            staged += _copied(self._compiled[mesh], given)
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
             source = self.chunks[n].source

@@ -23,6 +23,9 @@ from gockpt_jax.transfer.pull import owned_shards
 
 P = PartitionSpec
 MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+# The same devices, and other shards.
+TURNED = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+LINE = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
 RNG = np.random.default_rng(0)
 
 
@@ -34,8 +37,8 @@ def small_scale(monkeypatch):
     monkeypatch.setattr(blocks, "_blocks", {})
 
 
-def put(values, spec, **kwargs):
-    return jax.device_put(values, NamedSharding(MESH, spec, **kwargs))
+def put(values, spec, mesh=MESH, **kwargs):
+    return jax.device_put(values, NamedSharding(mesh, spec, **kwargs))
 
 
 def arrays():
@@ -55,6 +58,9 @@ def arrays():
         put(jax.random.split(jax.random.key(3), 8), P("b")),
         put(jnp.arange(8).astype(jnp.int4), P("a")),
         put(np.arange(8.0, dtype=np.float32), P("b"), memory_kind="pinned_host"),
+        put(normal((8, 8)).astype(np.float32), P("a", "b")),
+        put(normal((8, 8)).astype(np.float32), P("a", "b"), TURNED),
+        put(normal((16, 3)).astype(np.float32), P("a"), LINE),
         jax.device_put(jnp.arange(7), jax.devices()[3]),
         jax.random.key(1),
     ]
