@@ -1,5 +1,6 @@
 """`GoCkptManager`: an `ocp.CheckpointManager` whose saves leave the device over several steps."""
 
+import dataclasses
 import functools
 import logging
 import time
@@ -17,6 +18,7 @@ from gockpt_jax.storage.commit import make_root, never_draining
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.in_turn import SavesInTurn
 from gockpt_jax.storage.layout import default_layout
+from gockpt_jax.storage.restore import GoCkptRestore
 from gockpt_jax.storage.waiting import refuse_to_wait
 from gockpt_jax.window.processes import Processes
 
@@ -38,6 +40,8 @@ class GoCkptManager(SavesInTurn):
       logger: As in `ocp.CheckpointManager`.
       handler_registry: Handlers of further items, as in `ocp.CheckpointManager`.
       item_names: Taken for the sake of loops that give it; items may have any name without it.
+      item_handlers: Handlers of further items by name, or the one of a bare item that is no tree
+        of arrays, as in `ocp.CheckpointManager`.
       pytree_options: Keywords of `ocp.PyTreeCheckpointHandler` for the state (`use_ocdbt`, ...) and
         of the library's writer (`chunk_byte_size`). On a local disk the state is written as plain
         files without compression, which is fastest there, and elsewhere as stock does; give
@@ -45,6 +49,10 @@ class GoCkptManager(SavesInTurn):
 
     Raises:
       TypeError: if `window` is not a `WindowOptions`.
+      ValueError: if a handler in `item_handlers` has no arguments registered.
+
+    Warns:
+      SnapshotOnlyWarning: if a handler was given for a tree of arrays: it knows nothing of windows.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp
@@ -71,9 +79,9 @@ class GoCkptManager(SavesInTurn):
         logger: Any = None,
         handler_registry: Any = None,
         item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
         pytree_options: Mapping[str, Any] | None = None,
     ):
-        del item_names  # stock and a registry do not go together with it
         bucket.prepare(directory)
         root = arguments.absolute(directory)
         given = ocp.CheckpointManagerOptions() if options is None else options
@@ -96,11 +104,15 @@ class GoCkptManager(SavesInTurn):
         refuse_to_wait(handler.window_options, processes)
         if processes.several and not given.read_only:
             make_root(root, given, options, processes)
+        registry = arguments.registry(handler_registry, item_handlers, handler)
+        # Stock takes none of these names beside a registry.
+        is_named = bool(item_names) or isinstance(item_handlers, Mapping)
+        self._gockpt_naming = arguments.Naming(registry, handler, is_named)
         super().__init__(
             root,
             options,
             handler,
-            arguments.registry(handler_registry, handler),
+            registry,
             metadata=metadata,
             logger=logger,
         )
@@ -111,7 +123,8 @@ class GoCkptManager(SavesInTurn):
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         """Saves if the policy says so; arguments and result are those of `ocp.CheckpointManager`.
 
-        A bare `args=GoCkptSave(state)` is saved as item `state`.
+        A bare `args=GoCkptSave(state)` is saved as item `state`; what is no tree of arrays, as
+        stock names it.
 
         Raises:
           HostBudgetError: if the host budget cannot hold the state.
@@ -130,14 +143,15 @@ class GoCkptManager(SavesInTurn):
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
         if "args" in kwargs:
-            kwargs["args"] = arguments.as_composite(kwargs["args"])
+            kwargs["args"] = self._gockpt_naming.name(kwargs["args"])
         return self._save_in_turn(step, kwargs, started_at)
 
     def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:
         """Restores a step; arguments and result are those of `ocp.CheckpointManager`.
 
-        A bare `args=GoCkptRestore(target)`, or none, gives the item `state` itself. A checkpoint
-        that a stock manager wrote without naming its item restores too.
+        A bare `args=GoCkptRestore(target)`, or none, gives the item `state` itself; none gives a
+        `Composite` where this manager was used with names of items alone. A checkpoint that a stock
+        manager wrote without naming its item restores too.
 
         Args:
           step: The label; `None`: the newest one.
@@ -154,6 +168,8 @@ class GoCkptManager(SavesInTurn):
         self._gockpt_session.abandon("a checkpoint was restored")
         self._finish_saves()  # as stock does; a window's failure is no matter of theirs
         wanted = kwargs.get("args")
+        is_bare = wanted is not None and not isinstance(wanted, ocp.args.Composite)
+        item = self._gockpt_naming.item_of(wanted) if is_bare else ""
         root = epath.Path(kwargs.get("directory") or self.directory)
         if step is None and not kwargs.get("directory"):
             step = super().latest_step()
@@ -164,16 +180,18 @@ class GoCkptManager(SavesInTurn):
             items = resume.items_of(path, root)
             if verify:
                 resume.require_whole_step(path)
-            if isinstance(wanted, ocp.args.Composite):
-                return super().restore(step, *args, **kwargs)
-            if "default" in items:
-                return resume.restore_unnamed(root, step, wanted, self._gockpt_options)
-            if wanted is not None and arguments.ITEM not in items:
-                raise resume.no_item(path, arguments.ITEM, items)
+            if arguments.UNNAMED in items and (is_bare or wanted is None):
+                registry = self._gockpt_naming.registry
+                stock = resume.unnamed(root, self._gockpt_options, registry)
+                return stock.restore(step, args=wanted)
+            if is_bare and item not in items:
+                raise resume.no_item(path, item, items)
         if wanted is not None:
-            kwargs["args"] = arguments.as_composite(wanted)
+            kwargs["args"] = self._gockpt_naming.name(wanted)
         restored = super().restore(step, *args, **kwargs)
-        return arguments.only_item(restored, asked_for=wanted is not None)
+        if wanted is None:
+            return self._gockpt_naming.unname(restored)
+        return restored[item] if is_bare else restored
 
     def latest_step(self) -> int | None:
         """The newest save's label, as stock gives it; `None` where training has not saved yet.
@@ -188,9 +206,22 @@ class GoCkptManager(SavesInTurn):
             self._gockpt_looked = True  # what this manager saves later is no surprise
         return latest
 
+    def metadata(self, step: int | None = None) -> Any:
+        """What is known of a step, or of the whole directory (`None`), as stock gives it."""
+        if step is None:
+            return super().metadata()
+        path = arguments.step_path(self.directory, step, self._gockpt_options)
+        if (path / arguments.UNNAMED).is_dir():
+            registry = ocp.DefaultCheckpointHandlerRegistry()
+            registry.add(arguments.UNNAMED, GoCkptRestore, self._gockpt_handler)
+            return resume.unnamed(self.directory, self._gockpt_options, registry).metadata(step)
+        found = super().metadata(step)
+        items = self._gockpt_naming.unname(found.item_metadata)
+        return dataclasses.replace(found, item_metadata=items)
+
     def item_metadata(self, step: int) -> Any:
-        """Shapes and dtypes of a step, as stock gives them for the same arguments."""
-        return arguments.only_item(super().item_metadata(step), asked_for=False)
+        """Shapes and dtypes of a step's items, as stock gives them."""
+        return self.metadata(step).item_metadata
 
     def close(self) -> None:
         """Waits for all accepted saves, drops an open window and ends the worker thread."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -9,6 +11,15 @@ import pytest
 from window.training_loop import BATCH, SIZE, Options, assert_same, fresh, to_host, train, update
 
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
+from gockpt_jax.errors import NoCheckpointError, SnapshotOnlyWarning
+
+
+class MySave(ocp.args.PyTreeSave):
+    pass
+
+
+class MyRestore(ocp.args.PyTreeRestore):
+    pass
 
 
 def test_saves_by_policy_keeps_and_restores_as_stock(tmp_path):
@@ -129,6 +140,117 @@ def test_users_handlers_are_kept(tmp_path):
         manager.wait_until_finished()
         assert manager.restore(0)["notes"] == {"a": 1}
     assert (tmp_path / "0/notes/notes.json").is_file()
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_handlers_by_item(bare, tmp_path):
+    """As loops give them to stock: one for the bare item, or by name."""
+    notes = ocp.JsonCheckpointHandler(filename="notes.json")
+    handlers = notes if bare else {"notes": notes}
+    save, restore = ocp.args.JsonSave({"a": 1}), ocp.args.JsonRestore()
+    if not bare:
+        save, restore = ocp.args.Composite(notes=save), ocp.args.Composite(notes=restore)
+    with GoCkptManager(tmp_path, item_handlers=handlers) as manager:
+        manager.save(0, args=save)
+        want = {"a": 1} if bare else ocp.args.Composite(notes={"a": 1})
+        assert manager.restore(0, args=restore) == manager.restore(0) == want
+    assert (tmp_path / "0" / ("state" if bare else "notes") / "notes.json").is_file()
+
+
+def test_a_stock_handler_of_trees_is_used_and_warned_of(tmp_path):
+    handlers = {"items": ocp.PyTreeCheckpointHandler(use_zarr3=True)}
+    with pytest.warns(SnapshotOnlyWarning, match=r"`items` know nothing.*pytree_options"):
+        manager = GoCkptManager(tmp_path, item_handlers=handlers)
+    with manager:
+        manager.save(0, args=ocp.args.Composite(items=ocp.args.PyTreeSave(fresh())))
+        args = ocp.args.PyTreeRestore(
+            fresh(), restore_args=ocp.checkpoint_utils.construct_restore_args(fresh())
+        )
+        assert_same(manager.restore(0, args=ocp.args.Composite(items=args))["items"], fresh())
+    assert json.loads((tmp_path / "0/items/_METADATA").read_text())["use_zarr3"]
+
+
+def test_what_is_no_tree_is_named_as_stock_names_it(tmp_path):
+    save, restore = ocp.args.JsonSave({"a": 1}), ocp.args.JsonRestore()
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=save)
+        manager.save(1, args=GoCkptSave(fresh()))
+        assert manager.restore(0, args=restore) == manager.restore(0) == {"a": 1}
+        assert_same(manager.restore(1), fresh())
+        with pytest.raises(NoCheckpointError, match="no item `default`; it has `state`"):
+            manager.restore(1, args=restore)
+    with ocp.CheckpointManager(tmp_path) as stock:
+        assert stock.restore(0, args=restore) == {"a": 1}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_users_handler_finalizes_what_it_has_written(named, tmp_path):
+    """Under no name, it takes items of all names. Unfinished, its item could not be read."""
+    registry = ocp.DefaultCheckpointHandlerRegistry()
+    for args in (MySave, MyRestore):
+        registry.add(None, args, ocp.PyTreeCheckpointHandler(use_ocdbt=True))
+    save, restore = (
+        MySave(fresh()),
+        MyRestore(fresh(), ocp.checkpoint_utils.construct_restore_args(fresh())),
+    )
+    if named:
+        save, restore = ocp.args.Composite(state=save), ocp.args.Composite(state=restore)
+    with pytest.warns(SnapshotOnlyWarning):
+        manager = GoCkptManager(tmp_path, handler_registry=registry)
+    with manager:
+        manager.save(0, args=save)
+        manager.wait_until_finished()
+        restored = manager.restore(0, args=restore)
+        assert_same(restored["state"] if named else restored, fresh())
+        manager.save(1, args=GoCkptSave(fresh()))
+        assert_same(manager.restore(1, args=GoCkptRestore(fresh())), fresh())
+
+
+def test_a_handler_without_arguments_is_refused(tmp_path):
+    class Unregistered(ocp.JsonCheckpointHandler):
+        pass
+
+    with pytest.raises(ValueError, match="item `notes` has no checkpoint arguments"):
+        GoCkptManager(tmp_path, item_handlers={"notes": Unregistered()})
+
+
+def test_who_names_items_gets_names_back(tmp_path):
+    """A bare item is named `state` on disk, and so may be one that the caller named."""
+    bare, named = GoCkptSave(fresh()), ocp.args.Composite(state=GoCkptSave(fresh()))
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=named)
+        assert_same(manager.restore(0)["state"], fresh())
+        assert set(manager.metadata(0).item_metadata.keys()) == {"state"}
+        manager.save(1, args=bare)
+        assert_same(manager.restore(0), fresh())
+    with GoCkptManager(tmp_path, item_names=("state",)) as manager:
+        assert_same(manager.restore(1)["state"], fresh())
+    with GoCkptManager(tmp_path) as manager:
+        assert_same(manager.restore(0), fresh())
+        assert manager.metadata(1).item_metadata["params"]["w"].shape == (SIZE,)
+
+
+def test_a_look_at_an_unnamed_item_of_stock_binds_nothing(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(5, args=ocp.args.StandardSave(fresh()), custom_metadata={"a": 1})
+    with GoCkptManager(tmp_path) as manager:
+        assert manager.metadata(5).custom_metadata == {"a": 1}
+        assert manager.item_metadata(5)["params"]["w"].shape == (SIZE,)
+        assert manager.save(6, args=ocp.args.Composite(state=GoCkptSave(fresh())))
+        assert_same(manager.restore(6)["state"], fresh())
+
+
+def test_steps_that_were_written_under_another_name(tmp_path):
+    names = [ocp.path.step.standard_name_format(step_prefix=p) for p in ("new", "old")]
+    with GoCkptManager(tmp_path, options=Options(step_name_format=names[1])) as manager:
+        manager.save(0, args=GoCkptSave(fresh()))
+    both = Options(step_name_format=ocp.path.step.composite_name_format(names[0], names))
+    with GoCkptManager(tmp_path, options=both) as manager:
+        manager.save(1, args=GoCkptSave(fresh()))
+        for label in manager.all_steps():
+            assert_same(manager.restore(label), fresh())
+            assert manager.item_metadata(label)["params"]["w"].shape == (SIZE,)
+    assert (tmp_path / "new_1/state").is_dir()
 
 
 def test_synchronous_saving(tmp_path):

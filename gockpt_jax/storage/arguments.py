@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
+from gockpt_jax.errors import SnapshotOnlyWarning, warn
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptSave
 from gockpt_jax.storage.restore import GoCkptRestore
 from gockpt_jax.storage.taken import TakenSave
 
 ITEM = "state"
+UNNAMED = "default"
+"""What Orbax calls an item that was saved without a name."""
 METRICS = "metrics"
 
 
-def registry(given: Any, handler: GoCkptHandler) -> Any:
+def registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
     """The user's handlers, and ours for our own and for stock arguments.
 
     `None` stands for items of any name; what is registered for a name alone does not find it.
+
+    Args:
+      given: A registry of the user's, or `None`.
+      item_handlers: Handlers by the names of their items, or the one of the bare item, as in
+        `ocp.CheckpointManager`.
+      handler: Ours.
+
+    Raises:
+      ValueError: if one of the user's handlers has no arguments registered.
+
+    Warns:
+      SnapshotOnlyWarning: if one of them takes trees of arrays, which ours does through windows.
     """
     registry = ocp.DefaultCheckpointHandlerRegistry(given)
+    if item_handlers is not None and not isinstance(item_handlers, Mapping):
+        item_handlers = {ITEM: item_handlers}
+    for item, users in (item_handlers or {}).items():
+        for args in _arguments_of(item, users):
+            registry.add(item, args, users)
+    _warn_of_tree_handlers(registry)
     arguments = (
         GoCkptSave,
         GoCkptRestore,
@@ -32,10 +55,36 @@ def registry(given: Any, handler: GoCkptHandler) -> Any:
         ocp.args.StandardSave,
         ocp.args.StandardRestore,
     )
-    for item, args in itertools.product((ITEM, None), arguments):
+    # Orbax finalizes an item by the first handler under its name, whoever has written it.
+    is_users = any(item in (ITEM, None) for item, _ in registry.get_all_entries())
+    for item, args in itertools.product((None,) if is_users else (ITEM, None), arguments):
         if not registry.has(item, args):
             registry.add(item, args, handler)
     return registry
+
+
+def _arguments_of(item: str, handler: Any) -> tuple[Any, Any]:
+    if not ocp.args.has_registered_args(handler):
+        raise ValueError(
+            f"`item_handlers`: the `{type(handler).__name__}` of item `{item}` has no checkpoint "
+            "arguments. Register them with `ocp.args.register_with_handler`."
+        )
+    save, restore = ocp.args.get_registered_args_cls(handler)
+    return save, restore
+
+
+def _warn_of_tree_handlers(registry: Any) -> None:
+    """The user's word is kept, but it may come from a loop that was written for stock."""
+    of_trees = (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, GoCkptHandler)
+    entries = registry.get_all_entries().items()
+    items = sorted({str(item) for (item, _), users in entries if isinstance(users, of_trees)})
+    if items:
+        warn(
+            f"The handlers that were given for {', '.join(f'`{item}`' for item in items)} know "
+            "nothing of this manager's windows: `save` waits until the state is on the host. Leave "
+            "them out; `pytree_options` takes what they were made with, such as `use_zarr3`.",
+            SnapshotOnlyWarning,
+        )
 
 
 def absolute(directory: Any) -> Any:
@@ -46,7 +95,11 @@ def absolute(directory: Any) -> Any:
 
 def step_path(root: Any, step: int, options: ocp.CheckpointManagerOptions) -> Any:
     """Where a step is, or would be."""
-    names = options.step_name_format or ocp.path.step.standard_name_format(
+    names = options.step_name_format
+    if names is not None:  # it may read by other names than it writes
+        with contextlib.suppress(ValueError):
+            return epath.Path(names.find_step(root, step).path)
+    names = names or ocp.path.step.standard_name_format(
         step_prefix=options.step_prefix,
         step_format_fixed_length=options.step_format_fixed_length,
     )
@@ -68,20 +121,53 @@ def as_label(step: Any) -> int:
     return label
 
 
-def as_composite(args: Any) -> Any:
-    """Bare arguments are those of the item `state`."""
-    if args is None or isinstance(args, ocp.args.Composite):
-        return args
-    if not isinstance(args, ocp.args.CheckpointArgs):
-        raise TypeError(
-            f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
-            "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
-        )
-    return ocp.args.Composite(**{ITEM: args})
+class Naming:
+    """Whether the caller names its items, and so what it gets back: the item, or a `Composite`.
 
+    A bare tree is named `state` on disk, and so may be an item that the caller named. Who has used
+    names and never left them out gets them back, as in stock. Any other bare item is named as stock
+    names it.
 
-def only_item(composite: Any, *, asked_for: bool) -> Any:
-    """What a bare call gets back: the item itself, where it is the only one."""
-    if asked_for or set(composite.keys()) - {METRICS} == {ITEM}:
-        return composite[ITEM]
-    return composite
+    Args:
+      registry: All handlers.
+      handler: Ours.
+      is_named: Whether the manager was made with names of items.
+
+    Attributes:
+      registry: All handlers.
+    """
+
+    def __init__(self, registry: Any, handler: GoCkptHandler, is_named: bool):
+        self.registry = registry
+        self._handler = handler
+        self._is_named = is_named
+        self._is_bare = False
+
+    def item_of(self, args: Any) -> str:
+        """The name of a bare item.
+
+        Raises:
+          TypeError: if these are no arguments of a checkpoint.
+        """
+        if not isinstance(args, ocp.args.CheckpointArgs):
+            raise TypeError(
+                f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
+                "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
+            )
+        if any(item == ITEM for item, _ in self.registry.get_all_entries()):
+            return ITEM if self.registry.has(ITEM, args) else UNNAMED
+        is_ours = self.registry.has(None, args) and self.registry.get(None, args) is self._handler
+        return ITEM if is_ours else UNNAMED
+
+    def name(self, args: Any) -> Any:
+        """Arguments by the names of their items."""
+        if args is None or isinstance(args, ocp.args.Composite):
+            self._is_named |= args is not None
+            return args
+        self._is_bare = True
+        return ocp.args.Composite(**{self.item_of(args): args})
+
+    def unname(self, composite: Any) -> Any:
+        """What a call without arguments gives: the bare item itself, where it is the only one."""
+        is_alone = set(composite.keys()) - {METRICS} == {ITEM}
+        return composite[ITEM] if is_alone and (self._is_bare or not self._is_named) else composite

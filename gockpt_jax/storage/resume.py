@@ -13,7 +13,7 @@ from etils import epath
 
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.directory import Directory, look_into
-from gockpt_jax.storage.restore import GoCkptRestore, require_whole
+from gockpt_jax.storage.restore import require_whole
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -86,27 +86,24 @@ def require_whole_step(path: epath.Path) -> None:
             require_whole(step.items[name])
 
 
-def restore_unnamed(
-    root: Any, step: int, wanted: Any, options: ocp.CheckpointManagerOptions
-) -> Any:
-    """Restores what a stock manager saved without a name, with a stock manager.
+def unnamed(
+    root: Any, options: ocp.CheckpointManagerOptions, registry: Any
+) -> ocp.CheckpointManager:
+    """A stock manager that reads items without names.
 
     A manager is bound to named or to unnamed items by the first it sees, so the caller's must not
-    see it.
+    see one. This one is not to be closed: its handlers are the caller's.
 
     Args:
       root: The manager's directory.
-      step: A label.
-      wanted: Arguments of `restore`; `None`: as it was saved.
       options: The manager's.
+      registry: Of the handlers.
     """
     options = dataclasses.replace(
-        options, read_only=True, async_options=None, create=False,
+        options, read_only=True, create=False, async_options=None, enable_async_checkpointing=False,
         save_interval_steps=0, max_to_keep=None,  # or Orbax says that it ignores them
     )  # fmt: skip
-    with ocp.CheckpointManager(root, options=options) as stock:
-        args = wanted.as_stock() if isinstance(wanted, GoCkptRestore) else wanted
-        return stock.restore(step, args=args)
+    return ocp.CheckpointManager(root, options=options, handler_registry=registry)
 
 
 def _look(root: epath.Path) -> Directory | None:
