@@ -170,22 +170,21 @@ class GoCkptManager(SavesInTurn):
         wanted = kwargs.get("args")
         is_bare = wanted is not None and not isinstance(wanted, ocp.args.Composite)
         item = self._gockpt_naming.item_of(wanted) if is_bare else ""
-        root = epath.Path(kwargs.get("directory") or self.directory)
-        if step is None and not kwargs.get("directory"):
-            step = super().latest_step()
-        if step is None and not kwargs.get("directory"):
+        elsewhere = kwargs.get("directory")
+        root = epath.Path(elsewhere or self.directory)
+        if step is None:
+            step = resume.newest_in(root) if elsewhere else super().latest_step()
+        if step is None:
             raise resume.nothing_in(root)
-        if step is not None:
-            path = arguments.step_path(root, step, self._gockpt_options)
-            items = resume.items_of(path, root)
-            if verify:
-                resume.require_whole_step(path)
-            if arguments.UNNAMED in items and (is_bare or wanted is None):
-                registry = self._gockpt_naming.registry
-                stock = resume.unnamed(root, self._gockpt_options, registry)
-                return stock.restore(step, args=wanted)
-            if is_bare and item not in items:
-                raise resume.no_item(path, item, items)
+        path = arguments.step_path(root, step, self._gockpt_options)
+        items = resume.items_of(path, root)
+        if verify:
+            resume.require_whole_step(path)
+        if arguments.UNNAMED in items and (is_bare or wanted is None):
+            stock = resume.unnamed(root, self._gockpt_options, self._gockpt_naming.registry)
+            return stock.restore(step, args=wanted)
+        if is_bare and item not in items:
+            raise resume.no_item(path, item, items)
         if wanted is not None:
             kwargs["args"] = self._gockpt_naming.name(wanted)
         restored = super().restore(step, *args, **kwargs)

@@ -240,6 +240,25 @@ def test_a_look_at_an_unnamed_item_of_stock_binds_nothing(tmp_path):
         assert_same(manager.restore(6)["state"], fresh())
 
 
+def test_the_newest_step_of_another_directory(tmp_path):
+    with (
+        ocp.CheckpointManager(tmp_path / "stock") as stock,
+        GoCkptManager(tmp_path / "ours") as ours,
+    ):
+        for label in range(2):
+            stock.save(label, args=ocp.args.StandardSave({"label": label}))
+            ours.save(label, args=ocp.args.StandardSave({"label": label}))
+    with GoCkptManager(tmp_path / "mine") as manager:
+        for name in ("stock", "ours"):
+            directory = tmp_path / name
+            assert manager.restore(None, directory=directory) == {"label": 1}
+            args = ocp.args.StandardRestore({"label": 0})
+            assert manager.restore(None, args=args, directory=directory) == {"label": 1}
+        with pytest.raises(FileNotFoundError):
+            manager.restore(None, directory=tmp_path / "nowhere")
+        assert manager.save(2, args=ocp.args.Composite(state=GoCkptSave(fresh())))
+
+
 def test_steps_that_were_written_under_another_name(tmp_path):
     names = [ocp.path.step.standard_name_format(step_prefix=p) for p in ("new", "old")]
     with GoCkptManager(tmp_path, options=Options(step_name_format=names[1])) as manager:

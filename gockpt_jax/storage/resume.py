@@ -23,6 +23,12 @@ _FOREIGN = re.compile(r"checkpoint(_\d+)?|.*\.(safetensors|distcp|msgpack|ckpt|p
 _NUMBERED = re.compile(r".*\d")
 
 
+def newest_in(root: epath.Path) -> int | None:
+    """The newest label in another directory than the manager's, as stock finds it."""
+    steps = ocp.utils.checkpoint_steps(root) if root.is_dir() else []
+    return max(steps, default=None)
+
+
 def nothing_in(root: epath.Path) -> NoCheckpointError:
     """The error for a directory without a whole checkpoint of this manager."""
     found = _look(root)
