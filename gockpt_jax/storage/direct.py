@@ -133,7 +133,9 @@ class DirectFiles:
         except FileNotFoundError:
             if not os.path.isdir(self._folder):
                 raise
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # the first file of its folder
+            folder = os.path.dirname(path)  # this is its first file
+            os.makedirs(folder, exist_ok=True)
+            self._syncs.add_folders(folder, self._folder)
             return os.open(path, flags, 0o666)
 
     def _write_large(self, fd: int, values: _Array) -> str:

@@ -18,11 +18,12 @@ from gockpt_jax.storage.array_layout import replica_layout_of
 from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.hand_over import HandedOver, settled
 from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.leaf_names import refuse_shared
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.registry import look_up
 from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, refuse_donated
-from gockpt_jax.storage.tree_handler import make_tree_handler
+from gockpt_jax.storage.tree_handler import TreeHandlers
 from gockpt_jax.storage.write_budget import WriteStats, collecting
 from gockpt_jax.storage.written import Failed, Voting, Written
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
@@ -85,7 +86,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False
         limit = self._gockpt_window_options.write_limit_bytes
-        self._tree, self._writer = make_tree_handler(
+        self._trees = TreeHandlers(
             write_limit_bytes=limit, host=self._gockpt_session.host, **options
         )
         self._look_up = look_up(options.get("type_handler_registry"))
@@ -147,6 +148,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         entered_at = time.perf_counter() if entered_at is None else entered_at
         leaves, tree = jax.tree.flatten(args.item)
         refuse_donated(args.item)
+        refuse_shared(args.item)
         try:
             positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
             record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
@@ -176,10 +178,11 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     ) -> ocp.future.Future:
         """Has stock begin to write."""
         try:
-            if self._writer.is_primary:
+            tree, writer = self._trees.of(taken.save.item)
+            if writer.is_primary:
                 stats.checksums.add_values(taken.save.item, taken.save.save_args)
             with collecting(stats):
-                futures = await self._tree.async_save(directory, args=taken.save)
+                futures = await tree.async_save(directory, args=taken.save)
         except BaseException as error:
             taken.release()
             error.add_note(f"gockpt_jax: while {directory} was handed to Orbax.")
@@ -242,9 +245,10 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
 
     def finalize(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
+        tree, writer = self._trees.usual
         with _nothing_said_of_no_merge():
-            self._tree.finalize(directory)
-        checksums.seal_item(directory, shared=self._writer.primary_host is not None)
+            tree.finalize(directory)  # of a database, too
+        checksums.seal_item(directory, shared=writer.primary_host is not None)
         if not self.has_manager and self.pending is not None:
             self.pending.committed()  # but for the rename
 
@@ -252,7 +256,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """Closes the stock handlers inside; drops an open window and ends the worker thread."""
         if not self.has_manager:
             self._gockpt_session.close()
-        self._tree.close()
+        self._trees.close()
         self._standard.close()
 
 

@@ -50,6 +50,13 @@ class Syncs:
             if len(self._small) >= _BATCH_FILES:
                 self._start_small()
 
+    def add_folders(self, folder: str, root: str) -> None:
+        """Takes note of a folder that is new, as those between it and the root may be."""
+        with self._lock:
+            while len(folder) > len(root):
+                self._folders.add(folder)
+                folder = os.path.dirname(folder)
+
     def finish(self) -> None:
         """Waits until all files are durable, with the folders that they are in.
 

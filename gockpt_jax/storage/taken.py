@@ -1,5 +1,6 @@
 """An item whose state has been taken from the devices, and which is written now or later."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ def as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.a
     The audit's figures go beside the user's metadata, where that is a dictionary. They are not
     known yet: Orbax writes metadata after the last chunk, when the worker has filled them in.
     """
-    metadata = args.custom_metadata
+    metadata = copy.deepcopy(args.custom_metadata)  # stock writes it later
     if audit is not None and isinstance(metadata, dict | None):
         metadata = {"gockpt_jax": {"audit": audit}, **(metadata or {})}
     if isinstance(args, ocp.args.PyTreeSave):

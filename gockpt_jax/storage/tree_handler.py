@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.leaf_names import why_no_files
 from gockpt_jax.storage.registry import RegistryView
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES
 from gockpt_jax.storage.writer import HostArrayHandler
 from gockpt_jax.transfer.budget import ByteBudget
+
+_log = logging.getLogger("gockpt_jax")
 
 
 class TreeHandler(NamedTuple):
@@ -80,3 +84,31 @@ def make_tree_handler(
         **options,
     )
     return TreeHandler(handler, writer)
+
+
+class TreeHandlers:
+    """The handler of each tree: one that makes files, if so asked, or a database.
+
+    Args:
+        **options: As in `make_tree_handler`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.usual = make_tree_handler(**options)
+        self._options = options
+        self._of_databases: TreeHandler | None = None
+
+    def of(self, tree: Any) -> TreeHandler:
+        """The usual handler, but for a tree whose leaves cannot be files."""
+        if self._options.get("use_ocdbt", True) or (why_not := why_no_files(tree)) is None:
+            return self.usual
+        if self._of_databases is None:
+            _log.warning("States are saved as OCDBT databases, not as plain files: %s.", why_not)
+            self._of_databases = make_tree_handler(**{**self._options, "use_ocdbt": True})
+        return self._of_databases
+
+    def close(self) -> None:
+        """Closes the stock handlers."""
+        for made in (self.usual, self._of_databases):
+            if made is not None:
+                made.handler.close()

@@ -138,6 +138,7 @@ def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
     monkeypatch.setattr(direct, "_SMALL_BYTES", 2**14)
     monkeypatch.setattr(syncs, "_BATCH_FILES", 3)
     tree = {f"x{n}": jnp.full((n + 1, 1024), n, jnp.float32) for n in range(8)}
+    tree["in/a/folder"] = tree["x0"]
     synced, committed = synced_paths(monkeypatch), []
     handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
     finalize = handler.finalize
@@ -146,7 +147,8 @@ def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
     )
     save(handler, tmp_path / "x", host_tree(tree))
     names = [path.partition("orbax-checkpoint-tmp")[2] for path in committed]
-    wanted = ["", *(f"/{x}{file}" for x in tree for file in ("", "/.zarray", "/0.0"))]
+    wanted = ["", "/in", "/in/a"]
+    wanted += [f"/{x}{file}" for x in tree for file in ("", "/.zarray", "/0.0")]
     assert sorted(name for name in names if name in wanted) == sorted(wanted)  # each of them once
 
 

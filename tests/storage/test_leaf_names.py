@@ -1,0 +1,79 @@
+"""Trees whose leaves have names that are awkward for files, or one name for two."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import gockpt_jax as gockpt
+
+AWKWARD = {
+    "absolute": ["/nowhere/w"],
+    "outside": ["../../w"],
+    "dots": [".", ".."],
+    "empty": [""],
+    "backslash": ["a\\b", "a"],
+    "twice": ["a//b", "a/b"],
+    "long": ["x" * 300],
+    "taken": ["_METADATA", "_sharding", "manifest.ocdbt"],
+    "chunk": ["a", "a/0", "a/.zarray"],
+    "zero byte": ["a\0b"],
+}
+FILES = ["a/b", "a/c", "a.b", "a b", "ü", "%2F", "*", "d"]
+
+
+def tree_of(names):
+    return {name: jnp.arange(6.0) + n for n, name in enumerate([*names, "plain"])}
+
+
+@pytest.mark.parametrize("names", AWKWARD.values(), ids=AWKWARD)
+def test_a_name_that_no_file_can_have_is_one_of_a_database(tmp_path, caplog, names):
+    state = tree_of(names)
+    with caplog.at_level(logging.WARNING), gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        found = manager.restore(0, args=gockpt.GoCkptRestore(state), verify=True)
+    assert [r.levelname for r in caplog.records if "cannot be a file's" in r.message
+            or "in the folder of another" in r.message] == ["WARNING"]  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    with ocp.StandardCheckpointer() as stock:
+        jax.tree.map(np.testing.assert_array_equal, stock.restore(tmp_path / "0/state"), state)
+    assert (tmp_path / "0/state/manifest.ocdbt").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_any_other_name_is_a_files(tmp_path):
+    state = tree_of(FILES)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        found = manager.restore(0, args=gockpt.GoCkptRestore(state), verify=True)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    assert all((tmp_path / "0/state" / name / ".zarray").is_file() for name in state)
+
+
+@pytest.mark.parametrize(
+    "tree", [{"a": {"b": 1.0}, "a.b": 2.0}, {"a": {"": 1.0}, "a.": 2.0}, {"a": 1.0, "a/": 2.0}]
+)
+@pytest.mark.parametrize("options", [None, {"use_ocdbt": True}], ids=["files", "database"])
+def test_two_leaves_of_one_name_are_refused(tmp_path, tree, options):
+    state = jax.tree.map(jnp.float32, tree)
+    with gockpt.GoCkptManager(tmp_path, pytree_options=options) as manager:
+        with pytest.raises(ValueError, match="would both be stored as `a"):
+            manager.save(0, args=gockpt.GoCkptSave(state))
+        assert manager.save(1, args=gockpt.GoCkptSave({"a": state["a"]}))
+
+
+def test_metadata_is_that_of_the_call(tmp_path):
+    position = {"batch": [7]}
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        args = gockpt.GoCkptSave({"w": jnp.ones(3)}, custom_metadata=position)
+        manager.save(0, args=args)
+        position["batch"][0] = 8  # the loop goes on while the save is written
+        manager.wait_until_finished()
+        assert manager.item_metadata(0).custom_metadata == {"batch": [7]}
