@@ -19,7 +19,6 @@ from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.in_turn import SavesInTurn
 from gockpt_jax.storage.layout import default_layout
 from gockpt_jax.storage.restore import GoCkptRestore
-from gockpt_jax.storage.waiting import refuse_to_wait
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
@@ -101,7 +100,6 @@ class GoCkptManager(SavesInTurn):
             },
         )
         handler.has_manager = True
-        refuse_to_wait(handler.window_options, processes)
         if processes.several and not given.read_only:
             make_root(root, given, options, processes)
         registry = arguments.registry(handler_registry, item_handlers, handler)

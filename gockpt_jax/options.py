@@ -112,7 +112,8 @@ class WindowOptions:
         forced saves and those before a preemption wait all the same. `"newest"`: its state is taken
         at once and waits on the host, `save` returns True, and it is written when the previous one
         is; a newer save that finds it still waiting takes its place, and a report says so. Without
-        room in the host budget it is skipped. For one process only. Of `GoCkptManager` only.
+        room in the host budget it is skipped. Several processes do the same, a few calls of the
+        wrapped step or of `save` after the previous one has ended. Of `GoCkptManager` only.
       on_save_error: What becomes of a save that failed, of which nothing is visible: `"raise"` at
         the next call of the manager or of the wrapped step, or `"warn"` (`SaveFailedWarning`) and
         go on training. What the caller did wrong is always raised.

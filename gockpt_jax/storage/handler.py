@@ -141,21 +141,29 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     def take(self, args: Any, entered_at: float | None = None) -> TakenSave:
         """Seals the window (or takes a snapshot): no step can change any more what is written.
 
+        Beside other processes it raises nothing: what went wrong is raised when it is written.
+
         Args:
           args: As in `async_save`.
           entered_at: When the save has come so far; `None`: now.
         """
         entered_at = time.perf_counter() if entered_at is None else entered_at
-        leaves, tree = jax.tree.flatten(args.item)
-        refuse_donated(args.item)
-        refuse_shared(args.item)
         try:
-            positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-            record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
+            return self._take(args, entered_at)
         except BaseException as error:
             refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
-            PendingReport(refused, self.label, entered_at, self._gockpt_log).failed(error)
-            raise
+            pending = PendingReport(refused, self.label, entered_at, self._gockpt_log)
+            pending.failed(error)
+            if not (self._gockpt_session.processes.several and isinstance(error, Exception)):
+                raise
+            return TakenSave(ocp.args.PyTreeSave({}), pending, error)
+
+    def _take(self, args: Any, entered_at: float) -> TakenSave:
+        refuse_donated(args.item)
+        refuse_shared(args.item)
+        leaves, tree = jax.tree.flatten(args.item)
+        positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
         if self._taking is None or self._taking.record is not record:
             self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
         for i, promised in zip(positions, slots, strict=True):
@@ -165,6 +173,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
 
     async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
         """Has what becomes final written: begun on another thread, if `save` may return before."""
+        if taken.error is not None:
+            raise taken.error
         stats = WriteStats()
         self._begun.append((taken.arrays, stats))
         save = settled(taken.save, self._look_up)

@@ -7,11 +7,12 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax.errors import AuditError, ReplayError
+from gockpt_jax.errors import AuditError, ProcessError, ReplayError
 from gockpt_jax.storage import bucket
 from gockpt_jax.storage.commit import with_word_of_commits
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.policies import arrange
+from gockpt_jax.storage.turn import Turn, told_of_turns
 from gockpt_jax.storage.waiting import WaitingRoom
 from gockpt_jax.telemetry.report import SaveReport
 from gockpt_jax.telemetry.save_record import PendingReport
@@ -38,7 +39,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         registry: Any,
         **stock: Any,
     ):
-        self._gockpt_unheard = False  # whether nobody has asked yet how the last save ended
+        # Whether a save is being written, or has ended and nobody has asked yet how. It begins and
+        # is asked at the same calls on every process.
+        self._gockpt_unheard = False
         # Inside Orbax's own `__init__`, `save` and `close`: they wait for the save that is being
         # written and no other, and a window's failure waits.
         self._gockpt_quiet = True
@@ -49,6 +52,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         session.predictor.sees_every_call = True
         session.host.directory = str(root)
         session.between_steps = self._hand_over
+        self._gockpt_turn = Turn(session.processes)
         self._gockpt_commits_later = (
             bool(options.enable_async_checkpointing) and not options.read_only
         )
@@ -57,6 +61,8 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             options, handler.votes = with_word_of_commits(
                 options, session.processes, self._committed
             )
+            if self._gockpt_window_options.on_busy == "newest":
+                options = told_of_turns(options, self._gockpt_turn)
         super().__init__(root, options=options, handler_registry=registry, **stock)
         self._gockpt_quiet = False
 
@@ -74,11 +80,11 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         self._gockpt_session.predictor.observe(self._gockpt_session.version, step, accepted)
         pending = self._gockpt_pending
         if pending is not None and pending is not before:
-            self._gockpt_unheard = True
             pending.returned(started_at)
             if not self._gockpt_commits_later:
                 pending.committed()
         if accepted:
+            self._gockpt_unheard = True
             self._gockpt_waiting.supersede(step)
         else:
             self._gockpt_session.surface_failure()
@@ -89,6 +95,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
         before = self._gockpt_pending
         self._gockpt_handler.label = step
+        self._gockpt_turn.begin()
         self._gockpt_quiet = True
         try:
             yield
@@ -116,10 +123,14 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         if arguments.get("force") or not self.should_save(step) or self.reached_preemption(step):
             return None
         busy, last = None, self._gockpt_pending
-        if self.is_saving_in_progress() and last is not None:
+        if self._is_writing and last is not None:
             busy = f"the save of step {last.step} was still being written"
         # One process may have heard of its end before another: they skip together.
-        return self._gockpt_session.processes.objection("busy", busy)
+        busy = self._gockpt_session.processes.objection("busy", busy)
+        if busy is None and (waiting := self._gockpt_waiting.occupant) is not None:
+            self._begin_waiting()  # the one before has ended everywhere, just before its turn
+            busy = f"the save of step {waiting.step}, which had waited, has just begun"
+        return busy
 
     def _save_later(
         self, step: int, arguments: Mapping[str, Any], busy: str, started_at: float
@@ -146,16 +157,31 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         return False
 
     def _hand_over(self) -> None:
-        """Gives the save that waits to Orbax, if the previous one has ended; on any call of ours.
+        """Gives the save that waits to Orbax if it has its turn; on every call of a step or `save`.
 
         Raises:
           StorageError: if the previous one has failed. The save that waits goes on waiting.
+          ProcessError: if another process is gone. The save that waits is given up.
         """
-        if self._gockpt_waiting.occupant is None or super().is_saving_in_progress():
+        started_at, waiting = time.perf_counter(), self._gockpt_waiting.occupant
+        try:
+            has_come = self._gockpt_turn.has_come(anyone_waits=waiting is not None)
+        except ProcessError as error:
+            self._gockpt_waiting.give_up(error)
+            surface(error, self._gockpt_window_options.on_save_error)
             return
+        if waiting is None:
+            return
+        waiting.pending.waits(started_at)
+        if has_come or not self._gockpt_unheard:
+            self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        """Hears how the last save ended, and begins the one that waits."""
         if self._gockpt_unheard:
             self._hear_last_save()
-        self._write_waiting()
+        if self._gockpt_waiting.occupant is not None:
+            self._write_waiting()
 
     def _write_waiting(self) -> None:
         started_at = time.perf_counter()
@@ -175,7 +201,12 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is being written, or waits to be."""
-        return bool(super().is_saving_in_progress()) or self._gockpt_waiting.occupant is not None
+        return self._is_writing or self._gockpt_waiting.occupant is not None
+
+    @property
+    def _is_writing(self) -> bool:
+        """Whether a save is being written; Orbax goes on to say so after one that it refused."""
+        return self._gockpt_unheard and bool(super().is_saving_in_progress())
 
     def latest_step(self) -> int | None:
         """The label of the newest save that has been accepted, as stock gives it."""
@@ -240,6 +271,8 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             if votes is not None and votes.failure not in (None, error):
                 votes.failure.__cause__ = error
                 error = votes.failure  # what the other processes raise
+            if self._gockpt_session.processes.is_one_missing:
+                self._gockpt_waiting.give_up(error)  # it would wait for that one too
             self._surface(error, step)
         self._committed()
 
@@ -265,4 +298,4 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         Beside other processes it is asked where all of them do: in the next accepted save, or in a
         wait. One that raised alone would be waited for.
         """
-        return not self._gockpt_session.processes.several and not super().is_saving_in_progress()
+        return not self._gockpt_session.processes.several and not self._is_writing

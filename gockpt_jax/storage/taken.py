@@ -24,10 +24,12 @@ class TakenSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     Attributes:
       save: What the stock tree handler is given; its arrays are `HostArray`s.
       pending: The report of the save that it belongs to.
+      error: Why it could not be taken, beside other processes: they write it, and fail, together.
     """
 
     save: ocp.args.PyTreeSave
     pending: PendingReport
+    error: Exception | None = None
 
     @property
     def arrays(self) -> list[HostArray]:
@@ -36,6 +38,8 @@ class TakenSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     def failure(self) -> BaseException | None:
         """What went wrong on the way to the host, as far as it is known by now."""
+        if self.error is not None:
+            return self.error
         for array in self.arrays:
             for shard in array.shards:
                 if not shard.released and shard.data.done() and shard.data.exception() is not None:

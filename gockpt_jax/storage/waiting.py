@@ -17,11 +17,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.taken import TakenSave
 from gockpt_jax.telemetry.save_record import PendingReport
-from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -88,6 +86,8 @@ class WaitingRoom:
     def take(self, step: int, arguments: Mapping[str, Any]) -> str | None:
         """Takes a save's state, and has it wait in the place of the one that does.
 
+        It waits on every process or on none: what one has no room for, all skip.
+
         Args:
           step: Its label.
           arguments: Those of `ocp.CheckpointManager.save`; `args` is a `Composite`.
@@ -100,9 +100,18 @@ class WaitingRoom:
           HostBudgetError: if the user's host budget cannot hold it even alone.
         """
         items = dict(arguments["args"].items())
-        why_not = self._why_not_now(step, items) or self._why_no_room(step, items)
-        if why_not is not None:
+        if (why_not := self._why_not_now(step, items)) is not None:
+            return why_not  # the same everywhere
+        freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
+        no_room = self._why_no_room(items, freed_bytes)
+        processes = self._handler._gockpt_session.processes
+        if (why_not := processes.objection("room", no_room)) is not None:
             return why_not
+        if self._why_no_room(items) is not None:
+            self.supersede(step)  # that makes the room
+        # `force` was for the policy, which has accepted it.
+        rest = arguments.keys() - {"args", "force"}
+        others = {key: copy.deepcopy(arguments[key]) for key in rest}
         self._handler.label = step
         taken: dict[str, Any] = {}
         try:
@@ -115,9 +124,6 @@ class WaitingRoom:
                     args.release()
             raise
         pending = next(args.pending for args in taken.values() if isinstance(args, TakenSave))
-        # `force` was for the policy, which has accepted it.
-        rest = arguments.keys() - {"args", "force"}
-        others = {key: copy.deepcopy(arguments[key]) for key in rest}
         self.supersede(step)
         self.occupant = WaitingSave(
             step=step,
@@ -148,6 +154,13 @@ class WaitingRoom:
             _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
             waiting.pending.failed(error)
 
+    def give_up(self, error: BaseException) -> None:
+        """Drops the save that waits, if there is one: it cannot be written any more."""
+        waiting, self.occupant = self.occupant, None
+        if waiting is not None:
+            waiting.release()
+            waiting.pending.failed(error)
+
     def _why_not_now(self, step: int, items: Mapping[str, Any]) -> str | None:
         """Why the items cannot be taken before they are written."""
         if self.occupant is not None and self.occupant.step >= step:
@@ -159,39 +172,20 @@ class WaitingRoom:
             return "there is no tree of arrays in it"
         return None
 
-    def _why_no_room(self, step: int, items: Mapping[str, Any]) -> str | None:
-        """Why the host budget cannot hold it; drops the save that waits, if that makes the room."""
+    def _why_no_room(self, items: Mapping[str, Any], freed_bytes: int = 0) -> str | None:
+        """Why this process's host budget cannot hold them; `None` if it can."""
         session = self._handler._gockpt_session
         if session.has_due_window:  # was admitted when the window opened
             return None
         ours = [args.item for name, args in items.items() if self._is_ours(name, args)]
         arrays = [x for x in jax.tree.leaves(ours) if isinstance(x, jax.Array)]
         num_bytes = sum(session.replicas.owned_bytes(a) for a in arrays if not a.is_deleted())
-        why_not = session.host.why_no_room(num_bytes)
-        if why_not is None or self.occupant is None:
-            return why_not
-        why_not = session.host.why_no_room(num_bytes, freed_bytes=self.occupant.num_bytes)
-        if why_not is None:
-            self.supersede(step)
-        return why_not
+        return session.host.why_no_room(num_bytes, freed_bytes=freed_bytes)
 
     def _is_ours(self, name: str, args: Any) -> bool:
         keys = ((key, args) for key in (name, None))
         found = next((self._registry.get(*key) for key in keys if self._registry.has(*key)), None)
         return found is self._handler
-
-
-def refuse_to_wait(options: WindowOptions, processes: Processes) -> None:
-    """Saves of several processes do not wait: each would hear of the last one's end by itself.
-
-    Raises:
-      ValueError: if they are asked to.
-    """
-    if options.on_busy == "newest" and processes.several:
-        raise ValueError(
-            f'`on_busy="newest"` is for one process, and {len(processes.members)} save together. '
-            'Use `on_busy="skip"`: it leaves a save out on all of them, or on none.'
-        )
 
 
 def _own(args: Any) -> Any:

@@ -37,6 +37,9 @@ class Processes:
     Args:
       members: Their indices, of which this process's is one; `None`: all.
 
+    Attributes:
+      is_one_missing: Whether one did not come to the last barrier.
+
     Raises:
       RuntimeError: if there are several, and `jax.distributed` has not been initialized.
 
@@ -52,6 +55,7 @@ class Processes:
         count = jax.process_count()
         self.members = frozenset(range(count) if members is None else members)
         self.several = len(self.members) > 1
+        self.is_one_missing = False
         self.prefix = f"gockpt_{'_'.join(map(str, sorted(members))) if members else 'all'}"
         self._index = jax.process_index()
         self._lead = min(self.members)
@@ -86,7 +90,9 @@ class Processes:
                 int(timeout_secs * 1000),
                 process_ids=sorted(self.members),
             )
+            self.is_one_missing = False
         except jax.errors.JaxRuntimeError as error:
+            self.is_one_missing = True
             secs = time.monotonic() - started_at
             raise ProcessError(
                 f"{self._missing(at, self._asked[subject])} did not come to `{subject}` within "

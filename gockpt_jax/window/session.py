@@ -286,7 +286,9 @@ class Session:
     def has_due_window(self) -> bool:
         """Whether a save at this version ends a window: what it takes has been admitted."""
         window = self._window
-        return window is not None and window.target == self.version and window.error is None
+        if window is None or window.target != self.version:
+            return False
+        return window.error is None and self._given_up is None
 
     @property
     def window_status(self) -> str:

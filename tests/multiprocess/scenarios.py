@@ -184,26 +184,31 @@ def queue(directory: Path) -> None:
     """
     loop = Loop(directory / "run")
     loop.run(3)
-    processes, is_first = loop.session.processes, jax.process_index() == 0
-    add = jax.jit(lambda state: jax.tree.map(lambda x: x + x.sum(), state))  # a collective
-
-    def dispatch() -> Any:
-        queued = loop.state
-        for _ in range(3):
-            queued = add(queued)
-        return jax.tree.leaves(queued)
-
-    jax.block_until_ready(dispatch())  # compiled
+    is_first, dispatch = jax.process_index() == 0, queue_of(loop)
     queued = dispatch() if is_first else []
     assert loop.save(force=True)
     if is_first:
-        say("running", not any(x.is_ready() for x in queued if x.dtype == np.float32))
-    processes.barrier("looked")
+        say("running", not any(x.is_ready() for x in queued))
+    loop.session.processes.barrier("looked")
     jax.block_until_ready(queued if is_first else dispatch())
     loop.keep()
     report = loop.manager.last_report
     assert 0 < report.barrier_secs <= report.stall_secs, report
     loop.manager.close()
+
+
+def queue_of(loop: Loop) -> Callable[[], list[jax.Array]]:
+    """A function that queues steps; one process's wait for the other's. It is compiled."""
+    add = jax.jit(lambda state: jax.tree.map(lambda x: x + x.sum(), state))  # a collective
+
+    def dispatch() -> list[jax.Array]:
+        queued = loop.state
+        for _ in range(3):
+            queued = add(queued)
+        return [x for x in jax.tree.leaves(queued) if x.dtype == np.float32]
+
+    jax.block_until_ready(dispatch())
+    return dispatch
 
 
 # --- A process that gives up its part ------------------------------------------------------------
@@ -363,6 +368,8 @@ def failures(directory: Path) -> None:
         assert loop.report(label + INTERVAL).kind == "window", loop.manager.reports
         assert loop.report(label).error is not None
     assert sorted(loop.manager.all_steps()) == sorted(loop.given)
+    failed = {r.step for r in loop.manager.reports if r.error is not None}
+    assert failed.isdisjoint(loop.given), loop.manager.reports
     assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.keep()
     loop.manager.close()
@@ -462,7 +469,9 @@ def busy(directory: Path) -> None:
 
 def death(directory: Path) -> None:
     """A process dies while it writes: the other ends, in time, with an error that names it."""
-    loop = Loop(directory / "run", async_options=ocp.options.AsyncOptions(timeout_secs=20))
+    window = gockpt.WindowOptions(steps=WINDOW_STEPS, on_busy="newest")
+    in_time = ocp.options.AsyncOptions(timeout_secs=20)
+    loop = Loop(directory / "run", window=window, async_options=in_time)
     loop.run(INTERVAL)
     loop.keep()
     returned = threading.Event()
@@ -472,9 +481,13 @@ def death(directory: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with replaced(leaf_writer, "_check_data", die):
-        loop.run(2 * INTERVAL)
+        loop.run(3 * INTERVAL)  # that one waits
+        jax.block_until_ready(loop.state)
+        loop.session.processes.barrier("waits")
         returned.set()
         failure_of(loop)
+    for label in (2 * INTERVAL, 3 * INTERVAL):  # the latter is not tried
+        assert "process 1 did not come" in str(loop.report(label).error), loop.manager.reports
     say("steps", loop.manager.all_steps())
     loop.manager.close()
     print("done death", flush=True)

@@ -27,7 +27,6 @@ from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.written import Written
 from gockpt_jax.window.early import EarlyChunks
-from gockpt_jax.window.processes import Processes
 
 WAIT_SECS = 60
 LEAF = 4 * SIZE
@@ -159,6 +158,19 @@ def test_it_is_written_by_the_next_call_of_save(start, said):
     loop.manager.close()
 
 
+def test_a_users_own_barrier_is_still_called(start):
+    keys = []
+    barrier = ocp.options.AsyncOptions(barrier_sync_fn=lambda *, key, timeout_ms: keys.append(key))
+    loop = start(4, async_options=barrier)
+    loop.train(8)
+    loop.finish()
+    loop.hooks()
+    loop.finish()
+    assert on_disk(loop) == [0, 4, 8]
+    assert sum("async_commit_complete" in key for key in keys) == 3
+    loop.manager.close()
+
+
 def test_a_newer_save_takes_its_place(start, caplog):
     loop = start(4)
     with caplog.at_level(logging.INFO, "gockpt_jax"):
@@ -240,6 +252,21 @@ def test_a_forced_save_of_the_same_label_is_refused(start):
         loop.manager.save(8, args=GoCkptSave(loop.state), force=True)
     loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 8)
+    loop.manager.close()
+
+
+def test_nothing_is_thought_to_be_written_after_a_refused_save(start):
+    loop = start(4)
+    loop.train(8)
+    loop.gates[4].set()
+    with pytest.raises(ValueError, match="already exists"):
+        loop.manager.save(4, args=GoCkptSave(loop.state), force=True)
+    loop.hooks()
+    loop.finish()
+    assert on_disk(loop) == [0, 4, 8], "the next step has begun the one that waited"
+    with pytest.raises(ValueError, match="already exists"):
+        loop.manager.save(8, args=GoCkptSave(loop.state), force=True)
+    assert not loop.manager.is_saving_in_progress()
     loop.manager.close()
 
 
@@ -477,18 +504,6 @@ def test_the_default_budget_holds_two_states_more(start):
     for report in loop.manager.reports:
         assert report.peak_host_bytes <= report.host_budget_bytes
     assert loop.report(12).host_budget_bytes == (3 * STATE_BYTES + 2 * LEAF + scratch) * 11 // 10
-
-
-def test_several_processes_are_refused_before_anything_is_made(tmp_path, monkeypatch):
-    class Two(Processes):
-        def __init__(self, members: Any = None):
-            super().__init__(members)
-            self.members, self.several = frozenset({0, 1}), True
-
-    monkeypatch.setattr("gockpt_jax.manager.Processes", Two)
-    with pytest.raises(ValueError, match=r'is for one process, and 2 save .*`on_busy="skip"`'):
-        GoCkptManager(tmp_path / "run", window=WindowOptions(on_busy="newest"))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("seed", range(2))
