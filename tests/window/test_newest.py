@@ -167,7 +167,7 @@ def test_a_users_own_barrier_is_still_called(start):
     loop.hooks()
     loop.finish()
     assert on_disk(loop) == [0, 4, 8]
-    assert sum("async_commit_complete" in key for key in keys) == 3
+    assert sum("set_value_end" in key for key in keys) == 6, "each begins and ends"
     loop.manager.close()
 
 
