@@ -134,6 +134,17 @@ def trace_context() -> Any:
     return getattr(config, "trace_context", tuple)()
 
 
+def is_tracing() -> bool:
+    """Whether what is called now is traced, and not run: in `jit`, `grad`, `vmap`, `eval_shape`.
+
+    The arguments do not tell: a traced function may close over arrays. `jax.core` had the name
+    until jax 0.8; where it is missing we go by the arguments alone.
+    """
+    from jax._src import core
+
+    return not getattr(core, "trace_state_clean", lambda: True)()
+
+
 def is_packed(dtype: Any) -> bool:
     """Whether several elements share a byte on a device (int4); each has one of its own in NumPy.
 

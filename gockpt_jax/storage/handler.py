@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import re
 import time
@@ -30,6 +31,7 @@ from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.slots import give_back
 
 # Options of the tree handler that matter when it reads.
 _READING = (
@@ -166,8 +168,11 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
         if self._taking is None or self._taking.record is not record:
             self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
+        counted = set[int]()  # an array may be there twice, and is given back once
         for i, promised in zip(positions, slots, strict=True):
-            leaves[i] = host_array(leaves[i], promised, self._gockpt_session.host)
+            host = None if id(promised) in counted else self._gockpt_session.host
+            leaves[i] = host_array(leaves[i], promised, host)
+            counted.add(id(promised))
         stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
         return TakenSave(stock, self._taking)
 

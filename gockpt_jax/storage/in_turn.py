@@ -105,6 +105,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
                 pending.failed(error)
             if self._gockpt_handler.votes is not None:
                 self._gockpt_handler.votes.cancel()
+            self._gockpt_handler.give_back()
             error = bucket.named(self.directory, step, error)
             if not isinstance(error, OSError | ReplayError | AuditError):
                 raise  # no failure of the storage's: the caller's, or an interrupt

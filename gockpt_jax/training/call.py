@@ -57,6 +57,8 @@ class CallForm:
 
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call is a trace (`eval_shape`, an outer `jit`) and not an update."""
+        if _compat.is_tracing():
+            return True
         state = self.state_of(args, kwargs)
         leaf = _first_leaf(state)
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):

@@ -7,6 +7,7 @@ may stand in a recipe; where the walk from a leaf meets anything else, the cut l
 """
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -33,6 +34,8 @@ _ROUNDED = _names(
     """div sqrt rsqrt cbrt exp exp2 expm1 log log1p pow integer_pow tanh logistic sin cos tan asin
     acos atan atan2 sinh cosh asinh acosh atanh erf erfc"""
 )
+# Two of these, multiplied, are one of them or none.
+_MELTING = _names("sqrt rsqrt exp exp2 pow")
 # Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
 # an operation that we do not know can only make a leaf late.
 _ENDS = _names(
@@ -95,10 +98,27 @@ def may_be_cut(value: Value) -> bool:
 
     A product is not: XLA folds a chain of scalar factors into one, `(x * a) * b` into
     `x * (a * b)`, and a division by a constant is such a factor. (A CPU with FMA moreover contracts
-    a product with the addition it feeds.) It sees through whatever it erases: names, copies,
-    layouts, `x + 0`, the walls of a `shard_map`. Powers of two fold without rounding. So the walk
-    back from the value must come to an end of the chain before it comes to a factor.
+    a product with the addition it feeds.) Nor is the sum of a value and a constant: `(x + a) + b`
+    becomes `x + (a + b)`. XLA sees through whatever it erases: names, copies, layouts, `x + 0`, the
+    walls of a `shard_map`. Powers of two fold without rounding. So the walk back from the value
+    must come to an end of the chain before it comes to a factor, or to such a sum.
     """
+    return not (
+        any(map(_is_rounding_factor, _chain(value, _ends_chain)))
+        or any(map(_adds_constant, _chain(value, _ends_sum)))
+    )
+
+
+def melts(value: Value) -> bool:
+    """Whether XLA sees a root or an exponential, of which it may make one with another factor.
+
+    `sqrt(x) * sqrt(x)` becomes `x`, `exp(a) * exp(b)` becomes `exp(a + b)`.
+    """
+    return any(op.name in _MELTING for op in _chain(value, _ends_chain))
+
+
+def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
+    """The operations that XLA sees from a value: up to those, included, that end the chain."""
     stack, seen = [value], set[Value]()
     while stack:
         value = stack.pop()
@@ -108,11 +128,10 @@ def may_be_cut(value: Value) -> bool:
         seen.add(value)
         if op.results:
             stack.append(op.results[value.index])
-        elif _is_rounding_factor(op):
-            return False
-        elif not _ends_chain(op, value):
+            continue
+        yield op
+        if not ends(op, value):
             stack.extend(op.inputs)
-    return True
 
 
 def _is_rounding_factor(op: Op) -> bool:
@@ -139,10 +158,32 @@ def _ends_chain(op: Op, value: Value) -> bool:
     return op.name in _ENDS
 
 
-def _scalar_constant(value: Value) -> Any:
-    """The one number of a constant, spread over a shape or not; `None` if it has several."""
+def _adds_constant(op: Op) -> bool:
+    """Whether an operation adds a constant to a number that rounds."""
+    return (
+        op.name in SUMS
+        and any(_unspread(v).is_constant and _scalar_constant(v) != 0 for v in op.inputs)
+        and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
+    )
+
+
+def _ends_sum(op: Op, value: Value) -> bool:
+    """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
+    if op.name in PRODUCTS or op.name == "div":  # but for those that change nothing
+        return not any(_unspread(v).is_constant for v in op.inputs)
+    return _ends_chain(op, value)
+
+
+def _unspread(value: Value) -> Value:
+    """A value before it was spread over a shape, or converted."""
     while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
         value = value.op.inputs[0]
+    return value
+
+
+def _scalar_constant(value: Value) -> Any:
+    """The one number of a constant, spread over a shape or not; `None` if it has several."""
+    value = _unspread(value)
     if not value.is_constant:
         return None
     numbers: np.ndarray = np.asarray(value.constant).reshape(-1)

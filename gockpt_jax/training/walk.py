@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.training.exact import SUMS, is_exact, is_identity, may_be_cut
+from gockpt_jax.training.exact import PRODUCTS, SUMS, is_exact, is_identity, may_be_cut, melts
 from gockpt_jax.training.graph import Op, Value
 
 
@@ -52,11 +52,16 @@ class Walk:
             if operand.op and user.op
             if operand.op.name.startswith("scatter") and user.op.name in SUMS
         }
+        melted = any(
+            user.op and user.op.name in PRODUCTS and all(map(melts, user.op.inputs))
+            for _, user in self.uses
+        )
         return {
             v: v.nbytes
             for v in (*self.reads, *self.between)
             if v.site is not None
             and v not in folded
+            and not (melted and melts(v))
             and not _compat.is_packed(v.dtype)
             and may_be_cut(v)
         }

@@ -232,6 +232,7 @@ class Session:
         """
         if self._seal is None:
             self._seal = self._begin_save()
+            self._window = None  # not before: an interrupt would leave it to nobody
         return self._seal.take(arrays)
 
     def _begin_save(self) -> Seal:
@@ -265,7 +266,6 @@ class Session:
             return None
         is_due = window.target == self.version
         if is_due and window.error is None and self._given_up is None:
-            self._window = None
             return window
         early = f"the save came {window.target - self.version} steps early"
         self.abandon(self._given_up or early)

@@ -92,6 +92,14 @@ def test_inexact(f, dtypes):
         pytest.param(lambda x, y: jnp.where(x > 0, x * y, y), True, id="a select"),
         pytest.param(lambda x, y: jnp.sqrt(x), True, id="root"),
         pytest.param(lambda x, y: x, True, id="argument"),
+        pytest.param(lambda x, y: x + 0.1, False, id="sum with a constant"),
+        pytest.param(lambda x, y: 0.3 - x, False, id="difference from a constant"),
+        pytest.param(lambda x, y: (-(x + 0.1))[::-1] / 1.0, False, id="such a sum, moved"),
+        pytest.param(lambda x, y: x + jnp.arange(4.0), False, id="with a constant array"),
+        pytest.param(lambda x, y: (x + 0.1) + y, True, id="with more than a constant"),
+        pytest.param(lambda x, y: jnp.where(x > 0, x + 0.1, y), True, id="a sum or not"),
+        pytest.param(lambda x, y: y / (x + 0.1), True, id="division by such a sum"),
+        pytest.param(lambda x, y: x.astype(jnp.int32) + 1, True, id="count"),
     ],
 )
 def test_what_may_be_cut(f, expected):

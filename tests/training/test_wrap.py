@@ -198,6 +198,9 @@ def test_attributes_are_the_jitted_functions():
 @pytest.mark.parametrize(
     "abstract",
     [
+        lambda step: jax.eval_shape(lambda x: step(fresh(), x), X),  # the state is no tracer
+        lambda step: jax.grad(lambda x: step(fresh(), x)["w"].sum())(X),
+        lambda step: jax.jit(lambda: step(fresh(), X))(),  # nor is anything else
         lambda step: jax.eval_shape(step, fresh(), X),
         lambda step: jax.jit(step)(fresh(), X),
         lambda step: jax.make_jaxpr(step)(fresh(), X),
