@@ -86,16 +86,18 @@ def _is_gone(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget) -> HostArray:
+def host_array(
+    array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget | None
+) -> HostArray:
     """What stands for an array whose chunks are on the host, or will be.
 
     Args:
       array: Alive.
       slots: Where its chunks will be found.
-      host: Is given their bytes back, each as soon as it has been written.
+      host: Is given their bytes back, each as soon as it has been written; if anybody is.
     """
-    shards = [
-        HostShard(slot.index, slot.data, functools.partial(give_back, [slot], host))
-        for slot in slots
-    ]
+    shards = []
+    for slot in slots:
+        release = None if host is None else functools.partial(give_back, [slot], host)
+        shards.append(HostShard(slot.index, slot.data, release))
     return HostArray.like(array, shards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ from window.training_loop import (
 
 from gockpt_jax import Audit, GoCkptManager, GoCkptSave, HostBudgetError, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.storage import taken
 from gockpt_jax.storage.leaf_writer import LeafWriter
 from gockpt_jax.transfer.block import Block
-from gockpt_jax.window import host_budget
+from gockpt_jax.window import host_budget, seal
 from gockpt_jax.window.host_budget import HostBudget
 
 WAIT_SECS = 60
@@ -317,6 +319,38 @@ def test_what_could_not_be_taken_is_given_back(tmp_path, monkeypatch, where):
     loop.finish()
     assert len(calls) >= 2
     assert loop.manager.all_steps() == [0]
+    loop.close()
+
+
+@pytest.mark.parametrize("where", ["late", "metadata"])
+def test_what_left_early_is_given_back_if_its_save_fails(tmp_path, monkeypatch, where):
+    """Else no window would ever have room again."""
+    loop = Loop(tmp_path)
+    loop.start()
+    loop.train(3)
+    loop.state = loop.step(loop.state, BATCH)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="injected"):
+        if where == "late":
+            patch.setattr(seal, "take_now", fail)
+        else:
+            patch.setattr(taken, "copy", types.SimpleNamespace(deepcopy=fail))
+        loop.manager.save(4, args=GoCkptSave(loop.state))
+    loop.finish()
+    loop.label = 5
+    loop.train(12)
+    loop.close()
+    assert [report.kind for report in loop.manager.reports][-1] == "window"
+
+
+def test_an_array_that_is_saved_twice_is_counted_once(tmp_path):
+    loop = Loop(tmp_path)
+    loop.state = {"a": loop.state["params"]["w"], "b": loop.state["params"]["w"]}
+    save_and_wait(loop)
+    loop.saved[1] = to_host(loop.state)
     loop.close()
 
 
