@@ -86,9 +86,7 @@ def _is_gone(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def host_array(
-    array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget | None
-) -> HostArray:
+def host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget | None) -> HostArray:
     """What stands for an array whose chunks are on the host, or will be.
 
     Args:

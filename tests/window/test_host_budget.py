@@ -333,12 +333,13 @@ def test_what_left_early_is_given_back_if_its_save_fails(tmp_path, monkeypatch, 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("injected")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="injected"):
+    with monkeypatch.context() as patch:
         if where == "late":
             patch.setattr(seal, "take_now", fail)
         else:
             patch.setattr(taken, "copy", types.SimpleNamespace(deepcopy=fail))
-        loop.manager.save(4, args=GoCkptSave(loop.state))
+        with pytest.raises(RuntimeError, match="injected"):
+            loop.manager.save(4, args=GoCkptSave(loop.state))
     loop.finish()
     loop.label = 5
     loop.train(12)
