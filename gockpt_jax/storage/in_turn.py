@@ -103,9 +103,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             pending = self._gockpt_pending
             if pending is not None and pending is not before:
                 pending.failed(error)
+                self._gockpt_handler.give_back()  # not what the last save has: it may be in flight
             if self._gockpt_handler.votes is not None:
                 self._gockpt_handler.votes.cancel()
-            self._gockpt_handler.give_back()
             error = bucket.named(self.directory, step, error)
             if not isinstance(error, OSError | ReplayError | AuditError):
                 raise  # no failure of the storage's: the caller's, or an interrupt
@@ -284,7 +284,6 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
 
     def _surface(self, error: BaseException, step: int) -> None:
         """Raises a failed save's error under its name, or warns of it."""
-        self._gockpt_handler.give_back()
         error = bucket.named(self.directory, step, error)
         surface(error, self._gockpt_window_options.on_save_error)
 
