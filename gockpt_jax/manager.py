@@ -179,8 +179,9 @@ class GoCkptManager(SavesInTurn):
         if verify:
             resume.require_whole_step(path)
         if arguments.UNNAMED in items and (is_bare or wanted is None):
-            stock = resume.unnamed(root, self._gockpt_options, self._gockpt_naming.registry)
-            return stock.restore(step, args=wanted)
+            asked = ocp.args.Composite(**({arguments.UNNAMED: wanted} if is_bare else {}))
+            stock = resume.unnamed(self._gockpt_naming.registry, self._gockpt_options)
+            return stock.restore(path, args=asked)[arguments.UNNAMED]
         if is_bare and item not in items:
             raise resume.no_item(path, item, items)
         if wanted is not None:
@@ -211,9 +212,12 @@ class GoCkptManager(SavesInTurn):
         if (path / arguments.UNNAMED).is_dir():
             registry = ocp.DefaultCheckpointHandlerRegistry()
             registry.add(arguments.UNNAMED, GoCkptRestore, self._gockpt_handler)
-            return resume.unnamed(self.directory, self._gockpt_options, registry).metadata(step)
-        found = super().metadata(step)
-        items = self._gockpt_naming.unname(found.item_metadata)
+            found = resume.unnamed(registry, self._gockpt_options).metadata(path)
+            found = dataclasses.replace(found, metrics=self.metrics(step) or {})
+            items = found.item_metadata[arguments.UNNAMED]
+        else:
+            found = super().metadata(step)
+            items = self._gockpt_naming.unname(found.item_metadata)
         return dataclasses.replace(found, item_metadata=items)
 
     def item_metadata(self, step: int) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections.abc import Collection
@@ -92,24 +91,20 @@ def require_whole_step(path: epath.Path) -> None:
             require_whole(step.items[name])
 
 
-def unnamed(
-    root: Any, options: ocp.CheckpointManagerOptions, registry: Any
-) -> ocp.CheckpointManager:
-    """A stock manager that reads items without names.
+def unnamed(registry: Any, options: ocp.CheckpointManagerOptions) -> ocp.Checkpointer:
+    """Reads steps whose items have no names, by their paths.
 
     A manager is bound to named or to unnamed items by the first it sees, so the caller's must not
-    see one. This one is not to be closed: its handlers are the caller's.
+    see one. This is not to be closed: its handlers are the caller's.
 
     Args:
-      root: The manager's directory.
-      options: The manager's.
       registry: Of the handlers.
+      options: The manager's.
     """
-    options = dataclasses.replace(
-        options, read_only=True, create=False, async_options=None, enable_async_checkpointing=False,
-        save_interval_steps=0, max_to_keep=None,  # or Orbax says that it ignores them
-    )  # fmt: skip
-    return ocp.CheckpointManager(root, options=options, handler_registry=registry)
+    return ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(handler_registry=registry),
+        multiprocessing_options=options.multiprocessing_options,
+    )
 
 
 def _look(root: epath.Path) -> Directory | None:
