@@ -1,5 +1,6 @@
 """Windows through stock save arguments, several items, the stock manager, and explicit meshes."""
 
+import asyncio
 import functools
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def test_handler_in_a_stock_manager(alone: bool, tmp_path: Path) -> None:
         for label in manager.all_steps():
             restored = manager.restore(label, args=args(gockpt.GoCkptRestore(state)))
             assert_same(restored if alone else restored.state, given[label])
+
+
+def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
+    """As in a notebook."""
+
+    async def cell() -> None:
+        with ocp.Checkpointer(gockpt.GoCkptHandler()) as checkpointer:
+            checkpointer.save(tmp_path / "x", args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+
+    asyncio.run(cell())
+    with ocp.StandardCheckpointer() as stock:
+        assert stock.restore(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
 
 
 def test_explicit_mesh_axes(tmp_path: Path) -> None:

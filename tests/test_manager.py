@@ -6,6 +6,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from window.training_loop import BATCH, SIZE, Options, assert_same, fresh, to_host, train, update
@@ -90,6 +91,34 @@ def test_a_checkpoint_of_a_stock_manager(tmp_path):
         assert manager.save(6, args=GoCkptSave(state))
         manager.wait_until_finished()
         assert_same(manager.restore(6), state)
+
+
+class Tensor:
+    """An array of another library."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.arange(3, dtype=np.int16)
+
+
+@pytest.mark.parametrize("save", [ocp.args.StandardSave, GoCkptSave])
+def test_scalars_of_numpy_and_tensors_are_saved_as_arrays(save, tmp_path):
+    """As stock's `StandardSave` does."""
+    scalars = {"f": np.float32(1.5), "i": np.int64(7), "b": np.bool_(True), "c": np.complex64(1j)}
+    state = {**scalars, "tensor": Tensor(), "python": 3, "name": "x", "w": jnp.ones(2)}
+    if save is ocp.args.StandardSave:
+        del state["name"]  # which stock refuses there
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=save(state))
+        restored = manager.restore(0)
+        for name, scalar in scalars.items():
+            assert (type(restored[name]), restored[name].dtype) == (np.ndarray, scalar.dtype)
+            assert restored[name] == scalar
+        np.testing.assert_array_equal(restored["tensor"], np.arange(3, dtype=np.int16))
+        assert restored["python"] == 3
+        target = jax.tree.map(lambda x: x, restored)
+        again = manager.restore(0, args=GoCkptRestore(target))
+        assert again.get("name") == state.get("name")
+        assert_same(again["w"], state["w"])
 
 
 def test_any_other_item_name(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import v1
@@ -70,6 +72,24 @@ def test_other_checkpointables_beside_it(tmp_path):
         )
         assert loaded["cursor"]["position"] == 7
         assert_same(loaded["state"].item, to_host(state))
+
+
+def test_a_target_as_v1_describes_it(tmp_path):
+    """By types of scalars, by what has a shape and a dtype, and by v1's own metadata."""
+
+    class Abstract:
+        shape, dtype = (2,), np.dtype(np.int32)
+
+    state = {"w": jnp.arange(4.0), "n": 3, "numpy": np.arange(2, dtype=np.int32)}
+    target = {"w": jax.eval_shape(lambda: state["w"]), "n": int, "numpy": Abstract()}
+    target["w"] = target["w"].update(sharding=state["w"].sharding)
+    with v1.training.Checkpointer(tmp_path) as checkpointer, GoCkptCheckpointable() as windows:
+        checkpointer.save_checkpointables(0, {"state": windows(state)})
+        known = checkpointer.checkpointables_metadata(0).metadata["state"]
+        for given in (target, known):
+            loaded = checkpointer.load_checkpointables(0, {"state": windows(given)})["state"].item
+            assert_same(loaded, state)
+            assert [type(loaded[x]) for x in ("n", "numpy")] == [int, np.ndarray]
 
 
 def test_a_failed_write_fails_the_save_and_the_next_one_is_whole(tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+import jax
+import numpy as np
 from orbax.checkpoint import v1
 
 from gockpt_jax.options import WindowOptions
@@ -94,7 +96,8 @@ class GoCkptCheckpointable(WindowFace):
     async def load(self, directory: Any) -> Awaitable[None]:
         """Loads into the target, or as it was saved if there is none."""
         self._gockpt_session.abandon("a checkpoint was loaded")
-        self.item = self._handler.restore(directory, GoCkptRestore(self.item))
+        target = jax.tree.map(_as_target, self.item)
+        self.item = self._handler.restore(directory, GoCkptRestore(target))
 
         async def nothing_left() -> None:
             pass
@@ -124,3 +127,16 @@ class GoCkptCheckpointable(WindowFace):
     @property
     def _gockpt_pending(self) -> PendingReport | None:
         return self._handler.pending
+
+
+def _as_target(leaf: Any) -> Any:
+    """A leaf of a v1 target in v0's words: v1 takes types of scalars, and arrays by protocol."""
+    if isinstance(leaf, type):
+        return leaf()
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return leaf
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    if getattr(leaf, "sharding", None) is None:  # NumPy's
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return v1.arrays.to_shape_dtype_struct(leaf)

@@ -6,6 +6,8 @@ nothing in it needs the trainer. What `save` promises when it returns has to be 
 the same: what it refuses it has refused, and what the caller may change has been copied.
 """
 
+import asyncio
+import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Coroutine
@@ -39,6 +41,17 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - started_at))
         written.result(timeout)
+
+
+def run_to_its_end(save: Coroutine[Any, Any, None]) -> None:
+    """Waits for a coroutine; in a notebook too, where this thread runs a loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(save)
+        return
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, save).result()
 
 
 def settled(save: ocp.args.PyTreeSave, look_up: Callable[[Any], Any]) -> ocp.args.PyTreeSave | None:

@@ -1,6 +1,5 @@
 """The checkpoint handler: seals the window inside Orbax's own save, and lets stock do the rest."""
 
-import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -17,13 +16,12 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import bucket, checksums
 from gockpt_jax.storage.array_layout import replica_layout_of
 from gockpt_jax.storage.commit import CommitVotes
-from gockpt_jax.storage.hand_over import HandedOver, settled
+from gockpt_jax.storage.hand_over import HandedOver, run_to_its_end, settled
 from gockpt_jax.storage.host_array import HostArray
-from gockpt_jax.storage.leaf_names import refuse_shared
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.registry import look_up
 from gockpt_jax.storage.restore import GoCkptRestore, restore
-from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, refuse_donated
+from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, leaves_to_save
 from gockpt_jax.storage.tree_handler import TreeHandlers
 from gockpt_jax.storage.write_budget import WriteStats, collecting
 from gockpt_jax.storage.written import Failed, Voting, Written
@@ -161,9 +159,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             return TakenSave(ocp.args.PyTreeSave({}), pending, error)
 
     def _take(self, args: Any, entered_at: float) -> TakenSave:
-        refuse_donated(args.item)
-        refuse_shared(args.item)
-        leaves, tree = jax.tree.flatten(args.item)
+        leaves, tree = leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
         if self._taking is None or self._taking.record is not record:
@@ -241,7 +237,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             for future in await self.async_save(directory, args):
                 future.result()
 
-        asyncio.run(save_and_wait())
+        run_to_its_end(save_and_wait())
 
     def restore(self, directory: Any, args: Any = None) -> Any:
         """Restores as stock does; without a target, as it was saved.

@@ -89,7 +89,7 @@ def _says_where(target: Any) -> bool:
     """Whether all leaves are such as stock's standard handler takes, with shardings."""
     leaves = jax.tree.leaves(target)
     return all(
-        isinstance(leaf, np.ndarray | int | float)
+        isinstance(leaf, np.ndarray | int | float | str)
         or (isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and leaf.sharding is not None)
         for leaf in leaves
     )

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.host_array import HostArray, HostShard
+from gockpt_jax.storage.leaf_names import refuse_shared
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.slots import ChunkSlot, give_back
@@ -64,6 +66,28 @@ def as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.a
     if isinstance(args, ocp.args.PyTreeSave):
         return dataclasses.replace(args, item=item, custom_metadata=metadata)
     return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=metadata)
+
+
+def leaves_to_save(args: Any) -> tuple[list[Any], Any]:
+    """The leaves of a tree as they shall be saved, and its structure.
+
+    Of NumPy's scalars, and of tensors, `ocp.args.StandardSave` makes arrays, and so do ours.
+
+    Raises:
+      ValueError: if an array has been donated, or two leaves would be written as one.
+    """
+    refuse_donated(args.item)
+    refuse_shared(args.item)
+    tree: Any  # untyped in JAX's stubs
+    leaves, tree = jax.tree.flatten(args.item)
+    if not isinstance(args, ocp.args.PyTreeSave):
+        leaves = [
+            np.asarray(x)
+            if hasattr(x, "__array__") and not isinstance(x, np.ndarray | jax.Array)
+            else x
+            for x in leaves
+        ]
+    return leaves, tree
 
 
 def refuse_donated(item: Any) -> None:
