@@ -125,6 +125,19 @@ def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
         assert stock.restore(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
 
 
+def test_leaves_on_several_meshes_of_the_same_devices(tmp_path: Path) -> None:
+    """Axes of the same names, and shards of the same sizes, which are not the same shards."""
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    meshes = [jax.make_mesh(s, ("x", "y"), (AxisType.Auto,) * 2) for s in ((2, 4), (4, 2), (8, 1))]
+    places = [NamedSharding(mesh, PartitionSpec("x", "y")) for mesh in meshes]
+    state = [jax.device_put(values + n, place) for n, place in enumerate(places)]
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state))
+        restored = manager.restore(0)
+    assert_same(restored, to_host(state))
+    assert [x.sharding for x in restored] == places
+
+
 def test_explicit_mesh_axes(tmp_path: Path) -> None:
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
     rows = NamedSharding(mesh, PartitionSpec("d", None))
