@@ -8,26 +8,30 @@ layout: the arrays themselves are found again, by identity.
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError, WrapError
 from gockpt_jax.options import Arm
-from gockpt_jax.training.call import CallForm, Places, Positions, leaf_paths
+from gockpt_jax.training.call import CallForm, Place, Places, Positions, as_places, leaf_paths
 from gockpt_jax.training.wrap import StepObserver, WrappedStep
+
+Wrapped: TypeAlias = "WrappedStep | NestedStep | types.MethodType"
+"""What the user calls in place of the step; of a bound method, a bound method."""
 
 
 def wrap_step(
     step: Callable[..., Any], observer: StepObserver, *,
     state: Places, state_out: Places | None, arm: Arm, even_for_nothing: bool,
-) -> "WrappedStep | NestedStep":  # fmt: skip
+) -> Wrapped:  # fmt: skip
     """Wraps a jitted train step, wherever its `jax.jit` lies.
 
     Args:
-      step: What `jax.jit`, `nnx.jit`, `eqx.filter_jit` or `gockpt_jax.jit` returned.
+      step: What `jax.jit`, `nnx.jit`, `eqx.filter_jit` or `gockpt_jax.jit` returned; a method too.
       observer: Is told of every update.
       state: Positions or names of the state among the arguments.
       state_out: Positions or names of the new state in the result; found if `None`.
@@ -42,6 +46,14 @@ def wrap_step(
     """
     if not callable(step):
         raise WrapError(f"`wrap` needs a jitted train step, got a `{type(step).__name__}`.")
+    if isinstance(step, types.MethodType):
+        _refuse_bound_state(step)
+        wrapped = wrap_step(
+            step.__func__, observer,
+            state=_behind_self(as_places("state", state)), state_out=state_out, arm=arm,
+            even_for_nothing=even_for_nothing,
+        )  # fmt: skip
+        return types.MethodType(wrapped, step.__self__)
     if isinstance(step, WrappedStep | NestedStep):
         raise WrapError("`wrap` was given a step that is wrapped already; wrap it once.")
     attribute = _compat.inner_jit(step)
@@ -53,6 +65,30 @@ def wrap_step(
     inside = InnerForm(jitted, settings)
     inner = WrappedStep(jitted, observer, inside, arm=arm, even_for_nothing=even_for_nothing)
     return NestedStep(step, attribute, inner, outer_form=form, inner_form=inside)
+
+
+def _behind_self(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    """Where the arguments of a bound method are among those of its function."""
+    return tuple(p + 1 if isinstance(p, int) and p >= 0 else p for p in places)
+
+
+def _refuse_bound_state(method: types.MethodType) -> None:
+    """Refuses a method of the state itself: the bound one would go in again and again.
+
+    Raises:
+      WrapError: if the method's object goes into the program, and holds arrays.
+    """
+    settings = _compat.jit_settings(method.__func__)
+    if settings is None or 0 in settings.static_argnums:
+        return
+    owner = type(method.__self__).__name__
+    name = f"{owner}.{method.__name__}"
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(method.__self__)):
+        raise WrapError(
+            f"`wrap` was given `{name}` bound to one `{owner}`, which holds arrays: each call "
+            f"would start from these. Wrap the function: `{name} = manager.wrap({name}, "
+            f"state=...)`, where position 0 is the `{owner}`."
+        )
 
 
 class InnerForm(CallForm):
@@ -135,6 +171,10 @@ class NestedStep:
         if name == "step":  # not yet set: unpickling or a failed constructor
             raise AttributeError(name)
         return getattr(self.step, name)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """As a method of its class."""
+        return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the user's step would."""

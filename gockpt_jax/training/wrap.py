@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -77,6 +78,10 @@ class WrappedStep:
             raise AttributeError(name)
         return getattr(self.step, name)
 
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """As a method of its class, as jitted functions are."""
+        return self if owner is None else types.MethodType(self, owner)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the jitted function would."""
         if self._form.is_abstract(args, kwargs):
@@ -90,7 +95,7 @@ class WrappedStep:
                 result, cut = self._run_armed(args, kwargs, wanted)
             except BaseException as error:
                 if wanted:
-                    self._observer.no_update(self, f"the step raised {error!r}")
+                    self._observer.no_update(self, f"the step raised {_brief(error)}")
                 raise
         if cut is None:
             result = self.step(*args, **kwargs)
@@ -107,7 +112,7 @@ class WrappedStep:
             result, cut = self.program.call(args, kwargs)
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
             if wanted:
-                self._observer.no_update(self, f"the call changed: {_first_line(error)}")
+                self._observer.no_update(self, f"the call changed: {_brief(error)}")
             self.call_changed(args, kwargs)
             return None, None
         self._refused = 0
@@ -200,7 +205,7 @@ class WrappedStep:
             why = str(error)
         except Exception as error:
             _log.debug("analysis failed", exc_info=error)
-            why = f"its analysis failed with {error!r}; please report it"
+            why = f"its analysis failed with {_brief(error)}; please report it"
         self.give_up(why)
 
     def give_up(self, why: str) -> None:
@@ -215,8 +220,10 @@ class WrappedStep:
         errors.warn(told, SnapshotOnlyWarning)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _brief(error: BaseException) -> str:
+    """An error in a line: JAX's hold whole arrays at times, or a page of the compiler's."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first if len(first) < 200 else first[:200] + '...'}"
 
 
 def _why_no_program(step: Any) -> str | None:

@@ -7,8 +7,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.report import ReportLog, SaveReport
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.training.call import Places
-from gockpt_jax.training.nested import NestedStep, wrap_step
-from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.training.nested import Wrapped, wrap_step
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.session import Session
@@ -60,14 +59,15 @@ class WindowFace:
 
     def wrap(
         self, step: Callable[..., Any], *, state: Places = 0, state_out: Places | None = None
-    ) -> WrappedStep | NestedStep:
+    ) -> Wrapped:
         """Wraps a jitted train step, so that its updates are counted and its state can leave early.
 
         State, optimizer, shardings, donation and the `jax.jit` call stay as they are, and outside
         windows the very same executable runs. Several steps may be wrapped; they share one count.
 
         Args:
-          step: What `jax.jit` returned, or `nnx.jit`, `eqx.filter_jit`, `gockpt_jax.jit`.
+          step: What `jax.jit` returned, or `nnx.jit`, `eqx.filter_jit`, `gockpt_jax.jit`; a method
+            that is jitted, too.
           state: Position or name of the state among the arguments, or several of them.
           state_out: Position or name of the new state in the result; `None`: found by structure, or
             in the arguments themselves if the step updates them in place, as NNX does.

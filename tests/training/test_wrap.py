@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -181,6 +182,62 @@ def test_an_error_of_the_user_passes_through():
     assert_same(run(step, fresh(), 4), run(jax.jit(update), fresh(), 4))
 
 
+# Methods.
+
+
+class Updater:
+    """Its step is a method, and it is static."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def update(self, state, x):
+        return update(state, self.rate * x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Agent:
+    """Its step is a method too, and it is the state."""
+
+    m: jax.Array
+    w: jax.Array
+
+    @jax.jit
+    def update(self, x):
+        return Agent(**update(vars(self), x))
+
+
+@pytest.mark.parametrize("places", [{}, {"state": "state"}, {"state": -2}])
+def test_a_bound_method(places):
+    observer, updater = Observer((3, 4)), Updater(2.0)
+    state = run(wrap(updater.update, observer, **places), fresh(), 6)
+    assert_same(state, run(updater.update, fresh(), 6))
+    assert observer.cuts == [n in (3, 4) for n in range(6)]
+
+
+@pytest.mark.parametrize(("owner", "places"), [(Updater, {"state": 1}), (Agent, {})])
+def test_a_method_of_a_class(monkeypatch, owner, places):
+    def train():
+        updater, state = Updater(2.0), Agent(**fresh()) if owner is Agent else fresh()
+        for n in range(6):
+            state = state.update(X * n) if owner is Agent else updater.update(state, X * n)
+        return state
+
+    observer, alone = Observer((3, 4)), train()
+    monkeypatch.setattr(owner, "update", wrap(owner.update, observer, **places))
+    assert_same(train(), alone)
+    assert observer.cuts == [n in (3, 4) for n in range(6)]
+
+
+def test_a_method_bound_to_the_state_itself():
+    """It would start from that one again and again."""
+    remedy = r"bound to one `Agent`, which holds arrays.*`Agent.update = manager.wrap\(Agent.up"
+    with pytest.raises(gockpt.WrapError, match=remedy):
+        wrap(Agent(**fresh()).update)
+
+
 # What it looks like from outside.
 
 
@@ -287,3 +344,17 @@ def test_what_cannot_be_armed_warns_once_and_saves_snapshots(
     assert re.search(f"cannot be armed, so its saves are snapshots: .*{reason}", message)
     assert re.search(remedy, message)
     assert re.search(reason, manager.last_report.reason)
+
+
+def test_what_the_analysis_stumbles_over_is_told_in_a_line(monkeypatch):
+    """JAX puts whole states into some of its messages."""
+
+    def stumble(closed):
+        raise ValueError("of an array: " + "[0.1 0.2]\n" * 1000)
+
+    monkeypatch.setattr("gockpt_jax.training.program.flatten", stumble)
+    step = wrap(jax.jit(update))
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="its analysis failed with ValueError"):
+        run(step, fresh(), 4)
+    assert "\n" not in step.why_not
+    assert len(step.why_not) < 400
