@@ -8,26 +8,8 @@ from typing import Any
 import jax
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import StepMismatchError, WrapError
-
-Place = int | str
-Places = Place | Sequence[Place]
-
-
-def as_places(name: str, places: Any) -> tuple[Place, ...]:
-    """Checks what the user gave as `state` or `state_out`.
-
-    Raises:
-      WrapError: if it is neither an integer, nor a name, nor a sequence of these.
-    """
-    listed = (places,) if isinstance(places, int | str) else places
-    ok = isinstance(listed, Sequence) and not isinstance(places, bool) and len(listed) > 0
-    if not ok or not all(isinstance(p, int | str) for p in listed):
-        raise WrapError(
-            f"`{name}` must be a position, an argument's name, or a sequence of these, "
-            f"got {places!r}. For `step(params, opt_state, batch)` pass `{name}=(0, 1)`."
-        )
-    return tuple(listed)
+from gockpt_jax.errors import StepMismatchError
+from gockpt_jax.training.places import Place, Places, as_places, state_in_result
 
 
 class CallForm:
@@ -102,7 +84,11 @@ class CallForm:
         Raises:
           StepMismatchError: if a part is missing or its structure differs.
         """
-        return state_in_result(result, states, self._state_out)
+
+        def looks_like(part: Any, n: int) -> int:
+            return sum(map(_same_kind, jax.tree.leaves(part), jax.tree.leaves(states[n])))
+
+        return state_in_result(result, states, self._state_out, looks_like)
 
     def state_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The state arguments of one call, in the order of `state`.
@@ -159,6 +145,11 @@ class CallForm:
         return {n + num_args if n < 0 else n for n in self.settings.static_argnums}
 
 
+def _same_kind(a: Any, b: Any) -> bool:
+    kinds = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in (a, b)]
+    return kinds[0] == kinds[1]
+
+
 def _parameters(step: Callable[..., Any]) -> dict[str, int]:
     """Positions of the positional parameters by name; empty where there is no signature."""
     try:
@@ -167,66 +158,6 @@ def _parameters(step: Callable[..., Any]) -> dict[str, int]:
         return {}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {p.name: i for i, p in enumerate(parameters) if p.kind in kinds}
-
-
-def state_in_result(
-    result: Any,
-    states: Sequence[Any],
-    state_out: Places | None,
-    likeness: Callable[[Any, int], int] = lambda part, n: 0,
-) -> tuple[Any, ...]:
-    """Finds the new state in a step's result.
-
-    Args:
-      result: What the step returned (or a tree of the same structure).
-      states: The state arguments, in the order of `state`.
-      state_out: Positions or names in the result; `None`: the parts of the result whose tree
-        structure is that of each state argument, the whole result included.
-      likeness: Of a part to the n-th state: of several parts of its structure the likest is taken,
-        and of these the first.
-
-    Returns:
-      One part for each state argument.
-
-    Raises:
-      StepMismatchError: if a part is missing or its structure differs; the message says what to do.
-    """
-    wanted: list[Any] = [jax.tree.structure(s) for s in states]
-    if state_out is not None:
-        parts = tuple(_part(result, place) for place in as_places("state_out", state_out))
-        if [jax.tree.structure(p) for p in parts] != wanted:
-            raise StepMismatchError(
-                f"`state_out={state_out!r}` does not lead to a tree like the state given to the "
-                f"step.\n  expected: {wanted}\n  got: {[jax.tree.structure(p) for p in parts]}"
-            )
-        return parts
-    if len(wanted) == 1 and jax.tree.structure(result) == wanted[0]:
-        return (result,)
-    unused = list(result) if isinstance(result, tuple | list) else []
-    found = []
-    for n, structure in enumerate(wanted):
-        alike = [i for i, r in enumerate(unused) if jax.tree.structure(r) == structure]
-        if not alike:
-            raise StepMismatchError(
-                "the wrapped step's result holds no tree like the state it was given, "
-                f"{structure}. Return the new state with the structure of the old one, or say "
-                "where it is with `wrap(step, state=..., state_out=...)`."
-            )
-        likest = max((likeness(unused[i], n), -i) for i in alike)
-        found.append(unused.pop(-likest[1]))
-    return tuple(found)
-
-
-def _part(result: Any, place: Place) -> Any:
-    try:
-        if isinstance(place, str) and not isinstance(result, Mapping):
-            return getattr(result, place)
-        return result[place]
-    except (LookupError, TypeError, AttributeError) as error:
-        raise StepMismatchError(
-            f"`state_out={place!r}` names nothing in the step's result, a "
-            f"`{type(result).__name__}`. Pass the position or the name of the new state."
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import jax
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError, WrapError
 from gockpt_jax.options import Arm
-from gockpt_jax.training.call import CallForm, Place, Places, Positions, as_places, leaf_paths
+from gockpt_jax.training.call import CallForm, Positions, leaf_paths
+from gockpt_jax.training.places import Place, Places, as_places
 from gockpt_jax.training.wrap import StepObserver, WrappedStep
 
 Wrapped: TypeAlias = "WrappedStep | NestedStep | types.MethodType"

@@ -6,8 +6,8 @@ from typing import Any, TextIO
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.report import ReportLog, SaveReport
 from gockpt_jax.telemetry.save_record import PendingReport
-from gockpt_jax.training.call import Places
 from gockpt_jax.training.nested import Wrapped, wrap_step
+from gockpt_jax.training.places import Places
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.session import Session

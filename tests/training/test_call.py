@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from gockpt_jax import StepMismatchError, WrapError, _compat
-from gockpt_jax.training.call import CallForm, as_places, state_in_result
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.places import as_places, state_in_result
 
 STATE = {"w": 1, "m": 2}
 
@@ -100,6 +101,11 @@ def test_static_arguments_are_told_apart(options, args, kwargs, dynamic, static)
         (Out(0, STATE), [STATE], "state", (STATE,)),
         (Out(0, STATE), [STATE], None, (STATE,)),
         ((0.5, (1, 2), STATE), [STATE, (3, 4)], (2, 1), (STATE, (1, 2))),
+        (((STATE, (1, 2)), 0.5), [STATE, (3, 4)], None, (STATE, (1, 2))),
+        ({"a": {"b": Out(0, STATE)}, "c": 1}, [STATE], None, (STATE,)),
+        ([{"x": STATE}, {"w": 3, "m": 4}], [STATE], None, ({"w": 3, "m": 4},)),
+        ((0.5, [STATE, {"w": 3, "m": 4}]), [STATE, 0], None, (STATE, 0.5)),
+        (([(1, 2), 3], (4, 5)), [[(0, 0), 0], (0, 0)], None, ([(1, 2), 3], (4, 5))),
     ],
 )
 def test_state_in_result(result, states, state_out, expected):
@@ -110,7 +116,7 @@ def test_state_in_result(result, states, state_out, expected):
     ("result", "state_out", "message"),
     [
         ((0.5, {"w": 1}), None, "holds no tree like the state"),
-        ({"new": STATE}, None, r"say where it is with `wrap\(step, state=..., state_out=...\)`"),
+        ({"new": [1]}, None, r"say where it is with `wrap\(step, state=..., state_out=...\)`"),
         ((0.5, STATE), 0, "`state_out=0` does not lead to a tree like the state"),
         ((0.5, STATE), 5, "`state_out=5` names nothing in the step's result, a `tuple`"),
         (Out(0, STATE), "new", "`state_out='new'` names nothing in the step's result, a `Out`"),
@@ -121,6 +127,14 @@ def test_state_in_result(result, states, state_out, expected):
 def test_missing_result_names_the_place_and_the_remedy(result, state_out, message):
     with pytest.raises(StepMismatchError, match=message):
         state_in_result(result, [STATE], state_out)
+
+
+def test_a_large_state_is_not_told_in_full():
+    large = {f"leaf_{i}": i for i in range(1000)}
+    for state_out in (None, 0):
+        with pytest.raises(StepMismatchError, match=r"leaf_0.*1000 leaves") as error:
+            state_in_result((1.0, 2.0), [large], state_out)
+        assert len(str(error.value)) < 900
 
 
 def test_errors_are_those_a_caller_would_catch():
