@@ -104,11 +104,14 @@ def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
 
 def close_jaxpr(jaxpr: Any, consts: list[Any], *, eqns: list[Any], outvars: list[Any]) -> Any:
     """A closed jaxpr with the same inputs as `jaxpr`, other equations and other outputs."""
+    return jex.ClosedJaxpr(with_equations(jaxpr, eqns, outvars), list(consts))
+
+
+def with_equations(jaxpr: Any, eqns: list[Any], outvars: list[Any]) -> Any:
+    """A jaxpr with the same inputs, other equations and other outputs."""
     # The names of results no longer match once outputs are added.
     debug_info = jaxpr.debug_info.with_unknown_names()
-    return jex.ClosedJaxpr(
-        jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug_info), list(consts)
-    )
+    return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug_info)
 
 
 def wide_numbers(dtypes: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -1,11 +1,12 @@
 """The armed step: the user's own program with the cut values as trailing outputs.
 
 Nothing is rewritten. Where a cut value lies inside a `jit` call, or in a branch decided while
-tracing, that call alone is replaced by its body, as XLA's own passes do later.
+tracing, that call alone is replaced by its body, as XLA's own passes do later; where it lies inside
+a `shard_map`, that one returns it too.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +70,8 @@ def _open(
         if position not in inside:
             eqns.append(eqn.replace(invars=invars))
             continue
-        body, results = _inline(eqn, invars, inside[position], found, (*prefix, position))
+        enter = _widen if eqn.primitive.name == "shard_map" else _inline
+        body, results = enter(eqn, invars, inside[position], found, (*prefix, position))
         eqns.extend(body)
         rename.update(zip(eqn.outvars, results, strict=True))
     found.update((s, _renamed(s.var, rename)) for s in sites if len(s.path) == depth)
@@ -98,6 +100,38 @@ def _inline(
     found.update((site, _renamed(var, fresh)) for site, var in inner.items())
     results = [_renamed(_renamed(a, renamed_inside), fresh) for a in jaxpr.outvars]
     return eqns, results
+
+
+def _widen(
+    eqn: Any,
+    invars: list[Any],
+    sites: Sequence[Site],
+    found: dict[Site, Any],
+    path: tuple[int, ...],
+) -> tuple[list[Any], list[Any]]:
+    """A `shard_map` that also returns the sites' values, laid out as the sites say."""
+    inner: dict[Site, Any] = {}
+    sites = list(dict.fromkeys(sites))
+    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    eqns, rename = _open(body, sites, inner, path)
+    results = [_renamed(a, rename) for a in body.outvars]
+    body = _compat.with_equations(body, eqns, [*results, *(inner[s] for s in sites)])
+    found.update((s, jex.Var(_whole(s, eqn.params["mesh"].shape))) for s in sites)
+    params = eqn.params | {
+        "jaxpr": body,
+        "out_specs": (*eqn.params["out_specs"], *(s.spec for s in sites)),
+    }
+    outvars = [*eqn.outvars, *(found[s] for s in sites)]
+    return [eqn.replace(invars=invars, outvars=outvars, params=params)], list(eqn.outvars)
+
+
+def _whole(site: Site, mesh: Mapping[str, int]) -> Any:
+    """What the shards of a site's value are together."""
+    shape = list(site.var.aval.shape)
+    for dim, axes in enumerate(site.spec):
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            shape[dim] *= mesh[axis]
+    return jax.core.ShapedArray(tuple(shape), site.var.aval.dtype)
 
 
 def _renamed(atom: Any, rename: dict[Any, Any]) -> Any:

@@ -132,6 +132,8 @@ def _cut(
     walks = {j: walk_back(leaves[j], known) for j in known.values()}
     cut: dict[int, Walk] = {}
     for members in _connected(walks, known):
+        if len({leaves[j].spec for j in members}) > 1:
+            continue  # one value cannot be laid out for all of them
         early, values = _cheapest([leaves[j] for j in members], [walks[j] for j in members],
                                   min_gain)  # fmt: skip
         had = {leaf.old for leaf in early}

@@ -4,11 +4,14 @@ A jaxpr nests: `jnp.where` is a call of its own, an optimizer's `cond` holds its
 a state leaf back to the gradient the nesting is in the way, so calls are inlined and `cond` becomes
 `select`. The program that runs is never built from this graph (both rewrites may change rounding);
 each value only remembers its `Site`, where the user's own program can be asked for it.
+
+Inside a `shard_map` values are seen as one device sees them, on shapes of one shard.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +38,10 @@ _CALLS = {
     "remat2": "jaxpr",
 }
 _OPENABLE = frozenset({"jit", "pjit"})
+_ENTER = types.SimpleNamespace(name="shard_map")
+"""In place of a primitive: what makes one shard of an argument."""
+_MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
+"""What gives all devices that take part the same result."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +49,15 @@ class Site:
     """Where the user's own program holds a value.
 
     Attributes:
-      path: Positions of the enclosing `jit` equations, outermost first; empty at the top level.
+      path: Positions of the enclosing `jit` and `shard_map` equations, outermost first; empty at
+        the top level.
       var: The variable there.
+      spec: Inside a `shard_map`, how its shards lie when it is returned from there.
     """
 
     path: tuple[int, ...]
     var: Any
+    spec: Any = None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -60,6 +70,7 @@ class Value:
       index: Its position among that operation's results.
       site: Where the armed step can return it; `None` inside bodies that cannot be opened.
       constant: Its value where that is known while tracing.
+      is_everywhere: Inside a `shard_map`, whether it is certain to be the same on all devices.
     """
 
     aval: Any
@@ -67,6 +78,7 @@ class Value:
     index: int = 0
     site: Site | None = None
     constant: Any = _NOTHING
+    is_everywhere: bool = True
 
     @property
     def is_constant(self) -> bool:
@@ -97,8 +109,10 @@ class Op:
     inputs: tuple[Value, ...]
     params: dict[str, Any]
     num_outputs: int
+    entered: "tuple[Value, ...]" = ()
+    """Of a `shard_map`: what goes into its body, seen from inside."""
     results: "tuple[Value, ...]" = ()
-    """Of a `shard_map`: what its body returns, seen from inside, on shapes of one shard."""
+    """Of a `shard_map`: what its body returns, seen from inside."""
 
     @property
     def name(self) -> str:
@@ -139,9 +153,21 @@ def flatten(closed: Any) -> Graph:
 
 
 def _walk(
-    jaxpr: Any, consts: list[Any], inputs: Sequence[Value], path: tuple[int, ...] | None
-) -> list[Value]:
-    """Follows the equations of one body; `path` is `None` where it cannot be opened."""
+    jaxpr: Any, consts: list[Any], inputs: Sequence[Value], path: tuple[int, ...] | None,
+    axes: Collection[str] = (),
+) -> list[Value]:  # fmt: skip
+    """Follows the equations of one body.
+
+    Args:
+      jaxpr: The body.
+      consts: Its constants.
+      inputs: What goes in.
+      path: As of its values' sites; `None` where it cannot be opened.
+      axes: Of the mesh, over which a `shard_map` around it maps.
+
+    Returns:
+      What comes out.
+    """
     env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     env.update((v, Value(v.aval, constant=c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
 
@@ -151,42 +177,79 @@ def _walk(
         return env[atom]
 
     for position, eqn in enumerate(jaxpr.eqns):
-        outputs = _apply(eqn, [read(a) for a in eqn.invars], path, position)
+        outputs = _apply(eqn, [read(a) for a in eqn.invars], path, position, axes)
         for var, value in zip(eqn.outvars, outputs, strict=True):
             env[var] = value
-            if path is not None and not value.is_constant:
-                _offer_site(value, Site(path, var))
+            _offer_site(value, path, var, axes)
     return [read(a) for a in jaxpr.outvars]
 
 
-def _offer_site(value: Value, site: Site) -> None:
+def _offer_site(
+    value: Value, path: tuple[int, ...] | None, var: Any, axes: Collection[str]
+) -> None:
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
-    if type(site.var) is _compat.DropVar:
+    if path is None or value.is_constant or type(var) is _compat.DropVar:
         return
-    if value.site is None or len(site.path) < len(value.site.path):
-        value.site = site
+    if not (value.shape or value.is_everywhere):
+        return  # a scalar is captured once, for all devices
+    if value.site is None or len(path) < len(value.site.path):
+        value.site = Site(path, var, jax.P() if axes else None)
 
 
 def _apply(
-    eqn: Any, inputs: list[Value], path: tuple[int, ...] | None, position: int
-) -> list[Value]:
+    eqn: Any, inputs: list[Value], path: tuple[int, ...] | None, position: int,
+    axes: Collection[str],
+) -> list[Value]:  # fmt: skip
     name = eqn.primitive.name
+    if name == "pvary":  # for the types alone
+        return inputs
     if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
         body, operands = body_of(eqn, inputs)
         inner = (*path, position) if path is not None and can_open(eqn) else None
-        return _walk(*_compat.open_jaxpr(body), operands, inner)
+        return _walk(*_compat.open_jaxpr(body), operands, inner, axes)
     if name == "cond" and not any(_is_extended(v.aval) for v in eqn.outvars):
         index, *operands = inputs
-        branches = [_walk(*_compat.open_jaxpr(b), operands, None) for b in eqn.params["branches"]]
+        branches = [
+            _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in eqn.params["branches"]
+        ]
         return [
-            Value(var.aval, Op(_SELECT, (index, *cases), {}, 1))
+            _value(var.aval, Op(_SELECT, (index, *cases), {}, 1), 0, axes)
             for var, *cases in zip(eqn.outvars, *branches, strict=True)
         ]
     op = Op(eqn.primitive, tuple(inputs), eqn.params, len(eqn.outvars))
     if name == "shard_map":
-        body, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
-        op.results = tuple(_walk(body, consts, [Value(v.aval) for v in body.invars], None))
-    return [Value(var.aval, op, i) for i, var in enumerate(eqn.outvars)]
+        _look_inside(op, (*path, position) if path is not None else None)
+    return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
+
+
+def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
+    return Value(aval, op, index, is_everywhere=not axes or _is_everywhere(op, axes))
+
+
+def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
+    """Follows the body of a `shard_map`."""
+    body, consts = _compat.open_jaxpr(op.params["jaxpr"])
+    op.entered = tuple(
+        Value(var.aval, Op(_ENTER, (outer,), {}, 1), is_everywhere=not any(spec))
+        for var, outer, spec in zip(body.invars, op.inputs, op.params["in_specs"], strict=True)
+    )
+    axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names
+    for var, value in zip(body.invars, op.entered, strict=True):
+        _offer_site(value, path, var, axes)
+    op.results = tuple(_walk(body, consts, op.entered, path, axes))
+
+
+def _is_everywhere(op: Op, axes: Collection[str]) -> bool:
+    """Whether an operation inside a `shard_map` gives the same on all devices, for certain."""
+    over = op.params.get("axis_name", op.params.get("axes", ()))
+    names = {a for a in ((over,) if isinstance(over, str) else over) if isinstance(a, str)}
+    if names:
+        in_groups = op.params.get("axis_index_groups") is not None
+        return op.name in _MEETINGS and names >= set(axes) and not in_groups
+    holds_a_body = any("jaxpr" in key or key == "branches" for key in op.params)
+    if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
+        return False
+    return all(v.is_constant or v.is_everywhere for v in op.inputs)
 
 
 def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

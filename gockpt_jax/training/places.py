@@ -49,19 +49,19 @@ def state_in_result(
     Raises:
       StepMismatchError: if a part is missing or its structure differs; the message says what to do.
     """
-    wanted: list[Any] = [jax.tree.structure(s) for s in states]
+    wanted = [_structure(s) for s in states]
     if state_out is not None:
         parts = tuple(_part(result, place) for place in as_places("state_out", state_out))
-        if [jax.tree.structure(p) for p in parts] != wanted:
+        if [_structure(p) for p in parts] != wanted:
             raise StepMismatchError(
                 f"`state_out={state_out!r}` does not lead to a tree like the state given to the "
                 f"step.\n  expected: {_told(states)}\n  got: {_told(parts)}"
             )
         return parts
-    parts = [(part, span) for part, span in _parts(result) if jax.tree.structure(part) in wanted]
+    inside = [(part, span) for part, span in _trees_in(result) if _structure(part) in wanted]
     found = []
     for n, structure in enumerate(wanted):
-        alike = [i for i, (p, _) in enumerate(parts) if jax.tree.structure(p) == structure]
+        alike = [i for i, (part, _) in enumerate(inside) if _structure(part) == structure]
         if not alike:
             raise StepMismatchError(
                 f"the wrapped step's result holds no tree like the state it was given, "
@@ -69,24 +69,28 @@ def state_in_result(
                 "structure of the old one, or say where it is with `wrap(step, state=..., "
                 "state_out=...)`."
             )
-        likest = max((likeness(parts[i][0], n), -i) for i in alike)
-        part, taken = parts.pop(-likest[1])
+        likest = max((likeness(inside[i][0], n), -i) for i in alike)
+        part, taken = inside.pop(-likest[1])
         found.append(part)
-        parts = [(p, span) for p, span in parts if _apart(span, taken)]
+        inside = [(part, span) for part, span in inside if _apart(span, taken)]
     return tuple(found)
 
 
-def _parts(tree: Any) -> Iterator[tuple[Any, range]]:
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)  # which JAX does not type
+
+
+def _trees_in(tree: Any) -> Iterator[tuple[Any, range]]:
     """A tree and all trees within it, the outermost first, and which of its leaves are theirs."""
     level = [(tree, 0)]
     while level:
         inner = []
         for node, start in level:
-            yield node, range(start, start + jax.tree.structure(node).num_leaves)
+            yield node, range(start, start + _structure(node).num_leaves)
             opened = jax.tree_util.default_registry.flatten_one_level(node)
             for child in () if opened is None else opened[0]:
                 inner.append((child, start))
-                start += jax.tree.structure(child).num_leaves
+                start += _structure(child).num_leaves
         level = inner
 
 
@@ -98,8 +102,8 @@ def _told(trees: Sequence[Any]) -> str:
     """Trees in a few words; a structure as JAX prints it may take pages."""
 
     def told(tree: Any) -> str:
-        text = str(jax.tree.structure(tree)).removeprefix("PyTreeDef(")[:-1]
-        leaves = f"{jax.tree.structure(tree).num_leaves} leaves"
+        text = str(_structure(tree)).removeprefix("PyTreeDef(")[:-1]
+        leaves = f"{_structure(tree).num_leaves} leaves"
         return text if len(text) < 200 else f"{text[:200]}... ({leaves})"
 
     return ", ".join(map(told, trees))

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.call import CallForm, Positions
-from gockpt_jax.training.cut import find_cut
-from gockpt_jax.training.graph import flatten
+from gockpt_jax.training.cut import Cut, find_cut
+from gockpt_jax.training.graph import Site, Value, flatten
 from gockpt_jax.training.replay_group import ArraySpec, replay_groups
 from gockpt_jax.training.signature import Signature
 from gockpt_jax.training.walk import Leaf
@@ -72,19 +73,34 @@ class StepProgram:
         self.is_exact = exact
         graph = flatten(self._traced.jaxpr)
         leaves = [
-            Leaf(path, graph.inputs[i], graph.outputs[o])
+            Leaf.of(path, graph.inputs[i], graph.outputs[o])
             for path, i, o in zip(
                 self.positions.paths, self.positions.inputs, self.positions.outputs, strict=True
             )
         ]
         cut = find_cut(leaves, even_for_nothing=self._even_for_nothing, exact=exact)
-        self._sites = [v.site for v in cut.values if v.site is not None]
-        self.cut_arrays = tuple(ArraySpec(v.shape, v.dtype) for v in cut.values)
+        self.leaf_specs = tuple(_spec(graph.inputs[i]) for i in self.positions.inputs)
+        self._sites, self.cut_arrays = self._returned(cut, leaves)
         self.groups = replay_groups(cut, leaves)
         self.late: dict[int, str] = dict(cut.late)
-        self.leaf_specs = tuple(ArraySpec(x.old.shape, x.old.dtype) for x in leaves)
         self.is_armed = False
         self._executable: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def _returned(
+        self, cut: Cut, leaves: Sequence[Leaf]
+    ) -> tuple[list[Site], tuple[ArraySpec, ...]]:
+        """Where the cut values are, and what the armed step returns of them."""
+        whole = {v: group.leaves[0] for group in cut.groups for v in group.retained}
+        sites, arrays = [], []
+        for value in cut.values:
+            site, array, j = value.site, _spec(value), whole.get(value)
+            assert site is not None, "only what can be returned is cut"
+            if j is not None and leaves[j].spec is not None:  # a shard, seen from inside
+                site = dataclasses.replace(site, spec=leaves[j].spec)
+                array = ArraySpec(self.leaf_specs[j].shape, array.dtype)
+            sites.append(site)
+            arrays.append(array)
+        return sites, tuple(arrays)
 
     def rounded(self) -> "StepProgram":
         """The same trace with a cut that accepts rounding, so that more leaves leave early.
@@ -264,6 +280,10 @@ def _refuse_no_state(traced: Any, positions: Positions) -> None:
             f"comes out as {new}, and no other leaf stays what it was. Say where the state is with "
             "`wrap(step, state=..., state_out=...)`."
         )
+
+
+def _spec(value: Value) -> ArraySpec:
+    return ArraySpec(value.shape, value.dtype)
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

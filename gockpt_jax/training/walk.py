@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,40 @@ from gockpt_jax.training.graph import Op, Value
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of the state: its value going into the step and coming out."""
+    """One array of the state: its value going into the step and coming out.
+
+    Attributes:
+      path: Its name.
+      old: Going in; if a `shard_map` updates it, one shard of it, as seen from inside.
+      new: Coming out, likewise.
+      spec: How its shards lie in that `shard_map`; `None` without one.
+    """
 
     path: str
     old: Value
     new: Value
+    spec: Any = None
+
+    @classmethod
+    def of(cls, path: str, old: Value, new: Value) -> "Leaf":
+        """Looks for what updates the leaf: the step itself, or a `shard_map` in it."""
+        op = new.op
+        if op is not None and op.results:
+            spec = op.params["out_specs"][new.index]
+            for given, spec_in, inside in zip(
+                op.inputs, op.params["in_specs"], op.entered, strict=True
+            ):
+                if given is old and _trimmed(spec_in) == _trimmed(spec):
+                    return cls(path, inside, op.results[new.index], spec)
+        return cls(path, old, new)
+
+
+def _trimmed(spec: Sequence[Any]) -> tuple[Any, ...]:
+    """A `PartitionSpec` without the last dimensions if they are whole."""
+    parts = tuple(spec)
+    while parts and parts[-1] is None:
+        parts = parts[:-1]
+    return parts
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,0 +1,141 @@
+"""A whole step inside `jax.shard_map`: the cut lies in its body, and comes out shard by shard."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gockpt_jax import _compat
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.program import StepProgram
+
+AXES = ("a", "b")
+
+
+def gradient(x, w):
+    """As sharded steps make it: of its own rows from the rows of all, else the mean of all."""
+    g = jnp.tanh(x)
+    if w.shape == x.shape:
+        return lax.pmean(g, AXES)
+    return lax.psum_scatter(g, AXES, tiled=True)
+
+
+def momentum(state, x):
+    g = gradient(x, state["w"])
+    m = 0.9 * state["m"] + 0.25 * g
+    return {"m": m, "v": 0.5 * state["v"] + g, "w": state["w"] - 0.5 * m}
+
+
+def norm_of_all(state, x):
+    """Of the whole gradient: the same on all devices, so it is captured."""
+    g = gradient(x, state["w"])
+    bad = lax.psum(jnp.sum(g * g), AXES) > 1e9
+    kept = jax.jit(lambda new, old: jnp.where(bad, old, new))  # a call in the body
+    m, v = 0.9 * state["m"] + 0.25 * g, 0.5 * state["v"] + g
+    return {"m": kept(m, state["m"]), "v": kept(v, state["v"]), "w": state["w"] - jnp.sin(m)}
+
+
+def norm_of_each(state, x):
+    """Of each device's own rows: no one number stands for all."""
+    g = gradient(x, state["w"])
+    bad = jnp.sum(g * g) > 1e9 if state["w"].shape != x.shape else lax.axis_index(AXES) > 99
+    m, v = 0.9 * state["m"] + 0.25 * g, 0.5 * state["v"] + g
+    pick = functools.partial(jnp.where, bad)
+    return {"m": pick(state["m"], m), "v": pick(state["v"], v), "w": state["w"] - jnp.sin(m)}
+
+
+def placed(spec):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), AXES)
+    sharding = NamedSharding(mesh, spec)
+    state = {k: np.random.default_rng(n).random((16, 6), np.float32) for n, k in enumerate("mvw")}
+    x = np.random.default_rng(9).random((16, 6), np.float32)
+    return mesh, jax.device_put(state, sharding), jax.device_put(x, NamedSharding(mesh, P()))
+
+
+def program_of(jitted, *args):
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    program.arm(None)
+    program.wait_until_ready()
+    assert program.failure() is None
+    return program
+
+
+def early(program):
+    return {program.positions.paths[j] for group in program.groups for j in group.leaves}
+
+
+SPECS = [P(AXES), P(AXES, None), P(), P(None)]
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("step", "scalars"), [(momentum, 0), (norm_of_all, 1)])
+def test_what_leaves_early_is_repeated_from_the_cut(step, scalars, spec, check_vma):
+    mesh, state, x = placed(spec)
+    specs = dict.fromkeys(state, spec)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P()), out_specs=specs, check_vma=check_vma
+    )
+    jitted = jax.jit(mapped)
+    program = program_of(jitted, state, x)
+    new, cut = program.call((state, x), {})
+    jax.tree.map(np.testing.assert_array_equal, new, jitted(state, x))
+    assert early(program) >= {"['m']", "['v']"}
+    old, new = jax.tree.leaves(state), jax.tree.leaves(new)
+    for group in program.groups:
+        retained = [cut[i] for i in group.retained]
+        assert [v.sharding.is_equivalent_to(old[0].sharding, 2) for v in retained] == [True]
+        assert [program.cut_arrays[i].shape for i in group.retained] == [(16, 6)]
+        assert len(group.scalars) == scalars
+        host = jax.device_get(([old[j] for j in group.leaves], retained))
+        got = group.recipe.apply(*host, [jax.device_get(cut[i]) for i in group.scalars])
+        for value, j in zip(got, group.leaves, strict=True):
+            np.testing.assert_array_equal(value, new[j])
+
+
+@pytest.mark.parametrize("spec", [P(AXES), P()], ids=str)
+def test_a_number_of_each_devices_own_is_not_captured(spec):
+    """It is gone round, or the leaf is late: what is captured is the same on all devices."""
+    mesh, state, x = placed(spec)
+    specs = dict.fromkeys(state, spec)
+    jitted = jax.jit(
+        jax.shard_map(norm_of_each, mesh=mesh, in_specs=(specs, P()), out_specs=specs,
+                      check_vma=False)
+    )  # fmt: skip
+    program = program_of(jitted, state, x)
+    assert all(not group.scalars for group in program.groups)
+    assert early(program) == set()
+
+
+def test_a_leaf_that_comes_out_otherwise_than_it_went_in_is_late():
+    mesh, state, x = placed(P(AXES))
+    specs = dict.fromkeys(state, P(AXES))
+    out = specs | {"v": P(("b", "a"))}
+    mapped = jax.shard_map(momentum, mesh=mesh, in_specs=(specs, P()), out_specs=out)
+    program = program_of(jax.jit(mapped), state, x)
+    assert "['v']" not in early(program)
+    assert "`shard_map`" in program.late[program.positions.paths.index("['v']")]
+
+
+def test_leaves_that_share_a_gradient_and_lie_differently_are_late():
+    """Square shards fit both; the one value that would be retained lies as one of them."""
+
+    def step(state, x):
+        g = lax.psum_scatter(jnp.tanh(x), "a", tiled=True)
+        return {k: 0.5 * s + g for k, s in state.items()}
+
+    mesh, state, x = placed(P())
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    specs = {"m": P("a"), "v": P(None, "a"), "w": P("a")}
+    state = {"m": jnp.ones((16, 4)), "v": jnp.ones((4, 16)), "w": jnp.ones((16, 4))}
+    x = jnp.ones((16, 4))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=specs)
+    assert early(program_of(jax.jit(mapped), state, x)) == set()
