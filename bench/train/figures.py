@@ -10,7 +10,7 @@ from bench.train.phases import Phase
 _MTBF_HOURS = (1, 24)
 _RESTART_SECS = 60.0
 # The planner says what it expects in the reason of its choice.
-_PREDICTED = re.compile(r"steps: predicted stall ([0-9.]+) s|; of a snapshot ([0-9.]+) s")
+_PREDICTED = re.compile(r"steps: predicted stall ([0-9.]+) s|; .*of a snapshot ([0-9.]+) s")
 _FITS = "one device copy of the state fits"
 
 NOTES = [
@@ -141,7 +141,7 @@ def predicted_stall_secs(reason: str) -> float | None:
       >>> predicted_stall_secs("3 steps: predicted stall 0.125 s, of a snapshot 2.500 s; at ...")
       0.125
       >>> why = "no window gains: predicted stall at least 3.000 s"
-      >>> predicted_stall_secs(f"{why}; of a snapshot 2.500 s")
+      >>> predicted_stall_secs(f"{why}; predicted stall of a snapshot 2.500 s")
       2.5
       >>> predicted_stall_secs("one device copy of the state fits: 1 GB, no device budget")
       0.0

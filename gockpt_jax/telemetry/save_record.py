@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gockpt_jax.telemetry.report import AuditFigures, ReportLog, SaveKind, SaveReport
@@ -53,7 +53,7 @@ class SaveRecord:
     def nothing_left_early(self) -> None:
         """The save asked for nothing that the window had taken: it was a snapshot after all."""
         self.kind, self.window_steps = "snapshot", 1
-        self.reason = "; ".join(self.late_leaves) or (
+        self.reason = _in_short(self.late_leaves) or (
             "nothing given to `save` had left early: it is not the state that the last wrapped step"
             " returned, or a part that leaves at the save"
         )
@@ -69,6 +69,12 @@ class SaveRecord:
         if self.written_at:
             told["commit_secs"] = max(0.0, self.committed_at - self.written_at)
         return SaveReport(**told)
+
+
+def _in_short(reasons: Sequence[str]) -> str:
+    """The first of them, and how many more there are: a state has hundreds of leaves."""
+    more = len(reasons) - 1
+    return "; ".join([*reasons[:1], *([f"and {more} leaves more"] if more > 0 else [])])
 
 
 class PendingReport:

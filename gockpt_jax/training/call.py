@@ -181,6 +181,18 @@ def leaf_paths(states: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(_short(jax.tree_util.keystr(path), len(states)) for path, _ in listed)
 
 
+def argument_name(in_tree: Any, i: int) -> str:
+    """What the user calls an array that goes in, such as `args[1]['loss']`.
+
+    Args:
+      in_tree: The structure of positional and keyword arguments.
+      i: Flat position of the array.
+    """
+    numbered = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
+    (kind, *path), _ = jax.tree_util.tree_leaves_with_path(numbered)[i]
+    return f"`{('args', 'kwargs')[kind.idx]}{jax.tree_util.keystr(tuple(path))}`"
+
+
 def _short(path: str, num_states: int) -> str:
     """Drops the index into the tuple of states where there is only one."""
     return (path.removeprefix("[0]") or "the state") if num_states == 1 else path

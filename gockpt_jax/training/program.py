@@ -3,6 +3,7 @@
 import concurrent.futures
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import with_outputs
-from gockpt_jax.training.call import CallForm, Positions
+from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import Site, Value, flatten
 from gockpt_jax.training.replay_group import ArraySpec, replay_groups
@@ -168,7 +169,8 @@ class StepProgram:
           ValueError: likewise, for shardings.
         """
         flat = self._flat_call(args, kwargs)
-        self._traced_for.refuse_other(self._signature(flat, args, kwargs))
+        name_of = functools.partial(argument_name, self._in_tree)
+        self._traced_for.refuse_other(self._signature(flat, args, kwargs), name_of)
         results = self.executable()(*flat)
         num_outputs = self.out_tree.num_leaves
         return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]

@@ -1,7 +1,7 @@
 """What `jax.jit` tells programs apart by, where a compiled one would take the call."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,8 +38,12 @@ class Signature:
         )
         return cls(static, tuple(map(_is_weak, flat)), committed, _compat.trace_context())
 
-    def refuse_other(self, now: "Signature") -> None:
+    def refuse_other(self, now: "Signature", name_of: Callable[[int], str]) -> None:
         """Compares with those of another call.
+
+        Args:
+          now: Of that call.
+          name_of: What the user calls an array that goes in.
 
         Raises:
           TypeError: if `jax.jit` would run another program for it.
@@ -47,15 +51,25 @@ class Signature:
         if self.static != now.static:
             raise TypeError("a static argument changed")
         if self.weak_types != now.weak_types:
-            raise TypeError("the weak type of an argument changed")
+            name = name_of(_first_other(self.weak_types, now.weak_types))
+            raise TypeError(f"the weak type of {name} changed (a Python number has one)")
         if self.committed != now.committed:
-            raise TypeError("an argument that was committed to its devices is not, or is now")
+            i = _first_other(self.committed, now.committed)
+            was, is_now = ("was", "is not") if self.committed[i] else ("was not", "is")
+            raise TypeError(
+                f"{name_of(i)} {was} committed to its devices and {is_now}: place it at every call "
+                "as the step returns it (`jax.device_put` with a sharding)"
+            )
         if self.settings != now.settings:
             raise TypeError("a setting of JAX changed")
 
     def is_of_these_settings(self) -> bool:
         """Whether what is lowered now would be lowered as it was then."""
         return bool(self.settings == _compat.trace_context())
+
+
+def _first_other(mine: Sequence[bool], others: Sequence[bool]) -> int:
+    return next(i for i, (a, b) in enumerate(zip(mine, others, strict=True)) if a != b)
 
 
 def _is_weak(x: Any) -> bool:

@@ -54,7 +54,7 @@ def choose(terms: Terms) -> Choice:
     else:
         least = min(w.stall_secs for w in windows)
         why = f"no window gains: predicted stall at least {least:.3f} s"
-    reason = f"{why}; of a snapshot {snapshot.stall_secs:.3f} s"
+    reason = f"{why}; predicted stall of a snapshot {snapshot.stall_secs:.3f} s"
     return Choice(cost=best, reason=reason)
 
 

@@ -110,7 +110,7 @@ class OpenWindow:
         for j, g in self._group_of.items():
             if old[j] is not previous[j] and g not in self._late:
                 path = self.program.positions.paths[j]
-                self._late[g] = f"{path}: replaced between two steps of the window"
+                self._late[g] = f"{path}: replaced between two steps of the window, outside them"
 
     def _heed_demotions(self) -> None:
         """The audit of the last save may still be running while this window is open."""
