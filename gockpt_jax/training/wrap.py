@@ -238,7 +238,7 @@ def _why_no_program(step: Any) -> str | None:
     elif isinstance(step, functools.partial):
         remedy = "wrap the jitted function, and bind arguments to the wrapped one"
     elif kind == "function" and hasattr(step, "lower"):
-        kind, remedy = "jax.pmap", "use `jax.jit` with shardings over a mesh"
+        kind, remedy = "jax.pmap", "use `jax.jit` of `jax.shard_map` over a mesh"
     elif kind == "function":
         remedy = "wrap the function in `jax.jit` first"
     else:
