@@ -94,6 +94,18 @@ def specified_shardings(traced: Any, which: str) -> tuple[Any, ...] | None:
     return tuple(s if isinstance(s, jax.sharding.Sharding) else None for s in flat)
 
 
+def donated(traced: Any) -> tuple[int, ...]:
+    """Flat positions of the arguments that are donated.
+
+    `Traced.donate_argnums` makes the user's own trees of something else than arrays to tell, and
+    classes that check what they hold refuse it (jax 0.7 to 0.12).
+    """
+    flags = getattr(traced, "_params", {}).get("donated_invars")
+    if flags is None:
+        return tuple(traced.donate_argnums)
+    return tuple(i for i, is_donated in enumerate(flags) if is_donated)
+
+
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
     """Splits a closed (or open) jaxpr into its equations' owner and its constants.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
-from gockpt_jax.training.places import Place, Places, as_places, state_in_result
+from gockpt_jax.training.places import Place, Places, as_places, states_at, states_within
 
 
 class CallForm:
@@ -51,7 +52,7 @@ class CallForm:
     def locate(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
     ) -> "Positions":
-        """Follows numbered leaves through the call's structure, so that no array is compared.
+        """Follows leaves by their number through the call's structure: no array is compared.
 
         Args:
           args: Positional arguments of a call.
@@ -63,32 +64,44 @@ class CallForm:
         Raises:
           StepMismatchError: if the state is not found.
         """
-        states = self.state_of(*self.numbered(args, kwargs))
-        result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-        given = [set(map(id, jax.tree.leaves(s))) for s in self.state_of(args, kwargs)]
+        states = self.state_of(args, kwargs)
+        given = [set(map(id, jax.tree.leaves(s))) for s in states]
         returned = [id(x) for x in jax.tree.leaves(before)]
 
-        def came_back(part: Any, n: int) -> int:
+        def came_back(leaves: range, n: int) -> int:
             if len(returned) != out_tree.num_leaves:  # another program's
                 return 0
-            return sum(returned[i] in given[n] for i in jax.tree.leaves(part))
+            return sum(returned[i] in given[n] for i in leaves)
 
-        parts = state_in_result(result, states, self._state_out, came_back)
+        inputs = self.state_of(*self._leaves_of_arguments(args, kwargs))
+        outputs = self._new_states(out_tree, states, came_back)
         return Positions(
-            tuple(jax.tree.leaves(states)), tuple(jax.tree.leaves(parts)), leaf_paths(states)
+            tuple(itertools.chain(*inputs)), tuple(itertools.chain(*outputs)), leaf_paths(states)
         )
 
-    def new_state_of(self, result: Any, states: Sequence[Any]) -> tuple[Any, ...]:
-        """The new state in a result, a part for each state argument.
+    def new_leaves_of(self, result: Any, states: Sequence[Any]) -> list[Any]:
+        """The new state in a result: the leaves of all parts.
 
         Raises:
           StepMismatchError: if a part is missing or its structure differs.
         """
+        new, out_tree = jax.tree.flatten(result)
+        old = [jax.tree.leaves(s) for s in states]
 
-        def looks_like(part: Any, n: int) -> int:
-            return sum(map(_same_kind, jax.tree.leaves(part), jax.tree.leaves(states[n])))
+        def looks_like(leaves: range, n: int) -> int:
+            return sum(_same_kind(new[i], x) for i, x in zip(leaves, old[n], strict=True))
 
-        return state_in_result(result, states, self._state_out, looks_like)
+        return [new[i] for part in self._new_states(out_tree, states, looks_like) for i in part]
+
+    def _new_states(
+        self, out_tree: Any, states: Sequence[Any], likeness: Callable[[range, int], int]
+    ) -> Sequence[Sequence[int]]:
+        """Which of the result's leaves are the new state, for each state argument."""
+        wanted = [jax.tree.structure(s) for s in states]
+        if self._state_out is None:
+            return states_within(out_tree, wanted, likeness)
+        numbered = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        return [jax.tree.leaves(p) for p in states_at(numbered, self._state_out, wanted)]
 
     def state_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The state arguments of one call, in the order of `state`.
@@ -131,15 +144,17 @@ class CallForm:
         by_name = tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in names)
         return (*((type(a), a) for i, a in enumerate(args) if i in static), *by_name)
 
-    def numbered(
+    def _leaves_of_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with each leaf replaced by its flat position, static arguments by `None`."""
+    ) -> tuple[tuple[range, ...], dict[str, range]]:
+        """The call with each argument replaced by its flat positions; of a static one, none."""
         positional, by_name = self.dynamic(args, kwargs)
-        tree: Any = jax.tree.structure((positional, by_name))
-        positional, by_name = jax.tree.unflatten(tree, range(tree.num_leaves))
-        static, remaining = self._static_positions(len(args)), iter(positional)
-        return tuple(None if i in static else next(remaining) for i in range(len(args))), by_name
+        names = sorted(by_name)  # as JAX flattens them
+        sizes = [len(jax.tree.leaves(x)) for x in (*positional, *(by_name[k] for k in names))]
+        spans = map(range, itertools.accumulate([0, *sizes]), itertools.accumulate(sizes))
+        static = self._static_positions(len(args))
+        in_order = tuple(range(0) if i in static else next(spans) for i in range(len(args)))
+        return in_order, dict(zip(names, spans, strict=True))
 
     def _static_positions(self, num_args: int) -> set[int]:
         return {n + num_args if n < 0 else n for n in self.settings.static_argnums}
@@ -181,15 +196,14 @@ def leaf_paths(states: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(_short(jax.tree_util.keystr(path), len(states)) for path, _ in listed)
 
 
-def argument_name(in_tree: Any, i: int) -> str:
+def argument_name(arguments: tuple[tuple[Any, ...], Mapping[str, Any]], i: int) -> str:
     """What the user calls an array that goes in, such as `args[1]['loss']`.
 
     Args:
-      in_tree: The structure of positional and keyword arguments.
+      arguments: The positional ones, and those by keyword.
       i: Flat position of the array.
     """
-    numbered = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
-    (kind, *path), _ = jax.tree_util.tree_leaves_with_path(numbered)[i]
+    (kind, *path), _ = jax.tree_util.tree_leaves_with_path(arguments)[i]
     return f"`{('args', 'kwargs')[kind.idx]}{jax.tree_util.keystr(tuple(path))}`"
 
 

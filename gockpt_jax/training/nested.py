@@ -199,7 +199,7 @@ class NestedStep:
         new = jax.tree.leaves(states)
         try:
             if all(a is b for a, b in zip(new, form.old, strict=False)):  # none changed in place
-                new = jax.tree.leaves(self._outer_form.new_state_of(result, states))
+                new = self._outer_form.new_leaves_of(result, states)
         except StepMismatchError as error:
             self._mismatch = error
         form.old = ()  # donated

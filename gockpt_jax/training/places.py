@@ -1,4 +1,8 @@
-"""Where a user says the state is, and how it is found in a step's result."""
+"""Where a user says the state is, and how it is found in a step's result.
+
+A result is looked at by its structure alone: classes that check what they are given are never
+asked to hold something else.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,70 +31,74 @@ def as_places(name: str, places: Any) -> tuple[Place, ...]:
     return tuple(listed)
 
 
-def state_in_result(
-    result: Any,
-    states: Sequence[Any],
-    state_out: Places | None,
-    likeness: Callable[[Any, int], int] = lambda part, n: 0,
-) -> tuple[Any, ...]:
-    """Finds the new state in a step's result.
+def states_at(result: Any, state_out: tuple[Place, ...], wanted: Sequence[Any]) -> tuple[Any, ...]:
+    """The new state where the user says that it is.
 
     Args:
       result: What the step returned (or a tree of the same structure).
-      states: The state arguments, in the order of `state`.
-      state_out: Positions or names in the result; `None`: the parts of the result whose tree
-        structure is that of each state argument, however deep they lie, the whole result included.
-      likeness: Of a part to the n-th state: of several parts of its structure the likest is taken,
-        and of these the outermost, and the first.
-
-    Returns:
-      One part for each state argument; none lies within another.
+      state_out: Positions or names in it.
+      wanted: The structure of each state argument.
 
     Raises:
-      StepMismatchError: if a part is missing or its structure differs; the message says what to do.
+      StepMismatchError: if there is nothing, or something of another structure.
     """
-    wanted = [_structure(s) for s in states]
-    if state_out is not None:
-        parts = tuple(_part(result, place) for place in as_places("state_out", state_out))
-        if [_structure(p) for p in parts] != wanted:
-            raise StepMismatchError(
-                f"`state_out={state_out!r}` does not lead to a tree like the state given to the "
-                f"step.\n  expected: {_told(states)}\n  got: {_told(parts)}"
-            )
-        return parts
-    inside = [(part, span) for part, span in _trees_in(result) if _structure(part) in wanted]
+    parts = tuple(_part(result, place) for place in state_out)
+    structures = [jax.tree.structure(p) for p in parts]
+    if structures != list(wanted):
+        raise StepMismatchError(
+            f"`state_out={state_out!r}` does not lead to a tree like the state given to the "
+            f"step.\n  expected: {_told(wanted)}\n  got: {_told(structures)}"
+        )
+    return parts
+
+
+def states_within(
+    out_tree: Any,
+    wanted: Sequence[Any],
+    likeness: Callable[[range, int], int] = lambda leaves, n: 0,
+) -> tuple[range, ...]:
+    """Finds the new state in a result, however deep it lies.
+
+    Args:
+      out_tree: The result's structure.
+      wanted: The structure of each state argument.
+      likeness: Of the leaves of a tree to the n-th state: of several trees of its structure the
+        likest is taken, and of these the outermost, and the first.
+
+    Returns:
+      For each state argument, which of the result's leaves are the new one; no two share any.
+
+    Raises:
+      StepMismatchError: if there is no such tree; the message says what to do.
+    """
+    trees = [(tree, leaves) for tree, leaves in _trees_in(out_tree) if tree in wanted]
     found = []
     for n, structure in enumerate(wanted):
-        alike = [i for i, (part, _) in enumerate(inside) if _structure(part) == structure]
+        alike = [i for i, (tree, _) in enumerate(trees) if tree == structure]
         if not alike:
             raise StepMismatchError(
-                f"the wrapped step's result holds no tree like the state it was given, "
-                f"{_told([states[n]])}; it is {_told([result])}. Return the new state with the "
+                "the wrapped step's result holds no tree like the state it was given, "
+                f"{_told([structure])}; it is {_told([out_tree])}. Return the new state with the "
                 "structure of the old one, or say where it is with `wrap(step, state=..., "
                 "state_out=...)`."
             )
-        likest = max((likeness(inside[i][0], n), -i) for i in alike)
-        part, taken = inside.pop(-likest[1])
-        found.append(part)
-        inside = [(part, span) for part, span in inside if _apart(span, taken)]
+        likest = max((likeness(trees[i][1], n), -i) for i in alike)
+        _, taken = trees.pop(-likest[1])
+        found.append(taken)
+        trees = [(tree, leaves) for tree, leaves in trees if _apart(leaves, taken)]
     return tuple(found)
 
 
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree)  # which JAX does not type
-
-
 def _trees_in(tree: Any) -> Iterator[tuple[Any, range]]:
-    """A tree and all trees within it, the outermost first, and which of its leaves are theirs."""
+    """A structure and all within it, the outermost first, and which of its leaves are theirs."""
     level = [(tree, 0)]
     while level:
         inner = []
         for node, start in level:
-            yield node, range(start, start + _structure(node).num_leaves)
-            opened = jax.tree_util.default_registry.flatten_one_level(node)
-            for child in () if opened is None else opened[0]:
+            yield node, range(start, start + node.num_leaves)
+            for child in node.children():
                 inner.append((child, start))
-                start += _structure(child).num_leaves
+                start += child.num_leaves
         level = inner
 
 
@@ -98,15 +106,14 @@ def _apart(a: range, b: range) -> bool:
     return a.stop <= b.start or b.stop <= a.start
 
 
-def _told(trees: Sequence[Any]) -> str:
-    """Trees in a few words; a structure as JAX prints it may take pages."""
+def _told(structures: Sequence[Any]) -> str:
+    """Structures in a few words; as JAX prints one it may take pages."""
 
-    def told(tree: Any) -> str:
-        text = str(_structure(tree)).removeprefix("PyTreeDef(")[:-1]
-        leaves = f"{_structure(tree).num_leaves} leaves"
-        return text if len(text) < 200 else f"{text[:200]}... ({leaves})"
+    def told(structure: Any) -> str:
+        text = str(structure).removeprefix("PyTreeDef(")[:-1]
+        return text if len(text) < 200 else f"{text[:200]}... ({structure.num_leaves} leaves)"
 
-    return ", ".join(map(told, trees))
+    return ", ".join(map(told, structures))
 
 
 def _part(result: Any, place: Place) -> Any:

@@ -61,13 +61,11 @@ class StepProgram:
         given = _compat.specified_shardings(traced, "in_shardings")
         self._in_shardings: tuple[Any, ...] = given or (None,) * len(self._flat)
         self._traced_for = self._signature(self._flat, args, kwargs)
-        self.out_tree: Any = jax.tree.structure(traced.out_info)
+        self.out_tree: Any = traced.out_tree
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         _refuse_no_state(traced, self.positions)
         self._even_for_nothing = even_for_nothing
-        self._donated = tuple(
-            i for i, a in enumerate(jax.tree.leaves(traced.args_info)) if a.donated
-        )
+        self._donated = _compat.donated(traced)
         self._analyse(exact=True)
 
     def _analyse(self, *, exact: bool) -> None:
@@ -169,7 +167,7 @@ class StepProgram:
           ValueError: likewise, for shardings.
         """
         flat = self._flat_call(args, kwargs)
-        name_of = functools.partial(argument_name, self._in_tree)
+        name_of = functools.partial(argument_name, self._form.dynamic(args, kwargs))
         self._traced_for.refuse_other(self._signature(flat, args, kwargs), name_of)
         results = self.executable()(*flat)
         num_outputs = self.out_tree.num_leaves
@@ -270,9 +268,12 @@ def _refuse_no_state(traced: Any, positions: Positions) -> None:
     Raises:
       StepMismatchError: if no leaf keeps its shape and dtype.
     """
-    infos = jax.tree.leaves(traced.args_info), jax.tree.leaves(traced.out_info)
+    jaxpr, _ = _compat.open_jaxpr(traced.jaxpr)
     pairs = [
-        tuple(ArraySpec(tuple(x.shape), x.dtype) for x in (infos[0][i], infos[1][o]))
+        tuple(
+            ArraySpec(tuple(x.aval.shape), x.aval.dtype)
+            for x in (jaxpr.invars[i], jaxpr.outvars[o])
+        )
         for i, o in zip(positions.inputs, positions.outputs, strict=True)
     ]
     if pairs and all(old != new for old, new in pairs):

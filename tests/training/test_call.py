@@ -11,7 +11,7 @@ import pytest
 
 from gockpt_jax import StepMismatchError, WrapError, _compat
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.places import as_places, state_in_result
+from gockpt_jax.training.places import as_places, states_at, states_within
 
 STATE = {"w": 1, "m": 2}
 
@@ -109,7 +109,17 @@ def test_static_arguments_are_told_apart(options, args, kwargs, dynamic, static)
     ],
 )
 def test_state_in_result(result, states, state_out, expected):
-    assert state_in_result(result, states, state_out) == expected
+    assert found_in(result, states, state_out) == [jax.tree.leaves(part) for part in expected]
+
+
+def found_in(result, states, state_out):
+    """The leaves of each part, found as `CallForm` does."""
+    leaves, out_tree = jax.tree.flatten(result)
+    wanted = [jax.tree.structure(s) for s in states]
+    if state_out is None:
+        return [[leaves[i] for i in part] for part in states_within(out_tree, wanted)]
+    places = as_places("state_out", state_out)
+    return [jax.tree.leaves(part) for part in states_at(result, places, wanted)]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +127,7 @@ def test_state_in_result(result, states, state_out, expected):
     [
         ((0.5, {"w": 1}), None, "holds no tree like the state"),
         ({"new": [1]}, None, r"say where it is with `wrap\(step, state=..., state_out=...\)`"),
-        ((0.5, STATE), 0, "`state_out=0` does not lead to a tree like the state"),
+        ((0.5, STATE), 0, r"`state_out=\(0,\)` does not lead to a tree like the state"),
         ((0.5, STATE), 5, "`state_out=5` names nothing in the step's result, a `tuple`"),
         (Out(0, STATE), "new", "`state_out='new'` names nothing in the step's result, a `Out`"),
         ({"a": STATE}, "b", "`state_out='b'` names nothing.*Pass the position or the name"),
@@ -126,14 +136,14 @@ def test_state_in_result(result, states, state_out, expected):
 )
 def test_missing_result_names_the_place_and_the_remedy(result, state_out, message):
     with pytest.raises(StepMismatchError, match=message):
-        state_in_result(result, [STATE], state_out)
+        found_in(result, [STATE], state_out)
 
 
 def test_a_large_state_is_not_told_in_full():
     large = {f"leaf_{i}": i for i in range(1000)}
     for state_out in (None, 0):
         with pytest.raises(StepMismatchError, match=r"leaf_0.*1000 leaves") as error:
-            state_in_result((1.0, 2.0), [large], state_out)
+            found_in((1.0, 2.0), [large], state_out)
         assert len(str(error.value)) < 900
 
 

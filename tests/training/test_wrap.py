@@ -358,3 +358,35 @@ def test_what_the_analysis_stumbles_over_is_told_in_a_line(monkeypatch):
         run(step, fresh(), 4)
     assert "\n" not in step.why_not
     assert len(step.why_not) < 400
+
+
+@jax.tree_util.register_pytree_node_class
+class Scale:
+    """A class that looks at what it is given, as loss scales of `jmp` do."""
+
+    def __init__(self, number):
+        assert isinstance(number, jax.Array), f"a scale is an array, not a {type(number)}"
+        self.number = number
+
+    def tree_flatten(self):
+        return (self.number,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+def test_a_state_of_a_class_that_checks_what_it_holds():
+    def scaled(state, scale, x):
+        return update(state, x * scale.number), Scale(scale.number * 0.5)
+
+    def train(step):
+        state, scale = fresh(), Scale(jnp.float32(8.0))
+        for n in range(7):
+            state, scale = step(state, scale, 2.0 if n == 5 else X)
+        return state, scale.number
+
+    observer = Observer((3, 4, 5))
+    step = wrap(jax.jit(scaled, donate_argnums=(0, 1)), observer, state=("state", "scale"))
+    assert_same(train(step), train(jax.jit(scaled)))
+    assert observer.cuts == [n in (3, 4) for n in range(7)]
