@@ -189,6 +189,8 @@ def _why_late(leaf: Leaf, had: Collection[Value], walk_back: _WalkBack, min_gain
 def _describe(value: Value) -> str:
     if value.op is None:
         return "an input or constant of another kind"
+    if value.op.name in ("scan", "while"):
+        return f"a loop (`{value.op.name}`), within which nothing can be cut"
     dtypes = sorted({str(v.dtype) for v in value.op.inputs})
     return f"`{value.op.name}` on {', '.join(dtypes)}, which the host does not repeat exactly"
 
