@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import re
 import time
@@ -29,7 +28,6 @@ from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
-from gockpt_jax.window.slots import give_back
 
 # Options of the tree handler that matter when it reads.
 _READING = (
