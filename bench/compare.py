@@ -39,7 +39,7 @@ _HARDWARE = ("cpu", "cores", "memory_gib", "devices")  # not the load, nor the k
 _TIME_OR_RATE = re.compile(r"secs|_ms\b|_us\b|_ns\b|ns_per_|per_sec|\brate\b")
 _RELATIVE = re.compile(r"ratio|speedup|inflation|_over_|_vs_|ettr")
 _COUNT_OR_SIZE = re.compile(
-    r"_gib\b|_bytes\b|copies|collectives|instructions|chips|parts\b|parameters_b"
+    r"_gib\b|_bytes\b|copies|collectives|instructions|chips|parts\b|joins|parameters_b"
 )
 _HIGHER_IS_BETTER = re.compile(
     r"speedup|throughput|bandwidth|per_sec|\brate\b|ettr|overlap|link_ratio|disk_ratio"

@@ -52,9 +52,9 @@ _NOTES = (
     "snapshot: a save without a window, staged in parts, as a run does whose device budget is the "
     "smallest planned figure, snapshot/planned; compiled: with the scratch of a part.",
     "staging: the copy programs of the largest block of each K, of the late leaves, of the whole "
-    "state and of a snapshot's parts; maxima: by which this compiler joins arrays that it has "
-    "padded; computing instructions: others that do more than move bytes; most_new_over_copied: "
-    "new device bytes over the bytes that are copied, at most.",
+    "state and of a snapshot's parts; joins: maxima and sums by which this compiler joins "
+    "integers that it has padded; computing instructions: others that do more than move bytes; "
+    "most_new_over_copied: new device bytes over the bytes that are copied, at most.",
 )
 
 

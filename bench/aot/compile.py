@@ -168,7 +168,7 @@ def _staging_figures(copied: Sequence[Sequence[Block]]) -> dict[str, float]:
     ]
     return {
         "staging/most_new_over_copied": max(ratios),
-        "staging/maxima": float(sum(p.maxima for p in programs)),
+        "staging/joins": float(sum(p.joins for p in programs)),
         "staging/computing_instructions": float(sum(p.computing for p in programs)),
         "staging/collectives": float(sum(p.collectives for p in programs)),
     }

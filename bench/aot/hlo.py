@@ -16,6 +16,9 @@ _NOT_COMPUTING = {
     "reshape", "pad", "concatenate", "fusion", "parameter", "tuple", "get-tuple-element", "bitcast",
     "bitcast-convert", "constant",
 }  # fmt: skip
+# A TPU joins arrays by padding each, and takes the larger of two, or adds them up: for integers
+# that moves bits.
+_JOINS = re.compile(r'= [su]\d+\[\S* (?:maximum|add)\(.*op_name="[^"]*concatenate"')
 _NAMES_BYTES = re.compile('custom_call_target="(?:ConcatBitcast|AllocateBuffer)"')
 
 
@@ -30,7 +33,7 @@ class Program:
       temp_bytes: What the program needs besides.
       copies: Copy instructions, started ones included; those in a loop's body count once.
       collectives: Collective instructions, likewise.
-      maxima: Instructions that take the larger of two: a TPU's way to join arrays, each padded.
+      joins: Instructions that join integers, padded, by arithmetic.
       computing: Other instructions that do more than move or name bytes.
     """
 
@@ -40,7 +43,7 @@ class Program:
     temp_bytes: int
     copies: int
     collectives: int
-    maxima: int
+    joins: int
     computing: int
 
     @property
@@ -54,6 +57,7 @@ def read_program(compiled: Any) -> Program:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     opcodes = count_opcodes(text)
     computing = sum(n for name, n in opcodes.items() if name not in _NOT_COMPUTING)
+    joins = len(_JOINS.findall(text))
     return Program(
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
@@ -61,8 +65,8 @@ def read_program(compiled: Any) -> Program:
         temp_bytes=memory.temp_size_in_bytes,
         copies=sum(opcodes[name] for name in _COPIES),
         collectives=sum(opcodes[c] + opcodes[c + "-start"] for c in _COLLECTIVES),
-        maxima=opcodes["maximum"],
-        computing=computing - opcodes["maximum"] - len(_NAMES_BYTES.findall(text)),
+        joins=joins,
+        computing=computing - joins - len(_NAMES_BYTES.findall(text)),
     )
 
 

@@ -59,7 +59,7 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
     ]
     new = max(values("staging/most_new_over_copied"))
     computing = int(sum(values("staging/computing_instructions")))
-    maxima = int(sum(values("staging/maxima")))
+    joins = int(sum(values("staging/joins")))
     collectives = int(sum(values("staging/collectives")))
     parts = [int(n) for n in values("snapshot/parts")]
     over = max(
@@ -73,8 +73,9 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
         "to the step's memory.",
         f"- What the compiled programs take is {min(off):+.1%} to {max(off):+.1%} off the "
         "planner's figure, over all cases and K = 2 to 8.",
-        f"- The staging programs hold {collectives} collectives, {maxima} maxima (how this "
-        f"compiler joins small arrays) and {computing} other instructions that compute. They take "
+        f"- The staging programs hold {collectives} collectives, {joins} maxima and sums of padded "
+        f"integers (how this compiler joins small arrays), and {computing} other instructions that "
+        "compute. They take "
         f"at most {new:.3f} times the bytes that they copy.",
         "- A save without a window, with a device budget of the smallest planned figure, is staged "
         f"in at most {max(parts)} parts, which hold at most {over:.3f} times that budget at once.",

@@ -32,7 +32,10 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %pad = f32[8]{0:T(128)} pad(%p, %zero), padding=0_4
   %f = f32[8]{0:T(128)} fusion(%p), kind=kLoop, calls=%c
   %i = s32[8]{0:T(128)} bitcast-convert(%f)
-  %m = s32[8]{0:T(128)} maximum(%pad, %i)
+  %m = s32[8]{0:T(128)} maximum(%pad, %i), metadata={op_name="jit(_copy)/concatenate"}
+  %j = u32[8]{0:T(128)} add(%m, %i), metadata={op_name="jit(_copy)/concatenate" id=6}
+  %fm = f32[8]{0:T(128)} maximum(%pad, %i), metadata={op_name="jit(_copy)/concatenate"}
+  %a = s32[8]{0:T(128)} add(%m, %i), metadata={op_name="jit(_copy)/add"}
   %new = f32[8]{0:T(128)S(1)} custom-call(), custom_call_target="AllocateBuffer"
   ROOT %cd = f32[8]{0:T(128)} copy-done(%cs)
 }
@@ -47,7 +50,7 @@ def test_moving_bytes_is_not_computing():
     compiled = types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: TPU_TEXT)
     program = read_program(compiled)
     assert (program.copies, program.collectives) == (1, 1)
-    assert (program.maxima, program.computing) == (1, 1)
+    assert (program.joins, program.computing) == (2, 3)
     assert program.total_bytes == 10 + 8 - 5 + 3
 
 

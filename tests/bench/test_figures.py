@@ -81,7 +81,7 @@ def aot():
         samples[f"v5e:2x4/1B/fsdp/{name}"] = [1.5]
     for name in ("copies", "collectives"):
         samples |= {f"v5e:2x4/1B/fsdp/{which}/{name}": [7.0] for which in ("armed", "unarmed")}
-    for name in ("computing_instructions", "maxima", "collectives", "most_new_over_copied"):
+    for name in ("computing_instructions", "joins", "collectives", "most_new_over_copied"):
         samples[f"v5e:2x4/1B/fsdp/staging/{name}"] = [0.0]
     samples["v5e:2x4/1B/fsdp/armed_extra_gib"] = [0.75]
     samples["v5e:2x4/1B/fsdp/snapshot/parts"] = [17.0]
