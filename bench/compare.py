@@ -8,8 +8,8 @@ there because samples of one run share what is particular to that run (placement
 neighbours): their interval is too narrow for two runs, so a small step beyond it says little. Of
 many figures some still pass by chance: run again.
 
-Not judged: figures with fewer than 5 samples on a side (but for counts and compiled sizes, which
-another run would repeat), and those with samples at or below zero, which have no ratio. Times and
+Not judged: figures with fewer than 5 samples on a side, and those with samples at or below zero,
+which have no ratio; but for counts and compiled sizes, which another run would repeat. Times and
 rates are compared on the same hardware and for the same command only (sizes and modes are in it).
 What differs between the two runs besides the code is said first. Yardsticks (raw disk, stock,
 training without checkpoints) are nobody's regression: one that has moved says that the machine was
@@ -20,6 +20,7 @@ files cannot be compared.
 import argparse
 import dataclasses
 import json
+import math
 import re
 import statistics
 import sys
@@ -39,14 +40,14 @@ _HARDWARE = ("cpu", "cores", "memory_gib", "devices")  # not the load, nor the k
 _TIME_OR_RATE = re.compile(r"secs|_ms\b|_us\b|_ns\b|ns_per_|per_sec|\brate\b")
 _RELATIVE = re.compile(r"ratio|speedup|inflation|_over_|_vs_|ettr")
 _COUNT_OR_SIZE = re.compile(
-    r"_gib\b|_bytes\b|copies|collectives|instructions|chips|parts\b|joins|parameters_b"
+    r"_gib\b|_bytes\b|copies|collectives|instructions|chips|parts\b|joins|torn|perturbed|parameters_b"
 )
 _HIGHER_IS_BETTER = re.compile(
     r"speedup|throughput|bandwidth|per_sec|\brate\b|ettr|overlap|link_ratio|disk_ratio"
 )
 _LOWER_IS_BETTER = re.compile(
     r"secs|_ms\b|_us\b|ns_per_|inflation|memory|rss|_gib\b|_bytes\b|drain|stall|copies|collectives"
-    r"|instructions|staged|moved|_over_copied"
+    r"|instructions|staged|moved|_over_copied|torn|perturbed"
 )
 # What is measured beside this library, to hold it against.
 _YARDSTICK = re.compile(
@@ -102,16 +103,20 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], threshold: float = 0.05)
         raise IncomparableError(
             f"`{a['name']}` and `{b['name']}` are different benchmarks. Compare two results of one."
         )
-    common = [name for name in a["samples"] if name in b["samples"]]
+    before, after = _samples(a), _samples(b)
+    common = [name for name in before if name in after]
     if not common:
         raise IncomparableError(
             f"the two results of `{a['name']}` have no figure with samples in common."
         )
     other = [key for key in _HARDWARE if a["hardware"].get(key) != b["hardware"].get(key)]
     other += ["command"] if _command(a) != _command(b) else []
-    return [
-        _change(name, a["samples"][name], b["samples"][name], threshold, other) for name in common
-    ]
+    return [_change(name, before[name], after[name], threshold, other) for name in common]
+
+
+def _samples(record: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
+    """Those of all figures; early records of counts have the counts alone."""
+    return record["samples"] or {name: [count] for name, count in record.get("figures", {}).items()}
 
 
 def _change(
@@ -124,7 +129,10 @@ def _change(
     if list(a) == list(b):
         return dataclasses.replace(change, ratio=1.0, spread=(1.0, 1.0), verdict="same")
     if min(*a, *b) <= 0:
-        return dataclasses.replace(change, reason="samples at or below zero")
+        if not _repeats(name) or before == after:
+            return dataclasses.replace(change, reason="samples at or below zero")
+        step = math.inf if after > before else 0.0
+        return dataclasses.replace(change, verdict=_judge(name, step, (step, step), threshold))
     change = dataclasses.replace(change, ratio=after / before)
     if min(len(a), len(b)) < LEAST_SAMPLES and not _repeats(name):
         return dataclasses.replace(change, reason=f"fewer than {LEAST_SAMPLES} samples")

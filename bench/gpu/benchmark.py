@@ -55,6 +55,7 @@ class Part:
     toy: Sequence[str] = ("--toy",)
 
 
+_SMALLER = ("--size", "800m")  # 9.7 GB of state: three modes find time for their rounds
 _TOY_TRAINING = ("--quick", "--size", "toy", "--rounds", "1", "--intervals", "6")
 PARTS = (
     Part("transfer", 1.6, ("bench.gpu.part", "transfer")),
@@ -63,11 +64,11 @@ PARTS = (
     )),
     Part("exact", 1.2, ("bench.gpu.part", "exact")),
     Part("sixth", 1.6, (
-        "bench", "train", "--modes", "ideal,gockpt,gockpt_b80,gockpt_b50",
+        "bench", "train", "--modes", "ideal,gockpt,gockpt_b80,gockpt_b50", *_SMALLER,
         "--device-budget-fraction", f"{_SIXTH:.6f}",
     ), (*_TOY_TRAINING, "--modes", "ideal,gockpt,gockpt_b80")),
     Part("memory", 0.7, (
-        "bench", "train", "--modes", "ideal,gockpt", "--alone", "--size", "800m",
+        "bench", "train", "--modes", "ideal,gockpt", "--alone", *_SMALLER,
     ), _TOY_TRAINING),
     Part("torch", 0.5, ("bench.gpu.part", "torch")),
 )  # fmt: skip
@@ -161,8 +162,6 @@ class GpuRun:
         if part.command[0] != "bench":
             return []
         size = arguments.size
-        if not size and part.name == "sixth":  # the same, whose programs are compiled already
-            size = self._read("train").get("details", {}).get("size")
         found = ["--size", size] if size and "--size" not in part.command else []
         return [*found, "--host-gib", str(arguments.host_gib)] if arguments.host_gib else found
 

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from bench.compare import IncomparableError, compare, main, ratio_interval
+from bench.record import ROOT
 
+RESULTS = sorted((ROOT / "bench" / "results").rglob("*.json"))
 HARDWARE = {"cpu": "one", "cores": 4, "memory_gib": 16.0, "devices": ["cpu"], "load_average": [1]}
 NOISY = [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 0.97]
 
@@ -75,6 +77,19 @@ def test_what_has_no_spread_or_no_ratio_is_not_judged():
     assert verdict("v5e:2x4/1B/fsdp/armed/copies", [200.0], [400.0]) == "worse"
     assert verdict("v5e:2x4/1B/fsdp/k4/compiled_gib", [2.0], [1.0]) == "better"
     assert verdict("staging/collectives", [0.0], [0.0]) == "same"
+    assert verdict("staging/collectives", [0.0], [2.0]) == "worse"
+    assert verdict("mlp/adam/fma/torn", [4198], [0]) == "better"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_a_kept_result_has_not_moved_from_itself(path):
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    assert {change.verdict for change in compare(kept, kept)} == {"same"}
+
+
+def test_early_records_of_counts_have_figures_alone():
+    a, b = (record({}, name="cut") | {"figures": {"mlp/adam/fma/torn": n}} for n in (0, 7))
+    assert [change.verdict for change in compare(a, b)] == ["worse"]
 
 
 def test_absolute_figures_of_other_hardware_are_not_compared():
