@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import transfer, transfer_gpu
+from bench.raw_link import raw_link_secs
 from bench.record import Record
 from bench.save_call import measure
 from bench.transfer_gpu import QUESTIONS, answer
@@ -56,3 +57,42 @@ def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
         assert len(record.samples[f"save_call{kind}_ms"]) == 2
         assert len(record.samples[f"save_idle{kind}_us"]) == 6
     assert len(record.samples["save_call_ratio"]) == 2
+
+
+class Driver:
+    """As much of CUDA's driver as is called, and what was called of it."""
+
+    def __init__(self, failing=""):
+        self.called = []
+        self._failing = failing
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            assert len(arguments) == ARGUMENTS[name]
+            self.called.append(name)
+            return 2 if name == self._failing else 0
+
+        return call
+
+
+ARGUMENTS = {
+    "cuInit": 1, "cuPointerGetAttribute": 3, "cuDevicePrimaryCtxRetain": 2,
+    "cuCtxPushCurrent_v2": 1, "cuMemHostAlloc": 3, "cuMemcpyDtoH_v2": 3, "cuMemFreeHost": 1,
+    "cuCtxPopCurrent_v2": 1, "cuDevicePrimaryCtxRelease_v2": 1,
+}  # fmt: skip
+
+
+def test_the_raw_link_is_timed_warm_and_leaves_nothing_behind(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    secs = raw_link_secs(0x7F0000000000, 2**20, repeats=3)
+    assert len(secs) == 3
+    assert driver.called == [*list(ARGUMENTS)[:5], *["cuMemcpyDtoH_v2"] * 4, *list(ARGUMENTS)[6:]]
+
+
+def test_a_driver_that_refuses_is_left_as_it_was(monkeypatch):
+    driver = Driver(failing="cuMemHostAlloc")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
+    with pytest.raises(OSError, match="cuMemHostAlloc returned CUDA error 2"):
+        raw_link_secs(0x7F0000000000, 2**20, repeats=3)
+    assert driver.called[-2:] == list(ARGUMENTS)[-2:]
