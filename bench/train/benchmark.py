@@ -137,13 +137,14 @@ class _Bench:
         """Chooses size and place; what was written is deleted at the end."""
         import jax
 
-        from bench.train.place import choose, places
+        from bench.train.place import LADDER, choose, places
         from bench.train.rounds import CORE_PHASES, saves_per_phase
 
         probe_bytes = 2**24 if self.on_cpu else 2**30
         found = places(self.options.directory, probe_bytes=probe_bytes)
         place = found[0]
-        if not self.size_name:
+        if not self.on_cpu:
+            asked = self.size_name
             stats = jax.local_devices()[0].memory_stats() or {}
             host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             self.size_name, place, why = choose(
@@ -152,10 +153,12 @@ class _Bench:
                 saves=saves_per_phase(min(self.intervals)),
                 interval=min(self.intervals),
                 host_bytes=max(host_bytes, int((self.options.host_gib or 0) * 2**30)),
-                secs=min(self.until - time.perf_counter(), 3600.0),
+                secs=float("inf") if asked else min(self.until - time.perf_counter(), 3600.0),
                 phases=CORE_PHASES,
+                sizes=(asked,) if asked else LADDER,
             )
-            self.record.notes.append(f"Size {self.size_name} was chosen; larger ones: {why}.")
+            if not asked:
+                self.record.notes.append(f"Size {self.size_name} was chosen; larger ones: {why}.")
         self.record.notes.append(
             f"Checkpoints went to {'memory' if place.in_memory else 'disk'}, which took "
             f"{place.bytes_per_sec / 1e9:.2f} GB/s of four synchronised files at once."

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.record import MEMORY, MEMORY_VARIABLE
@@ -18,7 +19,7 @@ _STATES_ON_HOST = 4.2  # pinned copies that no mode gives back, what Orbax compr
 _STATES_ON_DISK = 1.1  # for each save of a phase: Orbax deletes the old one after the new
 _PART_FOR_PHASES = 0.6  # of the time; the rest is for compilation and warm-up
 _FLOPS = 3e14  # of an accelerator in training; an H100 does about 4e14 of bf16
-_LADDER = ("4.2b", "2.8b", "2b", "1.7b", "1.2b", "800m", "300m", "100m", "10m")
+LADDER = ("4.2b", "2.8b", "2b", "1.7b", "1.2b", "800m", "300m", "100m", "10m")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def places(directory: Path | None, *, probe_bytes: int) -> list[Place]:
 
 def choose(
     found: list[Place], *, device_bytes: int, saves: int, interval: int, host_bytes: int,
-    secs: float, phases: int,
+    secs: float, phases: int, sizes: Sequence[str] = LADDER,
 ) -> tuple[str, Place, str]:  # fmt: skip
     """The largest model that fits, and where its checkpoints go.
 
@@ -69,14 +70,15 @@ def choose(
       host_bytes: Memory of this machine.
       secs: For the whole benchmark.
       phases: Phases with a save that shall fit.
+      sizes: Names in `SIZES`, of which the last is taken if none fits.
 
     Returns:
       Its name in `SIZES`, the place, and what would have been too large, and why, in words.
     """
     refused: list[str] = []
-    for name in _LADDER:
+    for name in sizes:
         state = SIZES[name].state_bytes
-        if _STATES_ON_DEVICE * state + _ACTIVATION_BYTES > device_bytes and name != _LADDER[-1]:
+        if _STATES_ON_DEVICE * state + _ACTIVATION_BYTES > device_bytes and name != sizes[-1]:
             refused.append(f"{name}: device memory of {device_bytes / 1e9:.0f} GB")
             continue
         for place in sorted(found, key=_preference):
@@ -86,7 +88,7 @@ def choose(
             if why is None:
                 return name, place, "; ".join(refused) or "nothing larger is known"
             refused.append(f"{name} at {'memory' if place.in_memory else 'disk'}: {why}")
-    return _LADDER[-1], found[0], "; ".join(refused)
+    return sizes[-1], found[0], "; ".join(refused)
 
 
 def _preference(place: Place) -> int:

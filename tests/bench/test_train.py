@@ -160,6 +160,15 @@ def test_the_size_is_what_device_disk_host_and_time_allow(device, places, host, 
     assert "4.2b: device memory" in why
 
 
+@pytest.mark.parametrize(("host", "in_memory"), [(137, True), (48, False)])
+def test_a_size_that_was_asked_for_has_its_place_chosen(host, in_memory):
+    name, place, _ = choose(
+        [SLOW, MEMORY], device_bytes=79 * GB, saves=1, interval=50, host_bytes=host * GB,
+        secs=float("inf"), phases=12, sizes=("800m",),
+    )  # fmt: skip
+    assert (name, place.in_memory) == ("800m", in_memory)
+
+
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     """A whole run at toy size, of which one mode fails."""
