@@ -18,6 +18,8 @@ _ON_CPUS = os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu"
 if _ON_CPUS:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+elif os.environ.get("JAX_PLATFORMS") in ("cuda", "gpu"):
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # replay needs the CPU backend
 
 
 # Tests of one training program, on one device or eight: `[adamw-8]`, `[8-adamw]`.
