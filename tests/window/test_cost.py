@@ -312,7 +312,7 @@ def test_a_host_budget_for_the_state_alone_leaves_snapshots():
     assert choose(terms).cost.steps == 1
     assert "host budget" in choose(terms).reason
     roomier = dataclasses.replace(terms, host_budget_bytes=20_000)
-    assert choose(roomier).kind == "window"
+    assert choose(roomier).cost.steps > 1
 
 
 def test_one_plan_for_each_k():
