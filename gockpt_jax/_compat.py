@@ -200,19 +200,6 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
-def background_priority() -> Any | None:
-    """What an `ArrayHandler`'s callback answers for a transfer in the background; `None`: nothing.
-
-    `ArrayHandler(callback=...)` is public, the enumeration that its callback answers with is not
-    (Orbax 0.12.8). Not ours: benchmarks measure stock's strongest setting.
-    """
-    try:
-        from orbax.checkpoint._src.serialization.types import TransferPriority
-    except ImportError:
-        return None
-    return TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
-
-
 def route_buckets(schemes: tuple[str, ...], kvstore: Callable[[str], dict[str, Any]]) -> bool:
     """Has Orbax keep arrays in buckets by TensorStore's drivers, with specs of ours.
 

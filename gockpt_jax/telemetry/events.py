@@ -1,7 +1,5 @@
 """Every name under which gockpt_jax reports: `jax.monitoring` events and profiler spans."""
 
-from collections.abc import Mapping
-
 import jax
 
 PREFIX = "/gockpt/"
@@ -28,14 +26,3 @@ SPAN_WRITE = "gockpt/write"  # at least one chunk is with TensorStore
 def span(name: str) -> jax.profiler.TraceAnnotation:
     """A span in the profiler's timeline, on whichever thread it is entered."""
     return jax.profiler.TraceAnnotation(name)
-
-
-def record_durations(secs: Mapping[str, float]) -> None:
-    """Hands durations in seconds, by event name, to `jax.monitoring`."""
-    for name, value in secs.items():
-        jax.monitoring.record_event_duration_secs(name, value)
-
-
-def record_event(name: str) -> None:
-    """Counts an event with `jax.monitoring`."""
-    jax.monitoring.record_event(name)

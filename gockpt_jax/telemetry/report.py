@@ -141,16 +141,15 @@ class ReportLog:
         """Keeps a report and tells `jax.monitoring`; one INFO line on process 0."""
         with self._lock:
             self._reports.append(report)
-        events.record_event(_EVENTS[report.kind])
-        events.record_durations(
-            {
-                events.SAVE_STALL_SECS: report.stall_secs,
-                events.SAVE_BARRIER_SECS: report.barrier_secs,
-                events.SAVE_DRAIN_SECS: report.drain_secs,
-                events.SAVE_WRITE_SECS: report.write_secs,
-                events.SAVE_COMMIT_SECS: report.commit_secs,
-            }
-        )
+        jax.monitoring.record_event(_EVENTS[report.kind])
+        for name, secs in (
+            (events.SAVE_STALL_SECS, report.stall_secs),
+            (events.SAVE_BARRIER_SECS, report.barrier_secs),
+            (events.SAVE_DRAIN_SECS, report.drain_secs),
+            (events.SAVE_WRITE_SECS, report.write_secs),
+            (events.SAVE_COMMIT_SECS, report.commit_secs),
+        ):
+            jax.monitoring.record_event_duration_secs(name, secs)
         if jax.process_index() == 0:
             _log.info("%s", report)
 

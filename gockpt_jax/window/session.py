@@ -198,7 +198,7 @@ class Session:
     def _tell(window: OpenWindow, what: str, reason: str) -> None:
         level = logging.DEBUG if window.error is None else logging.WARNING
         _log.log(level, "window for version %d %s: %s", window.target, what, reason)
-        events.record_event(events.WINDOW_ABANDONED)
+        jax.monitoring.record_event(events.WINDOW_ABANDONED)
 
     def surface_failure(self) -> None:
         """Raises what went wrong in a window since the last call.
