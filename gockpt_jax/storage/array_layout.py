@@ -46,9 +46,9 @@ class ReplicaLayout:
     is settled where it is taken (`transfer/replicas.py`), from `write_shape`.
 
     Attributes:
-        use_replica_parallel: Whether chunks are replica slices.
-        min_slice_bytes: Slices smaller than this are not made; the chunk is the shard.
-        max_replicas: Cut into at most this many slices.
+      use_replica_parallel: Whether chunks are replica slices.
+      min_slice_bytes: Slices smaller than this are not made; the chunk is the shard.
+      max_replicas: Cut into at most this many slices.
     """
 
     use_replica_parallel: bool = dataclasses.field(default_factory=_stock_replica_parallel)
@@ -108,8 +108,8 @@ def chunk_count(shape: Shape, chunk: Shape) -> int:
     """Returns how many chunks an array has; as plain files, it has one file more.
 
     Example:
-        >>> chunk_count((8192, 28672), (4096, 7168))
-        8
+      >>> chunk_count((8192, 28672), (4096, 7168))
+      8
     """
     return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
@@ -127,14 +127,14 @@ def chunk_shape(
     so on; whole axes only when no cut one is left.
 
     Args:
-        shape: The global shape.
-        write: The shape of what one process or replica writes at once.
-        itemsize: Bytes per element as stored.
-        limit_bytes: The largest chunk in bytes; None for no limit.
-        shard_axes: Axes to cut to length 1, whatever the limit.
+      shape: The global shape.
+      write: The shape of what one process or replica writes at once.
+      itemsize: Bytes per element as stored.
+      limit_bytes: The largest chunk in bytes; None for no limit.
+      shard_axes: Axes to cut to length 1, whatever the limit.
 
     Raises:
-        ValueError: The limit is below one element, or an axis does not exist.
+      ValueError: The limit is below one element, or an axis does not exist.
     """
     chunk = list(write)
     if any(not 0 <= axis < len(chunk) for axis in shard_axes):
@@ -162,13 +162,13 @@ class ArrayLayout:
     """Where and how one leaf is stored.
 
     Attributes:
-        name: The leaf's parameter name (its key prefix).
-        write: What stock calls `write_shape`.
-        chunk: The zarr chunk shape.
-        dtype: The dtype of the values handed over.
-        stored_dtype: The dtype on disk.
-        key_impl: The PRNG implementation of typed keys, else None.
-        compressed: Whether TensorStore compresses the chunks.
+      name: The leaf's parameter name (its key prefix).
+      write: What stock calls `write_shape`.
+      chunk: The zarr chunk shape.
+      dtype: The dtype of the values handed over.
+      stored_dtype: The dtype on disk.
+      key_impl: The PRNG implementation of typed keys, else None.
+      compressed: Whether TensorStore compresses the chunks.
     """
 
     name: str

@@ -30,11 +30,11 @@ def direct_reads(others: Any = None, limit_bytes: int = LIMIT_BYTES) -> Any:
     """Returns a registry view in which arrays are read by the handler below, where it can.
 
     Args:
-        others: The registry for all other types; Orbax's global one by default.
-        limit_bytes: The most bytes of arrays in host memory at one time, on their way to devices.
+      others: The registry for all other types; Orbax's global one by default.
+      limit_bytes: The most bytes of arrays in host memory at one time, on their way to devices.
 
     Returns:
-        `others` itself where arrays have another handler in it than stock's: its own way to read.
+      `others` itself where arrays have another handler in it than stock's: its own way to read.
     """
     stock = look_up(others)("jax.Array")
     if type(stock) is not ocp.type_handlers.ArrayHandler:
@@ -46,8 +46,8 @@ class PlainArrayReader(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     """Stock's handler of arrays, for all but those in plain files that are wanted as they are.
 
     Args:
-        others: Stock's handler.
-        limit_bytes: As in `direct_reads`.
+      others: Stock's handler.
+      limit_bytes: As in `direct_reads`.
     """
 
     def __init__(self, others: ocp.type_handlers.ArrayHandler, limit_bytes: int) -> None:

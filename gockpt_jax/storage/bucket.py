@@ -83,7 +83,7 @@ def prepare(directory: Any) -> None:
     """Makes Orbax and TensorStore ready for a directory; nothing to do unless it is in a bucket.
 
     Raises:
-        StorageError: A library that is needed for it is missing; says which to install.
+      StorageError: A library that is needed for it is missing; says which to install.
     """
     scheme = str(directory)[:5]
     if scheme not in _SCHEMES:
@@ -114,9 +114,9 @@ def named(directory: Any, label: int, error: BaseException) -> BaseException:
     """Returns the error to raise for a failed save: a `StorageError` where the storage refused it.
 
     Args:
-        directory: Of the manager.
-        label: Of the save.
-        error: What failed. Whatever is no failure of the storage's is returned as it is.
+      directory: Of the manager.
+      label: Of the save.
+      error: What failed. Whatever is no failure of the storage's is returned as it is.
     """
     if not isinstance(error, OSError) and not (is_bucket(directory) and _is_of_client(error)):
         return error

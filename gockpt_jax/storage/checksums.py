@@ -55,10 +55,10 @@ class Checksum:
     """That of one chunk: a box of a leaf.
 
     Attributes:
-        start: Its first index in each dimension.
-        stop: The index after its last one.
-        digest: Hexadecimal, of the values in C order.
-        process: Who wrote it.
+      start: Its first index in each dimension.
+      stop: The index after its last one.
+      digest: Hexadecimal, of the values in C order.
+      process: Who wrote it.
     """
 
     start: tuple[int, ...]
@@ -120,10 +120,10 @@ class Checksums:
         """Records a chunk that is about to be written.
 
         Args:
-            name: The leaf's parameter name.
-            box: Where the chunk is in the leaf; explicit starts and stops.
-            data: Its values.
-            dtype: What they are stored as; by default what they are.
+          name: The leaf's parameter name.
+          box: Where the chunk is in the leaf; explicit starts and stops.
+          data: Its values.
+          dtype: What they are stored as; by default what they are.
         """
         if data.nbytes < _INLINE_BYTES:
             made = _stored_digest(data, dtype)
@@ -194,11 +194,11 @@ def seal_item(item: Any, *, shared: bool) -> None:
     """Writes `item.json`, when everything else of the item is there: just before its commit.
 
     Args:
-        item: The item's directory; one without checksums is left as it is.
-        shared: Whether all processes write into this directory, or each into its own.
+      item: The item's directory; one without checksums is left as it is.
+      shared: Whether all processes write into this directory, or each into its own.
 
     Raises:
-        RuntimeError: The checksums of a process are not there, so its chunks may not be either.
+      RuntimeError: The checksums of a process are not there, so its chunks may not be either.
     """
     item = epath.Path(item)
     if not (item / FOLDER).exists():
@@ -234,7 +234,7 @@ def parse(text: bytes, where: str) -> dict[str, Any]:
     """Reads one of the files above.
 
     Raises:
-        ChecksumError: It is no such file, or of another version.
+      ChecksumError: It is no such file, or of another version.
     """
     try:
         content = json.loads(text)

@@ -18,16 +18,16 @@ def describe_item(path: Any) -> Json:
     """Returns a description that JSON can hold.
 
     Args:
-        path: The item's directory.
+      path: The item's directory.
 
     Returns:
-        `path`, `layout`, `checksums`, `files` and `bytes_on_disk` of the item, its
-        `custom_metadata`, and its `leaves`: name, type, dtype, shape, chunk shape, bytes before
-        compression, and the placement that it was saved from.
+      `path`, `layout`, `checksums`, `files` and `bytes_on_disk` of the item, its
+      `custom_metadata`, and its `leaves`: name, type, dtype, shape, chunk shape, bytes before
+      compression, and the placement that it was saved from.
 
     Raises:
-        StoredItemError: It is no tree that Orbax has saved.
-        ValueError: A leaf's own metadata cannot be read; see `gockpt_jax verify`.
+      StoredItemError: It is no tree that Orbax has saved.
+      ValueError: A leaf's own metadata cannot be read; see `gockpt_jax verify`.
     """
     item = StoredItem(path)
     placements = _placements(item)

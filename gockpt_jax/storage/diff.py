@@ -36,16 +36,16 @@ class LeafDifference:
     """One leaf that is not the same in both.
 
     Attributes:
-        name: Its parameter name.
-        kind: What differs. `dtype` and `shape` come before `values`, which are not compared then.
-        a: What is in A: its type, or dtype and shape.
-        b: What is in B.
-        elements: How many elements have other bits.
-        size: Of how many.
-        max_ulps: The largest distance in units in the last place, zero equal to denormals and NaN
-            to NaN; `None` where there is none: integers, or only one of the two is finite.
-        max_absolute: The largest difference of finite elements.
-        max_relative: The same over the largest magnitude in A's leaf.
+      name: Its parameter name.
+      kind: What differs. `dtype` and `shape` come before `values`, which are not compared then.
+      a: What is in A: its type, or dtype and shape.
+      b: What is in B.
+      elements: How many elements have other bits.
+      size: Of how many.
+      max_ulps: The largest distance in units in the last place, zero equal to denormals and NaN
+        to NaN; `None` where there is none: integers, or only one of the two is finite.
+      max_absolute: The largest difference of finite elements.
+      max_relative: The same over the largest magnitude in A's leaf.
     """
 
     name: str
@@ -87,14 +87,14 @@ def diff_items(
     """Yields the leaves that differ, by name.
 
     Args:
-        path_a: An item's directory.
-        path_b: Another one; its layout may be another.
-        limit_bytes: The most bytes of values of both at one time.
-        threads: The most reads at one time.
+      path_a: An item's directory.
+      path_b: Another one; its layout may be another.
+      limit_bytes: The most bytes of values of both at one time.
+      threads: The most reads at one time.
 
     Raises:
-        StoredItemError: One of them is no tree that Orbax has saved.
-        ValueError: A leaf cannot be read.
+      StoredItemError: One of them is no tree that Orbax has saved.
+      ValueError: A leaf cannot be read.
     """
     a, b = StoredItem(path_a), StoredItem(path_b)
     for name in sorted(a.leaves.keys() | b.leaves.keys()):

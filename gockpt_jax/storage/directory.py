@@ -28,12 +28,12 @@ class Step:
     """One checkpoint: a directory with an item in each of its directories.
 
     Attributes:
-        path: The directory.
-        items: The directories of its items by name; an item that is no part of a step is its own
-            step, and its name is empty.
-        trees: The names of those items that are trees of arrays.
-        faults: What is wrong with it beside its items.
-        metadata: The content of its `_CHECKPOINT_METADATA`.
+      path: The directory.
+      items: The directories of its items by name; an item that is no part of a step is its own
+        step, and its name is empty.
+      trees: The names of those items that are trees of arrays.
+      faults: What is wrong with it beside its items.
+      metadata: The content of its `_CHECKPOINT_METADATA`.
     """
 
     path: epath.Path
@@ -48,11 +48,11 @@ class Directory:
     """A directory that was looked into.
 
     Attributes:
-        path: The directory.
-        kind: `item`, `step`, or `root` of any number of steps.
-        steps: In the order of their numbers; the newest is the last.
-        leftovers: Directories of saves that were never committed.
-        others: All else by name.
+      path: The directory.
+      kind: `item`, `step`, or `root` of any number of steps.
+      steps: In the order of their numbers; the newest is the last.
+      leftovers: Directories of saves that were never committed.
+      others: All else by name.
     """
 
     path: epath.Path
@@ -83,7 +83,7 @@ def look_into(path: Any) -> Directory:
     """Finds out what a directory holds.
 
     Raises:
-        FileNotFoundError: There is no such directory.
+      FileNotFoundError: There is no such directory.
     """
     bucket.prepare(path)
     path = epath.Path(path)

@@ -10,15 +10,15 @@ def cells(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
     """Cuts a box at the edges of the chunk grid, in C order.
 
     Args:
-        box: Explicit starts and stops, step 1.
-        chunk: The chunk shape; the grid starts at the leaf's origin.
+      box: Explicit starts and stops, step 1.
+      chunk: The chunk shape; the grid starts at the leaf's origin.
 
     Yields:
-        Boxes that cover `box` once; each lies in one chunk.
+      Boxes that cover `box` once; each lies in one chunk.
 
     Example:
-        >>> [tuple((s.start, s.stop) for s in cell) for cell in cells((slice(1, 5),), (2,))]
-        [((1, 2),), ((2, 4),), ((4, 5),)]
+      >>> [tuple((s.start, s.stop) for s in cell) for cell in cells((slice(1, 5),), (2,))]
+      [((1, 2),), ((2, 4),), ((4, 5),)]
     """
 
     def cut(whole: slice, length: int) -> list[slice]:

@@ -28,13 +28,13 @@ class HostShard:
     exception: either fails the whole save, and nothing of it becomes visible.
 
     Args:
-        index: One slice of step 1 per dimension, as in `jax.Shard.index` (`slice(None)` is the
-            whole dimension).
-        data: Resolves to an ndarray of the box's shape and the array's dtype. The writer does not
-            copy it: its bytes must not change until `on_release` was called.
-        on_release: Called once, when the writer needs the bytes no more, because they are written
-            or because the save failed. It runs on the writer's thread and must neither block nor
-            raise.
+      index: One slice of step 1 per dimension, as in `jax.Shard.index` (`slice(None)` is the
+        whole dimension).
+      data: Resolves to an ndarray of the box's shape and the array's dtype. The writer does not
+        copy it: its bytes must not change until `on_release` was called.
+      on_release: Called once, when the writer needs the bytes no more, because they are written
+        or because the save failed. It runs on the writer's thread and must neither block nor
+        raise.
     """
 
     __slots__ = ("_data", "_on_release", "index")
@@ -77,7 +77,7 @@ class HostShard:
         """Returns `index` within an array of `shape`, with explicit starts and stops.
 
         Raises:
-            ValueError: The index has another rank than `shape`, or a step other than 1.
+          ValueError: The index has another rank than `shape`, or a step other than 1.
         """
         if len(self.index) != len(shape):
             raise ValueError(f"`index`: expected {len(shape)} slices, got {self.index}.")
@@ -93,12 +93,12 @@ class HostArray:
     Deliberately not a registered pytree: Orbax must see it as one leaf.
 
     Args:
-        shape: The global shape.
-        dtype: The dtype of the data.
-        sharding: The training sharding. It is a calculator for the chunk layout and is recorded in
-            the checkpoint; no data moves to its devices.
-        shards: The boxes that this process writes. All processes together must cover the array.
-        key_impl: For typed PRNG keys the name of their implementation; the data is the key data.
+      shape: The global shape.
+      dtype: The dtype of the data.
+      sharding: The training sharding. It is a calculator for the chunk layout and is recorded in
+        the checkpoint; no data moves to its devices.
+      shards: The boxes that this process writes. All processes together must cover the array.
+      key_impl: For typed PRNG keys the name of their implementation; the data is the key data.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class HostArray:
         """The shards' positions, with explicit starts and stops; for the writer's thread.
 
         Raises:
-            ValueError: A shard's index does not fit `shape`, or (with every device of the sharding
-                in this process) the boxes do not add up to the array. A forgotten one would surface
-                only when somebody restores.
+          ValueError: A shard's index does not fit `shape`, or (with every device of the sharding
+            in this process) the boxes do not add up to the array. A forgotten one would surface
+            only when somebody restores.
         """
         boxes = [shard.box(self.shape) for shard in self.shards]
         covered = sum(math.prod(s.stop - s.start for s in box) for box in boxes)

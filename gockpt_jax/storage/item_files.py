@@ -45,7 +45,7 @@ def sync_small(item: epath.Path) -> None:
     """Makes durable what lies beside the arrays, and what Orbax leaves to the system when it does.
 
     Raises:
-        OSError: A file could not be written after all.
+      OSError: A file could not be written after all.
     """
     if bucket.is_bucket(item.as_posix()):
         return

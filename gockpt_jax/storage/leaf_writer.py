@@ -29,11 +29,11 @@ class LeafWriter:
     """Where the chunks of one leaf go.
 
     Attributes:
-        name: The leaf's parameter name.
-        layout: Where and how it is stored.
-        budget: The bytes in flight, of the whole save.
-        target: The leaf as TensorStore sees it; or the folder of its chunks, which `files` writes.
-        files: Writes chunks that are plain files.
+      name: The leaf's parameter name.
+      layout: Where and how it is stored.
+      budget: The bytes in flight, of the whole save.
+      target: The leaf as TensorStore sees it; or the folder of its chunks, which `files` writes.
+      files: Writes chunks that are plain files.
     """
 
     name: str

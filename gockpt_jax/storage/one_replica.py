@@ -19,7 +19,7 @@ def single_replica_args(target: Any) -> Any:
     """Restore arguments with which one replica reads what is replicated over the first mesh axis.
 
     Args:
-        target: A tree of arrays or `ShapeDtypeStruct`s with `NamedSharding`s.
+      target: A tree of arrays or `ShapeDtypeStruct`s with `NamedSharding`s.
     """
 
     def args(leaf: Any, plain: Any) -> Any:
@@ -49,7 +49,7 @@ def one_replica_reads(others: Any = None) -> RegistryView:
     """Returns a registry view in which arrays are read by the handler below.
 
     Args:
-        others: The registry for all other types; Orbax's global one by default.
+      others: The registry for all other types; Orbax's global one by default.
     """
     reader = _ReplicaReader(look_up(others)("jax.Array"))
     return RegistryView(jax.Array, reader, others, by_name=True)

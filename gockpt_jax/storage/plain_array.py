@@ -45,10 +45,10 @@ class PlainArray:
     """Where the values of an array lie.
 
     Attributes:
-        folder: Of its chunks.
-        shape: Of the array.
-        chunk: The shape of a chunk; files at the array's edge are whole chunks too.
-        dtype: Of its values, as stored.
+      folder: Of its chunks.
+      shape: Of the array.
+      chunk: The shape of a chunk; files at the array's edge are whole chunks too.
+      dtype: Of its values, as stored.
     """
 
     folder: str
@@ -85,10 +85,10 @@ class PlainArray:
         """Cuts the files that hold boxes of the array into reads of at most 4 MiB.
 
         Args:
-            boxes: Of the array; they may overlap.
+          boxes: Of the array; they may overlap.
 
         Yields:
-            Each piece of a file at most once, whatever the number of boxes that have part in it.
+          Each piece of a file at most once, whatever the number of boxes that have part in it.
         """
         if not boxes:
             return
@@ -116,10 +116,10 @@ class _Piece:
     """A range of a file.
 
     Attributes:
-        path: Of the file.
-        offset: Its first byte in the file.
-        box: Which part of the array it is; it may reach over the array's edge.
-        dtype: Of the array.
+      path: Of the file.
+      offset: Its first byte in the file.
+      box: Which part of the array it is; it may reach over the array's edge.
+      dtype: Of the array.
     """
 
     path: str
@@ -148,8 +148,8 @@ class PlainReads:
     """Reads boxes of plain arrays; belongs to one restore.
 
     Args:
-        past_cache: Whether to read past the page cache what is not in it. Not where other processes
-            of this host read the same files: then one of them reads for all.
+      past_cache: Whether to read past the page cache what is not in it. Not where other processes
+        of this host read the same files: then one of them reads for all.
     """
 
     def __init__(self, past_cache: bool) -> None:
@@ -163,12 +163,12 @@ class PlainReads:
         """Starts reading boxes of an array into memory.
 
         Args:
-            array: The array.
-            wanted: Boxes, and C-contiguous arrays of their shapes to read them into.
+          array: The array.
+          wanted: Boxes, and C-contiguous arrays of their shapes to read them into.
 
         Returns:
-            Futures of the reads. They raise the `OSError` of the file system; a file that is too
-            short, or is not there, is one.
+          Futures of the reads. They raise the `OSError` of the file system; a file that is too
+          short, or is not there, is one.
         """
         pieces = array.pieces([box for box, _ in wanted])
         return [self._pool.submit(self._read, piece, wanted) for piece in pieces]
@@ -177,11 +177,11 @@ class PlainReads:
         """Reads one chunk on the calling thread.
 
         Args:
-            array: The array.
-            box: A whole chunk of it, none at its edge.
+          array: The array.
+          box: A whole chunk of it, none at its edge.
 
         Yields:
-            The bytes of the file in order, each time in the same 4 MiB of memory.
+          The bytes of the file in order, each time in the same 4 MiB of memory.
         """
         for piece in array.pieces([box]):
             yield self._fetch(piece, None)

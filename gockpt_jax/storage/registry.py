@@ -15,10 +15,10 @@ class RegistryView:
     `ocp.type_handlers.register_type_handler`, before or after, are found.
 
     Args:
-        ty: The type, with those derived from it.
-        handler: Its handler.
-        others: The registry for all other types; Orbax's global one by default.
-        by_name: Whether the handler's type name is ours as well: what is on disk is read by it.
+      ty: The type, with those derived from it.
+      handler: Its handler.
+      others: The registry for all other types; Orbax's global one by default.
+      by_name: Whether the handler's type name is ours as well: what is on disk is read by it.
     """
 
     def __init__(

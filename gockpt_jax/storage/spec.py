@@ -93,11 +93,11 @@ def array_spec(
     """Returns the TensorStore spec under which this process writes one leaf.
 
     Args:
-        info: Of the leaf.
-        folder: The item's, which must exist already: `info.parent_dir`, which is slow to ask for.
-        layout: Of the leaf.
-        shape: Of the leaf.
-        process_index: Of this process.
+      info: Of the leaf.
+      folder: The item's, which must exist already: `info.parent_dir`, which is slow to ask for.
+      layout: Of the leaf.
+      shape: Of the leaf.
+      process_index: Of this process.
     """
     file = _kvstore(f"{folder}/{info.name}")
     zarr = _zarr3 if info.use_zarr3 else _zarr2
@@ -148,10 +148,10 @@ def plain_folder(
     """Returns the folder of a leaf whose chunks are plain files of its values; None otherwise.
 
     Args:
-        info: Of the leaf.
-        folder: The item's.
-        layout: Of the leaf.
-        boxes: What this process writes; it must be whole chunks, or the rest of one would be lost.
+      info: Of the leaf.
+      folder: The item's.
+      layout: Of the leaf.
+      boxes: What this process writes; it must be whole chunks, or the rest of one would be lost.
     """
     is_plain = not (
         info.is_ocdbt_checkpoint

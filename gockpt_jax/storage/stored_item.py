@@ -43,9 +43,9 @@ class StoredLeaf:
     """One leaf, as the item's metadata tells of it.
 
     Attributes:
-        path: Its keys from the root of the tree.
-        value_type: Orbax's name of its type: `jax.Array`, `np.ndarray`, `scalar`, `string`, ...
-        has_data: Whether anything is stored for it; empty nodes and `None` are only named.
+      path: Its keys from the root of the tree.
+      value_type: Orbax's name of its type: `jax.Array`, `np.ndarray`, `scalar`, `string`, ...
+      has_data: Whether anything is stored for it; empty nodes and `None` are only named.
     """
 
     path: tuple[str, ...]
@@ -67,16 +67,16 @@ class StoredItem:
     """An item's directory.
 
     Args:
-        path: The directory that holds `_METADATA`.
+      path: The directory that holds `_METADATA`.
 
     Attributes:
-        leaves: By parameter name, in the order of the metadata.
-        use_ocdbt: Whether the chunks are in an OCDBT database; else each is a file.
-        use_zarr3: Whether the arrays are zarr v3; else v2.
-        custom_metadata: What the user, and gockpt_jax, have put beside the tree.
+      leaves: By parameter name, in the order of the metadata.
+      use_ocdbt: Whether the chunks are in an OCDBT database; else each is a file.
+      use_zarr3: Whether the arrays are zarr v3; else v2.
+      custom_metadata: What the user, and gockpt_jax, have put beside the tree.
 
     Raises:
-        StoredItemError: There is no `_METADATA`, or it is damaged.
+      StoredItemError: There is no `_METADATA`, or it is damaged.
     """
 
     def __init__(self, path: Any) -> None:
@@ -121,7 +121,7 @@ class StoredItem:
         """Opens a leaf; a chunk that is missing is an error, not a chunk of zeros.
 
         Raises:
-            ValueError: TensorStore's error: the leaf is not there, or its metadata is damaged.
+          ValueError: TensorStore's error: the leaf is not there, or its metadata is damaged.
         """
         spec = {
             "driver": "zarr3" if self.use_zarr3 else "zarr",
@@ -186,10 +186,10 @@ def for_each(
     """Does jobs on threads, as many at once as their bytes allow; yields results in order.
 
     Args:
-        jobs: Pairs of the bytes that a job holds and the job; taken from as they can be started.
-        work: Called with each job, on one of the threads.
-        limit_bytes: The most bytes at one time; a job larger than that runs alone.
-        threads: The most jobs at one time.
+      jobs: Pairs of the bytes that a job holds and the job; taken from as they can be started.
+      work: Called with each job, on one of the threads.
+      limit_bytes: The most bytes at one time; a job larger than that runs alone.
+      threads: The most jobs at one time.
     """
     budget = ByteBudget(limit_bytes)
 

@@ -35,14 +35,14 @@ def check_target(
     """Compares a target's leaves with a checkpoint's.
 
     Args:
-        directory: The item's.
-        target: A tree of arrays, `ShapeDtypeStruct`s or numbers.
-        strict: Whether other shapes are errors.
-        cast: Whether other dtypes are none.
-        partial: Whether leaves that the target does not name are none.
+      directory: The item's.
+      target: A tree of arrays, `ShapeDtypeStruct`s or numbers.
+      strict: Whether other shapes are errors.
+      cast: Whether other dtypes are none.
+      partial: Whether leaves that the target does not name are none.
 
     Raises:
-        TargetError: They do not fit; the message names all leaves.
+      TargetError: They do not fit; the message names all leaves.
     """
     item = StoredItem(directory)
     stored = _stored_arrays(item)

@@ -21,10 +21,10 @@ class TreeHandler(NamedTuple):
     """The handler of whole trees, and the writer inside it.
 
     Attributes:
-        handler: A stock `ocp.PyTreeCheckpointHandler`. It saves trees in which every `jax.Array`
-            has been replaced by a `HostArray`; other leaves are as in stock. It restores like
-            stock.
-        writer: Writes the arrays.
+      handler: A stock `ocp.PyTreeCheckpointHandler`. It saves trees in which every `jax.Array`
+        has been replaced by a `HostArray`; other leaves are as in stock. It restores like
+        stock.
+      writer: Writes the arrays.
     """
 
     handler: ocp.PyTreeCheckpointHandler
@@ -48,21 +48,21 @@ def make_tree_handler(
     A tree must not mix `jax.Array`s with them: both handlers would write `array_metadatas`.
 
     Args:
-        write_limit_bytes: See `HostArrayHandler`.
-        chunk_byte_size: See `HostArrayHandler`.
-        use_replica_parallel: See `HostArrayHandler`.
-        min_slice_bytes_for_replica_parallel: See `HostArrayHandler`.
-        max_replicas_for_replica_parallel: See `HostArrayHandler`.
-        type_handler_registry: The handlers of all other types; Orbax's global ones by default.
-        multiprocessing_options: As in `ocp.PyTreeCheckpointHandler`.
-        host: See `HostArrayHandler`.
-        **options: Any other keyword of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
-            `use_compression`, ...). `save_concurrent_gb` is stock's word for `write_limit_bytes`
-            (in units of 10**9 bytes) and takes its place.
+      write_limit_bytes: See `HostArrayHandler`.
+      chunk_byte_size: See `HostArrayHandler`.
+      use_replica_parallel: See `HostArrayHandler`.
+      min_slice_bytes_for_replica_parallel: See `HostArrayHandler`.
+      max_replicas_for_replica_parallel: See `HostArrayHandler`.
+      type_handler_registry: The handlers of all other types; Orbax's global ones by default.
+      multiprocessing_options: As in `ocp.PyTreeCheckpointHandler`.
+      host: See `HostArrayHandler`.
+      **options: Any other keyword of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
+        `use_compression`, ...). `save_concurrent_gb` is stock's word for `write_limit_bytes`
+        (in units of 10**9 bytes) and takes its place.
 
     Raises:
-        TypeError: Orbax does not know one of `options`.
-        ValueError: A limit is not positive.
+      TypeError: Orbax does not know one of `options`.
+      ValueError: A limit is not positive.
     """
     multiprocessing_options = multiprocessing_options or ocp.options.MultiprocessingOptions()
     save_concurrent_gb = options.pop("save_concurrent_gb", None)
@@ -90,7 +90,7 @@ class TreeHandlers:
     """The handler of each tree: one that makes files, if so asked, or a database.
 
     Args:
-        **options: As in `make_tree_handler`.
+      **options: As in `make_tree_handler`.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -38,13 +38,13 @@ class Verdict:
     """What was found in one item (or one step, for what lies beside its items).
 
     Attributes:
-        path: The directory.
-        state: `whole`: everything is as it was before it was written. `damaged`: see `faults`.
-            `unchecked`: nothing is known to be wrong, but not everything has a checksum.
-        faults: One line each; every one of them names a file, a leaf or a box.
-        notes: What has no checksum, and why.
-        chunks: Chunks that were read and digested.
-        nbytes: Their bytes, before compression.
+      path: The directory.
+      state: `whole`: everything is as it was before it was written. `damaged`: see `faults`.
+        `unchecked`: nothing is known to be wrong, but not everything has a checksum.
+      faults: One line each; every one of them names a file, a leaf or a box.
+      notes: What has no checksum, and why.
+      chunks: Chunks that were read and digested.
+      nbytes: Their bytes, before compression.
     """
 
     path: str
@@ -86,14 +86,14 @@ def verify(
     """Verifies all checkpoints in a directory, and yields what was found as it goes.
 
     Args:
-        path: A manager's directory, one step, or one item.
-        newest: Only the newest step.
-        limit_bytes: As in `verify_item`.
-        threads: As in `verify_item`.
+      path: A manager's directory, one step, or one item.
+      newest: Only the newest step.
+      limit_bytes: As in `verify_item`.
+      threads: As in `verify_item`.
 
     Raises:
-        FileNotFoundError: There is no such directory.
-        VerifyError: It holds no checkpoint.
+      FileNotFoundError: There is no such directory.
+      VerifyError: It holds no checkpoint.
     """
     found = look_into(path)
     if not found.steps:
@@ -123,11 +123,11 @@ def verify_item(
     """Verifies one item of a checkpoint.
 
     Args:
-        path: The item's directory: the one with `_METADATA`.
-        limit_bytes: The most bytes of values that are read at one time. TensorStore decompresses
-            beside it; a chunk larger than this is read alone.
-        threads: The most reads at one time.
-        share: (i, n): read only every n-th chunk from the i-th on; the rest is for other processes.
+      path: The item's directory: the one with `_METADATA`.
+      limit_bytes: The most bytes of values that are read at one time. TensorStore decompresses
+        beside it; a chunk larger than this is read alone.
+      threads: The most reads at one time.
+      share: (i, n): read only every n-th chunk from the i-th on; the rest is for other processes.
     """
     path = epath.Path(path)
     if not (path / item_files.FOLDER).exists():

@@ -31,12 +31,12 @@ class WriteStats:
     """What one save wrote. Complete once the save's future has resolved.
 
     Attributes:
-        written_bytes: Bytes of the shards that this process has written, before compression.
-        peak_inflight_bytes: The most bytes that were in flight at one time, with what is held
-            beside them: see `LeafWriter`.
-        write_secs: Seconds during which at least one chunk was being written, or files were being
-            synced at the end; the time spent waiting for shards to arrive is not in it.
-        checksums: Of what this process has written.
+      written_bytes: Bytes of the shards that this process has written, before compression.
+      peak_inflight_bytes: The most bytes that were in flight at one time, with what is held
+        beside them: see `LeafWriter`.
+      write_secs: Seconds during which at least one chunk was being written, or files were being
+        synced at the end; the time spent waiting for shards to arrive is not in it.
+      checksums: Of what this process has written.
     """
 
     written_bytes: int = 0
@@ -76,9 +76,9 @@ class WriteBudget:
     flight.
 
     Args:
-        limit_bytes: The most bytes in flight.
-        stats: Is kept up to date.
-        host: Accounts for them beside all else that saves hold; None: nobody does.
+      limit_bytes: The most bytes in flight.
+      stats: Is kept up to date.
+      host: Accounts for them beside all else that saves hold; None: nobody does.
     """
 
     def __init__(self, limit_bytes: int, stats: WriteStats, host: ByteBudget | None = None) -> None:
@@ -114,7 +114,7 @@ class WriteBudget:
         freed stays with that thread's heap. Without this, a chunk for each thread is kept.
 
         Args:
-            nbytes: Of a chunk that has been compressed and written.
+          nbytes: Of a chunk that has been compressed and written.
         """
         self._untrimmed_bytes += nbytes
         if self._untrimmed_bytes >= _TRIM_BYTES:
