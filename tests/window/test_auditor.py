@@ -38,8 +38,8 @@ def resources_of(worker, limit=None):
     return Resources(worker, worker, ByteBudget(limit), host, FIRST_ALONE)
 
 
-def audit_of(worker, *, limit=None, **options):
-    auditor = Auditor(Audit(**options), resources_of(worker, limit))
+def audit_of(worker, resources=None, **options):
+    auditor = Auditor(Audit(**options), resources or resources_of(worker))
     record = SaveRecord(kind="window", reason="a test")
     return auditor, auditor.sample(LEAVES, record), record
 
@@ -53,15 +53,16 @@ def off_by(ulps, path="leaf 3", element=7):
 
 @pytest.mark.parametrize(("limit", "peak"), [(None, 8192), (8192, 8192), (2500, 2048), (1, 1024)])
 def test_sample_comes_in_parts_that_fit_the_budget(worker, limit, peak):
-    auditor, pending, record = audit_of(worker, limit=limit)
+    resources = resources_of(worker, limit)
+    _, pending, record = audit_of(worker, resources)
     worker.wait_until_idle()
-    assert auditor._device.peak_bytes == peak
-    assert (auditor._device.used_bytes, auditor._host.used_bytes) == (0, 8192)
+    assert resources.device.peak_bytes == peak
+    assert (resources.device.used_bytes, resources.host.used_bytes) == (0, 8192)
     pending.check(RIGHT)
     assert (record.audit.chunks, record.audit.compared_bytes) == (8, 8192)
     pending.drop()
     pending.drop()
-    assert auditor._host.used_bytes == 0
+    assert resources.host.used_bytes == 0
 
 
 def test_more_shards_than_boxes_take_turns(worker):
@@ -116,9 +117,10 @@ def test_pull_that_fails_fails_the_check(worker, monkeypatch):
         raise OSError("gone")
 
     monkeypatch.setattr(Pull, "result", fails)
-    auditor, pending, _ = audit_of(worker)
+    resources = resources_of(worker)
+    _, pending, _ = audit_of(worker, resources)
     worker.wait_until_idle()
-    assert (auditor._device.used_bytes, auditor._host.used_bytes) == (0, 0)
+    assert (resources.device.used_bytes, resources.host.used_bytes) == (0, 0)
     with pytest.raises(OSError, match="gone"):
         pending.check(RIGHT)
 

@@ -188,14 +188,14 @@ class Result:
 
 @pytest.fixture
 def room():
-    watcher = Worker("a test")
-    yield StepRoom(ByteBudget(100), watcher), watcher
+    watcher, device = Worker("a test"), ByteBudget(100)
+    yield StepRoom(device, watcher), device, watcher
     watcher.close()
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the step failed")])
 def test_room_is_given_back_in_two_parts(room, error):
-    room, watcher = room
+    room, device, watcher = room
     has_run = threading.Event()
     room.take(90)
     results = [Result(has_run, error)]
@@ -203,42 +203,42 @@ def test_room_is_given_back_in_two_parts(room, error):
     pulled = room.dispatched(results, 30)
     results.clear()
     room.give_back()  # has nothing more to give
-    assert room._device.used_bytes == 90
+    assert device.used_bytes == 90
     has_run.set()
     watcher.wait_until_idle()
-    assert room._device.used_bytes == 30
+    assert device.used_bytes == 30
     assert error is not None or ref() is None  # its traceback refers to it
     pulled()
-    assert room._device.used_bytes == 0
+    assert device.used_bytes == 0
 
 
 def test_what_follows_is_free_only_when_nobody_waits_for_it_any_more(room):
     """The one who waits for the step refers to what follows; a pull may be seen to end before."""
-    room, _ = room
+    room, device, _ = room
     has_run, ended = threading.Event(), []
     room.take(90)
     pulled = room.dispatched([Result(has_run)], 30)
     landing = threading.Thread(target=lambda: (pulled(), ended.append(True)))
     landing.start()
-    assert (room._device.used_bytes, ended) == (90, [])
+    assert (device.used_bytes, ended) == (90, [])
     has_run.set()
     landing.join(60)
-    assert (room._device.used_bytes, ended) == (0, [True])
+    assert (device.used_bytes, ended) == (0, [True])
 
 
 def test_a_step_that_did_not_run_gives_all_back(room):
-    room, _ = room
+    room, device, _ = room
     room.take(90)
     room.give_back()
-    assert room._device.used_bytes == 0
+    assert device.used_bytes == 0
 
 
 def test_more_than_was_foreseen_is_counted(room):
     """The compiler put a value elsewhere than its leaf, so it is copied."""
-    room, watcher = room
+    room, device, watcher = room
     room.take(20)
     pulled = room.dispatched([], 50)
     watcher.wait_until_idle()
-    assert room._device.used_bytes == 50
+    assert device.used_bytes == 50
     pulled()
-    assert room._device.used_bytes == 0
+    assert device.used_bytes == 0
