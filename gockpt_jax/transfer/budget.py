@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -74,6 +75,25 @@ class ByteBudget:
     def _take(self, num_bytes: int) -> None:
         self.used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+
+def batches(sizes: Sequence[int], limit_bytes: int | None) -> Iterator[list[int]]:
+    """Consecutive positions, of as much together as the limit allows; what is larger goes alone.
+
+    Example:
+      >>> list(batches([4, 3, 2, 9, 1], 6)), list(batches([4, 3], None))
+      ([[0], [1, 2], [3], [4]], [[0, 1]])
+    """
+    batch: list[int] = []
+    batch_bytes = 0
+    for n, num_bytes in enumerate(sizes):
+        if batch and limit_bytes is not None and batch_bytes + num_bytes > limit_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(n)
+        batch_bytes += num_bytes
+    if batch:
+        yield batch
 
 
 def device_headroom_bytes() -> int | None:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import SaveRecord
-from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.budget import ByteBudget, batches
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
@@ -120,22 +120,13 @@ class Auditor:
             pairs.append((_Box(path, n, grid, at // len(order) % grid.count), piece))
         return pairs
 
-    def _batches(self, pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
+    def _batches(self, pairs: Sequence[_Pair]) -> list[list[_Pair]]:
         """All at once, unless the device budget is smaller than that."""
         limit = self._device.limit_bytes
-        if limit is None or sample_bytes(_probes(pairs)) <= limit:
-            yield list(pairs)
-            return
-        batch: list[_Pair] = []
-        batch_bytes = 0
-        for pair in pairs:
-            num_bytes = sample_bytes(_probes([pair]))
-            if batch and batch_bytes + num_bytes > limit:
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append(pair)
-            batch_bytes += num_bytes
-        yield batch
+        if limit is not None and sample_bytes(_probes(pairs)) <= limit:
+            limit = None
+        sizes = [sample_bytes(_probes([pair])) for pair in pairs]
+        return [[pairs[n] for n in at] for at in batches(sizes, limit)]
 
     def _send(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
         probes = _probes(pairs)

@@ -1,12 +1,12 @@
 """Late chunks: staged at the sealed version itself, final as they land."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.block import Block, block_of
-from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.budget import ByteBudget, batches
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
@@ -203,19 +203,5 @@ def late_blocks(
     sizes = [_staged_bytes(chunk) for _, chunk in chunks]
     return [
         (at, block_of([chunks[n][1] for n in at], [chunks[n][0] for n in at]))
-        for at in _neighbours(sizes, part_bytes)
+        for at in batches(sizes, part_bytes)
     ]
-
-
-def _neighbours(sizes: Sequence[int], limit_bytes: int | None) -> Iterator[list[int]]:
-    """Consecutive positions, of as much together as the limit allows."""
-    batch: list[int] = []
-    batch_bytes = 0
-    for n, num_bytes in enumerate(sizes):
-        if batch and limit_bytes is not None and batch_bytes + num_bytes > limit_bytes:
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(n)
-        batch_bytes += num_bytes
-    if batch:
-        yield batch
