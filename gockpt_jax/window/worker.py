@@ -43,7 +43,7 @@ class Worker:
             self._changed.notify_all()
             if self._thread is not None and self._thread.is_alive():
                 return
-            self._thread = threading.Thread(target=self._run, name=self._name)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=False)
             try:
                 self._thread.start()
                 return

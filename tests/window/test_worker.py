@@ -35,6 +35,14 @@ def test_tasks_run_in_order_on_one_thread(worker):
     assert not threads()[0].daemon
 
 
+def test_a_daemon_starts_no_daemon(worker):
+    """One that is inside JAX when the interpreter ends would abort the process."""
+    trainer = threading.Thread(target=worker.submit, args=(lambda: None,), daemon=True)
+    trainer.start()
+    trainer.join()
+    assert [thread.daemon for thread in threads()] == [False]
+
+
 def test_idle_means_that_the_last_task_has_ended(worker):
     started, go, ended = threading.Event(), threading.Event(), []
     worker.submit(lambda: (started.set(), go.wait(60), ended.append(True)))
