@@ -12,18 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from window import training_loop
 from window.training_loop import (
-    BATCH,
     SIZE,
     STATE_BYTES,
-    Options,
-    assert_same,
-    fresh,
-    to_host,
-    update,
 )
 
-from gockpt_jax import Audit, GoCkptManager, GoCkptSave, HostBudgetError, WindowOptions
+from gockpt_jax import Audit, GoCkptSave, HostBudgetError, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage import taken
 from gockpt_jax.storage.leaf_writer import LeafWriter
@@ -145,25 +140,14 @@ def test_what_may_wait_for_replay_by_default(host):
     assert budget.waiting_limit_bytes(1000, 100) == 2 * 100 + spare
 
 
-class Loop:
+class Loop(training_loop.Loop):
     """Saves every fourth label, in windows of four steps."""
 
     def __init__(self, directory: Path, **window: Any):
         # The writer may take no more than replay: else the budget would be all for write buffers.
         options = {"steps": 4, "audit": None, "write_limit_bytes": SCRATCH, **window}
-        self.manager = GoCkptManager(
-            directory, options=Options(save_interval_steps=4), window=WindowOptions(**options)
-        )
-        self.host = self.manager._gockpt_session.host
-        self.step, self.state, self.label = self.manager.wrap(update), fresh(), 0
-        self.saved: dict[int, Any] = {}
-
-    def train(self, last: int) -> None:
-        while self.label <= last:
-            self.state = self.step(self.state, BATCH)
-            if self.manager.save(self.label, args=GoCkptSave(self.state)):
-                self.saved[self.label] = to_host(self.state)
-            self.label += 1
+        super().__init__(directory, window=options)
+        self.host = self.session.host
 
     def start(self) -> None:
         """The first save is over before a window for the next one could open."""
@@ -172,14 +156,13 @@ class Loop:
 
     def finish(self) -> None:
         self.manager.wait_until_finished()
-        self.manager._gockpt_session.resources.worker.wait_until_idle()
+        self.settle()
         assert self.host.used_bytes == 0
 
     def close(self) -> None:
         """All saves are there, bit for bit."""
         self.finish()
-        for label, state in self.saved.items():
-            assert_same(self.manager.restore(label), state)
+        self.assert_saved(*self.given)
         self.manager.close()
 
 
@@ -263,7 +246,7 @@ def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, l
     monkeypatch.setattr(LeafWriter, "write_shard", held)
     loop.train(label)
     assert others_are_written.wait(WAIT_SECS)
-    loop.manager._gockpt_session.resources.worker.wait_until_idle()
+    loop.session.resources.worker.wait_until_idle()
     assert loop.manager.is_saving_in_progress()
     assert {name: found() for name, found in written.items()} == dict.fromkeys(written)
     assert loop.host.used_bytes == LEAF
@@ -274,7 +257,7 @@ def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, l
 def test_a_snapshot_is_counted_before_it_lands(tmp_path):
     """Else the next window would be promised the room that it is about to take."""
     loop, go_on = Loop(tmp_path), threading.Event()
-    loop.manager._gockpt_session.resources.worker.submit(lambda: go_on.wait(WAIT_SECS) and None)
+    loop.session.resources.worker.submit(lambda: go_on.wait(WAIT_SECS) and None)
     loop.train(0)
     assert loop.host.used_bytes == STATE_BYTES
     go_on.set()

@@ -15,6 +15,8 @@ from window.training_loop import (
     BATCH,
     SIZE,
     STATE_BYTES,
+    WAIT_SECS,
+    HoldingLoop,
     Options,
     assert_same,
     fresh,
@@ -28,88 +30,21 @@ from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.written import Written
 from gockpt_jax.window.early import EarlyChunks
 
-WAIT_SECS = 60
 LEAF = 4 * SIZE
 
 
 donating = jax.jit(update.__wrapped__, donate_argnums=0)
 
 
-class Loop:
-    """Calls `save` at every label; the write of a label is held until it is let go."""
-
-    def __init__(
-        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *held: int,
-        window: dict[str, Any] | None = None, **options: Any,
-    ):  # fmt: skip
-        self.gates = {label: threading.Event() for label in held}
-        self.written = {label: threading.Event() for label in held}
-        result = Written.result
-
-        def holding(written: Written, timeout: float | None = None) -> None:
-            result(written, timeout)
-            if (label := written._record.step) in self.gates:
-                self.written[label].set()
-                assert self.gates[label].wait(WAIT_SECS)
-
-        monkeypatch.setattr(Written, "result", holding)
-        self.manager = GoCkptManager(
-            directory,
-            options=Options(**{"save_interval_steps": 4, **options}),
-            window=WindowOptions(**{"steps": 3, "on_busy": "newest", **(window or {})}),
-        )
-        self.step, self.state = self.manager.wrap(donating), jax.tree.map(jax.numpy.array, fresh())
-        self.label = 0
-        self.given: dict[int, Any] = {}
-
-    def train(self, last: int, **kwargs: Any) -> bool:
-        """Trains up to a label; returns whether that one was accepted."""
-        while self.label <= last:
-            if self.label == 4:
-                self.manager.wait_until_finished()  # only what follows the held one finds it busy
-            self.state = self.step(self.state, BATCH)
-            args = {"args": GoCkptSave(self.state), **kwargs}
-            accepted = self.manager.save(self.label, **args)
-            if accepted:
-                self.given[self.label] = to_host(self.state)
-            self.label += 1
-        return accepted
-
-    def finish(self) -> None:
-        """Orbax's thread has committed what it was given, or failed; nobody has heard of it."""
-        for gate in self.gates.values():
-            gate.set()
-        for thread in threading.enumerate():
-            if thread.name == "save_finalize":
-                threading.Thread.join(thread, WAIT_SECS)
-
-    def hooks(self) -> None:
-        """One more update, without `save`."""
-        self.state = self.step(self.state, BATCH)
-
-    @property
-    def kinds(self) -> dict[int, str]:
-        return {report.step: report.kind for report in self.manager.reports}
-
-    def report(self, label: int) -> gockpt.SaveReport:
-        (found,) = [report for report in self.manager.reports if report.step == label]
-        return found
-
-    def assert_saved(self, *labels: int) -> None:
-        """These are there, bit for bit, and no others; and nothing is held any more."""
-        assert sorted(self.manager.all_steps()) == sorted(labels)
-        for label in labels:
-            assert_same(self.manager.restore(label), self.given[label])
-        self.manager._gockpt_session.resources.worker.wait_until_idle()
-        assert self.manager._gockpt_session.host.used_bytes == 0
-
-
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     loops = []
 
-    def make(*held: int, **kwargs: Any) -> Loop:
-        loops.append(Loop(tmp_path, monkeypatch, *held, **kwargs))
+    def make(*held: int, window: dict[str, Any] | None = None, **options: Any) -> HoldingLoop:
+        window = {"steps": 3, "on_busy": "newest", **(window or {})}
+        loops.append(
+            HoldingLoop(tmp_path, monkeypatch, *held, window=window, step=donating, **options)
+        )
         return loops[-1]
 
     yield make
@@ -117,7 +52,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         loop.finish()
 
 
-def on_disk(loop: Loop) -> list[int]:
+def on_disk(loop: HoldingLoop) -> list[int]:
     """What another process would find."""
     with ocp.CheckpointManager(loop.manager.directory) as stock:
         return sorted(stock.all_steps())
@@ -130,10 +65,10 @@ def test_a_save_waits_and_is_written_by_the_next_step(start):
     assert loop.manager.latest_step() == 8
     assert sorted(loop.manager.all_steps()) == [0, 4, 8]
     assert loop.manager.is_saving_in_progress()
-    assert loop.manager._gockpt_session.host.used_bytes >= STATE_BYTES
+    assert loop.session.host.used_bytes >= STATE_BYTES
     loop.finish()
     assert loop.manager.is_saving_in_progress()  # until the trainer's thread comes by
-    loop.hooks()
+    loop.update()
     loop.finish()
     assert on_disk(loop) == [0, 4, 8]
     loop.manager.wait_until_finished()
@@ -164,7 +99,7 @@ def test_a_users_own_barrier_is_still_called(start):
     loop = start(4, async_options=barrier)
     loop.train(8)
     loop.finish()
-    loop.hooks()
+    loop.update()
     loop.finish()
     assert on_disk(loop) == [0, 4, 8]
     assert sum("set_value_end" in key for key in keys) == 6, "each begins and ends"
@@ -182,9 +117,9 @@ def test_a_newer_save_takes_its_place(start, caplog):
     assert (report.kind, report.window_steps, report.error) == ("superseded", 3, None)
     assert report.reason.startswith("superseded by step 12 while it waited")
     assert any("step 8 not saved: superseded" in r.getMessage() for r in caplog.records)
-    loop.manager._gockpt_session.resources.worker.wait_until_idle()
+    loop.settle()
     assert loop.written[4].wait(WAIT_SECS)
-    held = loop.manager._gockpt_session.host.used_bytes
+    held = loop.session.host.used_bytes
     assert held <= STATE_BYTES, "what was superseded, and what is written, is given back"
     loop.finish()
     loop.manager.wait_until_finished()
@@ -261,7 +196,7 @@ def test_nothing_is_thought_to_be_written_after_a_refused_save(start):
     loop.gates[4].set()
     with pytest.raises(ValueError, match="already exists"):
         loop.manager.save(4, args=GoCkptSave(loop.state), force=True)
-    loop.hooks()
+    loop.update()
     loop.finish()
     assert on_disk(loop) == [0, 4, 8], "the next step has begun the one that waited"
     with pytest.raises(ValueError, match="already exists"):
@@ -308,7 +243,7 @@ def test_what_is_given_to_save_may_change_afterwards(start):
     best = {"best_fn": lambda metrics: metrics["loss"]}
     loop = start(4, **best)
     loop.train(7)
-    loop.state = loop.step(loop.state, BATCH)
+    loop.update()
     notes, metrics, table = {"seen": [8]}, {"loss": 0.5}, np.arange(4)
     metadata = {"run": ["a"]}
     given = to_host(loop.state)
@@ -322,7 +257,7 @@ def test_what_is_given_to_save_may_change_afterwards(start):
     metadata["run"].append("b")
     table += 1
     loop.label = 9
-    loop.hooks()  # donates the state
+    loop.update()  # donates the state
     loop.gates[4].set()
     loop.manager.wait_until_finished()
     assert loop.report(8).kind == "window"
@@ -337,7 +272,7 @@ def test_what_is_given_to_save_may_change_afterwards(start):
 def test_items_that_cannot_be_taken_beforehand_are_skipped(start):
     loop = start(4)
     loop.train(7)
-    loop.state = loop.step(loop.state, BATCH)
+    loop.update()
     args = ocp.args.Composite(state=GoCkptSave(loop.state), data=ocp.args.ArraySave(np.arange(3)))
     assert not loop.manager.save(8, args=args)
     report = loop.manager.last_report
@@ -350,7 +285,7 @@ def test_items_that_cannot_be_taken_beforehand_are_skipped(start):
 def test_without_room_it_is_skipped(start):
     budget = 2 * STATE_BYTES + 100  # for two states, or a window
     loop = start(4, window={"host_budget_bytes": budget, "audit": None})
-    host = loop.manager._gockpt_session.host
+    host = loop.session.host
     loop.train(4)
     assert loop.written[4].wait(WAIT_SECS)
     host.add(STATE_BYTES)  # as if it were still being written
@@ -358,7 +293,7 @@ def test_without_room_it_is_skipped(start):
     waiting = loop.manager._gockpt_waiting.occupied.pending.record
     assert (waiting.kind, waiting.deferred_steps) == ("snapshot", 2)
     assert "the host budget had no room" in waiting.reason
-    loop.manager._gockpt_session.resources.worker.wait_until_idle()
+    loop.settle()
     assert loop.train(12), "room is made by the one that it supersedes"
     assert loop.report(8).kind == "superseded"
     host.add(200)  # something else has come
@@ -383,14 +318,14 @@ def test_the_previous_save_fails_and_the_waiting_one_is_written(start, monkeypat
     loop.train(8)
     loop.finish()
     calls = {
-        "step": loop.hooks,
+        "step": loop.update,
         "save": lambda: loop.manager.save(8, args=GoCkptSave(loop.state)),
         "wait_until_finished": loop.manager.wait_until_finished,
         "close": loop.manager.close,
     }
     with pytest.raises(RuntimeError, match="injected"):
         calls[heard_by]()
-    loop.hooks()  # the state is alive, and training goes on
+    loop.update()  # the state is alive, and training goes on
     if heard_by != "close":
         loop.manager.close()
     assert on_disk(loop) == [0, 8]
@@ -420,7 +355,7 @@ def test_one_that_had_failed_before_it_was_superseded_is_reported_as_failed(star
     with monkeypatch.context() as patch:
         patch.setattr(EarlyChunks, "finish", _fail)
         assert loop.train(8)
-        loop.manager._gockpt_session.resources.worker.wait_until_idle()
+        loop.settle()
     assert loop.train(12)
     report = loop.report(8)
     assert "injected" in report.error
@@ -442,7 +377,7 @@ def test_a_warning_is_enough_if_so_asked(start, monkeypatch):
     loop.train(8)
     loop.finish()
     with pytest.warns(gockpt.SaveFailedWarning, match="injected"):
-        loop.hooks()
+        loop.update()
     loop.manager.close()
     assert on_disk(loop) == [0, 8]
 
@@ -456,7 +391,7 @@ def test_orbax_refuses_the_waiting_save(start, monkeypatch):
         ocp.CheckpointManager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError("refused"))
     )
     with pytest.raises(gockpt.StorageError, match="refused"):
-        loop.hooks()
+        loop.update()
     monkeypatch.undo()
     assert "refused" in loop.report(8).error
     assert not loop.manager.is_saving_in_progress()
@@ -480,8 +415,8 @@ def test_a_donated_state_is_refused_and_nothing_waits_for_it(start):
     loop = start(4)
     loop.train(7)
     old = loop.state
-    loop.hooks()
-    loop.hooks()
+    loop.update()
+    loop.update()
     with pytest.raises(ValueError, match="donated"):
         loop.manager.save(8, args=GoCkptSave(old))
     assert loop.manager._gockpt_waiting.occupant is None
@@ -496,7 +431,7 @@ def test_the_default_budget_holds_two_states_more(start):
     scratch = 2 * 4 * CHUNK_SIZES[-1]
     loop = start(4, window={"write_limit_bytes": scratch, "audit": None})
     loop.train(8)
-    loop.manager._gockpt_session.resources.worker.wait_until_idle()  # with what replay takes
+    loop.settle()  # with what replay takes
     loop.train(12)
     loop.gates[4].set()
     loop.manager.close()
