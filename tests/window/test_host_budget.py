@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from window import training_loop
 from window.training_loop import (
+    BATCH,
     SIZE,
     STATE_BYTES,
+    to_host,
 )
 
 from gockpt_jax import Audit, GoCkptSave, HostBudgetError, WindowOptions
