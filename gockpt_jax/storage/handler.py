@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import re
 import time
@@ -28,6 +29,7 @@ from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.slots import give_back
 
 # Options of the tree handler that matter when it reads.
 _READING = (
@@ -160,15 +162,23 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         leaves, tree = leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
-        if self._taking is None or self._taking.record is not record:
-            self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
-        counted = set[int]()  # an array may be there twice, and is given back once
-        for i, promised in zip(positions, slots, strict=True):
-            host = None if id(promised) in counted else self._gockpt_session.host
-            leaves[i] = host_array(leaves[i], promised, host)
-            counted.add(id(promised))
-        stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
-        return TakenSave(stock, self._taking)
+        host, once = (
+            self._gockpt_session.host,
+            {id(p): p for p in slots},
+        )  # arrays may be there twice
+        try:
+            if self._taking is None or self._taking.record is not record:
+                self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
+            counted = set[int]()
+            for i, promised in zip(positions, slots, strict=True):
+                account = None if id(promised) in counted else host
+                leaves[i] = host_array(leaves[i], promised, account)
+                counted.add(id(promised))
+            stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
+            return TakenSave(stock, self._taking)
+        except BaseException:  # an interrupt, or metadata that cannot be copied
+            give_back(list(itertools.chain(*once.values())), host)
+            raise
 
     async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
         """Has what becomes final written: begun on another thread, if `save` may return before."""

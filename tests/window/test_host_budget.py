@@ -336,7 +336,7 @@ def test_an_array_that_is_saved_twice_is_counted_once(tmp_path):
     loop = Loop(tmp_path)
     loop.state = {"a": loop.state["params"]["w"], "b": loop.state["params"]["w"]}
     save_and_wait(loop)
-    loop.saved[1] = to_host(loop.state)
+    loop.given[1] = to_host(loop.state)
     loop.close()
 
 
