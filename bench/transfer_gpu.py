@@ -34,7 +34,7 @@ QUESTIONS: Mapping[str, Callable[[Asked], None]] = {
 
 def answer(
     record: Record, *, quick: bool, limit_secs: float | None = None, device: Any = None,
-    questions: Sequence[str] | None = None,
+    questions: Sequence[str] | None = None, saved: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Asks every question, in order of worth, until the time is over.
 
@@ -44,6 +44,7 @@ def answer(
       limit_secs: No measurement begins after this; the one that runs is finished.
       device: Which; the first local one if `None`.
       questions: Names of `QUESTIONS`; all if `None`.
+      saved: Called after each.
     """
     device = device or jax.local_devices()[0]
     scale = Scale.of(device.platform, quick=quick)
@@ -56,6 +57,7 @@ def answer(
             QUESTIONS[name](asked)
         except Exception as error:  # one answer less, not all of them
             asked.note(f"{name}: failed: {type(error).__name__}: {str(error)[:300]}")
+        saved()
     if questions is None:
         _conclude(asked)
 

@@ -40,7 +40,10 @@ def _ask(record: Record, arguments: argparse.Namespace, limit_secs: float) -> No
         record.notes.append(f"the link: not measured, {without_paths(str(error))}.")
         return
     questions = arguments.questions.split(",") if arguments.questions else None
-    transfer_gpu.answer(record, quick=arguments.toy, limit_secs=limit_secs, questions=questions)
+    transfer_gpu.answer(
+        record, quick=arguments.toy, limit_secs=limit_secs, questions=questions,
+        saved=lambda: record.write(arguments.out),
+    )  # fmt: skip
 
 
 def _ask_with_async_dispatch(

@@ -26,7 +26,7 @@ def test_every_question_is_answered_or_says_why_not(monkeypatch):
 
 @pytest.mark.parametrize("failing", ["pointers", "ways"])
 def test_a_question_that_fails_costs_no_other(failing, monkeypatch):
-    asked = []
+    asked, known = [], []
 
     def question(name):
         def ask(_):
@@ -38,8 +38,9 @@ def test_a_question_that_fails_costs_no_other(failing, monkeypatch):
 
     monkeypatch.setattr(transfer_gpu, "QUESTIONS", {name: question(name) for name in QUESTIONS})
     record = Record("gpu")
-    answer(record, quick=True)
+    answer(record, quick=True, saved=lambda: known.append(list(asked)))
     assert asked == list(QUESTIONS)
+    assert known == [asked[: n + 1] for n in range(len(asked))]  # each as soon as it was answered
     assert f"{failing}: failed: RuntimeError: no such memory" in record.notes
 
 
