@@ -352,6 +352,7 @@ def test_the_waiting_save_fails(start, monkeypatch):
 def test_one_that_had_failed_before_it_was_superseded_is_reported_as_failed(start, monkeypatch):
     loop = start(4)
     loop.train(7)
+    loop.settle()  # what left early for 4 is final
     with monkeypatch.context() as patch:
         patch.setattr(EarlyChunks, "finish", _fail)
         assert loop.train(8)
