@@ -71,4 +71,4 @@ def test_calls_are_the_unit(tmp_path, step, averages, steps):
             assert manager.last_report.early_bytes == 2 * 256
         else:
             assert "no leaf may leave early" in manager.last_report.reason
-            assert "its new value comes out of `scan`" in manager.last_report.reason
+            assert "its new value comes out of a loop (`scan`)" in manager.last_report.reason
