@@ -169,9 +169,10 @@ def _adds_constant(op: Op) -> bool:
 
 def _ends_sum(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
-    if op.name in PRODUCTS or op.name == "div":  # but for those that change nothing
-        return not any(_unspread(v).is_constant for v in op.inputs)
-    return _ends_chain(op, value)
+    if op.name == "mul" or op.name == "div":  # but by one, which is erased
+        factors = op.inputs if op.name == "mul" else op.inputs[1:]
+        return not any(_scalar_constant(v) in (1, -1) for v in factors)
+    return op.name in PRODUCTS or _ends_chain(op, value)
 
 
 def _unspread(value: Value) -> Value:

@@ -112,7 +112,7 @@ class Op:
     entered: "tuple[Value, ...]" = ()
     """Of a `shard_map`: what goes into its body, seen from inside."""
     results: "tuple[Value, ...]" = ()
-    """Of a `shard_map`: what its body returns, seen from inside."""
+    """Of a `shard_map`: what its body returns, seen from inside. Likewise of a loop that is none."""
 
     @property
     def name(self) -> str:
@@ -219,6 +219,9 @@ def _apply(
     op = Op(eqn.primitive, tuple(inputs), eqn.params, len(eqn.outvars))
     if name == "shard_map":
         _look_inside(op, (*path, position) if path is not None else None)
+    elif name == "scan" and _is_unrolled(op):
+        body, consts = _compat.open_jaxpr(op.params["jaxpr"])
+        op.results = tuple(_walk(body, consts, inputs, None, axes))
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
@@ -250,6 +253,12 @@ def _is_everywhere(op: Op, axes: Collection[str]) -> bool:
     if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
         return False
     return all(v.is_constant or v.is_everywhere for v in op.inputs)
+
+
+def _is_unrolled(scan: Op) -> bool:
+    """Whether the compiler makes no loop of it: it has one turn, or so many are written out."""
+    turns, at_once = scan.params["length"], scan.params["unroll"]
+    return at_once is True or bool(turns <= max(1, at_once))
 
 
 def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

@@ -33,7 +33,7 @@ class Leaf:
     def of(cls, path: str, old: Value, new: Value) -> "Leaf":
         """Looks for what updates the leaf: the step itself, or a `shard_map` in it."""
         op = new.op
-        if op is not None and op.results:
+        if op is not None and op.entered:
             spec = op.params["out_specs"][new.index]
             for given, spec_in, inside in zip(
                 op.inputs, op.params["in_specs"], op.entered, strict=True

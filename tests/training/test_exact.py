@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from training_helpers import graph_of
@@ -80,6 +83,12 @@ def test_inexact(f, dtypes):
     assert not is_exact(last(f, *dtypes).op)
 
 
+def scaled(turns, unroll, x, y):
+    """A product in a loop."""
+    del y
+    return lax.scan(lambda c, _: (c * 0.1, None), x, length=turns, unroll=unroll)[0]
+
+
 @pytest.mark.parametrize(
     ("f", "expected"),
     [
@@ -92,13 +101,19 @@ def test_inexact(f, dtypes):
         pytest.param(lambda x, y: jnp.where(x > 0, x * y, y), True, id="a select"),
         pytest.param(lambda x, y: jnp.sqrt(x), True, id="root"),
         pytest.param(lambda x, y: x, True, id="argument"),
+        *(
+            pytest.param(functools.partial(scaled, n, u), (n, u) == (2, 1), id=f"loop {n} {u}")
+            for n, u in ((1, 1), (2, 1), (2, 2))
+        ),
         pytest.param(lambda x, y: x + 0.1, False, id="sum with a constant"),
         pytest.param(lambda x, y: 0.3 - x, False, id="difference from a constant"),
         pytest.param(lambda x, y: (-(x + 0.1))[::-1] / 1.0, False, id="such a sum, moved"),
-        pytest.param(lambda x, y: x + jnp.arange(4.0), False, id="with a constant array"),
+        pytest.param(
+            lambda x, y: x + np.arange(4.0, dtype=np.float32), False, id="with a constant array"
+        ),
         pytest.param(lambda x, y: (x + 0.1) + y, True, id="with more than a constant"),
         pytest.param(lambda x, y: jnp.where(x > 0, x + 0.1, y), True, id="a sum or not"),
-        pytest.param(lambda x, y: y / (x + 0.1), True, id="division by such a sum"),
+        pytest.param(lambda x, y: 0.1 / (x + 0.1), True, id="division by such a sum"),
         pytest.param(lambda x, y: x.astype(jnp.int32) + 1, True, id="count"),
     ],
 )

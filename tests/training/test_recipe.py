@@ -133,6 +133,45 @@ def test_no_cut_within_a_chain_of_scalar_factors(scaled, erased):
     assert_replays(analyse(step, first, matrix[3]))
 
 
+# Likewise: `sqrt(x) * sqrt(x)` is `x`, `exp(a) * exp(b)` is `exp(a + b)`, `(x + a) + b` is
+# `x + (a + b)`, and a loop of one turn is none.
+_ROOT, _EXP = (lambda g: jnp.sqrt(jnp.abs(g @ g))), (lambda g: jnp.exp(jnp.tanh(g @ g)))
+MERGED = {
+    "root": (_ROOT, lambda x: x * x),
+    "root of a mean": (lambda g: jnp.full(g.shape, _ROOT(g).mean() ** 0.5), lambda x: x * x),
+    "inverse root": (lambda g: lax.rsqrt(jnp.abs(g @ g)), jnp.square),
+    "root cubed": (_ROOT, lambda x: x**3),
+    "root, then negated": (_ROOT, lambda x: (-x) * (-x)),
+    "power": (lambda g: jnp.abs(g @ g) ** 0.5, jnp.square),
+    "exponential": (_EXP, lambda x: x * x),
+    "sum": (lambda g: (g @ g) + 0.1, lambda x: x + 0.3),
+    "difference": (lambda g: 0.1 - (g @ g), lambda x: 0.3 - x),
+    "one turn": (lambda g: lax.fori_loop(0, 1, lambda _, x: x * 0.3, g @ g), lambda x: x * 0.7),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_no_cut_where_what_follows_merges_with_it(name):
+    value, follows = MERGED[name]
+
+    def step(s, g):
+        x = follows(value(g))
+        return {"m": 0.9 * s["m"] + x, "v": 0.5 * s["v"] - x}
+
+    matrix = [vector(i, _SIDE * _SIDE).reshape(_SIDE, _SIDE) for i in range(3)]
+    assert_replays(analyse(step, {"m": matrix[0], "v": matrix[1]}, matrix[2]))
+
+
+def test_a_root_may_be_cut_where_nothing_merges_with_it():
+    def step(s, g):
+        x = jnp.sqrt(g)
+        return {"m": 0.9 * s["m"] + 0.3 * x, "v": 0.5 * s["v"] - s["m"] * x}
+
+    found = analyse(step, state("m", "v"), jnp.abs(gradient()))
+    assert len(found.cut.groups) == 1
+    assert_replays(found)
+
+
 # Sharing of compilations.
 
 
