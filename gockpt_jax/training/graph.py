@@ -112,7 +112,7 @@ class Op:
     entered: "tuple[Value, ...]" = ()
     """Of a `shard_map`: what goes into its body, seen from inside."""
     results: "tuple[Value, ...]" = ()
-    """Of a `shard_map`: what its body returns, seen from inside. Likewise of a loop that is none."""
+    """Of a `shard_map`: what its body returns, seen from inside. So of a loop that is none."""
 
     @property
     def name(self) -> str:
