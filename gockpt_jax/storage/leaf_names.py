@@ -7,7 +7,7 @@ too long. As keys of an OCDBT database, which is stock's own layout, they are na
 """
 
 import collections
-import functools
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +37,15 @@ def refuse_shared(tree: Any) -> None:
       ...
       ValueError: `['a']['b']` and `['a.b']` would both be stored as `a.b`, ...
     """
-    _ask(_refuse_shared, tree)
+    found = collections.defaultdict(list)
+    for name, path in _leaves(tree):
+        found[name.removesuffix("/")].append(path)  # `a/` and `a` are one folder
+    for name, paths in found.items():
+        if len(paths) > 1:
+            raise ValueError(
+                f"{' and '.join(f'`{path}`' for path in paths)} would both be stored as `{name}`, "
+                "and one of them would be lost (with stock Orbax, too). Rename one of them."
+            )
 
 
 def why_no_files(tree: Any) -> str | None:
@@ -48,34 +56,7 @@ def why_no_files(tree: Any) -> str | None:
       >>> why_no_files({"/w": 1.0})
       "a leaf's name, `/w`, cannot be a file's"
     """
-    reason: str | None = _ask(_why_no_files, tree)
-    return reason
-
-
-def _ask(question: Any, tree: Any) -> Any:
-    structure = jax.tree.structure(tree)
-    try:
-        return question(structure)
-    except TypeError:  # something in it cannot be hashed: each save asks anew
-        return question.__wrapped__(structure)
-
-
-@functools.lru_cache(maxsize=8)  # a run saves trees of one structure, or of a few
-def _refuse_shared(structure: Any) -> None:
-    found = collections.defaultdict(list)
-    for name, path in zip(_names(structure), _paths(structure), strict=True):
-        found[name.removesuffix("/")].append(path)  # `a/` and `a` are one folder
-    for name, paths in found.items():
-        if len(paths) > 1:
-            raise ValueError(
-                f"{' and '.join(f'`{path}`' for path in paths)} would both be stored as `{name}`, "
-                "and one of them would be lost (with stock Orbax, too). Rename one of them."
-            )
-
-
-@functools.lru_cache(maxsize=8)
-def _why_no_files(structure: Any) -> str | None:
-    names = _names(structure)
+    names = [name for name, _ in _leaves(tree)]
     for name in names:
         parts = name.split("/")
         if parts[0] in _TAKEN or not all(map(_is_file_name, parts)):
@@ -87,17 +68,25 @@ def _why_no_files(structure: Any) -> str | None:
     return None
 
 
-def _names(structure: Any) -> Sequence[str]:
-    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
-    names: list[str] = jax.tree.leaves(ocp.tree.get_param_names(tree, include_empty_nodes=False))
-    return names
-
-
-def _paths(structure: Any) -> Sequence[str]:
-    tree = jax.tree.unflatten(structure, range(structure.num_leaves))
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def _is_file_name(part: str) -> bool:
     is_short = len(part.encode("utf-8", "surrogatepass")) <= _MAX_BYTES
     return is_short and part not in ("", ".", "..") and not {"\\", "\0"} & set(part)
+
+
+_known: dict[Any, Sequence[tuple[str, str]]] = {}  # a run saves trees of a few structures
+
+
+def _leaves(tree: Any) -> Sequence[tuple[str, str]]:
+    """Name and path of each leaf."""
+    structure = jax.tree.structure(tree)
+    with contextlib.suppress(TypeError, KeyError):  # something in it cannot be hashed, or is new
+        return _known[structure]
+    found = [
+        (".".join(ocp.tree.str_keypath(path)), jax.tree_util.keystr(path))
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    with contextlib.suppress(TypeError):
+        if len(_known) > 8:
+            _known.clear()
+        _known[structure] = found
+    return found
