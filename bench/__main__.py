@@ -15,11 +15,11 @@ BENCHMARKS = {
     "gpu": "bench.gpu.benchmark",
     "replay": "bench.replay.benchmark",
     "replay_beside_training": "bench.replay.beside_training",
-    "storage": "bench.storage",
+    "storage": "bench.storage.benchmark",
     "memory": "bench.memory.benchmark",
     "timeline": "bench.timeline.benchmark",
     "train": "bench.train.benchmark",
-    "transfer": "bench.transfer",
+    "transfer": "bench.transfer.benchmark",
 }
 # What works on result files. Each module has `main(arguments) -> exit status`.
 COMMANDS = {

@@ -35,12 +35,12 @@ def _transfer(record: Record, arguments: argparse.Namespace, left: Callable[[], 
 
 def _ask(record: Record, arguments: argparse.Namespace, limit_secs: float) -> None:
     try:
-        from bench import transfer_gpu
+        from bench.transfer.gpu import answer
     except ImportError as error:
         record.notes.append(f"the link: not measured, {without_paths(str(error))}.")
         return
     questions = arguments.questions.split(",") if arguments.questions else None
-    transfer_gpu.answer(
+    answer(
         record, quick=arguments.toy, limit_secs=limit_secs, questions=questions,
         saved=lambda: record.write(arguments.out),
     )  # fmt: skip

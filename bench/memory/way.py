@@ -192,7 +192,7 @@ class _Loop:
         """The most that is resident during steps without saves, once what was freed is back."""
         import jax
 
-        from bench.storage_contenders import give_back
+        from bench.storage.contenders import give_back
 
         give_back()
         most = 0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from bench import transfer, transfer_gpu
-from bench.raw_link import raw_link_secs
 from bench.record import Record
-from bench.save_call import measure
-from bench.transfer_gpu import QUESTIONS, answer
+from bench.transfer.asked import Scale
+from bench.transfer.benchmark import _model
+from bench.transfer.gpu import QUESTIONS, answer
+from bench.transfer.raw_link import raw_link_secs
+from bench.transfer.save_call import measure
 
 
 def test_every_question_is_answered_or_says_why_not(monkeypatch):
-    scale = transfer_gpu.Scale((0.01,), 0.01, 16, 1, 1)
-    monkeypatch.setattr(transfer_gpu.Scale, "of", lambda *_, **__: scale)
+    scale = Scale((0.01,), 0.01, 16, 1, 1)
+    monkeypatch.setattr(Scale, "of", lambda *_, **__: scale)
     record = Record("gpu")
     answer(record, quick=True)
     for figure in ("overlap_ratio", "same_memory/pinned_to_numpy", "dispatch_us_per_put/packed"):
@@ -36,7 +37,9 @@ def test_a_question_that_fails_costs_no_other(failing, monkeypatch):
 
         return ask
 
-    monkeypatch.setattr(transfer_gpu, "QUESTIONS", {name: question(name) for name in QUESTIONS})
+    monkeypatch.setattr(
+        "bench.transfer.gpu.QUESTIONS", {name: question(name) for name in QUESTIONS}
+    )
     record = Record("gpu")
     answer(record, quick=True, saved=lambda: known.append(list(asked)))
     assert asked == list(QUESTIONS)
@@ -53,7 +56,7 @@ def test_nothing_is_asked_after_the_time():
 
 def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
     record = Record("transfer")
-    measure(record, lambda: transfer._model(8, leaves=6), saves=2)
+    measure(record, lambda: _model(8, leaves=6), saves=2)
     for kind in ("", "_snapshot", "_stock"):
         assert len(record.samples[f"save_call{kind}_ms"]) == 2
         assert len(record.samples[f"save_idle{kind}_us"]) == 6

@@ -158,7 +158,7 @@ def test_nothing_takes_more_memory_than_its_limit(tmp_path, what, name):
     limit_bytes = 64 * 2**20
     words = [what, name, str(tmp_path), str(4 * limit_bytes), str(limit_bytes)]
     child = subprocess.run(
-        [sys.executable, "-m", "bench.storage_memory", *words],
+        [sys.executable, "-m", "bench.storage.memory", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr

@@ -2,7 +2,7 @@
 
 On the CPU backend nothing crosses a link: shown are the hooks around the step, for a model of 300
 leaves, and bytes by the library's own accounting. On an accelerator its questions follow
-(`bench/transfer_gpu.py`).
+(`bench/transfer/gpu.py`).
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def run(quick: bool) -> Record:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX".strip()
     import jax
 
-    from bench.save_call import measure
+    from bench.transfer.save_call import measure
 
     record = Record("transfer")
     # Leaves are small: the CPU backend copies them on the caller's thread, as no accelerator does.
@@ -103,7 +103,7 @@ def run(quick: bool) -> Record:
     if jax.default_backend() == "cpu":
         record.notes.append("No accelerator: its questions were not asked.")
     else:
-        from bench.transfer_gpu import answer
+        from bench.transfer.gpu import answer
 
         answer(record, quick=quick, limit_secs=_LIMIT_SECS[quick])
     return record

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.transfer_asked import Asked
+from bench.transfer.asked import Asked
 
 # A busy step.
 

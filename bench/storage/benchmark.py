@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import storage_processes
 from bench.record import Record, ratios
-from bench.storage_contenders import (
+from bench.storage import processes
+from bench.storage.contenders import (
     MIB,
     OURS,
     STOCK,
@@ -33,7 +33,7 @@ from bench.storage_contenders import (
     stock_restore,
     stock_save,
 )
-from bench.storage_memory import extra_rss_ratio
+from bench.storage.memory import extra_rss_ratio
 from gockpt_jax.storage.layout import default_layout
 from gockpt_jax.storage.verify import verify_item
 
@@ -88,7 +88,7 @@ def run(quick: bool) -> Record:
             _rss(record, "save", layout, folder, sizes)
         for what in ("restore", "verify"):
             _rss(record, what, default, folder, sizes)
-        storage_processes.measure(
+        processes.measure(
             record, folder, sizes.shared_leaves, sizes.shared_leaf_bytes, sizes.repeats
         )
         measure_small(record, folder, sizes)

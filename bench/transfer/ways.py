@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.raw_link import raw_link_secs
-from bench.transfer_asked import Asked
+from bench.transfer.asked import Asked
+from bench.transfer.raw_link import raw_link_secs
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.chunks import Chunk, Source
 

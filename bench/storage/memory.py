@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.record import ROOT, peak_memory
-from bench.storage_contenders import (
+from bench.storage.contenders import (
     OURS,
     forget,
     give_back,
@@ -31,7 +31,7 @@ def extra_rss_ratio(what: str, layout: str, folder: Path, nbytes: int, limit_byt
     """
     with tempfile.TemporaryDirectory(dir=folder) as target:
         words = [what, layout, target, str(nbytes), str(limit_bytes)]
-        command = [sys.executable, "-m", "bench.storage_memory", *words]
+        command = [sys.executable, "-m", "bench.storage.memory", *words]
         child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if child.returncode:
         raise RuntimeError(f"{what} of {layout} failed: {child.stderr}")

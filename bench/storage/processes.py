@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bench.record import ROOT, Record, ratios
-from bench.storage_contenders import forget, give_back
+from bench.storage.contenders import forget, give_back
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave
 
 PROCESSES, DEVICES = 2, 2
@@ -59,7 +59,7 @@ def _run_job(words: list[str]) -> list[dict[str, list[float]]]:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "bench.storage_processes", address, str(index), *words],
+            [sys.executable, "-m", "bench.storage.processes", address, str(index), *words],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for index in range(PROCESSES)

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from bench.record import Record
-from bench.transfer_asked import Asked, Deadline, Scale
-from bench.transfer_steps import ask_donated, ask_overlap
-from bench.transfer_ways import ask_dispatch, ask_pointers, ask_raw_link, ask_ways
+from bench.transfer.asked import Asked, Deadline, Scale
+from bench.transfer.steps import ask_donated, ask_overlap
+from bench.transfer.ways import ask_dispatch, ask_pointers, ask_raw_link, ask_ways
 
 QUESTIONS: Mapping[str, Callable[[Asked], None]] = {
     "pointers": ask_pointers,

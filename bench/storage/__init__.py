@@ -1,0 +1,1 @@
+"""How fast saves are written and restored, beside raw disk and stock."""
