@@ -85,7 +85,15 @@ def _pack(
     """What one device does: its shards' rows, one after another in each buffer."""
     platform = buffers[0].place.devices[0].platform
     rows = iter([_take(chunk, shards[number], platform) for chunk, number in parts])
-    return tuple(_fill(buffer, [next(rows) for _ in buffer.chunks]) for buffer in buffers)
+    together = [[next(rows) for _ in buffer.chunks] for buffer in buffers]
+    if platform in _ARITHMETIC_BYTES:
+        together = [_as_they_are(of_buffer) for of_buffer in together]
+    return tuple(map(_fill, buffers, together))
+
+
+def _as_they_are(rows: list[jax.Array]) -> list[jax.Array]:
+    """Rows to be joined: a compiler may join the floats first, and take the whole for integers."""
+    return lax.optimization_barrier(rows) if len(rows) > 1 else rows
 
 
 def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:

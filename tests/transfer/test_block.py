@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 
@@ -122,6 +123,22 @@ def test_where_joining_is_arithmetic_wider_floats_are_joined_as_integers(monkeyp
         found = np.asarray(buffer)[offset : offset + wanted.size]
         np.testing.assert_array_equal(found.view(np.uint32), wanted)
     assert " = u32[96]{0} concatenate(" in program.as_text()
+
+
+@pytest.mark.parametrize(("count", "held"), [(1, False), (2, True)])
+def test_floats_are_not_joined_before_they_are_taken_for_integers(count, held, monkeypatch):
+    """A TPU's compiler did before there was a barrier (`bench aot`)."""
+    monkeypatch.setitem(packing._ARITHMETIC_BYTES, "cpu", 4)
+    arrays = [jnp.zeros(40) for _ in range(count)]
+    chunks = [Chunk.whole(Source.of(x)) for x in arrays]
+    buffers = layout.lay_out(chunks)
+    pack = functools.partial(packing._pack, [*zip(chunks, range(count), strict=True)], buffers)
+    joins = [
+        equation.invars
+        for equation in jax.make_jaxpr(pack)(*arrays).eqns
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    assert [len(rows) for rows in joins] == ([count] if held else [])
 
 
 @pytest.mark.parametrize("donatable", [True, False])
