@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import re
 import time
@@ -162,22 +161,18 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         leaves, tree = leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
-        host, once = (
-            self._gockpt_session.host,
-            {id(p): p for p in slots},
-        )  # arrays may be there twice
+        host = self._gockpt_session.host
+        owners = {id(promised): i for i, promised in enumerate(slots)}  # arrays may be there twice
         try:
             if self._taking is None or self._taking.record is not record:
                 self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
-            counted = set[int]()
-            for i, promised in zip(positions, slots, strict=True):
-                account = None if id(promised) in counted else host
-                leaves[i] = host_array(leaves[i], promised, account)
-                counted.add(id(promised))
+            for i, promised in enumerate(slots):
+                account = host if owners[id(promised)] == i else None
+                leaves[positions[i]] = host_array(leaves[positions[i]], promised, account)
             stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
             return TakenSave(stock, self._taking)
         except BaseException:  # an interrupt, or metadata that cannot be copied
-            give_back(list(itertools.chain(*once.values())), host)
+            give_back([slot for i in owners.values() for slot in slots[i]], host)
             raise
 
     async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
