@@ -127,7 +127,7 @@ class Life:
     def steps(self) -> Any:
         m = self._manager
         asked = (m.all_steps(), m.all_steps(read=True), m.latest_step(), m.best_step())
-        return [*asked, m.is_saving_in_progress(), m.should_save(self._label)]
+        return [*asked, m.should_save(self._label)]
 
     def delete(self) -> Any:
         return self._manager.delete(max(0, self._label - self._rng.choice([1, 2, 3])))
