@@ -50,7 +50,10 @@ class SaveFailedWarning(UserWarning):
 
 
 class SnapshotOnlyWarning(UserWarning):
-    """A wrapped step cannot be armed, so its saves are snapshots; the message names the remedy."""
+    """Saves cannot be windows: a step cannot be armed, or a handler of stock's takes the state.
+
+    The message names the remedy.
+    """
 
 
 def warn(message: str, category: type[Warning]) -> None:
