@@ -6,6 +6,7 @@ attribute is missing, the caller takes the path that needs less.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import threading
@@ -161,10 +162,12 @@ def is_tracing() -> bool:
     return not getattr(core, "trace_state_clean", lambda: True)()
 
 
+@functools.cache
 def is_packed(dtype: Any) -> bool:
     """Whether several elements share a byte on a device (int4); each has one of its own in NumPy.
 
-    Only the name tells: `itemsize` is 1. Programs refuse such arrays that another has made.
+    Only the name tells: `itemsize` is 1. Programs refuse such arrays that another has made. NumPy
+    takes longer to make the name than a replay to start, so it is asked once.
     """
     return _PACKED.match(str(dtype)) is not None
 

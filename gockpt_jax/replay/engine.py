@@ -125,7 +125,7 @@ class Replayer:
     def scratch_bytes(self, shards: Sequence[ShardReplay]) -> int:
         """Bytes that `apply` needs beside the shards while it runs."""
         wanted = {
-            (size, tuple(shard.states[i].itemsize for i in shard.spec.changed))
+            (size, tuple(shard.states[i].itemsize for i in shard.recipe.changed))
             for shard in shards
             if shard.updates
             for _, size in cut_up(shard.size)

@@ -61,7 +61,7 @@ class ReplaySpec:
     @property
     def changed(self) -> tuple[int, ...]:
         """Positions of the states that an update changes; the others are only read."""
-        return tuple(i for i, o in enumerate(self.recipe.outputs) if o != i)
+        return self.recipe.changed
 
 
 Compiled = Callable[..., list[jax.Array]]
@@ -117,7 +117,7 @@ def cut_up(elements: int) -> Iterator[tuple[slice, int]]:
             yield slice(start, start + size), size
             start += size
         left = elements - start
-        if left and (size == CHUNK_SIZES[-1] or (size // 2 < left and size <= _MAX_PADDED_SIZE)):
+        if left and (size == CHUNK_SIZES[-1] or (size // 2 <= left and size <= _MAX_PADDED_SIZE)):
             yield slice(start, elements), size
             return
 

@@ -6,6 +6,7 @@ with equal recipes share one compilation per chunk size.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class Instruction:
         return "broadcast" if self.primitive is None else str(self.primitive.name)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """A program over registers: first the states, the retained values, the scalars; then results.
 
@@ -72,10 +73,24 @@ class Recipe:
     instructions: tuple[Instruction, ...]
     outputs: tuple[int | Constant, ...]
 
+    def __hash__(self) -> int:
+        """Programs are looked up by it for every shard that is replayed: worked out once."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        inputs = self.num_states, self.num_retained, self.num_scalars
+        return hash((inputs, self.instructions, self.outputs))
+
+    @functools.cached_property
+    def changed(self) -> tuple[int, ...]:
+        """Positions of the states that an update changes; the others are only read."""
+        return tuple(i for i, o in enumerate(self.outputs) if o != i)
+
     @property
     def is_identity(self) -> bool:
         """Whether nothing changes: the leaves are frozen."""
-        return self.outputs == tuple(range(self.num_states))
+        return not self.changed
 
     def apply(
         self,

@@ -38,14 +38,15 @@ class ReplayGroup:
 
 
 def replay_groups(cut: Cut, leaves: Sequence[Leaf]) -> tuple[ReplayGroup, ...]:
-    """The groups of a cut, without its graph."""
+    """The groups of a cut, without its graph; those of equal recipes share one."""
+    recipes: dict[Recipe, Recipe] = {}
     position = {value: i for i, value in enumerate(cut.values)}
     return tuple(
         ReplayGroup(
             group.leaves,
             tuple(position[v] for v in group.retained),
             tuple(position[v] for v in group.scalars),
-            make_recipe(group, leaves),
+            recipes.setdefault(recipe := make_recipe(group, leaves), recipe),
         )
         for group in cut.groups
     )
