@@ -111,6 +111,10 @@ class CallForm:
         """
         return tuple(self._find(place, args, kwargs) for place in self._places)
 
+    def state_leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The leaves of the state in one call, arrays or not."""
+        return jax.tree.leaves(self.state_of(args, kwargs))
+
     def _find(self, place: Place, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         index = place if isinstance(place, int) else self._parameters.get(place, len(args))
         name = place if isinstance(place, str) else self._name(place)

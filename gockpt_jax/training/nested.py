@@ -116,6 +116,11 @@ class InnerForm(CallForm):
         del args, kwargs
         return False
 
+    def state_leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Those that the object around it was given; none once it is not looked at any more."""
+        del args, kwargs
+        return list(self.old)
+
     def locate(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
     ) -> Positions:

@@ -120,6 +120,10 @@ class WrappedStep:
             self._programs_left = _MAX_PROGRAMS
         return result, cut
 
+    def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of the state in a call, arrays or not; traced or not."""
+        return self._form.state_leaves(args, kwargs)
+
     def explain(self) -> str:
         """What leaves early, what is retained, what is late and why."""
         if self.program is None:

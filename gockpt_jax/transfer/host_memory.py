@@ -64,7 +64,8 @@ def _below_limit(group: Path) -> int | None:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        limit, used = _number(group / limit_name), _number(group / used_name)
+        limit = _number(group / limit_name)
+        used = None if limit is None else _number(group / used_name)
         if limit is not None and used is not None:
             stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
             return limit - used + int(stat.get(idle_name, 0))

@@ -90,7 +90,7 @@ class Opener:
         if (why_not := self._agreement.why_not_ready(program, target)) is not None:
             return None, why_not
         leaves = program.new_state_leaves(step.last_result)
-        host_bytes = self._planner.host_bytes(leaves, size)
+        host_bytes = self._planner.host_bytes(program)
         device, host = self._resources.device, self._resources.host
         no_room = host.why_no_room(*host_bytes)
         if no_room is not None and not self._processes.several:

@@ -39,10 +39,20 @@ _CONTRACTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Planned:
-    """A program's plan, the bytes of its state, and the facts that it was made for."""
+    """A program's plan, and what it was made for.
+
+    Attributes:
+      plan: The plan.
+      size: Bytes of the state on one device.
+      host_bytes: What a window holds in this process: the state, and what follows one step.
+      num_devices: Of this process, with a part of the state.
+      facts: What was measured, or said.
+    """
 
     plan: Plan
     size: StateBytes
+    host_bytes: tuple[int, int]
+    num_devices: int
     facts: Facts
 
 
@@ -103,13 +113,16 @@ class Planner:
 
     def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> _Planned:
         size = measure_bytes(program, leaves, self._replicas)
-        facts = self._facts(size, leaves)
+        num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
+        state_bytes = sum(self._replicas.owned_bytes_at_most(a) for a in leaves)
+        host_bytes = state_bytes, size.followers * num_devices
+        facts = self._facts(size, num_devices)
         if program.groups:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         else:
             plan = Plan((), _why_all_late(program, size))
-        planned = self._plans[program] = _Planned(plan, size, facts)
-        return planned
+        self._plans[program] = _Planned(plan, size, host_bytes, num_devices, facts)
+        return self._plans[program]
 
     def save_ended(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
@@ -121,32 +134,30 @@ class Planner:
         planned = self._plans[program]
         if self._options.steps is not None or not program.groups:
             return
-        leaves = program.new_state_leaves(step.last_result)
-        facts = self._facts(planned.size, leaves)
+        facts = self._facts(planned.size, planned.num_devices)
         if not facts.differ_from(planned.facts):
             return
         plan = plan_window(planned.size, self._options, self._device.limit_bytes, facts)
-        self._plans[program] = _Planned(plan, planned.size, facts)
+        self._plans[program] = dataclasses.replace(planned, plan=plan, facts=facts)
         if plan.blocks == planned.plan.blocks:
             return
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
-        self._make_ready(step, program, leaves)
+        self._make_ready(step, program, program.new_state_leaves(step.last_result))
 
-    def _facts(self, size: StateBytes, leaves: Sequence[jax.Array]) -> Facts:
+    def _facts(self, size: StateBytes, num_devices: int) -> Facts:
         """What the user said, else what has been measured.
 
         Every process must make the same plan, and what they measure differs: all of them go by the
         shortest step, the slowest link and the least room that one of them has seen.
         """
         said = self._options
-        local = {d for a in leaves for d in a.sharding.addressable_devices}
-        host = self._host.room_bytes(sum(size.leaves) * len(local))
+        host = self._host.room_bytes(sum(size.leaves) * num_devices)
         seen = measured_facts(self.clock)
         measured = {
             "step_secs": said.step_secs or seen.step_secs,
             "link_bytes_per_sec": said.link_bytes_per_sec or seen.link_bytes_per_sec,
             # A process may have no device with a part of the state.
-            "host_budget_bytes": None if host is None or not local else host // len(local),
+            "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
         }
         answers = [
             json.loads(x) for x in self._processes.gather("facts", json.dumps(measured)).values()
@@ -160,10 +171,7 @@ class Planner:
         """Compiles ahead what the program's plan needs."""
         plan, size = self._plans[program].plan, self._plans[program].size
         early = {j for u in itertools.chain(*plan.blocks) for j in _leaves_of(u, size, program)}
-        limit_bytes = self._device.limit_bytes
-        late = [a for j, a in enumerate(leaves) if j not in early]
-        for _, block in late_blocks(late_chunks(late, limit_bytes, self._replicas), limit_bytes):
-            block.compile_ahead()
+        self._compile_late([a for j, a in enumerate(leaves) if j not in early])
         if plan.steps == 1:
             return
         try:
@@ -181,6 +189,21 @@ class Planner:
         if self._options.audit is not None:
             sampled = [leaves[j] for j in sorted(early)]
             compile_samples_ahead(sampled, self._options.audit.fraction, self._replicas)
+
+    def prepare_snapshot(self, leaves: Sequence[Any]) -> None:
+        """Compiles ahead what a save stages that nobody has foreseen, such as the first.
+
+        Args:
+          leaves: Of the state that the first step is given. As a rule it returns them with the same
+            placements, and its own compilation takes long enough for this one.
+        """
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            self._compile_late(leaves)
+
+    def _compile_late(self, leaves: Sequence[jax.Array]) -> None:
+        limit_bytes = self._device.limit_bytes
+        for _, block in late_blocks(late_chunks(leaves, limit_bytes, self._replicas), limit_bytes):
+            block.compile_ahead()
 
     def departures(
         self, program: StepProgram, plan: Plan, size: StateBytes, leaves: Sequence[jax.Array]
@@ -248,16 +271,9 @@ class Planner:
             self._device.limit_bytes = headroom
             self._is_limited = stepped
 
-    def host_bytes(self, leaves: Sequence[jax.Array], size: StateBytes) -> tuple[int, int]:
-        """What a window holds in this process: the state, and what follows one step.
-
-        Args:
-          leaves: Of the state, or of an earlier one, which may be donated.
-          size: Its bytes on one device.
-        """
-        local = {d for a in leaves for d in a.sharding.addressable_devices}
-        state_bytes = sum(self._replicas.owned_bytes_at_most(a) for a in leaves)
-        return state_bytes, size.followers * len(local)
+    def host_bytes(self, program: StepProgram) -> tuple[int, int]:
+        """What a window holds in this process: the state, and what follows one step."""
+        return self._plans[program].host_bytes
 
 
 def measured_facts(clock: StepClock) -> Facts:

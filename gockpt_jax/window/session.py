@@ -103,6 +103,8 @@ class Session:
         opening = self._window is None
         if opening and step.last_result is not None:
             self._window = self._open(step)
+        elif opening:
+            self.planner.prepare_snapshot(step.state_leaves(args, kwargs))
         window, program = self._window, step.program
         if window is None:
             return False

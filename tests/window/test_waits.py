@@ -259,3 +259,21 @@ def test_nobody_waits_for_a_copy_program_to_be_compiled(tmp_path, monkeypatch, s
         scalars = [b for b in staged if all(c.everywhere for c in b.chunks)]
         assert {id(b) for b in staged if b not in scalars} <= {id(b) for b in ahead}
         assert len(staged) > len(scalars)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+def test_the_first_save_stages_by_programs_that_were_compiled_beside_the_step(
+    tmp_path, monkeypatch, budget
+):
+    """Nobody has planned yet; but the state that goes into the first step tells what comes out."""
+    ahead, staged = compiled_and_staged(monkeypatch)
+    loop = Loop(tmp_path, 4, device_budget_bytes=budget, audit=None)
+    with loop.manager:
+        jitted = loop.step.step
+        monkeypatch.setattr(
+            loop.step, "step", lambda state: (noted.append(ahead[:]), jitted(state))[1]
+        )
+        noted = []
+        loop.train(0)
+        assert (len(staged) > 1) == (budget is not None)
+        assert {id(b) for b in staged} <= {id(b) for b in noted[0]}
