@@ -31,12 +31,20 @@ class Signature:
     def of(
         cls, static: tuple[Any, ...], flat: Sequence[Any], in_shardings: Sequence[Any]
     ) -> "Signature":
-        """Looks at a call, under the settings of now."""
-        committed = tuple(
-            told is None and getattr(x, "committed", False)
-            for x, told in zip(flat, in_shardings, strict=True)
-        )
-        return cls(static, tuple(map(_is_weak, flat)), committed, _compat.trace_context())
+        """Looks at a call, under the settings of now.
+
+        In one loop without calls: it runs over all leaves at every armed step.
+        """
+        weak_types: list[bool] = []
+        committed: list[bool] = []
+        for x, told in zip(flat, in_shardings, strict=True):
+            try:
+                is_weak, stays = x.aval.weak_type, x.committed
+            except AttributeError:  # an array of NumPy's, or a number
+                is_weak, stays = jax.typeof(x).weak_type, False
+            weak_types.append(is_weak)
+            committed.append(stays and told is None)
+        return cls(static, tuple(weak_types), tuple(committed), _compat.trace_context())
 
     def refuse_other(self, now: "Signature", name_of: Callable[[int], str]) -> None:
         """Compares with those of another call.
@@ -70,8 +78,3 @@ class Signature:
 
 def _first_other(mine: Sequence[bool], others: Sequence[bool]) -> int:
     return next(i for i, (a, b) in enumerate(zip(mine, others, strict=True)) if a != b)
-
-
-def _is_weak(x: Any) -> bool:
-    weak: bool | None = getattr(x, "weak_type", None)  # of arrays fast, of others by JAX's rule
-    return jax.typeof(x).weak_type if weak is None else weak

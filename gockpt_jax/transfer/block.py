@@ -5,7 +5,10 @@ there are: a dispatch per block, not one per shard. Each device packs what it ho
 between devices, but for retained values that lie otherwise than the leaf that they replay.
 """
 
+import collections
+import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +21,14 @@ from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
-from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
+from gockpt_jax.transfer.pull import Box, HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.staging import stage
 
 _programs = Programs("gockpt-compile-copies")
 _blocks: dict[tuple[tuple[Chunk, ...], tuple[int, ...], bool], "Block"] = {}
 _lock = threading.Lock()
+_REMEMBERED = 64
+"""Of how many calls a block knows the shardings again: it stages the same few sets of arrays."""
 
 
 def block_of(
@@ -49,8 +54,27 @@ def block_of(
         return _blocks[key]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Packing:
+    """What one program packs, on one mesh.
+
+    Attributes:
+      buffers: What it returns.
+      senders: Of each, the devices that move it: a row per shard.
+      given: Of each array that it takes, the position of a chunk that is cut from it, and where it
+        must be brought before; `None`: it is on the program's devices.
+    """
+
+    buffers: tuple[Buffer, ...]
+    senders: tuple[np.ndarray, ...]
+    given: tuple[tuple[int, jax.sharding.Sharding | None], ...]
+
+
 class Block:
     """Chunks that leave together. Made by `block_of`.
+
+    What depends on the chunks alone is worked out here once: `stage` and `start_pull` are called
+    on the trainer's thread.
 
     Attributes:
       chunks: What leaves.
@@ -62,18 +86,16 @@ class Block:
         self.chunks = chunks
         self._arrays = arrays  # of each chunk, the first that is cut from the same array
         self._donatable = donatable
+        # Shardings that were found to be those of the chunks, by their ids; alive, so are these.
+        self._alike: dict[tuple[int, ...], list[Any]] = {}
         buffers = [b for b in lay_out(chunks) if donatable or not _needs_no_copy(b, chunks)]
         # Two meshes of the same devices are two: shards of one are not those of the other.
-        self._by_mesh: dict[Any, list[Buffer]] = {}
+        by_mesh: dict[Any, list[Buffer]] = collections.defaultdict(list)
         for buffer in buffers:
             if any(d.process_index == jax.process_index() for d in buffer.place.devices):
-                mesh = (buffer.place.mesh, buffer.place.device)
-                self._by_mesh.setdefault(mesh, []).append(buffer)
-        self._inputs = {
-            mesh: [(n, on_its_devices(chunks[n].source)) for n in self._arguments(of_mesh)]
-            for mesh, of_mesh in self._by_mesh.items()
-        }
-        self._compiled: dict[Any, Any] = {}
+                by_mesh[buffer.place.mesh, buffer.place.device].append(buffer)
+        self._packings = [self._packing(of_mesh) for of_mesh in by_mesh.values()]
+        self._compiled: list[Any] = []
         packed = {n for b in buffers for n in b.chunks}
         self._whole = [n for n in range(len(chunks)) if n not in packed]
         whole = [chunks[n].source for n in self._whole]
@@ -83,79 +105,10 @@ class Block:
         self.staged_bytes = packed_bytes + sum(s.shard_bytes for s in copied)
         self.held_bytes = packed_bytes + sum(s.shard_bytes for s in on_device)
 
-    def compile_ahead(self) -> None:
-        """Has its programs compiled, on a thread of their own."""
-        for buffers in self._by_mesh.values():
-            key, compile_it = self._program(buffers)
-            _programs.wanted(key, compile_it)
-
-    def programs(self) -> list[Any]:
-        """Its programs, compiled; waits for them, at the first call."""
-        for mesh, buffers in self._by_mesh.items():
-            if mesh not in self._compiled:
-                self._compiled[mesh] = _programs.needed(*self._program(buffers))
-        return list(self._compiled.values())
-
-    def stage(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Copies the chunks into fresh buffers on their devices; returns at once.
-
-        Args:
-          arrays: Of each chunk, the array that it is cut from.
-
-        Returns:
-          Buffers that are nobody else's; or, for what need not be staged, the array itself.
-        """
-        staged: list[jax.Array] = []
-        self.programs()
-        for mesh, inputs in self._inputs.items():
-            given = [
-                arrays[n] if there else align(arrays[n], self.chunks[n].source.placed)
-                for n, there in inputs
-            ]
-            staged += _copied(self._compiled[mesh], given)
-        whole = [arrays[n] for n in self._whole]
-        for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
-            source = self.chunks[n].source
-            staged.append(array if _lies_in_place(source) else align(array, source.placed))
-        if self._donatable:
-            taken = {id(a) for a in arrays}
-            assert not any(id(a) in taken for a in staged), "a step may donate a staged buffer"
-        return staged
-
-    def start_pull(self, staged: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
-        """Starts moving staged buffers to the host; returns at once.
-
-        Returns:
-          For each chunk, its flat elements in each shard that this process owns.
-        """
-        buffers = [b for together in self._by_mesh.values() for b in together]
-        sent: list[jax.Array] = []
-        for buffer, array in zip(buffers, staged[: len(buffers)], strict=True):
-            at = {s.device: s.data for s in array.addressable_shards}
-            sent += [at[device] for device in buffer.senders().flat]
-        indices: dict[int, list[Any]] = {}
-        for n, array in zip(self._whole, staged[len(buffers) :], strict=True):
-            everywhere = self.chunks[n].everywhere
-            shards = array.addressable_shards[:1] if everywhere else owned_shards(array)
-            indices[n] = [s.index for s in shards]
-            sent += [s.data for s in shards]
-        return Pull.start(sent, functools.partial(self._unpack, buffers, indices))
-
-    def _unpack(
-        self, buffers: Sequence[Buffer], indices: dict[int, list[Any]], found: list[np.ndarray]
-    ) -> list[list[HostChunk]]:
-        chunks: list[list[HostChunk]] = [[] for _ in self.chunks]
-        arrived = iter(found)
-        for buffer in buffers:
-            for row in buffer.senders():
-                slices = [next(arrived) for _ in row]
-                for n, offset in zip(buffer.chunks, buffer.offsets, strict=True):
-                    data = _join(buffer, slices, offset, self.chunks[n].size)
-                    chunks[n].append(HostChunk(_index(self.chunks[n].source, row[0]), data))
-        for n in self._whole:
-            part = slice(self.chunks[n].start, self.chunks[n].stop)
-            chunks[n] = [HostChunk(i, next(arrived).reshape(-1)[part]) for i in indices[n]]
-        return chunks
+    def _packing(self, buffers: Sequence[Buffer]) -> _Packing:
+        sources = [(n, self.chunks[n].source) for n in self._arguments(buffers)]
+        given = tuple((n, None if on_its_devices(s) else s.placed) for n, s in sources)
+        return _Packing(tuple(buffers), tuple(b.senders() for b in buffers), given)
 
     def _arguments(self, buffers: Sequence[Buffer]) -> dict[int, int]:
         """Positions of the chunks whose arrays a program takes, each with its argument's number."""
@@ -175,6 +128,108 @@ class Block:
         ]
         key = (tuple(taken), tuple(parts), tuple(buffers))
         return key, functools.partial(compile_packing, *key)
+
+    def compile_ahead(self) -> None:
+        """Has its programs compiled, on a thread of their own."""
+        for packing in self._packings:
+            _programs.wanted(*self._program(packing.buffers))
+
+    def programs(self) -> list[Any]:
+        """Its programs, compiled; waits for them, at the first call."""
+        if not self._compiled:
+            self._compiled = [
+                _programs.needed(*self._program(packing.buffers)) for packing in self._packings
+            ]
+        return self._compiled
+
+    def is_cut_from(self, arrays: Sequence[jax.Array]) -> bool:
+        """Whether arrays lie as those that it was made for.
+
+        Args:
+          arrays: Of each chunk, the one that it would be cut from; alive or not.
+        """
+        shardings = [array.sharding for array in arrays]
+        # An executable has the same objects for its results each time.
+        key = tuple(map(id, shardings))
+        if key not in self._alike:
+            if any(s != c.source.given for s, c in zip(shardings, self.chunks, strict=True)):
+                return False
+            if len(self._alike) == _REMEMBERED:
+                self._alike.clear()
+            self._alike[key] = shardings
+        return True
+
+    def stage(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Copies the chunks into fresh buffers on their devices; returns at once.
+
+        Args:
+          arrays: Of each chunk, the array that it is cut from.
+
+        Returns:
+          Buffers that are nobody else's; or, for what need not be staged, the array itself.
+        """
+        staged: list[jax.Array] = []
+        for packing, program in zip(self._packings, self.programs(), strict=True):
+            given = [
+                arrays[n] if place is None else align(arrays[n], place)
+                for n, place in packing.given
+            ]
+            staged += _copied(program, given)
+        whole = [arrays[n] for n in self._whole]
+        for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
+            source = self.chunks[n].source
+            staged.append(array if _lies_in_place(source) else align(array, source.placed))
+        if self._donatable:
+            taken = set(map(id, arrays))
+            assert taken.isdisjoint(map(id, staged)), "a step may donate a staged buffer"
+        return staged
+
+    def start_pull(self, staged: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
+        """Starts moving staged buffers to the host; returns at once.
+
+        Returns:
+          For each chunk, its flat elements in each shard that this process owns.
+        """
+        arrays = iter(staged)
+        sent: list[jax.Array] = []
+        for packing in self._packings:
+            for senders in packing.senders:
+                at = {s.device: s.data for s in next(arrays).addressable_shards}
+                sent += [at[device] for device in senders.flat]
+        indices: dict[int, list[Box]] = {}
+        for n, array in zip(self._whole, arrays, strict=True):
+            everywhere = self.chunks[n].everywhere
+            shards = array.addressable_shards[:1] if everywhere else owned_shards(array)
+            indices[n] = [s.index for s in shards]
+            sent += [s.data for s in shards]
+        return Pull.start(sent, functools.partial(self._unpack, indices))
+
+    def _unpack(
+        self, indices: dict[int, list[Box]], found: list[np.ndarray]
+    ) -> list[list[HostChunk]]:
+        chunks: list[list[HostChunk]] = [[] for _ in self.chunks]
+        arrived = iter(found)
+        for packing in self._packings:
+            for buffer, senders in zip(packing.buffers, packing.senders, strict=True):
+                for number, row in enumerate(senders):
+                    slices = list(itertools.islice(arrived, len(row)))
+                    for n, offset in zip(buffer.chunks, buffer.offsets, strict=True):
+                        data = _join(buffer, slices, offset, self.chunks[n].size)
+                        chunks[n].append(HostChunk(self._boxes[n][number], data))
+        for n in self._whole:
+            part = slice(self.chunks[n].start, self.chunks[n].stop)
+            chunks[n] = [HostChunk(i, next(arrived).reshape(-1)[part]) for i in indices[n]]
+        return chunks
+
+    @functools.cached_property
+    def _boxes(self) -> dict[int, list[Box]]:
+        """Of each packed chunk, the positions of the shards that this process owns."""
+        return {
+            n: [_index(self.chunks[n].source, row[0]) for row in senders]
+            for packing in self._packings
+            for buffer, senders in zip(packing.buffers, packing.senders, strict=True)
+            for n in buffer.chunks
+        }
 
 
 def _copied(program: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -204,6 +259,8 @@ def _lies_in_place(source: Source) -> bool:
 
 def _join(buffer: Buffer, slices: Sequence[np.ndarray], offset: int, size: int) -> np.ndarray:
     """Elements of a buffer: a view if one slice has them, else a copy."""
+    if len(slices) == 1:
+        return slices[0][offset : offset + size]
     starts = [buffer.slice_start(number) for number in range(len(slices))]
     for start, data in zip(starts, slices, strict=True):
         if start <= offset and offset + size <= start + data.size:

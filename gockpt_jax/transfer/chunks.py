@@ -26,9 +26,9 @@ MIN_CHUNK_BYTES = 2**20
 _ROWS_PER_PART = 8  # so many at least, so that parts are equal within an eighth
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
-    """An array as a chunk's program sees it.
+    """An array as a chunk's program sees it; what it looks up in the sharding is looked up once.
 
     Attributes:
       shape: Global.
@@ -53,23 +53,23 @@ class Source:
         """Whether the elements are typed PRNG keys."""
         return is_key_type(self.dtype)
 
-    @property
+    @functools.cached_property
     def stored_dtype(self) -> Any:
         """The dtype that travels."""
         return _key_data(self.dtype)[1] if self.is_key else self.dtype
 
-    @property
+    @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of what one shard stores."""
         shape = tuple(self.placed.shard_shape(self.shape))
         return shape + _key_data(self.dtype)[0] if self.is_key else shape
 
-    @property
+    @functools.cached_property
     def shard_size(self) -> int:
         """Elements that one shard stores."""
         return math.prod(self.shard_shape)
 
-    @property
+    @functools.cached_property
     def shard_bytes(self) -> int:
         """Bytes of one shard."""
         return self.shard_size * int(self.stored_dtype.itemsize)

@@ -59,7 +59,9 @@ class Pull(Generic[T]):
         cls, sources: Sequence[jax.Array], unpack: Callable[[list[np.ndarray]], T]
     ) -> "Pull[T]":
         """Starts moving buffers of one device each; returns at once."""
-        return cls(sources, [start_buffer(source) for source in sources], unpack)
+        # The user's guard is for implicit transfers of the training loop; these are meant.
+        with jax.transfer_guard_device_to_host("allow"):
+            return cls(sources, [start_buffer(source) for source in sources], unpack)
 
     def is_ready(self) -> bool:
         """Whether `result` would return at once."""
@@ -118,9 +120,7 @@ def start_buffer(buffer: jax.Array) -> jax.Array:
     (device,) = buffer.devices()
     kind = host_memory_kind(device)
     if kind is None:
-        # The user's guard is for implicit transfers of the training loop; this one is meant.
-        with jax.transfer_guard_device_to_host("allow"):
-            buffer.copy_to_host_async()
+        buffer.copy_to_host_async()
         return buffer
     pinned: jax.Array = jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=kind))
     return pinned

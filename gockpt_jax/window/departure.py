@@ -37,17 +37,11 @@ class Departure:
 
     def has_left(self, leaves: Sequence[jax.Array]) -> bool:
         """Whether these leaves lie as those that it was made for."""
-        return all(
-            _is(leaves[j].sharding, chunk.source.given)
-            for (_, j), chunk in zip(self.leaves, self.state.chunks, strict=True)
-        )
+        return self.state.is_cut_from([leaves[j] for _, j in self.leaves])
 
     def follows(self, cut: Sequence[jax.Array]) -> bool:
         """Whether these cut values lie as those that it was made for."""
-        return all(
-            _is(cut[i].sharding, chunk.source.given)
-            for (_, i), chunk in zip(self.values, self.cut.chunks, strict=True)
-        )
+        return self.cut.is_cut_from([cut[i] for _, i in self.values])
 
     def followed_by(
         self, program: StepProgram, units: Sequence[GroupUnit], cut: Sequence[Any]
@@ -60,10 +54,6 @@ class Departure:
         """Has its programs compiled, on a thread of their own."""
         self.state.compile_ahead()
         self.cut.compile_ahead()
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b or bool(a == b)
 
 
 def make_departure(

@@ -11,6 +11,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor
@@ -64,12 +65,13 @@ class OpenWindow:
             program.groups, units, replayer, resources.host, waiting_limit_bytes, self.record
         )
         self._left: list[Departure] = []  # in that order
-        self._placed: dict[int, Any] = {}  # sharding of each leaf of which some has left
+        self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
-        self._group_of: dict[int, int] = {}  # likewise, the group
         self._late: dict[int, str] = {}  # groups that became late, with the reason
         self._retained_bytes = retained_bytes
         self._room = StepRoom(resources.device, resources.watcher)
+        self._scalars = scalars_of(program)
+        self._scalar_block: Block | None = None
         sizes = [math.prod(spec.shape) for spec in program.cut_arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
         self._is_given_up = False
@@ -100,8 +102,7 @@ class OpenWindow:
             planned = make_departure(self.program, units, old)
         # First: should sending fail, the other processes go on, and this one beside them.
         self._left.append(planned)
-        for u, j in planned.leaves:
-            self._placed[j], self._group_of[j] = old[j].sharding, self._units[u].group
+        self._group_of.update((j, self._units[u].group) for u, j in planned.leaves)
         if units and not self._is_given_up:
             self._send(planned, old)
 
@@ -177,14 +178,15 @@ class OpenWindow:
     def _start_pulls(
         self, staged: Sequence[Sequence[jax.Array]], cut: Sequence[jax.Array]
     ) -> CutPull:
-        scalars = scalars_of(self.program)
-        of_scalars = scalar_block(self.program, [x.sharding for x in cut])
+        scalars = [cut[i] for i in self._scalars]
+        if self._scalar_block is None or not self._scalar_block.is_cut_from(scalars):
+            self._scalar_block = scalar_block(self.program, [x.sharding for x in cut])
         with events.span(events.SPAN_PULL):
             pulls = tuple(
                 (left.values, left.cut.start_pull(of_block))
                 for left, of_block in zip(self._left, staged, strict=True)
             )
-        return CutPull(pulls, scalars, stage_and_pull(of_scalars, [cut[i] for i in scalars]))
+        return CutPull(pulls, self._scalars, stage_and_pull(self._scalar_block, scalars))
 
     def give_up(self) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""
@@ -272,10 +274,15 @@ class OpenWindow:
 
     def _followed(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[Chunk]]:
         """The leaves that left early and were followed all the way, with the rows that did not."""
+        placed = {
+            j: chunk.source.given
+            for left in self._left
+            for (_, j), chunk in zip(left.leaves, left.state.chunks, strict=True)
+        }
         followed = [
             j for j, g in self._group_of.items()
             if g not in self._late and j in arrays and j not in self._handed_over
-            and arrays[j].sharding.is_equivalent_to(self._placed[j], arrays[j].ndim)
+            and arrays[j].sharding.is_equivalent_to(placed[j], arrays[j].ndim)
         ]  # fmt: skip
         left = {u for departure in self._left for u in departure.units}
         rest: dict[int, list[Chunk]] = {j: [] for j in followed}

@@ -273,3 +273,17 @@ def test_rows_cover_a_shard_once_in_equal_parts(shape, parts):
     sizes = [stop - start for start, stop in ranges]
     assert min(sizes) > 0
     assert max(sizes) <= max(min(sizes) + 1, math.ceil(1.2 * min(sizes)))
+
+
+def test_arrays_that_lie_elsewhere_are_noticed():
+    """Also after those that it was made for have been met."""
+    rows, columns, replicated = (
+        put(np.ones((8, 8), np.float32), s) for s in (P("a"), P(None, "a"), P())
+    )
+    block = block_of([Chunk.whole(Source.of(rows)), Chunk.whole(Source.of(columns))])
+    anew = jax.device_put(rows, NamedSharding(MESH, P("a")))  # the same, as another object
+    for _ in range(2):
+        assert block.is_cut_from([rows, columns])
+        assert not block.is_cut_from([rows, replicated])
+        assert not block.is_cut_from([columns, rows])
+        assert block.is_cut_from([anew, columns])
