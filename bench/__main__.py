@@ -16,6 +16,7 @@ BENCHMARKS = {
     "replay": "bench.replay.benchmark",
     "replay_beside_training": "bench.replay.beside_training",
     "storage": "bench.storage.benchmark",
+    "storage_save": "bench.storage.save",
     "memory": "bench.memory.benchmark",
     "timeline": "bench.timeline.benchmark",
     "train": "bench.train.benchmark",

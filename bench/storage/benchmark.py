@@ -28,12 +28,13 @@ from bench.storage.contenders import (
     random_state,
     raw_restore,
     raw_save,
-    secs_and_cpu_secs_of,
+    save_times,
     secs_of,
     stock_restore,
     stock_save,
 )
 from bench.storage.memory import extra_rss_ratio
+from bench.storage.phases import NOTE
 from gockpt_jax.storage.layout import default_layout
 from gockpt_jax.storage.verify import verify_item
 
@@ -130,8 +131,7 @@ def measure(record: Record, folder: Path, sizes: Sizes, default: str) -> None:
         for name, save in contenders.items():
             with tempfile.TemporaryDirectory(dir=folder) as target:
                 path = Path(target) / "x"
-                secs, cpu_secs = secs_and_cpu_secs_of(save, path)
-                times = {"save_secs": secs, "cpu_secs_per_gb": cpu_secs * 1e9 / sizes.nbytes}
+                times = save_times(save, path, sizes.nbytes)
                 give_back()
                 # The first turn warms up; what reads is warm after one file.
                 for figure, read in (
@@ -198,6 +198,10 @@ def _conclude(record: Record, default: str) -> None:
     for name in (*SAVED, ALIGNED):
         other = secs[f"save_secs/{name}"]
         headlines[f"raw_disk_ratio/{name}"] = ratios(secs["save_secs/raw"], other)
+        if f"writing_secs/{name}" in secs:
+            headlines[f"writing_raw_ratio/{name}"] = ratios(
+                secs["writing_secs/raw"], secs[f"writing_secs/{name}"]
+            )
         headlines[f"stock_speedup/{name}"] = ratios(secs["save_secs/stock"], other)
     record.samples = headlines | secs
 
@@ -215,6 +219,7 @@ def _notes(sizes: Sizes, default: str) -> list[str]:
         "together, and on disks that take any address (NVMe). The rest is from the CPU backend's "
         "memory, which begins 64 bytes after a page, so that it is copied where the disk asks for "
         "more.",
+        NOTE,
         "cpu_secs_per_gb: of all threads of the process, for 10**9 bytes of the state.",
         "stock: `use_ocdbt` and zstd, as by default; stock_fastest: plain files, no compression.",
         "Like with like: TensorStore syncs each file and its folder before a write counts as "

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from bench.storage.phases import phases, recorded
 from gockpt_jax.storage import checksums
 from gockpt_jax.storage.host_array import HostArray, HostShard, ShardFuture
 from gockpt_jax.storage.restore import GoCkptRestore, restore
@@ -57,15 +58,21 @@ def give_back() -> None:
 
 def secs_of(run: Callable[..., None], *args: Any) -> float:
     """Seconds of one call, on a quiet disk."""
-    return secs_and_cpu_secs_of(run, *args)[0]
-
-
-def secs_and_cpu_secs_of(run: Callable[..., None], *args: Any) -> tuple[float, float]:
-    """The same, and the processor's seconds on all threads of this process."""
     os.sync()  # what others left in the page cache is not ours to write
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     run(*args)
-    return time.perf_counter() - start, time.process_time() - cpu_start
+    return time.perf_counter() - start
+
+
+def save_times(save: Callable[[Path], None], path: Path, nbytes: int) -> dict[str, float]:
+    """The same of a save of `nbytes`, with its phases and the processor's time on all threads."""
+    os.sync()
+    with recorded() as calls:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        save(path)
+        end, cpu_secs = time.perf_counter(), time.process_time() - cpu_start
+    times = {"save_secs": end - start, "cpu_secs_per_gb": cpu_secs * 1e9 / nbytes}
+    return times | phases(calls, start, end)
 
 
 def forget(path: Path) -> None:

@@ -34,8 +34,12 @@ from gockpt_jax.storage.checksums import digest_of
 from gockpt_jax.storage.pieces import in_order
 from gockpt_jax.storage.syncs import Syncs, first_error
 
-# Eight pieces of 4 MiB are on their way: see `bench storage`. More memory than this is never taken.
+# As many pieces are on their way: of 4 MiB, where they are copied, and no more is ever copied; of 8
+# MiB, where the disk takes them as they lie. The more of them, the larger the part of a disk that
+# others use too; but what is copied costs processor time, and more threads then wait for each other
+# (decision 14).
 _THREADS = 8
+_UNCOPIED_PIECE_BYTES = 2 * PIECE_BYTES
 # Each cuts, copies and digests one file at a time, faster than a disk writes.
 _FILES = 8
 # Smaller files are not worth their own way past the cache, and are synced in batches.
@@ -45,7 +49,7 @@ _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Array = np.ndarray[Any, Any]
 
 MAX_INFLIGHT_BYTES = _THREADS * PIECE_BYTES
-"""More than this is on no file's way to the disk at one time."""
+"""More than this is never copied on the way to the disk."""
 
 
 class DirectFiles:
@@ -144,6 +148,8 @@ class DirectFiles:
         is_direct = O_DIRECT and not any(start % BLOCK_BYTES for start, _ in parts)
         is_direct = is_direct and set_direct(fd, True)
         alignment = memory_alignment(fd) if is_direct else 1
+        if _is_taken(values, alignment):
+            parts = in_order(values, _UNCOPIED_PIECE_BYTES)
         end = values.nbytes - (values.nbytes % BLOCK_BYTES if is_direct else 0)
         written: list[concurrent.futures.Future[None]] = []
         try:
@@ -168,7 +174,7 @@ class DirectFiles:
         """Yields the bytes of each part, to be digested, before they are written up to `end`."""
         for start, part in parts:
             buffer = None
-            if part.flags.c_contiguous and part.ctypes.data % alignment == 0:
+            if _is_taken(part, alignment):
                 content = _flat(part)
             else:
                 buffer = self._buffers.take()
@@ -184,6 +190,11 @@ class DirectFiles:
         finally:
             if buffer is not None:
                 self._buffers.give_back(buffer)
+
+
+def _is_taken(values: _Array, alignment: int) -> bool:
+    """Whether the disk takes these as they lie."""
+    return values.flags.c_contiguous and values.ctypes.data % alignment == 0
 
 
 def _flat(values: _Array) -> _Bytes:

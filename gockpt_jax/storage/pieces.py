@@ -30,8 +30,14 @@ def piece_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def in_order(values: np.ndarray[Any, Any]) -> list[tuple[int, np.ndarray[Any, Any]]]:
+def in_order(
+    values: np.ndarray[Any, Any], piece_bytes: int = PIECE_BYTES
+) -> list[tuple[int, np.ndarray[Any, Any]]]:
     """Cuts an array into views of at most 4 MiB that follow one another in C order.
+
+    Args:
+        values: Of any strides.
+        piece_bytes: Instead of 4 MiB, where the values are contiguous.
 
     Returns:
         Each with its first byte's offset in a file of the array's values.
@@ -41,14 +47,16 @@ def in_order(values: np.ndarray[Any, Any]) -> list[tuple[int, np.ndarray[Any, An
         >>> [(start // 2**20, part.shape) for start, part in in_order(x)][:2]
         [(0, (2, 524288)), (4, (2, 524288))]
     """
-    return list(_in_order(values))
+    return list(_in_order(values, piece_bytes))
 
 
-def _in_order(values: np.ndarray[Any, Any]) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+def _in_order(
+    values: np.ndarray[Any, Any], piece_bytes: int
+) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
     if values.flags.c_contiguous:
         content = values.reshape(-1).view(np.uint8)
-        for start in range(0, content.nbytes, PIECE_BYTES):
-            yield start, content[start : start + PIECE_BYTES]
+        for start in range(0, content.nbytes, piece_bytes):
+            yield start, content[start : start + piece_bytes]
         return
     start, whole = 0, tuple(slice(0, n) for n in values.shape)
     for cell in grid.cells(whole, piece_shape(values.shape, values.itemsize)):

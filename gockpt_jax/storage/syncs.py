@@ -43,11 +43,12 @@ class Syncs:
         folder = os.path.dirname(path)
         with self._lock:
             self._folders |= {folder, os.path.dirname(folder)}  # the former may be new
-            if not is_small:
+            if is_small:
+                self._small.append((fd, path))
+            else:
                 self._start([(fd, path)])
-                return
-            self._small.append((fd, path))
-            if len(self._small) >= _BATCH_FILES:
+            # Small ones go with a large one, in the same entry of the journal.
+            if not is_small or len(self._small) >= _BATCH_FILES:
                 self._start_small()
 
     def add_folders(self, folder: str, root: str) -> None:
@@ -58,16 +59,16 @@ class Syncs:
                 folder = os.path.dirname(folder)
 
     def finish(self) -> None:
-        """Waits until all files are durable, with the folders that they are in.
+        """Waits until all files are durable, with the folders that they are in; none follows.
 
         Raises:
             OSError: A file could not be written after all, whatever its write had said.
         """
         with self._lock:
             self._start_small()
-        first_error(self._started)
-        folders = sorted(self._folders)
-        first_error([self._pool.submit(_sync_folders, part) for part in _shares(folders)])
+        # Beside the last files: their names are in the folders by now.
+        shares = _shares(sorted(self._folders))
+        first_error([*self._started, *(self._pool.submit(_sync_folders, part) for part in shares)])
 
     def close(self) -> None:
         """Ends the threads; closes the files, also where the save has failed."""

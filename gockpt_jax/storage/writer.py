@@ -148,12 +148,13 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 layouts = [self._layout(leaf, folder) for leaf in leaves]
                 if self.is_primary and not leaves[0].info.is_ocdbt_checkpoint:
                     self._advise_on_files(leaves, layouts)
-                if self._write_array_metadatas:
-                    _write_array_metadatas(leaves[0].info, layouts)
-                if self.is_primary:
-                    group.create_task(_write_shardings(leaves, folder))
                 for leaf, layout in zip(leaves, layouts, strict=True):
                     group.create_task(self._write_leaf(leaf, folder, layout, budget, files, group))
+                    await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
+                if self.is_primary:
+                    group.create_task(_write_shardings(leaves, folder))
+                if self._write_array_metadatas:
+                    _write_array_metadatas(leaves[0].info, layouts)
             with budget.syncing():
                 await to_the_end(asyncio.to_thread(files.sync))
         finally:

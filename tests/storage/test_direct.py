@@ -5,6 +5,7 @@ import itertools
 import os
 import pathlib
 import re
+import threading
 import tracemalloc
 
 import jax.numpy as jnp
@@ -78,6 +79,22 @@ def test_only_what_the_disk_cannot_take_is_copied(tmp_path, files, monkeypatch):
         files.write(f"{tmp_path}/x", values).result()
         assert (tmp_path / "x").read_bytes() == values.tobytes()
         assert len(copied) == is_copied * (alignment > 1)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_what_is_not_copied_goes_in_larger_pieces(tmp_path, files, monkeypatch, is_copied):
+    """More of it is in flight, in no more memory."""
+    sizes, write = [], os.pwrite
+    monkeypatch.setattr(
+        direct.os, "pwrite", lambda fd, *rest: sizes.append(len(rest[0])) or write(fd, *rest)
+    )
+    monkeypatch.setattr(direct, "memory_alignment", lambda fd: 4096)
+    memory = aligned.aligned_empty(20 * 2**20 + 4096)
+    values = memory[64:][: 20 * 2**20] if is_copied else memory[: 20 * 2**20]
+    files.write(f"{tmp_path}/x", values).result()
+    piece = 4 * 2**20 if is_copied else 8 * 2**20
+    assert max(sizes) == piece
+    assert sum(sizes) == values.nbytes
 
 
 def test_an_old_file_leaves_nothing(tmp_path, files):
@@ -176,6 +193,33 @@ def test_a_file_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
         save(handler, tmp_path / "x", host_tree({"x": jnp.ones(4)}))
     assert "/x/" in str(caught.value.filename)
     assert not (tmp_path / "x").exists()
+
+
+def test_small_files_are_synced_beside_a_large_one(tmp_path, files, monkeypatch):
+    """At the end of a save, each would wait for an entry of the journal more."""
+    small = [f"{tmp_path}/leaf/{n}" for n in range(3)]
+    for path in small:
+        files.write(path, np.zeros(9)).result()
+    ended, sync = threading.Semaphore(0), os.fsync
+    monkeypatch.setattr(syncs.os, "fsync", lambda fd: (sync(fd), ended.release()))
+    files.write(f"{tmp_path}/leaf/large", np.zeros(2**20, np.uint8)).result()
+    for _ in [*small, "large"]:
+        assert ended.acquire(timeout=60)
+
+
+def test_the_first_chunk_does_not_wait_for_later_leaves(tmp_path, monkeypatch):
+    """Each makes a folder and a file: of thousands that takes a while, and the disk would wait."""
+    begun, write = [], DirectFiles.write
+    monkeypatch.setattr(
+        DirectFiles,
+        "write",
+        lambda files, path, values: begun.append(path) or write(files, path, values),
+    )
+    handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
+    save(handler, tmp_path / "x", host_tree({f"x{n}": jnp.ones(4) for n in range(50)}))
+    kinds = [path.rpartition("/")[2] for path in begun]
+    assert len(kinds) == 100
+    assert kinds.index("0") < 10
 
 
 def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
