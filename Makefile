@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives parity scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives parity merges scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -28,6 +28,7 @@ help:
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make parity  random lives of a stock manager and ours, side by side: 60 of them'
+	@echo 'make merges  what the compiler merges with a retained value: all pairs of operations'
 	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make figures figures and tables of the documents, from bench/results'
 	@echo 'make bench   what can be measured without an accelerator, a few minutes'
@@ -102,6 +103,9 @@ kills: $(STAMP)
 
 lives: $(STAMP)
 	@GOCKPT_LIVES=94 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py
+
+merges: $(STAMP)
+	@GOCKPT_MERGES=all $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/training/test_merging.py
 
 parity: $(STAMP)
 	@GOCKPT_PARITY=60 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_parity.py

@@ -1,0 +1,128 @@
+"""Whatever is retained is the number that the step goes on with, whatever follows it.
+
+A compiler merges operations across a value that a program also returns: it then goes on with
+another number than the one returned (docs/decisions/0001). Here every kind of value is followed by
+every kind of operation; what leaves early must be replayed bit for bit. `make merges` tries all
+pairs, `make test` some.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from training_helpers import analyse
+
+from gockpt_jax.training.recipe import make_recipe
+
+SIZE, WIDTH = 600, 7
+# Of numbers, rows of numbers, and a row.
+VALUES: dict[str, Callable[..., Any]] = {
+    **{
+        name: lambda x, a, r, f=f: f(jnp.abs(x))
+        for name, f in {
+            "sqrt": jnp.sqrt, "rsqrt": lax.rsqrt, "cbrt": lax.cbrt, "exp": jnp.exp,
+            "exp2": jnp.exp2, "expm1": jnp.expm1, "log1p": jnp.log1p, "tanh": jnp.tanh,
+            "sin": jnp.sin, "logistic": jax.nn.sigmoid, "erf": lax.erf,
+            "root as a power": lambda x: x**0.5, "power": lambda x: x**3.3,
+            "reciprocal": lambda x: 1.0 / x, "floor": jnp.floor,
+        }.items()
+    },
+    "power of a constant": lambda x, a, r: lax.pow(jnp.full_like(x, 0.9), x),
+    "norm": lambda x, a, r: jnp.sqrt(jnp.sum(a * a, 1)),
+    "quotient": lambda x, a, r: x / a[:, 0],
+    "quotient by a root": lambda x, a, r: x / jnp.sqrt(jnp.abs(a[:, 0])),
+    "quotient by a sum": lambda x, a, r: x / (a[:, 0] + 0.1),
+    "quotient of a quotient": lambda x, a, r: (x / a[:, 0]) / a[:, 1],
+    "sum": lambda x, a, r: jnp.sum(a, 1),
+    "scaled sum": lambda x, a, r: jnp.sum(a * 0.1, 1),
+    "mean": lambda x, a, r: jnp.mean(a, 1),
+    "dot": lambda x, a, r: a @ r,
+    "scaled dot": lambda x, a, r: (a * 0.1) @ r,
+    "dot with what is scaled": lambda x, a, r: a @ (r * r[0]),
+    "scaled dot outside": lambda x, a, r: (a @ r) * 0.1,
+    "largest": lambda x, a, r: jnp.max(a * 0.1, 1),
+    "at least": lambda x, a, r: jnp.maximum(x * 0.1, -0.5),
+    "clipped": lambda x, a, r: jnp.clip(x * 0.1, -0.2, 0.2),
+    "plus a constant": lambda x, a, r: x + 0.1,
+    "from a constant": lambda x, a, r: 0.3 - x,
+    "plus a constant, negated": lambda x, a, r: -(x + 0.1),
+    "plus a constant, times one": lambda x, a, r: (x + 0.1) * 1.0,
+    "plus a constant, twice": lambda x, a, r: (x + 0.1) * 2.0,
+    "plus a constant, reversed": lambda x, a, r: (x + 0.1)[::-1],
+    "plus a constant and more": lambda x, a, r: (x + 0.1) + a[:, 0],
+    "both scaled": lambda x, a, r: x * 0.1 + a[:, 0] * 0.1,
+    "chosen": lambda x, a, r: jnp.where(x > 0, x * 0.1, a[:, 0] * 0.1),
+    "cumulative": lambda x, a, r: jnp.cumsum(x * 0.1),
+    "narrowed": lambda x, a, r: (x * 0.1).astype(jnp.bfloat16).astype(jnp.float32),
+    "sorted": lambda x, a, r: jnp.sort(x * 0.1),
+    "gathered": lambda x, a, r: jnp.take(x * 0.1, jnp.arange(SIZE)[::-1]),
+    "joined": lambda x, a, r: jnp.concatenate([x[:99] * 0.1, x[99:] * 0.1]),
+    "scattered": lambda x, a, r: jnp.zeros_like(x).at[::2].set(x[::2] * 0.1),
+    "updated": lambda x, a, r: lax.dynamic_update_slice(x * 0.1, r * 0.1, (3,)),
+    "turns": lambda x, a, r: lax.fori_loop(0, 2, lambda _, c: c * 0.1, x),
+    "one turn": lambda x, a, r: lax.fori_loop(0, 1, lambda _, c: c * 0.1, x),
+    "scanned": lambda x, a, r: lax.scan(lambda c, t: (c, t * 0.1), 0.0, x)[1],
+    "scanned once": lambda x, a, r: lax.scan(lambda c, t: (c, t * 0.1), 0.0, x[None])[1][0],
+    "branch": lambda x, a, r: lax.cond(r[0] > 0, lambda t: t * 0.1, lambda t: t * 0.2, x),
+}  # fmt: skip
+# Of two such values and what the host has.
+FOLLOWERS: dict[str, Callable[..., Any]] = {
+    "times a constant": lambda v, w, z: v * 0.3,
+    "times two constants": lambda v, w, z: v * 0.3 * 0.7,
+    "times itself": lambda v, w, z: v * v,
+    "square": lambda v, w, z: jnp.square(v),
+    "cube": lambda v, w, z: v**3,
+    "negated, times itself": lambda v, w, z: (-v) * (-v),
+    "times the other": lambda v, w, z: v * w,
+    "times what is there": lambda v, w, z: v * z,
+    "twice times what is there": lambda v, w, z: (z * v) * v,
+    "plus a constant": lambda v, w, z: v + 0.3,
+    "plus two constants": lambda v, w, z: (v + 0.3) + 0.9,
+    "from a constant": lambda v, w, z: 0.3 - v,
+    "negated, plus a constant": lambda v, w, z: -v + 0.3,
+    "plus the other": lambda v, w, z: v + w,
+    "less the other": lambda v, w, z: v - w,
+    "averaged": lambda v, w, z: 0.9 * z + 0.1 * v,
+    "nearer": lambda v, w, z: z + 0.1 * (v - z),
+    "both averaged": lambda v, w, z: v * 0.3 + w * 0.3,
+    "both scaled": lambda v, w, z: (v * 0.3) * (w * 0.7),
+    "halved": lambda v, w, z: v / 2.0,
+    "the larger": lambda v, w, z: jnp.maximum(v, w),
+    "chosen": lambda v, w, z: jnp.where(v > 0.3, v, z),
+    "rounded": lambda v, w, z: jnp.floor(v * 3.0),
+    "counted": lambda v, w, z: v.astype(jnp.int32).astype(jnp.float32),
+}
+PAIRS = list(itertools.product(VALUES, FOLLOWERS))
+SAMPLE = PAIRS if os.environ.get("GOCKPT_MERGES") else random.Random(0).sample(PAIRS, 16)
+
+
+@pytest.mark.parametrize(("value", "follows"), SAMPLE)
+def test_what_is_retained_is_what_the_step_goes_on_with(value: str, follows: str) -> None:
+    def step(state: Any, x: Any, a: Any, y: Any, b: Any, r: Any) -> Any:
+        v, w = VALUES[value](x, a, r), VALUES[value](y, b, r)
+        return {"m": FOLLOWERS[follows](v, w, state["m"]), "n": 0.9 * state["n"] + v - w}
+
+    rng = np.random.default_rng(0)
+    x, y, m, n = (jnp.asarray(3 * rng.standard_normal(SIZE), jnp.float32) for _ in range(4))
+    a, b = (jnp.asarray(rng.standard_normal((SIZE, WIDTH)), jnp.float32) for _ in range(2))
+    r = jnp.asarray(rng.standard_normal(WIDTH), jnp.float32)
+    found = analyse(step, {"m": m, "n": n}, x, a, y, b, r, even_for_nothing=True)
+    new, cut = found.run()
+    old = (m, n)
+    for group in found.cut.groups:
+        recipe = jax.jit(make_recipe(group, found.leaves).apply)
+        got = recipe(
+            [old[j] for j in group.leaves], [cut[v] for v in group.retained],
+            [cut[v] for v in group.scalars],
+        )  # fmt: skip
+        for j, chunk in zip(group.leaves, got, strict=True):
+            np.testing.assert_array_equal(np.asarray(chunk), np.asarray(new[j]))  # NaN is NaN
