@@ -241,8 +241,8 @@ class EarlyChunks:
             check(final)
         self._record.drained()  # what is late may still be landing: that is drained after it
         for leaf, wanted in slots.items():
-            del self._leaves[leaf], self._held_bytes[leaf]  # the slots' now
             fill(wanted, final.pop(leaf))
+            del self._leaves[leaf], self._held_bytes[leaf]  # the slots' now
 
     def drop(self) -> None:
         """Forgets what was not asked for; the window was abandoned, or the save took a part."""

@@ -29,13 +29,14 @@ def make_slots(indices: Sequence[Box]) -> list[ChunkSlot]:
 
 
 def fill(slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk]) -> None:
-    """Resolves slots with the chunks at the same positions.
+    """Resolves slots with the chunks at the same positions, all or none.
 
     Raises:
       AssertionError: if a chunk is not the one the slot was made for.
     """
     for slot, chunk in zip(slots, chunks, strict=True):
         assert slot.index == chunk.index, f"chunk {chunk.index} came for slot {slot.index}"
+    for slot, chunk in zip(slots, chunks, strict=True):
         slot.data.set_result(chunk.data)
 
 
