@@ -35,7 +35,7 @@ def require_whole(item: Any) -> None:
     """Verifies an item before it is restored; each process reads its share.
 
     Raises:
-        VerifyError: It is damaged, or has no checksums. All processes raise.
+      VerifyError: It is damaged, or has no checksums. All processes raise.
     """
     index, count = jax.process_index(), jax.process_count()
     verdict = verify_item(item, share=(index, count))
@@ -51,10 +51,10 @@ def restore_tree(directory: Any, args: Any, **options: Any) -> Any:
     """Restores with stock's tree handler.
 
     Args:
-        directory: The item's.
-        args: `ocp.args.PyTreeRestore`. Leaves with `SingleReplicaArrayRestoreArgs` are read by one
-            replica, which sends them to the others, without a handler registered for that.
-        **options: Of `ocp.PyTreeCheckpointHandler`.
+      directory: The item's.
+      args: `ocp.args.PyTreeRestore`. Leaves with `SingleReplicaArrayRestoreArgs` are read by one
+        replica, which sends them to the others, without a handler registered for that.
+      **options: Of `ocp.PyTreeCheckpointHandler`.
     """
     limit_gb = options.get("restore_concurrent_gb")
     limit_bytes = int(limit_gb * 10**9) if limit_gb else LIMIT_BYTES
@@ -184,13 +184,13 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     """Restores an item as any of the arguments says.
 
     Args:
-        directory: The item's.
-        args: `GoCkptRestore`, or stock's `StandardRestore` or `PyTreeRestore`.
-        options: Of `ocp.PyTreeCheckpointHandler`.
+      directory: The item's.
+      args: `GoCkptRestore`, or stock's `StandardRestore` or `PyTreeRestore`.
+      options: Of `ocp.PyTreeCheckpointHandler`.
 
     Raises:
-        TargetError: Checkpoint and target do not fit together; names all leaves.
-        VerifyError: The checkpoint is not what was written, if the arguments ask for that.
+      TargetError: Checkpoint and target do not fit together; names all leaves.
+      VerifyError: The checkpoint is not what was written, if the arguments ask for that.
     """
     if isinstance(args, GoCkptRestore):
         return args.run(directory, options)

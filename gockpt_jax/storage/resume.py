@@ -39,7 +39,7 @@ def refuse_fresh_start(root: Any) -> None:
     """Raises where a manager without a step would start anew beside somebody's checkpoints.
 
     Raises:
-        NoCheckpointError: There are checkpoints in the directory that the manager does not see.
+      NoCheckpointError: There are checkpoints in the directory that the manager does not see.
     """
     found = _look(epath.Path(root))
     if found is None:
@@ -59,7 +59,7 @@ def items_of(path: epath.Path, root: epath.Path) -> list[str]:
     """The names of a step's items.
 
     Raises:
-        NoCheckpointError: There is no such step.
+      NoCheckpointError: There is no such step.
     """
     if not path.is_dir():
         found = _look(root)
@@ -84,7 +84,7 @@ def require_whole_step(path: epath.Path) -> None:
     """Verifies all trees of a step, before any of it is restored.
 
     Raises:
-        VerifyError: One of them is not what was written.
+      VerifyError: One of them is not what was written.
     """
     for step in look_into(path).steps:
         for name in step.trees:
