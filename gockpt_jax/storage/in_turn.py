@@ -274,6 +274,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
                 error = votes.failure  # what the other processes raise
             if self._gockpt_session.processes.is_one_missing:
                 self._gockpt_waiting.give_up(error)  # it would wait for that one too
+            self._gockpt_handler.give_back()
             self._surface(error, step)
         self._committed()
 

@@ -18,6 +18,7 @@ from bits import differing
 
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.storage import leaf_writer
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.storage.directory import look_into
 from gockpt_jax.storage.leaf_writer import LeafWriter
@@ -206,6 +207,29 @@ def test_what_the_caller_did_wrong_is_raised_all_the_same(
         interrupt.arm()
         with pytest.raises(KeyboardInterrupt):
             trainer.manager.save(4, args=gockpt.GoCkptSave(trainer.state))
+
+
+def test_a_call_that_fails_leaves_the_save_in_flight_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it gives back is what it has begun itself."""
+    go_on, check = threading.Event(), leaf_writer._check_data
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+
+    def decide(step: int, latest: int | None = None) -> bool:
+        if step:
+            raise OSError("injected")
+        return True
+
+    options = ocp.CheckpointManagerOptions(should_save_fn=decide)
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        args = gockpt.GoCkptSave({"w": jnp.ones(4)})
+        assert manager.save(0, args=args)
+        with pytest.raises(OSError, match="injected"):
+            manager.save(1, args=args)
+        go_on.set()
+        manager.wait_until_finished()
+        assert manager.restore(0)["w"].tolist() == [1.0] * 4
 
 
 # --- Retention ---------------------------------------------------------------------------------
