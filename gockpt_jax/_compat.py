@@ -172,6 +172,15 @@ def is_packed(dtype: Any) -> bool:
     return _PACKED.match(str(dtype)) is not None
 
 
+def varies(aval: Any) -> bool:
+    """Whether JAX's types say that a value differs by device; inside checked `shard_map`s they do.
+
+    `ShapedArray.vma` became `manual_axis_type` with jax 0.10.
+    """
+    types = getattr(aval, "manual_axis_type", None)
+    return bool(getattr(aval, "vma", ()) if types is None else types.varying)
+
+
 def committed(array: Any) -> bool:
     """Whether an array is pinned to its devices (`jax.Array.committed` came with jax 0.5)."""
     return bool(getattr(array, "committed", getattr(array, "_committed", True)))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.training.graph import Op, Value
+from gockpt_jax.training.graph import Op, Value, without_walls
 
 
 def _names(text: str) -> frozenset[str]:
@@ -117,18 +117,24 @@ def melts(value: Value) -> bool:
     return any(op.name in _MELTING for op in _chain(value, _ends_chain))
 
 
+def scatters(value: Value) -> bool:
+    """Whether XLA sees a scatter, which it makes one with what is added, and again with the next.
+
+    `d + scatter(z, g)` becomes `scatter(d + z, g)`.
+    """
+    ops = _chain(value, lambda op, _: op.name not in SUMS | IDENTITIES)
+    return any(op.name.startswith("scatter") for op in ops)
+
+
 def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
     """The operations that XLA sees from a value: up to those, included, that end the chain."""
     stack, seen = [value], set[Value]()
     while stack:
-        value = stack.pop()
+        value = without_walls(stack.pop())
         op = value.op
         if op is None or value in seen:
             continue
         seen.add(value)
-        if op.results:
-            stack.append(op.results[value.index])
-            continue
         yield op
         if not ends(op, value):
             stack.extend(op.inputs)
@@ -177,8 +183,9 @@ def _ends_sum(op: Op, value: Value) -> bool:
 
 def _unspread(value: Value) -> Value:
     """A value before it was spread over a shape, or converted."""
+    value = without_walls(value)
     while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
-        value = value.op.inputs[0]
+        value = without_walls(value.op.inputs[0])
     return value
 
 
@@ -220,7 +227,7 @@ def _convert_is_exact(op: Op) -> bool:
         return False
     if jnp.issubdtype(new, jnp.floating) and not _rounds_once(operand.dtype, new):
         return False
-    stored = operand.op is None or operand.is_constant
+    stored = without_walls(operand).op is None
     return (
         stored or _full_width(operand.dtype) or operand.dtype.itemsize == 0 or _is_integer(operand)
     )

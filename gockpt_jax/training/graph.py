@@ -70,7 +70,8 @@ class Value:
       index: Its position among that operation's results.
       site: Where the armed step can return it; `None` inside bodies that cannot be opened.
       constant: Its value where that is known while tracing.
-      is_everywhere: Inside a `shard_map`, whether it is certain to be the same on all devices.
+      is_everywhere: Whether it is certain to be the same on all devices: inside a `shard_map`, and
+        of scalars that have come out of one which is not checked.
     """
 
     aval: Any
@@ -133,11 +134,12 @@ class Graph:
     outputs: tuple[Value, ...]
 
 
-def flatten(closed: Any) -> Graph:
+def flatten(closed: Any, carried: Sequence[tuple[int, int]] = ()) -> Graph:
     """Flattens a closed jaxpr.
 
     Args:
       closed: As returned by `jax.jit(f).trace(...).jaxpr`.
+      carried: Positions of arguments, with those of the results that the next call is given there.
 
     Returns:
       Its graph; values of the top level and of `jit` calls carry a `Site`.
@@ -148,8 +150,16 @@ def flatten(closed: Any) -> Graph:
       'select_n'
     """
     jaxpr, consts = _compat.open_jaxpr(closed)
-    inputs = tuple(Value(v.aval, site=Site((), v)) for v in jaxpr.invars)
-    return Graph(inputs, tuple(_walk(jaxpr, consts, inputs, ())))
+    unsure: set[int] = set()
+    while True:
+        inputs = [Value(v.aval, is_everywhere=i not in unsure) for i, v in enumerate(jaxpr.invars)]
+        for var, value in zip(jaxpr.invars, inputs, strict=True):
+            _offer_site(value, (), var, ())
+        outputs = _walk(jaxpr, consts, inputs, ())
+        more = {i for i, o in carried if not outputs[o].is_everywhere} - unsure
+        if not more:
+            return Graph(tuple(inputs), tuple(outputs))
+        unsure |= more
 
 
 def _walk(
@@ -226,33 +236,48 @@ def _apply(
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
-    return Value(aval, op, index, is_everywhere=not axes or _is_everywhere(op, axes))
+    certain = _is_everywhere(op, index, axes) and not _compat.varies(aval)
+    return Value(aval, op, index, is_everywhere=certain)
 
 
 def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
     """Follows the body of a `shard_map`."""
     body, consts = _compat.open_jaxpr(op.params["jaxpr"])
+    axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names
     op.entered = tuple(
-        Value(var.aval, Op(_ENTER, (outer,), {}, 1), is_everywhere=not any(spec))
+        Value(var.aval, constant=outer.constant)
+        if outer.is_constant and not any(spec)
+        else _value(var.aval, Op(_ENTER, (outer,), {"is_whole": not any(spec)}, 1), 0, axes)
         for var, outer, spec in zip(body.invars, op.inputs, op.params["in_specs"], strict=True)
     )
-    axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names
     for var, value in zip(body.invars, op.entered, strict=True):
         _offer_site(value, path, var, axes)
     op.results = tuple(_walk(body, consts, op.entered, path, axes))
 
 
-def _is_everywhere(op: Op, axes: Collection[str]) -> bool:
-    """Whether an operation inside a `shard_map` gives the same on all devices, for certain."""
+def _is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
+    """Whether an operation gives the same on all devices, for certain."""
+    if op.results and not axes:
+        inside = op.results[index]
+        return bool(inside.shape or op.params.get("check_vma")) or inside.is_everywhere
     over = op.params.get("axis_name", op.params.get("axes", ()))
     names = {a for a in ((over,) if isinstance(over, str) else over) if isinstance(a, str)}
     if names:
         in_groups = op.params.get("axis_index_groups") is not None
         return op.name in _MEETINGS and names >= set(axes) and not in_groups
+    if not axes:
+        return all(v.is_everywhere for v in op.inputs)
     holds_a_body = any("jaxpr" in key or key == "branches" for key in op.params)
     if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
         return False
-    return all(v.is_constant or v.is_everywhere for v in op.inputs)
+    return op.params.get("is_whole", True) and all(v.is_everywhere for v in op.inputs)
+
+
+def without_walls(value: Value) -> Value:
+    """A value as the compiler sees it: what goes into a `shard_map` or comes out is that value."""
+    while (op := value.op) is not None and (op.results or op.primitive is _ENTER):
+        value = op.results[value.index] if op.results else op.inputs[0]
+    return value
 
 
 def _is_unrolled(scan: Op) -> bool:

@@ -70,12 +70,11 @@ class StepProgram:
 
     def _analyse(self, *, exact: bool) -> None:
         self.is_exact = exact
-        graph = flatten(self._traced.jaxpr)
+        carried = list(zip(self.positions.inputs, self.positions.outputs, strict=True))
+        graph = flatten(self._traced.jaxpr, carried)
         leaves = [
             Leaf.of(path, graph.inputs[i], graph.outputs[o])
-            for path, i, o in zip(
-                self.positions.paths, self.positions.inputs, self.positions.outputs, strict=True
-            )
+            for path, (i, o) in zip(self.positions.paths, carried, strict=True)
         ]
         cut = find_cut(leaves, even_for_nothing=self._even_for_nothing, exact=exact)
         self.leaf_specs = tuple(_spec(graph.inputs[i]) for i in self.positions.inputs)

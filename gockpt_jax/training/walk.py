@@ -9,7 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.training.exact import PRODUCTS, SUMS, is_exact, is_identity, may_be_cut, melts
+from gockpt_jax.training.exact import (
+    PRODUCTS,
+    SUMS,
+    is_exact,
+    is_identity,
+    may_be_cut,
+    melts,
+    scatters,
+)
 from gockpt_jax.training.graph import Op, Value
 
 
@@ -75,12 +83,11 @@ class Walk:
 
     def cuttable_bytes(self) -> dict[Value, int]:
         """The values that can be returned by the armed step and are then the numbers it uses."""
-        # `d + scatter(0, g)` becomes `scatter(d, g)`, unless the scattered value is returned.
+        # Folded into a sum, unless it is returned: the step would go on with other numbers.
         folded = {
             operand
             for operand, user in self.uses
-            if operand.op and user.op
-            if operand.op.name.startswith("scatter") and user.op.name in SUMS
+            if user.op and user.op.name in SUMS and scatters(operand)
         }
         melted = any(
             user.op and user.op.name in PRODUCTS and all(map(melts, user.op.inputs))

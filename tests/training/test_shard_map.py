@@ -115,6 +115,97 @@ def test_a_number_of_each_devices_own_is_not_captured(spec):
     assert early(program) == set()
 
 
+THIRD = jnp.float32(0.3)  # a `shard_map` that closes over it takes it as one more argument
+
+
+def divided(g):
+    """XLA multiplies by one constant in place of two."""
+    return (g / THIRD) * 7.0
+
+
+def raised(g):
+    """XLA adds one constant in place of two."""
+    return (g * g + THIRD) + 7.0
+
+
+def scattered(g):
+    """XLA scatters into the sum, and not into zeros."""
+    return g + THIRD
+
+
+@pytest.mark.parametrize("after", [divided, raised, scattered])
+def test_the_compiler_sees_no_wall(after):
+    """What it folds is not cut where a constant, or the gradient, comes from outside."""
+    mesh, state, x = placed(P())
+    mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
+    both = {"m": state["m"], "v": state["v"]}
+    rows = jnp.array([1, 0, 1, 3, 1])
+
+    def gradient(x):
+        g = jnp.tanh(x)
+        return jnp.zeros_like(x).at[rows].add(g[rows]) + x if after is scattered else g
+
+    def update(state, g):
+        h = after(g)
+        return {k: 0.9 * old + 0.1 * h for k, old in state.items()}
+
+    @jax.jit
+    def step(state, x):
+        g = mapped(gradient, in_specs=P())(x)
+        return mapped(update, in_specs=(P(), P()))(state, g)
+
+    program = program_of(step, both, x)
+    old = jax.tree.leaves(both)
+    new, cut = program.call((both, x), {})
+    jax.tree.map(np.testing.assert_array_equal, new, step(both, x))
+    for group in program.groups:
+        taken = [[a[i] for i in places] for a, places in (
+            (old, group.leaves), (cut, group.retained), (cut, group.scalars)
+        )]  # fmt: skip
+        got = jax.jit(group.recipe.apply)(*jax.device_get(taken))  # which folds, too
+        for value, j in zip(got, group.leaves, strict=True):
+            np.testing.assert_array_equal(value, jax.tree.leaves(new)[j])
+
+
+def test_a_number_that_jax_types_as_varying_is_not_captured():
+    """It is the same, but cannot be returned as one."""
+    mesh, state, x = placed(P(AXES))
+    specs = dict.fromkeys(state, P(AXES))
+
+    def step(state, x):
+        g = gradient(x, state["w"])
+        bad = lax.all_gather(jnp.sum(g), AXES)[3] > 1e9
+        return {k: jnp.where(bad, old, 0.9 * old + g) for k, old in state.items()}
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=specs)
+    assert early(program_of(jax.jit(mapped), state, x)) == set()
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_a_scalar_is_as_certain_as_where_it_came_out(is_summed, check_vma):
+    """One that is said to be whole, and is not, goes into the next step as it is."""
+    mesh, state, x = placed(P(AXES))
+    specs = dict.fromkeys(state, P(AXES)) | {"scale": P()}
+
+    def scaled(state, x):
+        g, scale = gradient(x, state["w"]), state["scale"]
+        size = lax.pmax(jnp.max(g), AXES) if is_summed else jnp.max(g)
+        kept = {k: jnp.where(scale > 1e9, state[k], 0.9 * state[k] + g) for k in "mvw"}
+        return kept | {"scale": 0.5 * scale + size}
+
+    mapped = jax.shard_map(
+        scaled, mesh=mesh, in_specs=(specs, P()), out_specs=specs, check_vma=check_vma
+    )
+    given = state | {"scale": jax.device_put(1.0, NamedSharding(mesh, P()))}
+    if check_vma and not is_summed:
+        with pytest.raises(ValueError, match="check_vma"):
+            jax.jit(mapped).trace(given, x)
+        return
+    program = program_of(jax.jit(mapped), given, x)
+    assert early(program) == ({"['m']", "['v']", "['w']"} if is_summed else set())
+
+
 def test_a_leaf_that_comes_out_otherwise_than_it_went_in_is_late():
     mesh, state, x = placed(P(AXES))
     specs = dict.fromkeys(state, P(AXES))
