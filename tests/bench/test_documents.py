@@ -72,12 +72,32 @@ def small_leaves(figures):
     yield f"as plain files took {files / ocdbt:.1f} times as long, {files / stock:.2f} of stock's"
 
 
+def saves(figures):
+    def ms(figure):
+        return f"{1000 * figures[f'{figure}/files_aligned']:.0f} ms"
+
+    yield f"as it lies: {figures['raw_disk_ratio/files_aligned']:.2f} of the raw disk"
+    yield f"{figures['writing_raw_ratio/files_aligned']:.2f} while it writes; "
+    yield f"{ms('first_write_secs')} pass before the first write"
+    yield f"{ms('tail_secs')} after the last one, of which {ms('sync_secs')} are the last syncs"
+    yield f"syncs, {ms('rename_secs')} Orbax's"
+    yield f"that is copied: {figures['raw_disk_ratio/files']:.2f} ("
+    yield f"and {figures['writing_raw_ratio/files']:.2f} while it writes, for"
+    copied, taken = (figures[f"cpu_secs_per_gb/{w}"] for w in ("files", "files_aligned"))
+    yield f"({copied:.2f} s for 10^9 bytes, {taken:.2f} without them)"
+
+
 @pytest.mark.parametrize(
     ("page", "result", "sentences"),
     [
         ("docs/guarantees.md", "cut_causes.json", lars),
         ("docs/guarantees.md", "cut.json", armed_with_fma),
         ("docs/guarantees.md", "cut_growth.json", grown),
+        (
+            "docs/decisions/0014-plain-files-on-local-disks.md",
+            "storage-save-cpu-2026-11-21.json",
+            saves,
+        ),
         ("docs/storage.md", "storage-writes-cpu-2026-11-21.json", small_leaves),
     ],
 )
