@@ -34,12 +34,13 @@ from gockpt_jax.storage.checksums import digest_of
 from gockpt_jax.storage.pieces import in_order
 from gockpt_jax.storage.syncs import Syncs, first_error
 
-# As many pieces are on their way: of 4 MiB, where they are copied, and no more is ever copied; of 8
-# MiB, where the disk takes them as they lie. The more of them, the larger the part of a disk that
-# others use too; but what is copied costs processor time, and more threads then wait for each other
-# (decision 14).
+# As many pieces are on their way: of 4 MiB, where they are copied, and of 8 MiB, where the disk
+# takes them as they lie. The more of them, the larger the part of a disk that others use too; but
+# copies cost processor time, and more threads then wait for each other (decision 14).
 _THREADS = 8
 _UNCOPIED_PIECE_BYTES = 2 * PIECE_BYTES
+# While as many are on their way, others are copied: else the disk waits where processors are short.
+_BUFFERS = 2 * _THREADS
 # Each cuts, copies and digests one file at a time, faster than a disk writes.
 _FILES = 8
 # Smaller files are not worth their own way past the cache, and are synced in batches.
@@ -48,26 +49,28 @@ _SMALL_BYTES = 2**20
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Array = np.ndarray[Any, Any]
 
-MAX_INFLIGHT_BYTES = _THREADS * PIECE_BYTES
-"""More than this is never copied on the way to the disk."""
-
 
 class DirectFiles:
     """Writes files and makes them durable; belongs to one save.
 
-    Takes at most 32 MiB, however much is written.
+    Attributes:
+        copied_bytes: What it takes at most, however much is written: 64 MiB, or half of the limit,
+            so that the next file is begun while one is written.
 
     Args:
         folder: Of the save. What is below it is made where it is needed; itself it is not, for what
             has been written would be missing from it.
+        limit_bytes: Of the save's bytes in flight.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, limit_bytes: int) -> None:
         self._folder = folder
+        buffers = max(1, min(_BUFFERS, limit_bytes // (2 * PIECE_BYTES)))
+        self.copied_bytes = buffers * PIECE_BYTES
         # Threads start when there is work for them.
         self._files = threads(_FILES, "gockpt_file")
         self._pieces = threads(_THREADS, "gockpt_write")
-        self._buffers = Buffers(_THREADS)
+        self._buffers = Buffers(buffers)
         self._syncs = Syncs()
 
     def write(self, path: str, values: _Array) -> concurrent.futures.Future[str]:

@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from gockpt_jax.storage import grid
 from gockpt_jax.storage.array_layout import ArrayLayout
-from gockpt_jax.storage.direct import MAX_INFLIGHT_BYTES, DirectFiles
+from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.host_array import HostShard, ShardFuture
 from gockpt_jax.storage.write_budget import WriteBudget
 
@@ -92,7 +92,7 @@ class LeafWriter:
     def _held_bytes(self, nbytes: int) -> int:
         """What is in flight because of a chunk."""
         if self._is_in_files:
-            return min(nbytes, MAX_INFLIGHT_BYTES)
+            return min(nbytes, self.files.copied_bytes)
         return nbytes * (_COMPRESSED_COPIES if self.layout.compressed else 1)
 
 

@@ -140,7 +140,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
 
     async def _write_all(self, leaves: Sequence[_Leaf], stats: WriteStats) -> None:
         folder = leaves[0].info.parent_dir.as_posix()  # of all of them
-        budget, files = WriteBudget(self._write_limit_bytes, stats, self._host), DirectFiles(folder)
+        budget = WriteBudget(self._write_limit_bytes, stats, self._host)
+        files = DirectFiles(folder, self._write_limit_bytes)
         try:
             for leaf in leaves:
                 await _directory_exists(leaf.info)

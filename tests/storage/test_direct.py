@@ -24,7 +24,7 @@ SIZES = [1, 511, 4096, 4097, 2**20, 4 * 2**20 + 1, 9 * 2**20 + 4096]
 
 @pytest.fixture
 def files(tmp_path):
-    made = DirectFiles(str(tmp_path))
+    made = DirectFiles(str(tmp_path), 2**28)
     yield made
     made.close()
 
@@ -97,6 +97,23 @@ def test_what_is_not_copied_goes_in_larger_pieces(tmp_path, files, monkeypatch, 
     assert sum(sizes) == values.nbytes
 
 
+@pytest.mark.parametrize(("limit_mib", "copied_mib"), [(1, 4), (64, 32), (256, 64), (1024, 64)])
+def test_what_is_copied_is_within_the_limit(tmp_path, monkeypatch, limit_mib, copied_mib):
+    """But for one piece, if the limit is less."""
+    made, empty = [], aligned.aligned_empty
+    monkeypatch.setattr(
+        aligned, "aligned_empty", lambda nbytes: made.append(nbytes) or empty(nbytes)
+    )
+    monkeypatch.setattr(direct, "memory_alignment", lambda fd: 4096)
+    files = DirectFiles(str(tmp_path), limit_mib * 2**20)
+    memory = empty(20 * 2**20 + 4096)[64:][: 20 * 2**20]
+    for future in [files.write(f"{tmp_path}/{n}", memory) for n in range(4)]:
+        future.result()
+    files.close()
+    assert files.copied_bytes == copied_mib * 2**20
+    assert 0 < sum(made) <= files.copied_bytes
+
+
 def test_an_old_file_leaves_nothing(tmp_path, files):
     (tmp_path / "x").write_bytes(b"x" * 10_000)
     files.write(f"{tmp_path}/x", np.zeros(3, np.uint8)).result()
@@ -113,7 +130,7 @@ def test_errors_name_the_file(tmp_path, files):
 def test_a_save_that_has_been_removed_is_not_begun_anew(tmp_path):
     """What it held would be missing from it, and nobody would be told."""
     folder = tmp_path / "save"
-    files = DirectFiles(str(folder))
+    files = DirectFiles(str(folder), 2**28)
     with pytest.raises(FileNotFoundError):
         files.write(f"{folder}/x/0", np.zeros(3)).result()
     folder.mkdir()
@@ -231,7 +248,7 @@ def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
         sync(fd)
 
     monkeypatch.setattr(syncs.os, "fsync", counted)
-    files = DirectFiles(str(tmp_path))
+    files = DirectFiles(str(tmp_path), 2**28)
     for future in [files.write(f"{tmp_path}/{n}", np.ones(9)) for n in range(200)]:
         future.result()
     files.sync()
