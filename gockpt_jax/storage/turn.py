@@ -126,6 +126,8 @@ class Turn:
             turn.set_result(max(map(int, told.values())) + self._margin)
         except ProcessError as error:  # no fault of the save that has ended
             turn.set_exception(error)
+        except Exception as error:  # the trainer would wait for this turn for ever
+            turn.set_exception(ProcessError(f"the other processes cannot be asked: {error}"))
 
 
 def told_of_turns(

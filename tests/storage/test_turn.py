@@ -136,9 +136,12 @@ def test_other_barriers_say_nothing():
     assert not alone.call()
 
 
-def test_where_a_process_is_gone_who_comes_next_hears_of_it(monkeypatch):
+@pytest.mark.parametrize("kind", [ProcessError, RuntimeError])
+def test_where_a_process_is_gone_who_comes_next_hears_of_it(monkeypatch, kind):
+    """Or the coordination service, of which JAX says so."""
+
     def gone(*_: Any) -> Any:
-        raise ProcessError("process 1 did not come")
+        raise kind("process 1 did not come")
 
     here, _ = group_of(2)
     monkeypatch.setattr(here.processes, "gather", gone)
