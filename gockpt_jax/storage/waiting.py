@@ -107,17 +107,18 @@ class WaitingRoom:
         processes = self._handler._gockpt_session.processes
         if (why_not := processes.objection("room", no_room)) is not None:
             return why_not
-        if self._why_no_room(items) is not None:
-            self.supersede(step)  # that makes the room
         # `force` was for the policy, which has accepted it.
         rest = arguments.keys() - {"args", "force"}
         others = {key: copy.deepcopy(arguments[key]) for key in rest}
+        items = {name: _own(args) for name, args in items.items()}
+        # What cannot be copied has been refused: the save that waits is still there.
+        if self._why_no_room(items) is not None:
+            self.supersede(step)  # that makes the room
         self._handler.label = step
         taken: dict[str, Any] = {}
         try:
-            for name, args in items.items():
-                own = _own(args)
-                taken[name] = self._handler.take(own) if self._is_ours(name, args) else own
+            for name, own in items.items():
+                taken[name] = self._handler.take(own) if self._is_ours(name, own) else own
         except BaseException:
             for args in taken.values():
                 if isinstance(args, TakenSave):

@@ -349,7 +349,7 @@ def test_what_cannot_be_armed_warns_once_and_saves_snapshots(
 def test_what_the_analysis_stumbles_over_is_told_in_a_line(monkeypatch):
     """JAX puts whole states into some of its messages."""
 
-    def stumble(closed):
+    def stumble(*_):
         raise ValueError("of an array: " + "[0.1 0.2]\n" * 1000)
 
     monkeypatch.setattr("gockpt_jax.training.program.flatten", stumble)

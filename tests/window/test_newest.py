@@ -294,6 +294,9 @@ def test_without_room_it_is_skipped(start):
     assert (waiting.kind, waiting.deferred_steps) == ("snapshot", 2)
     assert "the host budget had no room" in waiting.reason
     loop.settle()
+    with pytest.raises(TypeError, match="pickle"):
+        loop.train(12, metrics={"loss": threading.Lock()})  # which nobody can copy
+    assert loop.manager._gockpt_waiting.occupied.step == 8
     assert loop.train(12), "room is made by the one that it supersedes"
     assert loop.report(8).kind == "superseded"
     host.add(200)  # something else has come
