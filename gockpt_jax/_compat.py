@@ -162,6 +162,15 @@ def is_tracing() -> bool:
     return not getattr(core, "trace_state_clean", lambda: True)()
 
 
+def result_structure(traced: Any) -> Any:
+    """The structure of what a traced function returns.
+
+    `out_info` would put specifications into the user's classes, which may refuse them. Where
+    `Traced.out_tree` is not public yet (jax 0.7) it is there as `_out_tree`.
+    """
+    return traced.out_tree if hasattr(traced, "out_tree") else traced._out_tree
+
+
 @functools.cache
 def is_packed(dtype: Any) -> bool:
     """Whether several elements share a byte on a device (int4); each has one of its own in NumPy.

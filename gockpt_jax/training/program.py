@@ -61,7 +61,7 @@ class StepProgram:
         given = _compat.specified_shardings(traced, "in_shardings")
         self._in_shardings: tuple[Any, ...] = given or (None,) * len(self._flat)
         self._traced_for = self._signature(self._flat, args, kwargs)
-        self.out_tree: Any = traced.out_tree
+        self.out_tree: Any = _compat.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         _refuse_no_state(traced, self.positions)
         self._even_for_nothing = even_for_nothing

@@ -31,9 +31,23 @@ def tree_of(names):
     return {name: jnp.arange(6.0) + n for n, name in enumerate([*names, "plain"])}
 
 
+def stock_stores(directory, state):
+    """Older ones (0.11.33) miss a leaf whose name is empty, or is in the folder of another."""
+    try:
+        with ocp.StandardCheckpointer() as stock:
+            stock.save(directory, state)
+    except ValueError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("names", AWKWARD.values(), ids=AWKWARD)
 def test_a_name_that_no_file_can_have_is_one_of_a_database(tmp_path, caplog, names):
     state = tree_of(names)
+    if not stock_stores(tmp_path.with_name(f"{tmp_path.name}_stock"), state):
+        with pytest.raises(ValueError, match="missing"), gockpt.GoCkptManager(tmp_path) as manager:
+            manager.save(0, args=gockpt.GoCkptSave(state))
+        return
     with caplog.at_level(logging.WARNING), gockpt.GoCkptManager(tmp_path) as manager:
         manager.save(0, args=gockpt.GoCkptSave(state))
         manager.wait_until_finished()
