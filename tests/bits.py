@@ -19,11 +19,15 @@ def by_path(tree: Any) -> dict[str, Any]:
 
 
 def to_host(tree: Any) -> Bits:
-    """A copy of every leaf by its path; of a key, its numbers."""
+    """A copy of every leaf by its path; of a key, its numbers.
+
+    NumPy is given a copy: newer JAX (0.11) does not donate what it has ever looked at on a CPU.
+    """
 
     def host(leaf: Any) -> np.ndarray:
         is_key = jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key)
-        return np.array(jax.random.key_data(leaf) if is_key else leaf)
+        leaf = jax.random.key_data(leaf) if is_key else leaf
+        return np.array(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf)
 
     return {path: host(leaf) for path, leaf in by_path(tree).items()}
 

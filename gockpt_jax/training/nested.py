@@ -7,7 +7,6 @@ layout: the arrays themselves are found again, by identity.
 """
 
 import contextlib
-import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from gockpt_jax.errors import StepMismatchError, WrapError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.call import CallForm, Positions, leaf_paths
 from gockpt_jax.training.places import Place, Places, as_places
+from gockpt_jax.training.stand_in import StandIn
 from gockpt_jax.training.wrap import StepObserver, WrappedStep
 
 Wrapped: TypeAlias = "WrappedStep | NestedStep | types.MethodType"
@@ -147,10 +147,8 @@ class InnerForm(CallForm):
         return Positions(tuple(unique), outputs, paths)
 
 
-class NestedStep:
+class NestedStep(StandIn):
     """A train step around a jitted function of its own; called in its place.
-
-    Everything else (`lower`, `trace`, `__wrapped__`, ...) is the step's own.
 
     Args:
       step: The object that the user made.
@@ -164,23 +162,12 @@ class NestedStep:
         self, step: Callable[..., Any], attribute: str, inner: WrappedStep, *,
         outer_form: CallForm, inner_form: InnerForm,
     ):  # fmt: skip
-        self.step = step
+        super().__init__(step)
         self._attribute = attribute
         self._inner = inner
         self._outer_form = outer_form
         self._inner_form = inner_form
         self._mismatch: StepMismatchError | None = None
-        functools.update_wrapper(self, step, updated=())
-        self.__wrapped__ = getattr(step, "__wrapped__", step)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "step":  # not yet set: unpickling or a failed constructor
-            raise AttributeError(name)
-        return getattr(self.step, name)
-
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """As a method of its class."""
-        return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the user's step would."""

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import CannotArmError, StepProgram
+from gockpt_jax.training.stand_in import StandIn
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -36,11 +36,8 @@ class StepObserver(Protocol):
         """Called after `before_update` said True, if the armed step did not run (to its end)."""
 
 
-class WrappedStep:
+class WrappedStep(StandIn):
     """A jitted train step that also counts updates and can return its cut.
-
-    Everything else of the jitted function (`lower`, `trace`, `eval_shape`, `__wrapped__`, ...) is
-    its own.
 
     Args:
       step: The jitted function.
@@ -57,7 +54,7 @@ class WrappedStep:
         self, step: Callable[..., Any], observer: StepObserver, form: CallForm, *,
         arm: Arm, even_for_nothing: bool,
     ):  # fmt: skip
-        self.step = step
+        super().__init__(step)
         self.program: StepProgram | None = None
         self.last_result: Any = None
         self.why_not = _why_no_program(step)
@@ -68,19 +65,8 @@ class WrappedStep:
         self._last_shardings: list[Any] | None = None
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0
-        functools.update_wrapper(self, step, updated=())
-        self.__wrapped__ = getattr(step, "__wrapped__", step)
         if self.why_not is not None:
             self._warn(self.why_not)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "step":  # not yet set: unpickling or a failed constructor
-            raise AttributeError(name)
-        return getattr(self.step, name)
-
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """As a method of its class, as jitted functions are."""
-        return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the jitted function would."""

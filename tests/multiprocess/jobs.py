@@ -66,4 +66,8 @@ def _environment() -> dict[str, str]:
         "--xla_backend_optimization_level=0"
     )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+    # A collective holds a thread while it waits for other processes. On two cores both devices'
+    # would hold all that there are, and what waits behind them would wait for ever (`queue`).
+    threads = str(max(4, os.cpu_count() or 1))
+    ours = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path, "NPROC": threads}
+    return os.environ | ours
