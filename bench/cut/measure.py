@@ -14,8 +14,9 @@ from bench.cut.order import measure_order
 from bench.cut.programs import batch, make_step
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.cut import Cut, find_cut
-from gockpt_jax.training.graph import Value, flatten
+from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import make_recipe
+from gockpt_jax.training.values import Value
 from gockpt_jax.training.walk import Leaf
 
 Arrays = list[np.ndarray]

@@ -11,12 +11,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.record import ROOT, Record
+from bench.record import ROOT, Record, sampled
 
 _PARAMETERS = 16_000_000
 _WIDTH, _BATCH = 768, 256
@@ -159,21 +158,17 @@ def _this_process(threads: int, record: Record) -> Iterator[Any]:
 
     @contextlib.contextmanager
     def replaying() -> Iterator[None]:
-        stop, done = threading.Event(), [0]
+        done = 0
 
-        def loop() -> None:
-            while not stop.is_set():
-                replay()
-                done[0] += 1
+        def replay_once() -> None:
+            nonlocal done
+            replay()
+            done += 1
 
-        thread, start = threading.Thread(target=loop), time.perf_counter()
-        thread.start()
-        try:
+        start = time.perf_counter()
+        with sampled(replay_once, every_secs=0):
             yield
-        finally:
-            stop.set()
-            thread.join()
-            rate = done[0] * _PARAMETERS / (time.perf_counter() - start) / 1e9
-            record.samples.setdefault(f"rate/in_process/threads_{threads}", []).append(rate)
+        rate = done * _PARAMETERS / (time.perf_counter() - start) / 1e9
+        record.samples.setdefault(f"rate/in_process/threads_{threads}", []).append(rate)
 
     yield replaying

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from gockpt_jax import _compat
-from gockpt_jax.training.graph import Site, body_of
+from gockpt_jax.training.graph import body_of
+from gockpt_jax.training.values import Site
 
 
 def with_outputs(closed: Any, sites: Sequence[Site]) -> Callable[..., list[jax.Array]]:

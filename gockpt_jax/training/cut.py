@@ -42,7 +42,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 
 from gockpt_jax.training.exact import is_close, is_exact
 from gockpt_jax.training.flow import minimum_cut
-from gockpt_jax.training.graph import Value
+from gockpt_jax.training.values import Value
 from gockpt_jax.training.walk import Leaf, Walk, walk_back, why_unfit
 
 MIN_GAIN = 1.2

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.training.graph import Op, Value, without_walls
+from gockpt_jax.training.values import Op, Value, without_walls
 
 
 def _names(text: str) -> frozenset[str]:

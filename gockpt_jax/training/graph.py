@@ -9,8 +9,6 @@ Inside a `shard_map` values are seen as one device sees them, on shapes of one s
 """
 
 import dataclasses
-import math
-import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,9 +18,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from gockpt_jax import _compat
+from gockpt_jax.training.values import ENTER, Op, Site, Value, is_everywhere
 
 _SELECT = lax.select_n_p
-_NOTHING = object()
 # Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
 # others carry rules (a derivative, a rematerialisation) that opening would drop. A gradient often
 # comes straight out of a rematerialised block: what made it must be seen.
@@ -38,87 +36,6 @@ _CALLS = {
     "remat2": "jaxpr",
 }
 _OPENABLE = frozenset({"jit", "pjit"})
-_ENTER = types.SimpleNamespace(name="shard_map")
-"""In place of a primitive: what makes one shard of an argument."""
-_MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
-"""What gives all devices that take part the same result."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Site:
-    """Where the user's own program holds a value.
-
-    Attributes:
-      path: Positions of the enclosing `jit` and `shard_map` equations, outermost first; empty at
-        the top level.
-      var: The variable there.
-      spec: Inside a `shard_map`, how its shards lie when it is returned from there.
-    """
-
-    path: tuple[int, ...]
-    var: Any
-    spec: Any = None
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Value:
-    """One value of the step: what makes it, and where it can be read.
-
-    Attributes:
-      aval: Its abstract value (shape and dtype).
-      op: The operation that makes it; `None` for inputs and constants.
-      index: Its position among that operation's results.
-      site: Where the armed step can return it; `None` inside bodies that cannot be opened.
-      constant: Its value where that is known while tracing.
-      is_everywhere: Whether it is certain to be the same on all devices: inside a `shard_map`, and
-        of scalars that have come out of one which is not checked.
-    """
-
-    aval: Any
-    op: "Op | None" = None
-    index: int = 0
-    site: Site | None = None
-    constant: Any = _NOTHING
-    is_everywhere: bool = True
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the host knows the value without being sent it."""
-        return self.constant is not _NOTHING
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the global value."""
-        return tuple(getattr(self.aval, "shape", ()))
-
-    @property
-    def dtype(self) -> Any:
-        """Element type."""
-        return getattr(self.aval, "dtype", None)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the global value; 0 for what has no size (tokens)."""
-        return math.prod(self.shape) * getattr(self.dtype, "itemsize", 0)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Op:
-    """One primitive operation."""
-
-    primitive: Any
-    inputs: tuple[Value, ...]
-    params: dict[str, Any]
-    num_outputs: int
-    entered: "tuple[Value, ...]" = ()
-    """Of a `shard_map`: what goes into its body, seen from inside."""
-    results: "tuple[Value, ...]" = ()
-    """Of a `shard_map`: what its body returns, seen from inside. So of a loop that is none."""
-
-    @property
-    def name(self) -> str:
-        """The primitive's name, as a jaxpr prints it."""
-        return str(self.primitive.name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,7 +153,7 @@ def _apply(
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
-    certain = _is_everywhere(op, index, axes) and not _compat.varies(aval)
+    certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
     return Value(aval, op, index, is_everywhere=certain)
 
 
@@ -247,37 +164,12 @@ def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
     op.entered = tuple(
         Value(var.aval, constant=outer.constant)
         if outer.is_constant and not any(spec)
-        else _value(var.aval, Op(_ENTER, (outer,), {"is_whole": not any(spec)}, 1), 0, axes)
+        else _value(var.aval, Op(ENTER, (outer,), {"is_whole": not any(spec)}, 1), 0, axes)
         for var, outer, spec in zip(body.invars, op.inputs, op.params["in_specs"], strict=True)
     )
     for var, value in zip(body.invars, op.entered, strict=True):
         _offer_site(value, path, var, axes)
     op.results = tuple(_walk(body, consts, op.entered, path, axes))
-
-
-def _is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
-    """Whether an operation gives the same on all devices, for certain."""
-    if op.results and not axes:
-        inside = op.results[index]
-        return bool(inside.shape or op.params.get("check_vma")) or inside.is_everywhere
-    over = op.params.get("axis_name", op.params.get("axes", ()))
-    names = {a for a in ((over,) if isinstance(over, str) else over) if isinstance(a, str)}
-    if names:
-        in_groups = op.params.get("axis_index_groups") is not None
-        return op.name in _MEETINGS and names >= set(axes) and not in_groups
-    if not axes:
-        return all(v.is_everywhere for v in op.inputs)
-    holds_a_body = any("jaxpr" in key or key == "branches" for key in op.params)
-    if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
-        return False
-    return op.params.get("is_whole", True) and all(v.is_everywhere for v in op.inputs)
-
-
-def without_walls(value: Value) -> Value:
-    """A value as the compiler sees it: what goes into a `shard_map` or comes out is that value."""
-    while (op := value.op) is not None and (op.results or op.primitive is _ENTER):
-        value = op.results[value.index] if op.results else op.inputs[0]
-    return value
 
 
 def _is_unrolled(scan: Op) -> bool:

@@ -14,9 +14,10 @@ from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.cut import Cut, find_cut
-from gockpt_jax.training.graph import Site, Value, flatten
+from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.replay_group import ArraySpec, replay_groups
 from gockpt_jax.training.signature import Signature
+from gockpt_jax.training.values import Site, Value
 from gockpt_jax.training.walk import Leaf
 
 

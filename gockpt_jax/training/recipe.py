@@ -17,7 +17,7 @@ from jax import lax
 
 from gockpt_jax.training.cut import Group
 from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
-from gockpt_jax.training.graph import Value
+from gockpt_jax.training.values import Value
 from gockpt_jax.training.walk import Leaf
 
 

@@ -18,7 +18,7 @@ from gockpt_jax.training.exact import (
     melts,
     scatters,
 )
-from gockpt_jax.training.graph import Op, Value
+from gockpt_jax.training.values import Op, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

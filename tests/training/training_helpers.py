@@ -15,7 +15,8 @@ import numpy as np
 
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.cut import Cut, find_cut
-from gockpt_jax.training.graph import Graph, Value, flatten
+from gockpt_jax.training.graph import Graph, flatten
+from gockpt_jax.training.values import Value
 from gockpt_jax.training.walk import Leaf
 
 N = 24  # elements of a leaf

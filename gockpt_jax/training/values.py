@@ -1,0 +1,115 @@
+"""The values of a traced step, and what makes them."""
+
+import dataclasses
+import math
+import types
+from collections.abc import Collection
+from typing import Any
+
+_NOTHING = object()
+ENTER = types.SimpleNamespace(name="shard_map")
+"""In place of a primitive: what makes one shard of an argument."""
+_MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
+"""What gives all devices that take part the same result."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """Where the user's own program holds a value.
+
+    Attributes:
+      path: Positions of the enclosing `jit` and `shard_map` equations, outermost first; empty at
+        the top level.
+      var: The variable there.
+      spec: Inside a `shard_map`, how its shards lie when it is returned from there.
+    """
+
+    path: tuple[int, ...]
+    var: Any
+    spec: Any = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """One value of the step: what makes it, and where it can be read.
+
+    Attributes:
+      aval: Its abstract value (shape and dtype).
+      op: The operation that makes it; `None` for inputs and constants.
+      index: Its position among that operation's results.
+      site: Where the armed step can return it; `None` inside bodies that cannot be opened.
+      constant: Its value where that is known while tracing.
+      is_everywhere: Whether it is certain to be the same on all devices: inside a `shard_map`, and
+        of scalars that have come out of one which is not checked.
+    """
+
+    aval: Any
+    op: "Op | None" = None
+    index: int = 0
+    site: Site | None = None
+    constant: Any = _NOTHING
+    is_everywhere: bool = True
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the host knows the value without being sent it."""
+        return self.constant is not _NOTHING
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the global value."""
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def dtype(self) -> Any:
+        """Element type."""
+        return getattr(self.aval, "dtype", None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global value; 0 for what has no size (tokens)."""
+        return math.prod(self.shape) * getattr(self.dtype, "itemsize", 0)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Op:
+    """One primitive operation."""
+
+    primitive: Any
+    inputs: tuple[Value, ...]
+    params: dict[str, Any]
+    num_outputs: int
+    entered: "tuple[Value, ...]" = ()
+    """Of a `shard_map`: what goes into its body, seen from inside."""
+    results: "tuple[Value, ...]" = ()
+    """Of a `shard_map`: what its body returns, seen from inside. So of a loop that is none."""
+
+    @property
+    def name(self) -> str:
+        """The primitive's name, as a jaxpr prints it."""
+        return str(self.primitive.name)
+
+
+def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
+    """Whether an operation gives the same on all devices, for certain."""
+    if op.results and not axes:
+        inside = op.results[index]
+        return bool(inside.shape or op.params.get("check_vma")) or inside.is_everywhere
+    over = op.params.get("axis_name", op.params.get("axes", ()))
+    names = {a for a in ((over,) if isinstance(over, str) else over) if isinstance(a, str)}
+    if names:
+        in_groups = op.params.get("axis_index_groups") is not None
+        return op.name in _MEETINGS and names >= set(axes) and not in_groups
+    if not axes:
+        return all(v.is_everywhere for v in op.inputs)
+    holds_a_body = any("jaxpr" in key or key == "branches" for key in op.params)
+    if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
+        return False
+    return op.params.get("is_whole", True) and all(v.is_everywhere for v in op.inputs)
+
+
+def without_walls(value: Value) -> Value:
+    """A value as the compiler sees it: what goes into a `shard_map` or comes out is that value."""
+    while (op := value.op) is not None and (op.results or op.primitive is ENTER):
+        value = op.results[value.index] if op.results else op.inputs[0]
+    return value
