@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives parity merges scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives parity merges pretended scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -29,6 +29,7 @@ help:
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make parity  random lives of a stock manager and ours, side by side: 60 of them'
 	@echo 'make merges  what the compiler merges with a retained value: all pairs of operations'
+	@echo 'make pretended  invariants and windows with pulls and replay as on an accelerator'
 	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make figures figures and tables of the documents, from bench/results'
 	@echo 'make bench   what can be measured without an accelerator, a few minutes'
@@ -106,6 +107,9 @@ lives: $(STAMP)
 
 merges: $(STAMP)
 	@GOCKPT_MERGES=all $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/training/test_merging.py
+
+pretended: $(STAMP)
+	@GOCKPT_TEST_PLATFORM=pretended $(BIN)/python -m pytest $(PYTEST_FLAGS) $(addprefix tests/,invariants faults window transfer)
 
 parity: $(STAMP)
 	@GOCKPT_PARITY=60 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_parity.py

@@ -14,7 +14,8 @@ import pytest
 # `--xla_cpu_max_isa=AVX` leaves the CPU without fused multiply-add, as accelerators are in
 # elementwise code (docs/guarantees.md). The GPU tests run on their own and keep the platform's own.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX"
-_ON_CPUS = os.environ.get("GOCKPT_TEST_PLATFORM", "cpu") == "cpu"
+_PLATFORM = os.environ.get("GOCKPT_TEST_PLATFORM", "cpu")
+_ON_CPUS = _PLATFORM in ("cpu", "pretended")
 if _ON_CPUS:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
@@ -42,6 +43,26 @@ def pytest_configure(config: pytest.Config) -> None:
     """What others deprecate on a borrowed machine, when imported too, is no fault of ours."""
     if not _ON_CPUS:
         config.addinivalue_line("filterwarnings", "default")
+    if _PLATFORM == "pretended":
+        _pretend_accelerators()
+
+
+def _pretend_accelerators() -> None:
+    """The CPU devices are pulled from by way of pinned memory, and replay fences products off.
+
+    Which is all that the library does otherwise on an accelerator, but for the number of threads.
+    """
+    from gockpt_jax.replay import engine
+    from gockpt_jax.transfer import pull
+
+    begin = engine.Replayer.__init__
+
+    def begin_fenced(replayer: engine.Replayer, platform: str, threads: int | None = None) -> None:
+        del platform, threads  # more than one could wait for collectives: the devices are shared
+        begin(replayer, "pretended", 1)
+
+    pull.host_memory_kind = lambda device: "pinned_host"
+    engine.Replayer.__init__ = begin_fenced  # type: ignore[method-assign]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

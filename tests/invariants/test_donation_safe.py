@@ -56,9 +56,8 @@ def test_watch_notices_a_pull_of_the_state() -> None:
         start_pull(state["w"])
         np.asarray(state["n"])
         start_pull(jax.random.key_data(state["key"]))  # a copy or not, as JAX likes
-    assert [line.split(" of ")[0] for line in watch.unsafe[:2]] == [
-        "copy_to_host_async", "np.asarray",
-    ]  # fmt: skip
+    pulled, read = (line.split(" of ")[0] for line in watch.unsafe[:2])
+    assert (pulled in ("copy_to_host_async", "device_put"), read) == (True, "np.asarray")
     assert ["['w']" in watch.unsafe[0], "['n']" in watch.unsafe[1]] == [True, True]
 
 

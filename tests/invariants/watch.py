@@ -83,12 +83,19 @@ class PullWatch:
 
     def __enter__(self) -> "PullWatch":
         array_type = type(jax.numpy.zeros(()))
-        start, read = array_type.copy_to_host_async, np.asarray
+        start, put, read = array_type.copy_to_host_async, jax.device_put, np.asarray
 
         def copy_to_host_async(array: jax.Array) -> None:
             self._look(array, "copy_to_host_async")
             self._may_be_read(array)
             start(array)
+
+        def device_put(value: Any, device: Any = None, **kwargs: Any) -> Any:
+            moved = put(value, device, **kwargs)
+            if "host" in (getattr(device, "memory_kind", None) or ""):
+                self._look(value, "device_put")
+                self._may_be_read(moved)
+            return moved
 
         def asarray(value: Any, *args: Any, **kwargs: Any) -> np.ndarray:
             if isinstance(value, jax.Array):
@@ -96,6 +103,7 @@ class PullWatch:
             return read(value, *args, **kwargs)
 
         self._patch.setattr(array_type, "copy_to_host_async", copy_to_host_async)
+        self._patch.setattr(jax, "device_put", device_put)
         self._patch.setattr(np, "asarray", asarray)
         return self
 
