@@ -54,13 +54,13 @@ class DirectFiles:
     """Writes files and makes them durable; belongs to one save.
 
     Attributes:
-        copied_bytes: What it takes at most, however much is written: 64 MiB, or half of the limit,
-            so that the next file is begun while one is written.
+      copied_bytes: What it takes at most, however much is written: 64 MiB, or half of the limit,
+        so that the next file is begun while one is written.
 
     Args:
-        folder: Of the save. What is below it is made where it is needed; itself it is not, for what
-            has been written would be missing from it.
-        limit_bytes: Of the save's bytes in flight.
+      folder: Of the save. What is below it is made where it is needed; itself it is not, for what
+        has been written would be missing from it.
+      limit_bytes: Of the save's bytes in flight.
     """
 
     def __init__(self, folder: str, limit_bytes: int) -> None:
@@ -96,7 +96,7 @@ class DirectFiles:
         """Waits until all files are durable, with the folders that they are in.
 
         Raises:
-            OSError: A file could not be written after all, whatever its write had said.
+          OSError: A file could not be written after all, whatever its write had said.
         """
         self._syncs.finish()
 

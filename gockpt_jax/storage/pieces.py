@@ -16,8 +16,8 @@ def piece_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Returns the shape of pieces of a chunk that are contiguous and at most 4 MiB large.
 
     Example:
-        >>> piece_shape((16, 1024, 1024), 4), piece_shape((4, 8192, 8192), 4)
-        ((1, 1024, 1024), (1, 128, 8192))
+      >>> piece_shape((16, 1024, 1024), 4), piece_shape((4, 8192, 8192), 4)
+      ((1, 1024, 1024), (1, 128, 8192))
     """
     shape, row_bytes = list(chunk), itemsize
     for axis in reversed(range(len(shape))):
@@ -36,16 +36,16 @@ def in_order(
     """Cuts an array into views of at most 4 MiB that follow one another in C order.
 
     Args:
-        values: Of any strides.
-        piece_bytes: Instead of 4 MiB, where the values are contiguous.
+      values: Of any strides.
+      piece_bytes: Instead of 4 MiB, where the values are contiguous.
 
     Returns:
-        Each with its first byte's offset in a file of the array's values.
+      Each with its first byte's offset in a file of the array's values.
 
     Example:
-        >>> x = np.zeros((6, 2**20), np.float32)[:, ::2]
-        >>> [(start // 2**20, part.shape) for start, part in in_order(x)][:2]
-        [(0, (2, 524288)), (4, (2, 524288))]
+      >>> x = np.zeros((6, 2**20), np.float32)[:, ::2]
+      >>> [(start // 2**20, part.shape) for start, part in in_order(x)][:2]
+      [(0, (2, 524288)), (4, (2, 524288))]
     """
     return list(_in_order(values, piece_bytes))
 

@@ -62,7 +62,7 @@ class Syncs:
         """Waits until all files are durable, with the folders that they are in; none follows.
 
         Raises:
-            OSError: A file could not be written after all, whatever its write had said.
+          OSError: A file could not be written after all, whatever its write had said.
         """
         with self._lock:
             self._start_small()

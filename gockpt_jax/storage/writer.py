@@ -58,23 +58,23 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     that registries of Orbax's own (its emergency and peer-to-peer managers') can be built with it.
 
     Args:
-        write_limit_bytes: See `WindowOptions.write_limit_bytes`.
-        chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
-            None: 256 MiB where a chunk is a file of its values, so that there are fewer of
-            them; else 64 MiB.
-        primary_host: The process that writes what is common to all; None if every one has its own
-            storage. As in `ocp.options.MultiprocessingOptions`.
-        replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`
-            is given, so every value writes those.
-        use_replica_parallel: Whether chunks are slices of replicas; None: as stock would here.
-        min_slice_bytes_for_replica_parallel: As in stock.
-        max_replicas_for_replica_parallel: As in stock.
-        write_array_metadatas: Whether to write `array_metadatas`, as stock's own handler does; one
-            that a user makes (`ocp.type_handlers.ArrayHandler()`) does not.
-        host: Accounts for what is in flight beside all else that saves hold; None: nobody does.
+      write_limit_bytes: See `WindowOptions.write_limit_bytes`.
+      chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
+        None: 256 MiB where a chunk is a file of its values, so that there are fewer of
+        them; else 64 MiB.
+      primary_host: The process that writes what is common to all; None if every one has its own
+        storage. As in `ocp.options.MultiprocessingOptions`.
+      replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`
+        is given, so every value writes those.
+      use_replica_parallel: Whether chunks are slices of replicas; None: as stock would here.
+      min_slice_bytes_for_replica_parallel: As in stock.
+      max_replicas_for_replica_parallel: As in stock.
+      write_array_metadatas: Whether to write `array_metadatas`, as stock's own handler does; one
+        that a user makes (`ocp.type_handlers.ArrayHandler()`) does not.
+      host: Accounts for what is in flight beside all else that saves hold; None: nobody does.
 
     Raises:
-        ValueError: `write_limit_bytes` or `chunk_byte_size` is not positive.
+      ValueError: `write_limit_bytes` or `chunk_byte_size` is not positive.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         as a note. Whatever happens, every shard has been released when it resolves.
 
         Raises:
-            ValueError: A leaf is empty or local to this process: stock refuses to save those too.
+          ValueError: A leaf is empty or local to this process: stock refuses to save those too.
         """
         args = args or [ocp.SaveArgs()] * len(values)
         leaves = [_Leaf(*leaf) for leaf in zip(values, infos, args, strict=True)]
