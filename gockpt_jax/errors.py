@@ -69,13 +69,14 @@ def storage_error(doing: str, error: Exception, advice: str) -> StorageError:
     if isinstance(error, StorageError):
         return error
     named = StorageError(
-        f"{doing} failed: {_brief(error)}. Nothing of this save is visible, earlier checkpoints are"
+        f"{doing} failed: {brief(error)}. Nothing of this save is visible, earlier checkpoints are"
         f" intact. {advice} The next save tries anew."
     )
     named.errno = getattr(error, "errno", None)
     return named
 
 
-def _brief(error: Exception) -> str:
-    """TensorStore's errors without its own specification of the array, a page long."""
-    return re.sub(r" \[tensorstore_spec='.*?'\](?= \[|$)", "", str(error), flags=re.DOTALL)
+def brief(error: Exception) -> str:
+    """TensorStore's errors without a page of its specification, and of places in its source."""
+    noise = r" \[(tensorstore_spec|source locations)='.*?'\](?= \[|$)"
+    return re.sub(noise, "", str(error), flags=re.DOTALL)

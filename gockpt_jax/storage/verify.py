@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
-from gockpt_jax.errors import VerifyError
+from gockpt_jax.errors import VerifyError, brief
 from gockpt_jax.storage import checksums, item_files
 from gockpt_jax.storage.checksums import Checksum, ChecksumError
 from gockpt_jax.storage.coverage import cell_of, cover_fault
@@ -28,7 +28,7 @@ from gockpt_jax.storage.stored_item import (
     chunk_shape,
     for_each,
 )
-from gockpt_jax.storage.verify_read import Read, check, short
+from gockpt_jax.storage.verify_read import Read, check
 
 State = Literal["whole", "damaged", "unchecked"]
 
@@ -238,7 +238,7 @@ def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[
     try:
         store = item.open(name)
     except Exception as error:
-        return [f"`{name}` cannot be opened: {short(error)}"], []
+        return [f"`{name}` cannot be opened: {brief(error)}"], []
     faults = []
     stored = store.dtype.numpy_dtype.name
     if stored != leaf.dtype:

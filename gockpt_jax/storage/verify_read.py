@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
+from gockpt_jax.errors import brief
 from gockpt_jax.storage import checksums, grid
 from gockpt_jax.storage.aligned import PIECE_BYTES
 from gockpt_jax.storage.checksums import Checksum
@@ -40,7 +41,7 @@ def check(reads: PlainReads, job: Read) -> list[str]:
         digests = _digests(reads, job)
     except Exception as error:
         where = _where(job.box, job.chunks[0])
-        return [f"`{job.name}`, {where}, cannot be read: {short(error)}"]
+        return [f"`{job.name}`, {where}, cannot be read: {brief(error)}"]
     return [
         f"`{job.name}`, {_where(chunk.box, chunk)}, is damaged: its values have changed"
         for chunk, digest in zip(job.chunks, digests, strict=True)
@@ -59,8 +60,3 @@ def _digests(reads: PlainReads, job: Read) -> list[str]:
 def _where(box: grid.Box, chunk: Checksum) -> str:
     start, stop = [s.start for s in box], [s.stop for s in box]
     return f"{start} to {stop}, written by process {chunk.process}"
-
-
-def short(error: Exception) -> str:
-    """TensorStore's message without the places in its own source."""
-    return str(error).partition(" [source locations=")[0].partition(" [tensorstore_spec=")[0]

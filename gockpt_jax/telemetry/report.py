@@ -156,7 +156,7 @@ class ReportLog:
     def forget(self, report: SaveReport) -> None:
         """Takes a report back that has turned out to be wrong."""
         with self._lock:
-            self._reports = [kept for kept in self._reports if kept != report]
+            self._reports = [kept for kept in self._reports if kept is not report]
 
     def all(self) -> tuple[SaveReport, ...]:
         """Every report so far."""

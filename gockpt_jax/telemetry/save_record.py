@@ -4,7 +4,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from gockpt_jax.telemetry.report import AuditFigures, ReportLog, SaveKind, SaveReport
 
@@ -58,17 +57,19 @@ class SaveRecord:
             " returned, or a part that leaves at the save"
         )
 
+    @property
+    def drain_secs(self) -> float:
+        """From the seal until the last chunk was final on the host."""
+        return max(0.0, self.drained_at - self.sealed_at)
+
+    @property
+    def commit_secs(self) -> float:
+        """From the last write until the checkpoint was visible."""
+        return max(0.0, self.committed_at - self.written_at) if self.written_at else 0.0
+
     def report(self) -> SaveReport:
-        """The finished report."""
-        told: dict[str, Any] = {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(SaveReport)
-            if hasattr(self, f.name)
-        }
-        told["drain_secs"] = max(0.0, self.drained_at - self.sealed_at)
-        if self.written_at:
-            told["commit_secs"] = max(0.0, self.committed_at - self.written_at)
-        return SaveReport(**told)
+        """What is known by now, for the user: whatever a report tells, a record has by that name."""
+        return SaveReport(**{f.name: getattr(self, f.name) for f in dataclasses.fields(SaveReport)})
 
 
 def _in_short(reasons: Sequence[str]) -> str:
@@ -94,6 +95,7 @@ class PendingReport:
         self._entered_at = entered_at
         self._log = log
         self._waiting_for = {"return", "commit"}
+        self._told: SaveReport | None = None
         self._lock = threading.Lock()
         record.step = step
 
@@ -125,24 +127,15 @@ class PendingReport:
 
     def superseded(self, step: int) -> None:
         """There will be no checkpoint: a newer save, of this label, has taken its place."""
-        with self._lock:
-            self.record.kind = "superseded"
-            self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
-            self._waiting_for.clear()
-        self._log.add(self.record.report())
+        self.record.kind = "superseded"
+        self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
+        self._tell()
 
     def failed(self, error: BaseException) -> None:
         """There will be no checkpoint; also after `committed`, which comes before the rename."""
-        with self._lock:
-            finished = not self._waiting_for
-            if finished and self.record.error is not None:
-                return
-            told = self.record.report()
+        if self._told is None or self._told.error is None:
             self.record.error = f"{type(error).__name__}: {error}"
-            self._waiting_for.clear()
-        if finished:
-            self._log.forget(told)
-        self._log.add(self.record.report())
+            self._tell()
 
     def _done(self, part: str) -> None:
         with self._lock:
@@ -151,4 +144,13 @@ class PendingReport:
             self._waiting_for.remove(part)
             if self._waiting_for:
                 return
-        self._log.add(self.record.report())
+        self._tell()
+
+    def _tell(self) -> None:
+        """Makes the report, in the place of one that has turned out to be wrong."""
+        with self._lock:
+            self._waiting_for.clear()
+            wrong, self._told = self._told, self.record.report()
+        if wrong is not None:
+            self._log.forget(wrong)
+        self._log.add(self._told)
