@@ -17,8 +17,8 @@ from gockpt_jax.storage import arguments, bucket, resume
 from gockpt_jax.storage.commit import make_root, never_draining
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.in_turn import SavesInTurn
-from gockpt_jax.storage.layout import default_layout
 from gockpt_jax.storage.restore import GoCkptRestore
+from gockpt_jax.storage.tree_handler import default_layout
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
@@ -94,7 +94,7 @@ class GoCkptManager(SavesInTurn):
             window=window,
             processes=processes,
             **{
-                **default_layout(str(directory)),
+                **default_layout(directory),
                 "multiprocessing_options": options.multiprocessing_options,
                 **(pytree_options or {}),
             },

@@ -35,7 +35,7 @@ from bench.storage.contenders import (
 )
 from bench.storage.memory import extra_rss_ratio
 from bench.storage.phases import NOTE
-from gockpt_jax.storage.layout import default_layout
+from gockpt_jax.storage.tree_handler import default_layout
 from gockpt_jax.storage.verify import verify_item
 
 # Every contender saves; a restore is timed where somebody reads in a way of its own: TensorStore
@@ -100,7 +100,7 @@ def run(quick: bool) -> Record:
 
 def _default(folder: Path) -> str:
     """Our layout on this disk, where the user says nothing."""
-    options = _STOCK_IS | dict(default_layout(str(folder)))
+    options = _STOCK_IS | default_layout(folder)
     return next(name for name in SAVED if OURS[name].items() <= options.items())
 
 

@@ -86,7 +86,7 @@ class _Wanted:
         shape = self.stored.shape
         boxes = {}
         for index in self.sharding.addressable_devices_indices_map(shape).values():
-            box = _explicit(index, shape)
+            box = grid.explicit(index, shape)
             boxes[_bounds(box)] = box
         return boxes
 
@@ -153,7 +153,7 @@ def _start(
 ) -> concurrent.futures.Future[jax.Array]:
     """Starts reading an array when there is room for it."""
     stored, boxes = wanted.stored, wanted.boxes()
-    shapes = {key: tuple(s.stop - s.start for s in box) for key, box in boxes.items()}
+    shapes = {key: grid.shape_of(box) for key, box in boxes.items()}
     nbytes = sum(math.prod(shape) for shape in shapes.values()) * stored.dtype.itemsize
     budget.acquire(nbytes)
     values = {key: _empty(shape, stored.dtype) for key, shape in shapes.items()}
@@ -176,7 +176,7 @@ def _on_devices(wanted: _Wanted, values: Callable[[Any], _Array]) -> jax.Array:
     return jax.make_array_from_callback(
         shape,
         wanted.sharding,
-        lambda index: values(_bounds(_explicit(index, shape))),
+        lambda index: values(_bounds(grid.explicit(index, shape))),
         dtype=wanted.stored.dtype,
     )
 
@@ -185,10 +185,6 @@ def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> _Array:
     memory = aligned_empty(math.prod(shape) * dtype.itemsize)
     values: _Array = np.ndarray(tuple(shape), dtype, memory)  # type: ignore[arg-type]
     return values
-
-
-def _explicit(index: Any, shape: Sequence[int]) -> grid.Box:
-    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
 def _bounds(box: grid.Box) -> tuple[tuple[int, int], ...]:

@@ -4,13 +4,43 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 Box = tuple[slice, ...]
+"""A part of an array: a slice of step 1 per dimension, with explicit start and stop."""
+
+
+def explicit(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box that an index takes of an array; its slices may leave out starts and stops.
+
+    Example:
+      >>> explicit((slice(None), slice(2, None)), (4, 8))
+      (slice(0, 4, None), slice(2, 8, None))
+    """
+    bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
+    return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of an array."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """The shape of a box's values."""
+    return tuple(s.stop - s.start for s in box)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; `None` if that is nothing."""
+    both = tuple(
+        slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True)
+    )
+    return both if all(s.start < s.stop for s in both) else None
 
 
 def cells(box: Box, chunk: Sequence[int]) -> Iterator[Box]:
     """Cuts a box at the edges of the chunk grid, in C order.
 
     Args:
-      box: Explicit starts and stops, step 1.
+      box: Of the leaf.
       chunk: The chunk shape; the grid starts at the leaf's origin.
 
     Yields:

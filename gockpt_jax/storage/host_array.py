@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gockpt_jax.storage import grid
 from gockpt_jax.transfer.chunks import is_key_type
 
 # A future of the ndarray of one box.
@@ -73,7 +74,7 @@ class HostShard:
         if on_release is not None:
             on_release()
 
-    def box(self, shape: Sequence[int]) -> tuple[slice, ...]:
+    def box(self, shape: Sequence[int]) -> grid.Box:
         """Returns `index` within an array of `shape`, with explicit starts and stops.
 
         Raises:
@@ -81,10 +82,9 @@ class HostShard:
         """
         if len(self.index) != len(shape):
             raise ValueError(f"`index`: expected {len(shape)} slices, got {self.index}.")
-        ranges = [s.indices(n) for s, n in zip(self.index, shape, strict=True)]
-        if any(step != 1 for _, _, step in ranges):
+        if any(s.step not in (None, 1) for s in self.index):
             raise ValueError(f"`index`: expected slices of step 1, got {self.index}.")
-        return tuple(slice(start, max(start, stop)) for start, stop, _ in ranges)
+        return grid.explicit(self.index, shape)
 
 
 class HostArray:
@@ -130,7 +130,7 @@ class HostArray:
             array = jax.random.key_data(array)
         return cls(array.shape, array.dtype, array.sharding, shards, key_impl)
 
-    def boxes(self) -> list[tuple[slice, ...]]:
+    def boxes(self) -> list[grid.Box]:
         """The shards' positions, with explicit starts and stops; for the writer's thread.
 
         Raises:
@@ -139,7 +139,7 @@ class HostArray:
             only when somebody restores.
         """
         boxes = [shard.box(self.shape) for shard in self.shards]
-        covered = sum(math.prod(s.stop - s.start for s in box) for box in boxes)
+        covered = sum(math.prod(grid.shape_of(box)) for box in boxes)
         if self.sharding.is_fully_addressable and covered != self.size:
             raise ValueError(
                 f"`shards`: {len(boxes)} boxes cover {covered} of the {self.size} elements of an"

@@ -152,7 +152,7 @@ async def _arrival(future: ShardFuture) -> np.ndarray[Any, Any]:
 
 def _check_data(data: Any, box: grid.Box, dtype: np.dtype[Any]) -> None:
     """TensorStore would broadcast or convert other data without a word."""
-    shape = tuple(s.stop - s.start for s in box)
+    shape = grid.shape_of(box)
     if not isinstance(data, np.ndarray) or data.shape != shape or data.dtype != dtype:
         got = f"{getattr(data, 'dtype', type(data).__name__)}{getattr(data, 'shape', '')}"
         raise ValueError(f"Expected an ndarray {dtype}{shape}, got {got}.")

@@ -58,8 +58,8 @@ def _in_order(
         for start in range(0, content.nbytes, piece_bytes):
             yield start, content[start : start + piece_bytes]
         return
-    start, whole = 0, tuple(slice(0, n) for n in values.shape)
-    for cell in grid.cells(whole, piece_shape(values.shape, values.itemsize)):
+    start = 0
+    for cell in grid.cells(grid.whole(values.shape), piece_shape(values.shape, values.itemsize)):
         part = values[cell]
         yield start, part
         start += part.nbytes

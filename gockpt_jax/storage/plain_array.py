@@ -78,8 +78,7 @@ class PlainArray:
 
     def is_file(self, box: grid.Box) -> bool:
         """Whether a box is one chunk, and so all that is in one file."""
-        whole = all(s.stop - s.start == n for s, n in zip(box, self.chunk, strict=True))
-        return whole and grid.is_whole(box, self.chunk)
+        return grid.shape_of(box) == self.chunk and grid.is_whole(box, self.chunk)
 
     def pieces(self, boxes: Sequence[grid.Box]) -> Iterator[_Piece]:
         """Cuts the files that hold boxes of the array into reads of at most 4 MiB.
@@ -100,12 +99,11 @@ class PlainArray:
         for cell in grid.cells(hull, self.chunk):
             origin = tuple(s.start - s.start % n for s, n in zip(cell, self.chunk, strict=True))
             path = f"{self.folder}/{grid.key(cell, self.chunk)}"
-            whole = tuple(slice(0, n) for n in self.chunk)
-            for inner in grid.cells(whole, shape):
+            for inner in grid.cells(grid.whole(self.chunk), shape):
                 box = tuple(
                     slice(s.start + o, s.stop + o) for s, o in zip(inner, origin, strict=True)
                 )
-                if any(overlap(box, wanted) is not None for wanted in boxes):
+                if any(grid.overlap(box, wanted) is not None for wanted in boxes):
                     corner = tuple(s.start for s in inner)
                     start = int(np.ravel_multi_index(corner, self.chunk)) if inner else 0
                     yield _Piece(path, start * self.dtype.itemsize, box, self.dtype)
@@ -129,19 +127,11 @@ class _Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(s.stop - s.start for s in self.box)
+        return grid.shape_of(self.box)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def overlap(a: grid.Box, b: grid.Box) -> grid.Box | None:
-    """Returns what two boxes have in common."""
-    both = tuple(
-        slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(a, b, strict=True)
-    )
-    return both if all(s.start < s.stop for s in both) else None
 
 
 class PlainReads:
@@ -192,7 +182,7 @@ class PlainReads:
 
     def _read(self, piece: _Piece, wanted: Sequence[tuple[grid.Box, _Array]]) -> None:
         shares = [
-            (b, out, both) for b, out in wanted if (both := overlap(piece.box, b)) is not None
+            (b, out, both) for b, out in wanted if (both := grid.overlap(piece.box, b)) is not None
         ]
         box, out, both = shares[0]
         part = out[_index(both, box)]

@@ -167,13 +167,12 @@ def chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 def chunk_boxes(store: ts.TensorStore) -> Iterator[grid.Box]:
     """Cuts an array into boxes that are its zarr chunks, so that each chunk is read once."""
-    return grid.cells(tuple(slice(0, n) for n in store.shape), chunk_shape(store))
+    return grid.cells(grid.whole(store.shape), chunk_shape(store))
 
 
 def nbytes_of(store: ts.TensorStore, box: grid.Box) -> int:
     """Bytes of a box of an array."""
-    itemsize = store.dtype.numpy_dtype.itemsize
-    return int(math.prod(s.stop - s.start for s in box) * itemsize)
+    return math.prod(grid.shape_of(box)) * int(store.dtype.numpy_dtype.itemsize)
 
 
 def for_each(

@@ -13,8 +13,37 @@ from gockpt_jax.storage.registry import RegistryView
 from gockpt_jax.storage.write_budget import DEFAULT_WRITE_LIMIT_BYTES
 from gockpt_jax.storage.writer import HostArrayHandler
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.mounts import file_system
 
 _log = logging.getLogger("gockpt_jax")
+
+
+# Their files can be written past the page cache. One that we do not know counts as a network's.
+_LOCAL_FILE_SYSTEMS = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "tmpfs", "overlay"}
+)
+
+
+def default_layout(directory: Any) -> dict[str, Any]:
+    """The layout of a save where the user says nothing, by the kind of storage.
+
+    On a local disk a chunk is a plain file without compression: such files can be written past the
+    page cache, and stock's own readers are fastest with them. Elsewhere the layout is stock's, one
+    OCDBT database: what counts there is the number of files, and a link slower than zstd. See
+    docs/decisions/0014-plain-files-on-local-disks.md.
+
+    Args:
+      directory: Of the checkpoints.
+
+    Returns:
+      Options of `make_tree_handler`.
+
+    Example:
+      >>> default_layout("gs://bucket/run")
+      {}
+    """
+    is_local = file_system(directory) in _LOCAL_FILE_SYSTEMS
+    return {"use_ocdbt": False, "use_compression": False} if is_local else {}
 
 
 class TreeHandler(NamedTuple):

@@ -68,7 +68,7 @@ class SaveRecord:
         return max(0.0, self.committed_at - self.written_at) if self.written_at else 0.0
 
     def report(self) -> SaveReport:
-        """What is known by now, for the user: whatever a report tells, a record has by that name."""
+        """What is known by now, for the user: what a report tells, a record has by that name."""
         return SaveReport(**{f.name: getattr(self, f.name) for f in dataclasses.fields(SaveReport)})
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from gockpt_jax.transfer.mounts import file_system
+
 _TMPFS = ("tmpfs", "ramfs")
 
 
@@ -25,13 +27,7 @@ def host_headroom_bytes(root: Path = Path("/")) -> int | None:
 
 def is_in_memory(directory: str | Path, root: Path = Path("/")) -> bool:
     """Whether a directory is a tier in memory: what is written there is taken from the host's."""
-    path, best = str(directory), ("", "")
-    for line in _lines(root / "proc/mounts"):
-        mount, kind = line.split(" ")[1:3]
-        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best[0]):
-            best = (mount, kind)
-    return best[1] in _TMPFS
+    return file_system(directory, root) in _TMPFS
 
 
 def _available(root: Path) -> int | None:

@@ -15,7 +15,7 @@ import pytest
 from storage_helpers import host_tree, save
 
 from gockpt_jax import GoCkptManager, GoCkptSave
-from gockpt_jax.storage import aligned, checksums, direct, grid, item_files, layout, syncs
+from gockpt_jax.storage import aligned, checksums, direct, grid, item_files, syncs, tree_handler
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.tree_handler import make_tree_handler
 
@@ -287,35 +287,13 @@ def test_cells_cover_a_box_once_and_lie_in_one_chunk(shape):
         assert count.sum() == count[box].size
 
 
-MOUNTS = """\
-22 1 0:20 / / rw - ext4 /dev/root rw
-23 22 0:21 / /proc rw - proc proc rw
-24 22 0:22 / /data rw shared:1 - nfs4 server:/x rw
-25 24 0:23 / /data/fast\\040disk rw - xfs /dev/nvme rw
-26 22 0:24 / /dataset rw - fuse.gcsfuse bucket rw
-"""
-
-
-def test_the_default_layout_follows_the_kind_of_storage(tmp_path, monkeypatch):
-    (tmp_path / "mounts").write_text(MOUNTS)
-    monkeypatch.setattr(layout, "_MOUNTS", str(tmp_path / "mounts"))
-    monkeypatch.setattr(layout.os.path, "realpath", lambda path: path)
-    kinds = {
-        "/home/run": "local",
-        "/data": "network",
-        "/data/run": "network",
-        "/data/fast disk/run": "local",
-        "/database": "local",
-        "/dataset/run": "network",
-        "gs://bucket/run": "bucket",
-        "s3://bucket/run": "bucket",
-    }
-    assert {path: layout.storage_of(path) for path in kinds} == kinds
-    for path, kind in kinds.items():
-        plain = {"use_ocdbt": False, "use_compression": False}
-        assert dict(layout.default_layout(path)) == (plain if kind == "local" else {})
-    monkeypatch.setattr(layout, "_MOUNTS", str(tmp_path / "nowhere"))
-    assert layout.storage_of("/home/run") == "network"  # stock's layout, where nothing is known
+@pytest.mark.parametrize(
+    ("kind", "is_local"), [("ext4", True), ("overlay", True), ("nfs4", False), ("", False)]
+)
+def test_the_default_layout_follows_the_file_system(monkeypatch, kind, is_local):
+    monkeypatch.setattr(tree_handler, "file_system", lambda directory: kind)
+    plain = {"use_ocdbt": False, "use_compression": False}
+    assert tree_handler.default_layout("/data/run") == (plain if is_local else {})
 
 
 def test_chunks_and_boxes_that_are_whole():

@@ -73,18 +73,5 @@ def test_a_system_that_tells_nothing(tmp_path):
     assert not is_in_memory("/anything", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("directory", "inside"),
-    [("/mnt/ram/run", True), ("/mnt/ram", True), ("/mnt/ramble", False), ("/home", False),
-     ("/mnt/ram/disk/run", False), ("gs://bucket/run", False)],
-)  # fmt: skip
-def test_a_directory_in_memory(system, directory, inside):
-    mounts = (
-        "overlay / overlay rw 0 0\ntmpfs /mnt/ram tmpfs rw 0 0\n"
-        "/dev/sda1 /mnt/ram/disk ext4 rw 0 0\n"
-    )
-    assert is_in_memory(directory, system({"proc/mounts": mounts})) is inside
-
-
 def test_this_machine_tells_something():
     assert host_headroom_bytes() > 0
