@@ -155,7 +155,7 @@ def our_save(
       is_aligned: Whether the bytes are in page-aligned memory, as where a window has put rows of a
         leaf together; where they are the CPU backend's own, they are not.
     """
-    handler, stats = make_tree_handler(**options).handler, WriteStats()
+    handler, stats = make_tree_handler(**options), WriteStats()
     with ocp.AsyncCheckpointer(handler) as checkpointer, collecting(stats):
         tree = {name: host_array(x, is_aligned) for name, x in state.items()}
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,6 +23,9 @@ _GIB = 2**30
 # What stock Orbax takes when the user gives no `ocdbt_target_data_file_size`.
 _LOCAL_DATA_FILE_BYTES = 2 * _GIB
 _BUCKET_DATA_FILE_BYTES = 400 * 2**20
+# TensorStore appends to one OCDBT data file at a time until it is full, so stock's 2 GiB make one
+# thread write. With files of this size several do.
+_PARALLEL_DATA_FILE_BYTES = 128 * 2**20
 # Our chunks. Stock's is one per shard, whatever its size: it is written by one thread, is in memory
 # as a whole, and is read as a whole by who wants a row of it.
 _CHUNK_BYTES = 64 * 2**20
@@ -40,7 +42,7 @@ def _stock_replica_parallel() -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaLayout:
-    """How stock cuts replicated shards into chunks; the fields are those of its `ArrayHandler`.
+    """How stock cuts replicated shards into chunks.
 
     Where stock lets R replicas write 1/R of each shard, a chunk is such a slice. Who writes which
     is settled where it is taken (`transfer/replicas.py`), from `write_shape`.
@@ -51,9 +53,27 @@ class ReplicaLayout:
       max_replicas: Cut into at most this many slices.
     """
 
-    use_replica_parallel: bool = dataclasses.field(default_factory=_stock_replica_parallel)
+    use_replica_parallel: bool
     min_slice_bytes: int = 0
     max_replicas: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        use_replica_parallel: bool | None = None,
+        min_slice_bytes_for_replica_parallel: int | None = None,
+        max_replicas_for_replica_parallel: int | None = None,
+        **_: Any,
+    ) -> ReplicaLayout:
+        """That of a handler with these options; `None` stands for stock's own choice."""
+        if use_replica_parallel is None:
+            use_replica_parallel = _stock_replica_parallel()
+        return cls(
+            use_replica_parallel=use_replica_parallel,
+            min_slice_bytes=min_slice_bytes_for_replica_parallel or 0,
+            max_replicas=max_replicas_for_replica_parallel,
+        )
 
     def write_shape(self, shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Shape:
         """Returns the shape of what one replica writes under stock: the chunk before splitting."""
@@ -77,33 +97,6 @@ def _may_slice(shard: Shape, sharding: jax.sharding.Sharding) -> bool:
     return len(shard) >= 2 and math.prod(shard) % 1024 == 0 and shard[-1] % 128 == 0
 
 
-def replica_layout(
-    use_replica_parallel: bool | None, min_slice_bytes: int | None, max_replicas: int | None
-) -> ReplicaLayout:
-    """Returns the layout for stock's arguments, in which None stands for stock's own choice."""
-    given: dict[str, Any] = {
-        "use_replica_parallel": use_replica_parallel,
-        "min_slice_bytes": min_slice_bytes,
-        "max_replicas": max_replicas,
-    }
-    return ReplicaLayout(**{name: value for name, value in given.items() if value is not None})
-
-
-def replica_layout_of(options: Mapping[str, Any]) -> ReplicaLayout:
-    """Returns the layout of a handler with these options, by `ArrayHandler`'s names for them."""
-    return replica_layout(
-        options.get("use_replica_parallel"),
-        options.get("min_slice_bytes_for_replica_parallel"),
-        options.get("max_replicas_for_replica_parallel"),
-    )
-
-
-def default_chunk_bytes(info: ocp.type_handlers.ParamInfo) -> int:
-    """Returns the largest chunk, in bytes, where the user says nothing."""
-    is_plain = not (info.is_ocdbt_checkpoint or info.use_zarr3 or _is_compressed(info))
-    return _FILE_CHUNK_BYTES if is_plain else _CHUNK_BYTES
-
-
 def chunk_count(shape: Shape, chunk: Shape) -> int:
     """Returns how many chunks an array has; as plain files, it has one file more.
 
@@ -112,10 +105,6 @@ def chunk_count(shape: Shape, chunk: Shape) -> int:
       8
     """
     return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
-
-
-def _is_compressed(info: ocp.type_handlers.ParamInfo) -> bool:
-    return bool(getattr(info, "use_compression", True))
 
 
 def chunk_shape(
@@ -158,26 +147,92 @@ def chunk_shape(
 
 
 @dataclasses.dataclass(frozen=True)
+class ItemLayout:
+    """How the arrays of one item are stored: what Orbax says of each of its leaves.
+
+    Attributes:
+      folder: The item's.
+      use_ocdbt: Whether the chunks are in an OCDBT database; else each is a file.
+      use_zarr3: Whether the arrays are zarr v3; else v2.
+      compressed: Whether TensorStore compresses the chunks.
+      given_file_bytes: The size of OCDBT data files that the user has given; 0 for no limit.
+    """
+
+    folder: str
+    use_ocdbt: bool
+    use_zarr3: bool
+    compressed: bool
+    given_file_bytes: int | None = None
+
+    @classmethod
+    def of(cls, info: ocp.type_handlers.ParamInfo) -> ItemLayout:
+        """That of the item to which a leaf belongs; older Orbax says less."""
+        return cls(
+            info.parent_dir.as_posix(),
+            bool(info.is_ocdbt_checkpoint),
+            bool(info.use_zarr3),
+            bool(getattr(info, "use_compression", True)),
+            getattr(info, "ocdbt_target_data_file_size", None),
+        )
+
+    @property
+    def is_in_bucket(self) -> bool:
+        """Whether the item is in a bucket."""
+        return bucket.is_bucket(self.folder)
+
+    @property
+    def has_plain_chunks(self) -> bool:
+        """Whether a chunk is its values and nothing else."""
+        return not (self.use_ocdbt or self.use_zarr3 or self.compressed)
+
+    @property
+    def default_chunk_bytes(self) -> int:
+        """The largest chunk where the user says nothing."""
+        return _FILE_CHUNK_BYTES if self.has_plain_chunks else _CHUNK_BYTES
+
+    @property
+    def data_file_bytes(self) -> int:
+        """Stock's target size of OCDBT data files; 0 for no limit."""
+        if self.given_file_bytes is not None:
+            return self.given_file_bytes
+        return _BUCKET_DATA_FILE_BYTES if self.is_in_bucket else _LOCAL_DATA_FILE_BYTES
+
+    @property
+    def written_file_bytes(self) -> int:
+        """The size at which we begin another data file; of no concern to who reads them."""
+        if self.given_file_bytes is None and not self.is_in_bucket:
+            return _PARALLEL_DATA_FILE_BYTES
+        return self.data_file_bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class ArrayLayout:
     """Where and how one leaf is stored.
 
     Attributes:
+      item: What it has in common with the other leaves.
       name: The leaf's parameter name (its key prefix).
+      shape: The global shape.
       write: What stock calls `write_shape`.
       chunk: The zarr chunk shape.
       dtype: The dtype of the values handed over.
       stored_dtype: The dtype on disk.
       key_impl: The PRNG implementation of typed keys, else None.
-      compressed: Whether TensorStore compresses the chunks.
     """
 
+    item: ItemLayout
     name: str
+    shape: Shape
     write: Shape
     chunk: Shape
     dtype: np.dtype[Any]
     stored_dtype: np.dtype[Any]
     key_impl: str | None
-    compressed: bool
+
+    @property
+    def path(self) -> str:
+        """The leaf's folder, where it has one of its own."""
+        return f"{self.item.folder}/{self.name}"
 
     def metadata(self) -> dict[str, Any]:
         """Returns the leaf's entry in `array_metadatas/process_N`."""
@@ -192,35 +247,30 @@ class ArrayLayout:
 
 def array_layout(
     array: HostArray,
-    info: ocp.type_handlers.ParamInfo,
-    folder: str,
+    name: str,
     args: ocp.SaveArgs,
+    item: ItemLayout,
     replica_layout: ReplicaLayout,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
 ) -> ArrayLayout:
-    """Returns where stock would put `array`, given the save's `info` and the user's `args`.
+    """Returns where stock would put `array`.
 
-    `folder` is the item's.
-    `chunk_bytes` is what `args.chunk_byte_size` is taken for where it is not given.
+    Args:
+      array: The leaf.
+      name: Its parameter name.
+      args: The user's, for this leaf.
+      item: Of the item.
+      replica_layout: Of the handler.
+      chunk_bytes: The largest chunk where `args` do not say; None for the item's default.
     """
     stored = array.dtype if args.dtype is None else np.dtype(args.dtype)
     write = replica_layout.write_shape(array.shape, array.dtype, array.sharding)
-    limit_bytes = args.chunk_byte_size or max(chunk_bytes, stored.itemsize)
-    target_bytes = data_file_bytes(info, folder)
+    usual_bytes = max(chunk_bytes or item.default_chunk_bytes, stored.itemsize)
+    limit_bytes = args.chunk_byte_size or usual_bytes
     # An OCDBT data file should hold a chunk, so stock splits bigger ones; 0 means no such limit.
-    if info.is_ocdbt_checkpoint and target_bytes:
-        limit_bytes = min(limit_bytes, target_bytes)
+    if item.use_ocdbt and item.data_file_bytes:
+        limit_bytes = min(limit_bytes, item.data_file_bytes)
     chunk = chunk_shape(
         array.shape, write, stored.itemsize, limit_bytes, tuple(args.shard_axes or ())
     )
-    return ArrayLayout(
-        info.name, write, chunk, array.dtype, stored, array.key_impl, _is_compressed(info)
-    )
-
-
-def data_file_bytes(info: ocp.type_handlers.ParamInfo, folder: str) -> int:
-    """Returns stock's target size of OCDBT data files, in bytes; 0 for no limit."""
-    given = getattr(info, "ocdbt_target_data_file_size", None)
-    if given is not None:
-        return int(given)
-    return _BUCKET_DATA_FILE_BYTES if bucket.is_bucket(folder) else _LOCAL_DATA_FILE_BYTES
+    return ArrayLayout(item, name, array.shape, write, chunk, array.dtype, stored, array.key_impl)

@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 Box = tuple[slice, ...]
 """A part of an array: a slice of step 1 per dimension, with explicit start and stop."""
 
 
-def explicit(index: Sequence[slice], shape: Sequence[int]) -> Box:
+def explicit(index: Any, shape: Sequence[int]) -> Box:
     """The box that an index takes of an array; its slices may leave out starts and stops.
 
     Example:

@@ -1,11 +1,9 @@
 """The checkpoint handler: seals the window inside Orbax's own save, and lets stock do the rest."""
 
-import contextlib
 import dataclasses
-import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import bucket, checksums
-from gockpt_jax.storage.array_layout import replica_layout_of
+from gockpt_jax.storage.array_layout import ReplicaLayout
 from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.hand_over import HandedOver, run_to_its_end, settled
 from gockpt_jax.storage.host_array import HostArray
@@ -78,8 +76,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         together = options.setdefault(
             "multiprocessing_options", ocp.options.MultiprocessingOptions()
         )
+        self._primary_host = together.primary_host  # `None`: each has storage of its own
         # What a process takes is what Orbax has it write.
-        replicas = Replicas(replica_layout_of(options).write_shape)
+        replicas = Replicas(ReplicaLayout.of(**options).write_shape)
         self._open_windows(window, processes or Processes(together.active_processes), replicas)
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)
@@ -192,8 +191,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     ) -> ocp.future.Future:
         """Has stock begin to write."""
         try:
-            tree, writer = self._trees.of(taken.save.item)
-            if writer.is_primary:
+            tree = self._trees.of(taken.save.item)
+            if ocp.multihost.is_primary_host(self._primary_host):
                 stats.checksums.add_values(taken.save.item, taken.save.save_args)
             with collecting(stats):
                 futures = await tree.async_save(directory, args=taken.save)
@@ -259,10 +258,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
 
     def finalize(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
-        tree, writer = self._trees.usual
-        with _nothing_said_of_no_merge():
-            tree.finalize(directory)  # of a database, too
-        checksums.seal_item(directory, shared=writer.primary_host is not None)
+        self._trees.finalize(directory)
+        checksums.seal_item(directory, shared=self._primary_host is not None)
         if not self.has_manager and self.pending is not None:
             self.pending.committed()  # but for the rename
 
@@ -293,18 +290,3 @@ class GoCkptSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
 ocp.args.register_with_handler(GoCkptHandler, for_save=True)(TakenSave)
 ocp.args.register_with_handler(GoCkptHandler, for_restore=True)(GoCkptRestore)
-
-
-@contextlib.contextmanager
-def _nothing_said_of_no_merge() -> Iterator[None]:
-    """Orbax warns at every save of plain files that there is no database to merge."""
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return "Skipping merge of OCDBT" not in str(record.msg)
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_news)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_news)

@@ -29,14 +29,12 @@ class LeafWriter:
     """Where the chunks of one leaf go.
 
     Attributes:
-      name: The leaf's parameter name.
       layout: Where and how it is stored.
       budget: The bytes in flight, of the whole save.
       target: The leaf as TensorStore sees it; or the folder of its chunks, which `files` writes.
       files: Writes chunks that are plain files.
     """
 
-    name: str
     layout: ArrayLayout
     budget: WriteBudget
     target: ts.TensorStore | str
@@ -46,7 +44,7 @@ class LeafWriter:
         """Waits for one shard's bytes, writes them chunk by chunk and gives them back."""
         data: np.ndarray[Any, Any] | None = None
         try:
-            with named_in_errors(self.name, box):
+            with named_in_errors(self.layout.name, box):
                 data = await _arrival(shard.data)
                 _check_data(data, box, self.layout.dtype)
             async with first_error_alone(), asyncio.TaskGroup() as group:
@@ -62,16 +60,16 @@ class LeafWriter:
         """The one place where a chunk is about to be written: (leaf name, box, values)."""
         assert data is not None
         checksums, dtype, is_file = self.budget.stats.checksums, data.dtype, self._is_in_files
-        with named_in_errors(self.name, cell):
+        with named_in_errors(self.layout.name, cell):
             try:
                 if not is_file:
                     # Nothing is held for it: that of the next chunk is made beside the write.
-                    await checksums.add(self.name, cell, data, self.layout.stored_dtype)
+                    await checksums.add(self.layout.name, cell, data, self.layout.stored_dtype)
                 async with self.budget.admit(data.nbytes, self._held_bytes(data.nbytes)):
                     digest = await self._written(cell, data)
                 if is_file:
-                    checksums.record(self.name, cell, dtype, digest)
-                if self.layout.compressed:
+                    checksums.record(self.layout.name, cell, dtype, digest)
+                if self.layout.item.compressed:
                     await self.budget.trim(data.nbytes)
             finally:
                 data = None
@@ -93,7 +91,7 @@ class LeafWriter:
         """What is in flight because of a chunk."""
         if self._is_in_files:
             return min(nbytes, self.files.copied_bytes)
-        return nbytes * (_COMPRESSED_COPIES if self.layout.compressed else 1)
+        return nbytes * (_COMPRESSED_COPIES if self.layout.item.compressed else 1)
 
 
 async def open_store(

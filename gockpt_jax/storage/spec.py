@@ -17,22 +17,10 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from gockpt_jax.storage import bucket, grid
-from gockpt_jax.storage.array_layout import ArrayLayout, Shape, data_file_bytes
+from gockpt_jax.storage.array_layout import ArrayLayout
 from gockpt_jax.storage.plain_array import is_stored_as_it_is
 
 Json = dict[str, Any]
-
-# TensorStore appends to one OCDBT data file at a time until it is full, so stock's 2 GiB make one
-# thread write. With files of 128 MiB several do.
-_PARALLEL_DATA_FILE_BYTES = 128 * 2**20
-
-
-def _written_file_bytes(info: ocp.type_handlers.ParamInfo, folder: str) -> int:
-    """Returns the size at which we begin another data file; of no concern to who reads them."""
-    given = getattr(info, "ocdbt_target_data_file_size", None)
-    if given is None and not bucket.is_bucket(folder):
-        return _PARALLEL_DATA_FILE_BYTES
-    return data_file_bytes(info, folder)
 
 
 def _kvstore(directory: str) -> Json:
@@ -42,16 +30,16 @@ def _kvstore(directory: str) -> Json:
     return {"driver": "file", "path": directory}
 
 
-def _ocdbt(info: ocp.type_handlers.ParamInfo, folder: str, process_index: int) -> Json:
-    base = _kvstore(f"{folder}/ocdbt.process_{process_index}/")
-    spec: Json = {"driver": "ocdbt", "base": base, "path": info.name}
+def _ocdbt(layout: ArrayLayout) -> Json:
+    base = _kvstore(f"{layout.item.folder}/ocdbt.process_{jax.process_index()}/")
+    spec: Json = {"driver": "ocdbt", "base": base, "path": layout.name}
     if base["driver"] == "file":
         # On a file system data files need no atomic rename; the manifest does.
         spec["base"] = {**base, "file_io_locking": {"mode": "non_atomic"}}
         spec["manifest"] = base
     return spec | {
         "cache_pool": "cache_pool#ocdbt",
-        "target_data_file_size": _written_file_bytes(info, folder),
+        "target_data_file_size": layout.item.written_file_bytes,
         # Only this process writes to this database, so no configuration has to be agreed on.
         "assume_config": True,
         "config": {
@@ -62,50 +50,35 @@ def _ocdbt(info: ocp.type_handlers.ParamInfo, folder: str, process_index: int) -
     }
 
 
-def _zarr2(shape: Shape, chunk: Shape, compress: bool) -> Json:
-    compressor = {"id": "zstd", "level": 1} if compress else None
-    return {"shape": shape, "chunks": chunk, "compressor": compressor}
+def _zarr2(layout: ArrayLayout) -> Json:
+    compressor = {"id": "zstd", "level": 1} if layout.item.compressed else None
+    return {"shape": layout.shape, "chunks": layout.chunk, "compressor": compressor}
 
 
-def _zarr3(shape: Shape, chunk: Shape, compress: bool) -> Json:
+def _zarr3(layout: ArrayLayout) -> Json:
     little_endian = {"name": "bytes", "configuration": {"endian": "little"}}
     zstd = {"name": "zstd", "configuration": {"level": 3}}
     sharding = {
-        "chunk_shape": chunk,
-        "codecs": [little_endian, zstd] if compress else [little_endian],
+        "chunk_shape": layout.chunk,
+        "codecs": [little_endian, zstd] if layout.item.compressed else [little_endian],
         "index_codecs": [little_endian, {"name": "crc32c"}],
         "index_location": "end",
     }
     return {
-        "shape": shape,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "shape": layout.shape,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": layout.chunk}},
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
     }
 
 
-def array_spec(
-    info: ocp.type_handlers.ParamInfo,
-    folder: str,
-    layout: ArrayLayout,
-    shape: Shape,
-    process_index: int,
-) -> Json:
-    """Returns the TensorStore spec under which this process writes one leaf.
-
-    Args:
-      info: Of the leaf.
-      folder: The item's, which must exist already: `info.parent_dir`, which is slow to ask for.
-      layout: Of the leaf.
-      shape: Of the leaf.
-      process_index: Of this process.
-    """
-    file = _kvstore(f"{folder}/{info.name}")
-    zarr = _zarr3 if info.use_zarr3 else _zarr2
+def array_spec(layout: ArrayLayout) -> Json:
+    """Returns the TensorStore spec under which this process writes one leaf."""
+    is_zarr3 = layout.item.use_zarr3
     spec: Json = {
-        "driver": "zarr3" if info.use_zarr3 else "zarr",
-        "kvstore": _ocdbt(info, folder, process_index) if info.is_ocdbt_checkpoint else file,
+        "driver": "zarr3" if is_zarr3 else "zarr",
+        "kvstore": _ocdbt(layout) if layout.item.use_ocdbt else _kvstore(layout.path),
         "dtype": layout.stored_dtype.name,
-        "metadata": zarr(shape, layout.chunk, layout.compressed),
+        "metadata": _zarr3(layout) if is_zarr3 else _zarr2(layout),
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
         # A chunk of zeros is written too: its absence on disk then always means lost data.
@@ -116,11 +89,11 @@ def array_spec(
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
 
 
-def metadata_file(info: ocp.type_handlers.ParamInfo, folder: str) -> str | None:
+def metadata_file(layout: ArrayLayout) -> str | None:
     """Returns the file that says what a leaf is; None where it is no file of its own."""
-    if info.is_ocdbt_checkpoint or bucket.is_bucket(folder):
+    if layout.item.use_ocdbt or layout.item.is_in_bucket:
         return None
-    return f"{folder}/{info.name}/{'zarr.json' if info.use_zarr3 else '.zarray'}"
+    return f"{layout.path}/{'zarr.json' if layout.item.use_zarr3 else '.zarray'}"
 
 
 def metadata_text(spec: Json) -> bytes:
@@ -139,31 +112,21 @@ def _metadata_text(array: str) -> bytes:
     return bytes(memory.read(name).result().value)
 
 
-def plain_folder(
-    info: ocp.type_handlers.ParamInfo,
-    folder: str,
-    layout: ArrayLayout,
-    boxes: Sequence[grid.Box],
-) -> str | None:
+def plain_folder(layout: ArrayLayout, boxes: Sequence[grid.Box]) -> str | None:
     """Returns the folder of a leaf whose chunks are plain files of its values; None otherwise.
 
     Args:
-      info: Of the leaf.
-      folder: The item's.
       layout: Of the leaf.
       boxes: What this process writes; it must be whole chunks, or the rest of one would be lost.
     """
-    is_plain = not (
-        info.is_ocdbt_checkpoint
-        or info.use_zarr3
-        or layout.compressed
-        or bucket.is_bucket(folder)
-        or layout.stored_dtype != layout.dtype
-        or not is_stored_as_it_is(layout.dtype)
+    is_plain = (
+        layout.item.has_plain_chunks
+        and not layout.item.is_in_bucket
+        and layout.stored_dtype == layout.dtype
+        and is_stored_as_it_is(layout.dtype)
+        and all(grid.is_whole(box, layout.chunk) for box in boxes)
     )
-    if is_plain and all(grid.is_whole(box, layout.chunk) for box in boxes):
-        return f"{folder}/{info.name}"
-    return None
+    return layout.path if is_plain else None
 
 
 def sharding_spec(folder: str) -> Json:

@@ -1,9 +1,11 @@
-"""The stock PyTree handler, with host arrays among its leaf types."""
+"""The stock PyTree handler, with host arrays among its leaf types, and its layout by default."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -17,6 +19,16 @@ from gockpt_jax.transfer.mounts import file_system
 
 _log = logging.getLogger("gockpt_jax")
 
+
+_OF_CHUNKS = frozenset(
+    {
+        "chunk_byte_size",
+        "use_replica_parallel",
+        "min_slice_bytes_for_replica_parallel",
+        "max_replicas_for_replica_parallel",
+    }
+)
+"""Options of `HostArrayHandler` that users may set."""
 
 # Their files can be written past the page cache. One that we do not know counts as a network's.
 _LOCAL_FILE_SYSTEMS = frozenset(
@@ -46,73 +58,47 @@ def default_layout(directory: Any) -> dict[str, Any]:
     return {"use_ocdbt": False, "use_compression": False} if is_local else {}
 
 
-class TreeHandler(NamedTuple):
-    """The handler of whole trees, and the writer inside it.
-
-    Attributes:
-      handler: A stock `ocp.PyTreeCheckpointHandler`. It saves trees in which every `jax.Array`
-        has been replaced by a `HostArray`; other leaves are as in stock. It restores like
-        stock.
-      writer: Writes the arrays.
-    """
-
-    handler: ocp.PyTreeCheckpointHandler
-    writer: HostArrayHandler
-
-
 def make_tree_handler(
     *,
     write_limit_bytes: int = DEFAULT_WRITE_LIMIT_BYTES,
-    chunk_byte_size: int | None = None,
-    use_replica_parallel: bool | None = None,
-    min_slice_bytes_for_replica_parallel: int | None = None,
-    max_replicas_for_replica_parallel: int | None = None,
-    type_handler_registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
-    multiprocessing_options: ocp.options.MultiprocessingOptions | None = None,
     host: ByteBudget | None = None,
     **options: Any,
-) -> TreeHandler:
+) -> ocp.PyTreeCheckpointHandler:
     """Makes a stock PyTree handler that also takes `HostArray` leaves.
 
-    A tree must not mix `jax.Array`s with them: both handlers would write `array_metadatas`.
+    It saves trees in which every `jax.Array` has been replaced by a `HostArray`: a tree must not
+    mix them, for both handlers would write `array_metadatas`. Other leaves are as in stock, and so
+    is restoring.
 
     Args:
       write_limit_bytes: See `HostArrayHandler`.
-      chunk_byte_size: See `HostArrayHandler`.
-      use_replica_parallel: See `HostArrayHandler`.
-      min_slice_bytes_for_replica_parallel: See `HostArrayHandler`.
-      max_replicas_for_replica_parallel: See `HostArrayHandler`.
-      type_handler_registry: The handlers of all other types; Orbax's global ones by default.
-      multiprocessing_options: As in `ocp.PyTreeCheckpointHandler`.
       host: See `HostArrayHandler`.
-      **options: Any other keyword of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
-        `use_compression`, ...). `save_concurrent_gb` is stock's word for `write_limit_bytes`
-        (in units of 10**9 bytes) and takes its place.
+      **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
+        `use_compression`, ...), and `HostArrayHandler`'s for the shape of chunks.
+        `save_concurrent_gb` is stock's word for `write_limit_bytes` (in units of 10**9 bytes) and
+        takes its place.
 
     Raises:
       TypeError: Orbax does not know one of `options`.
       ValueError: A limit is not positive.
     """
-    multiprocessing_options = multiprocessing_options or ocp.options.MultiprocessingOptions()
+    together = options.pop("multiprocessing_options", None) or ocp.options.MultiprocessingOptions()
     save_concurrent_gb = options.pop("save_concurrent_gb", None)
     if save_concurrent_gb is not None:
         write_limit_bytes = int(save_concurrent_gb * 10**9)
     writer = HostArrayHandler(
         write_limit_bytes=write_limit_bytes,
         host=host,
-        primary_host=multiprocessing_options.primary_host,
-        chunk_byte_size=chunk_byte_size,
-        use_replica_parallel=use_replica_parallel,
-        min_slice_bytes_for_replica_parallel=min_slice_bytes_for_replica_parallel,
-        max_replicas_for_replica_parallel=max_replicas_for_replica_parallel,
+        primary_host=together.primary_host,
+        **{name: options.pop(name) for name in _OF_CHUNKS & options.keys()},
     )
-    handler = ocp.PyTreeCheckpointHandler(
+    others = options.pop("type_handler_registry", None)
+    return ocp.PyTreeCheckpointHandler(
         # By its name, "jax.Array" is read by the stock handler.
-        type_handler_registry=RegistryView(HostArray, writer, type_handler_registry, by_name=False),
-        multiprocessing_options=multiprocessing_options,
+        type_handler_registry=RegistryView(HostArray, writer, others, by_name=False),
+        multiprocessing_options=together,
         **options,
     )
-    return TreeHandler(handler, writer)
 
 
 class TreeHandlers:
@@ -123,21 +109,41 @@ class TreeHandlers:
     """
 
     def __init__(self, **options: Any) -> None:
-        self.usual = make_tree_handler(**options)
+        self._usual = make_tree_handler(**options)
         self._options = options
-        self._of_databases: TreeHandler | None = None
+        self._of_databases: ocp.PyTreeCheckpointHandler | None = None
 
-    def of(self, tree: Any) -> TreeHandler:
+    def of(self, tree: Any) -> ocp.PyTreeCheckpointHandler:
         """The usual handler, but for a tree whose leaves cannot be files."""
         if self._options.get("use_ocdbt", True) or (why_not := why_no_files(tree)) is None:
-            return self.usual
+            return self._usual
         if self._of_databases is None:
             _log.warning("States are saved as OCDBT databases, not as plain files: %s.", why_not)
             self._of_databases = make_tree_handler(**{**self._options, "use_ocdbt": True})
         return self._of_databases
 
+    def finalize(self, directory: Any) -> None:
+        """Orbax's own: merges what the processes wrote, if that is a database."""
+        with _nothing_said_of_no_merge():
+            self._usual.finalize(directory)
+
     def close(self) -> None:
         """Closes the stock handlers."""
-        for made in (self.usual, self._of_databases):
+        for made in (self._usual, self._of_databases):
             if made is not None:
-                made.handler.close()
+                made.close()
+
+
+@contextlib.contextmanager
+def _nothing_said_of_no_merge() -> Iterator[None]:
+    """Orbax warns at every save of plain files that there is no database to merge."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in str(record.msg)
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)

@@ -18,8 +18,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gockpt_jax.storage import array_layout
 from gockpt_jax.storage import spec as spec_lib
+from gockpt_jax.storage.array_layout import (
+    ArrayLayout,
+    ItemLayout,
+    ReplicaLayout,
+    array_layout,
+    chunk_count,
+)
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.host_array import HostArray
 from gockpt_jax.storage.leaf_writer import (
@@ -101,11 +107,11 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         self._host = host
         self._chunk_byte_size = chunk_byte_size
         self.primary_host = primary_host
-        self.is_primary = primary_host is None or jax.process_index() == primary_host
-        self._replica_layout = array_layout.replica_layout(
-            use_replica_parallel,
-            min_slice_bytes_for_replica_parallel,
-            max_replicas_for_replica_parallel,
+        self.is_primary = ocp.multihost.is_primary_host(primary_host)
+        self._replica_layout = ReplicaLayout.of(
+            use_replica_parallel=use_replica_parallel,
+            min_slice_bytes_for_replica_parallel=min_slice_bytes_for_replica_parallel,
+            max_replicas_for_replica_parallel=max_replicas_for_replica_parallel,
         )
         self._write_array_metadatas = write_array_metadatas
         self._is_advice_given = False
@@ -139,21 +145,21 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         return [future]
 
     async def _write_all(self, leaves: Sequence[_Leaf], stats: WriteStats) -> None:
-        folder = leaves[0].info.parent_dir.as_posix()  # of all of them
+        item = ItemLayout.of(leaves[0].info)  # asked for once: a path of Orbax's is slow to make
         budget = WriteBudget(self._write_limit_bytes, stats, self._host)
-        files = DirectFiles(folder, self._write_limit_bytes)
+        files = DirectFiles(item.folder, self._write_limit_bytes)
         try:
             for leaf in leaves:
                 await _directory_exists(leaf.info)
             async with first_error_alone(), asyncio.TaskGroup() as group:
-                layouts = [self._layout(leaf, folder) for leaf in leaves]
-                if self.is_primary and not leaves[0].info.is_ocdbt_checkpoint:
-                    self._advise_on_files(leaves, layouts)
+                layouts = [self._layout(leaf, item) for leaf in leaves]
+                if self.is_primary and not item.use_ocdbt:
+                    self._advise_on_files(layouts)
                 for leaf, layout in zip(leaves, layouts, strict=True):
-                    group.create_task(self._write_leaf(leaf, folder, layout, budget, files, group))
+                    group.create_task(self._write_leaf(leaf, layout, budget, files, group))
                     await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
                 if self.is_primary:
-                    group.create_task(_write_shardings(leaves, folder))
+                    group.create_task(_write_shardings(leaves, item.folder))
                 if self._write_array_metadatas:
                     _write_array_metadatas(leaves[0].info, layouts)
             with budget.syncing():
@@ -164,21 +170,15 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 leaf.array.release()
             files.close()
 
-    def _layout(self, leaf: _Leaf, folder: str) -> array_layout.ArrayLayout:
-        chunk_bytes = self._chunk_byte_size or array_layout.default_chunk_bytes(leaf.info)
-        return array_layout.array_layout(
-            leaf.array, leaf.info, folder, leaf.args, self._replica_layout, chunk_bytes
+    def _layout(self, leaf: _Leaf, item: ItemLayout) -> ArrayLayout:
+        return array_layout(
+            leaf.array, leaf.info.name, leaf.args, item, self._replica_layout, self._chunk_byte_size
         )
 
-    def _advise_on_files(
-        self, leaves: Sequence[_Leaf], layouts: Sequence[array_layout.ArrayLayout]
-    ) -> None:
+    def _advise_on_files(self, layouts: Sequence[ArrayLayout]) -> None:
         """Says once where files become too many: small leaves, or leaves cut into small shards."""
-        count = sum(
-            1 + array_layout.chunk_count(leaf.array.shape, layout.chunk)
-            for leaf, layout in zip(leaves, layouts, strict=True)
-        )
-        nbytes = sum(leaf.array.nbytes for leaf in leaves)
+        count = sum(1 + chunk_count(layout.shape, layout.chunk) for layout in layouts)
+        nbytes = sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in layouts)
         if self._is_advice_given or count <= _MANY_FILES * max(1, nbytes / 10**12):
             return
         self._is_advice_given = True
@@ -192,30 +192,28 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     async def _write_leaf(
         self,
         leaf: _Leaf,
-        folder: str,
-        layout: array_layout.ArrayLayout,
+        layout: ArrayLayout,
         budget: WriteBudget,
         files: DirectFiles,
         group: asyncio.TaskGroup,
     ) -> None:
         """Opens the leaf's array and starts one task per shard."""
-        shape, index = leaf.array.shape, jax.process_index()
         # Sharing the save's context with stock's handlers makes them share one OCDBT database too.
         context = leaf.info.ts_context or ocp.type_handlers.get_ts_context(
-            use_ocdbt=bool(leaf.info.is_ocdbt_checkpoint)
+            use_ocdbt=layout.item.use_ocdbt
         )
-        with named_in_errors(leaf.info.name):
+        with named_in_errors(layout.name):
             boxes = leaf.array.boxes()
-            chunks = spec_lib.plain_folder(leaf.info, folder, layout, boxes)
-            spec = spec_lib.array_spec(leaf.info, folder, layout, shape, index)
+            chunks = spec_lib.plain_folder(layout, boxes)
+            spec = spec_lib.array_spec(layout)
             if self.is_primary:
-                if file := spec_lib.metadata_file(leaf.info, folder):
+                if file := spec_lib.metadata_file(layout):
                     text = np.frombuffer(spec_lib.metadata_text(spec), np.uint8)
                     files.write(file, text).result()
                 else:
                     await open_store(spec, context, create=True, open=True)
             target = chunks or await open_store(spec, context, open=True, assume_metadata=True)
-        writer = LeafWriter(leaf.info.name, layout, budget, target, files)
+        writer = LeafWriter(layout, budget, target, files)
         for shard, box in zip(leaf.array.shards, boxes, strict=True):
             group.create_task(writer.write_shard(shard, box))
 
@@ -242,7 +240,7 @@ async def _directory_exists(info: ocp.type_handlers.ParamInfo) -> None:
 
 
 def _write_array_metadatas(
-    info: ocp.type_handlers.ParamInfo, layouts: Sequence[array_layout.ArrayLayout]
+    info: ocp.type_handlers.ParamInfo, layouts: Sequence[ArrayLayout]
 ) -> None:
     """Writes the file from which Orbax takes write shapes and PRNG implementations."""
     folder = info.parent_dir / "array_metadatas"

@@ -174,7 +174,7 @@ def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
     tree = {f"x{n}": jnp.full((n + 1, 1024), n, jnp.float32) for n in range(8)}
     tree["in/a/folder"] = tree["x0"]
     synced, committed = synced_paths(monkeypatch), []
-    handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
+    handler = make_tree_handler(use_ocdbt=False, use_compression=False)
     finalize = handler.finalize
     monkeypatch.setattr(
         handler, "finalize", lambda path: (committed.extend(synced), finalize(path))
@@ -205,7 +205,7 @@ def test_a_file_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
         raise OSError(5, "broken disk")
 
     monkeypatch.setattr(syncs.os, "fsync", broken)
-    handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
+    handler = make_tree_handler(use_ocdbt=False, use_compression=False)
     with pytest.raises(OSError, match="broken disk") as caught:
         save(handler, tmp_path / "x", host_tree({"x": jnp.ones(4)}))
     assert "/x/" in str(caught.value.filename)
@@ -232,7 +232,7 @@ def test_the_first_chunk_does_not_wait_for_later_leaves(tmp_path, monkeypatch):
         "write",
         lambda files, path, values: begun.append(path) or write(files, path, values),
     )
-    handler = make_tree_handler(use_ocdbt=False, use_compression=False).handler
+    handler = make_tree_handler(use_ocdbt=False, use_compression=False)
     save(handler, tmp_path / "x", host_tree({f"x{n}": jnp.ones(4) for n in range(50)}))
     kinds = [path.rpartition("/")[2] for path in begun]
     assert len(kinds) == 100

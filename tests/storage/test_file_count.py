@@ -68,7 +68,7 @@ def advice(caplog):
 def test_the_count_is_that_of_the_disk(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(writer, "_MANY_FILES", 17)
     tree = {"a": jnp.zeros((8, 64)), "b": jnp.zeros((3, 5)), "c": jnp.zeros(())}
-    handler = make_tree_handler(**PLAIN, chunk_byte_size=256).handler
+    handler = make_tree_handler(**PLAIN, chunk_byte_size=256)
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
         for n in range(2):
             save(handler, tmp_path / str(n), host_tree(tree))
@@ -87,13 +87,13 @@ def test_the_count_is_that_of_the_disk(tmp_path, monkeypatch, caplog):
 
 
 def test_plain_files_are_large_and_what_tensorstore_compresses_is_small(tmp_path):
-    def default(**options):
-        info = type("Info", (), {"is_ocdbt_checkpoint": False, "use_zarr3": False} | options)
-        return array_layout.default_chunk_bytes(info)
+    def default(*, use_ocdbt=False, use_zarr3=False, compressed=False):
+        layout = array_layout.ItemLayout("folder", use_ocdbt, use_zarr3, compressed)
+        return layout.default_chunk_bytes
 
-    assert default(use_compression=False) == 256 * 2**20
-    assert default(use_compression=True) == default(is_ocdbt_checkpoint=True) == 64 * 2**20
-    assert default(use_compression=False, use_zarr3=True) == 64 * 2**20
+    assert default() == 256 * 2**20
+    assert default(compressed=True) == default(use_ocdbt=True) == 64 * 2**20
+    assert default(use_zarr3=True) == 64 * 2**20
 
 
 def test_memory_of_compressed_chunks_is_given_back(tmp_path, monkeypatch):
@@ -106,6 +106,6 @@ def test_memory_of_compressed_chunks_is_given_back(tmp_path, monkeypatch):
     tree = {f"x{n}": jnp.asarray(rng.standard_normal(2**13), jnp.float32) for n in range(8)}
     for name, use_compression in (("plain", False), ("zstd", True)):
         trims.clear()
-        handler = make_tree_handler(use_compression=use_compression).handler
+        handler = make_tree_handler(use_compression=use_compression)
         save(handler, tmp_path / name, host_tree(tree))
         assert len(trims) == (4 if use_compression else 0)  # of 8 chunks of 32 KiB

@@ -82,7 +82,7 @@ def restored(path, like):
 @pytest.mark.parametrize("use_compression", [True, False])
 def test_each_shard_is_written_and_freed_as_it_comes(tmp_path, use_ocdbt, use_compression):
     x, promises = eight_shards(), Promises()
-    handler = make_tree_handler(use_ocdbt=use_ocdbt, use_compression=use_compression).handler
+    handler = make_tree_handler(use_ocdbt=use_ocdbt, use_compression=use_compression)
     with collecting(stats := WriteStats()):
         checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x, promises.shard)})
     for n, i in enumerate(random.Random(0).sample(range(8), 8), start=1):
@@ -102,7 +102,7 @@ def test_each_shard_is_written_and_freed_as_it_comes(tmp_path, use_ocdbt, use_co
 def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
     state, promises = example_state(), Promises()
     tree = host_tree(state, promises.shard)
-    checkpointer = start_save(make_tree_handler().handler, tmp_path / "ours", tree)
+    checkpointer = start_save(make_tree_handler(), tmp_path / "ours", tree)
     order = random.Random(1).sample(range(len(promises.pending)), len(promises.pending))
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(promises.arrive, order))
@@ -118,7 +118,7 @@ def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
 )
 def test_bytes_in_flight_are_bounded(tmp_path, limit_bytes, peak_bytes):
     x = eight_shards()
-    handler = make_tree_handler(write_limit_bytes=limit_bytes, use_compression=False).handler
+    handler = make_tree_handler(write_limit_bytes=limit_bytes, use_compression=False)
     with collecting(stats := WriteStats()):
         checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
     checkpointer.close()
@@ -138,7 +138,7 @@ def test_the_limit_holds_inside_a_shard(tmp_path, use_ocdbt, limit_chunks):
         chunk_byte_size=chunk_bytes,
         use_ocdbt=use_ocdbt,
         use_compression=False,
-    ).handler
+    )
     x = jax.device_put(x, jax.devices()[0])
     with collecting(stats := WriteStats()):
         checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x)})
@@ -217,7 +217,7 @@ def assert_only_step_0(directory, like):
 def test_a_failed_shard_fails_the_save_with_its_own_error(tmp_path, use_async, arrived):
     state = {"x": eight_shards(), "y": jnp.ones((3, 4))}
     options = ocp.CheckpointManagerOptions(enable_async_checkpointing=use_async)
-    handler = make_tree_handler().handler
+    handler = make_tree_handler()
     manager = ocp.CheckpointManager(tmp_path, item_handlers=handler, options=options)
     manager.save(0, args=ocp.args.PyTreeSave(host_tree(state)))
     manager.wait_until_finished()
@@ -247,7 +247,7 @@ def test_a_failed_shard_fails_the_save_with_its_own_error(tmp_path, use_async, a
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 def test_a_failed_write_fails_the_save(tmp_path, use_ocdbt):
     """The file system refuses files above 512 KiB, as a full one would."""
-    handler = make_tree_handler(use_ocdbt=use_ocdbt, use_compression=False).handler
+    handler = make_tree_handler(use_ocdbt=use_ocdbt, use_compression=False)
     promises = Promises()
     tree = {"x": host_array(eight_shards(), promises.shard)}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -270,7 +270,7 @@ def test_a_failed_write_fails_the_save(tmp_path, use_ocdbt):
 def test_cancelling_a_future_gives_the_save_up(tmp_path):
     promises = Promises()
     tree = {"x": host_array(eight_shards(), promises.shard)}
-    checkpointer = start_save(make_tree_handler().handler, tmp_path / "x", tree)
+    checkpointer = start_save(make_tree_handler(), tmp_path / "x", tree)
     assert promises.pending[5][0].cancel()
     with pytest.raises(RuntimeError, match="given up"):
         checkpointer.wait_until_finished()
@@ -286,7 +286,7 @@ def test_data_that_does_not_fit_its_box_is_refused(tmp_path, wrong):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     array = HostArray((4,), np.float64, sharding, [HostShard((slice(None),), future)])
     with pytest.raises(ValueError, match=r"Expected an ndarray float64\(4,\)"):
-        save(make_tree_handler().handler, tmp_path / "x", {"x": array})
+        save(make_tree_handler(), tmp_path / "x", {"x": array})
     assert not (tmp_path / "x").exists()
 
 
@@ -295,14 +295,14 @@ def test_empty_arrays_are_refused_as_in_stock(tmp_path):
     with pytest.raises(ValueError, match="zero size"):
         save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state)
     with pytest.raises(ValueError, match=r"zero size.*\['a', 'b'\]"):
-        save(make_tree_handler().handler, tmp_path / "ours", host_tree(state))
+        save(make_tree_handler(), tmp_path / "ours", host_tree(state))
 
 
 def test_a_host_array_is_written_once(tmp_path):
     tree = {"x": host_array(jnp.ones(4))}
-    save(make_tree_handler().handler, tmp_path / "1", tree)
+    save(make_tree_handler(), tmp_path / "1", tree)
     with pytest.raises(RuntimeError, match="written once"):
-        save(make_tree_handler().handler, tmp_path / "2", tree)
+        save(make_tree_handler(), tmp_path / "2", tree)
 
 
 def test_a_forgotten_box_fails_the_save(tmp_path):
@@ -310,7 +310,7 @@ def test_a_forgotten_box_fails_the_save(tmp_path):
     shards = [HostShard((slice(0, 3), slice(None)), whole.shards[0].data)]
     tree = {"x": HostArray(whole.shape, whole.dtype, whole.sharding, shards)}
     with pytest.raises(ValueError, match="cover 12 of the 16 elements") as caught:
-        save(make_tree_handler().handler, tmp_path / "x", tree)
+        save(make_tree_handler(), tmp_path / "x", tree)
     assert any("while saving `x`" in note for note in caught.value.__notes__)
     assert shards[0].released
     assert not (tmp_path / "x").exists()

@@ -42,7 +42,7 @@ OPTIONS = [
 def test_disk_contents_are_those_of_a_stock_save(tmp_path, options):
     state = example_state()
     save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state)
-    save(make_tree_handler(**options).handler, tmp_path / "ours", host_tree(state))
+    save(make_tree_handler(**options), tmp_path / "ours", host_tree(state))
     ours, stock = disk_contents(tmp_path / "ours"), disk_contents(tmp_path / "stock")
     assert ours.keys() == stock.keys()
     for name in stock:
@@ -59,7 +59,7 @@ def test_rare_dtypes_and_module_states_are_those_of_a_stock_save(tmp_path, optio
     state = {name: jnp.asarray(np.arange(6).reshape(2, 3) % 2, name) for name in RARE_DTYPES}
     state = {"rare": state, "module": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))}
     save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state)
-    save(make_tree_handler(**options).handler, tmp_path / "ours", host_tree(state))
+    save(make_tree_handler(**options), tmp_path / "ours", host_tree(state))
     ours, stock = disk_contents(tmp_path / "ours"), disk_contents(tmp_path / "stock")
     assert ours == stock
     assert b"module" in stock["_METADATA"]
@@ -69,7 +69,7 @@ def test_what_stock_refuses_is_refused(tmp_path):
     state = {"x": jnp.ones((2, 2), "uint4")}
     for handler, tree in (
         (ocp.PyTreeCheckpointHandler(), state),
-        (make_tree_handler().handler, host_tree(state)),
+        (make_tree_handler(), host_tree(state)),
     ):
         with pytest.raises(ValueError, match="Unsupported data type"):
             save(handler, tmp_path / "x", tree)
@@ -87,7 +87,7 @@ def test_large_leaves_are_those_of_a_stock_save(tmp_path, options):
     }
     save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=2**20 + 2**19), state)
     save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state, save_args=save_args)
-    ours = make_tree_handler(**options).handler
+    ours = make_tree_handler(**options)
     save(ours, tmp_path / "ours", host_tree(state), save_args=save_args)
     ours, stock = disk_contents(tmp_path / "ours"), disk_contents(tmp_path / "stock")
     assert ours.keys() == stock.keys()
@@ -107,7 +107,7 @@ def test_our_default_chunks_are_those_of_stock_with_that_option(tmp_path, option
     stock_args["bf16"] = ocp.SaveArgs(chunk_byte_size=200, dtype=np.dtype(np.float32))
     our_args["bf16"] = ocp.SaveArgs(dtype=np.dtype(np.float32))
     save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state, save_args=stock_args)
-    ours = make_tree_handler(**options).handler
+    ours = make_tree_handler(**options)
     save(ours, tmp_path / "ours", host_tree(state), save_args=our_args)
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
 
@@ -164,7 +164,7 @@ def test_save_args_do_what_they_do_in_stock(tmp_path, options, save_args):
     state = {k: example_state()[k] for k in ("replicated", "fsdp", "mixed", "both", "odd")}
     args = {"save_args": jax.tree.map(lambda _: save_args, state)}
     save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state, **args)
-    save(make_tree_handler(**options).handler, tmp_path / "ours", host_tree(state), **args)
+    save(make_tree_handler(**options), tmp_path / "ours", host_tree(state), **args)
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
 
 
@@ -173,7 +173,7 @@ def test_shards_above_the_data_file_size_are_split_like_stock(tmp_path):
     state = {k: example_state()[k] for k in ("replicated", "fsdp", "bf16", "single", "keys")}
     args = {"ocdbt_target_data_file_size": 200}
     save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state, **args)
-    save(make_tree_handler().handler, tmp_path / "ours", host_tree(state), **args)
+    save(make_tree_handler(), tmp_path / "ours", host_tree(state), **args)
     ours = disk_contents(tmp_path / "ours")
     assert ours == disk_contents(tmp_path / "stock")
     assert {b"single/0.0", b"single/1.0"} <= ours["manifest.ocdbt"].keys()
@@ -213,7 +213,7 @@ def test_replica_layouts_are_those_of_stock(tmp_path, layout):
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, stock))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     save(handler, tmp_path / "stock", state)
-    ours = make_tree_handler(**layout).handler
+    ours = make_tree_handler(**layout)
     save(ours, tmp_path / "ours", host_tree(state))
     key = "manifest.ocdbt"  # A stock handler made by a user writes no `array_metadatas`.
     assert disk_contents(tmp_path / "ours")[key] == disk_contents(tmp_path / "stock")[key]
@@ -232,7 +232,7 @@ def test_any_partition_into_boxes_gives_the_same_bytes(tmp_path):
     random.Random(0).shuffle(shards)
     array = HostArray(values.shape, values.dtype, state["x"].sharding, shards)
     save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state)
-    save(make_tree_handler().handler, tmp_path / "ours", {"x": array})
+    save(make_tree_handler(), tmp_path / "ours", {"x": array})
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
 
 
@@ -243,7 +243,7 @@ def test_any_partition_into_boxes_gives_the_same_bytes(tmp_path):
 def test_stock_restores_on_another_mesh(tmp_path, options):
     state = example_state()
     del state["text"]  # Stock refuses strings and NumPy scalars in a target.
-    save(make_tree_handler(**options).handler, tmp_path / "x", host_tree(state))
+    save(make_tree_handler(**options), tmp_path / "x", host_tree(state))
     other = NamedSharding(mesh(2, 4), PartitionSpec())
 
     def target(x):
@@ -260,7 +260,7 @@ def test_stock_restores_on_another_mesh(tmp_path, options):
 @pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
 def test_stock_restores_without_a_target(tmp_path):
     state = example_state()
-    save(make_tree_handler().handler, tmp_path / "x", host_tree(state))
+    save(make_tree_handler(), tmp_path / "x", host_tree(state))
     with ocp.StandardCheckpointer() as checkpointer:
         plain = checkpointer.restore(tmp_path / "x")
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -275,7 +275,7 @@ def test_stock_restores_without_a_target(tmp_path):
 
 def test_our_handler_restores_too(tmp_path):
     state = {"x": example_state()["mixed"]}
-    handler = make_tree_handler().handler
+    handler = make_tree_handler()
     with ocp.Checkpointer(handler) as checkpointer:  # Without asynchronous saving.
         checkpointer.save(tmp_path / "x", args=ocp.args.PyTreeSave(host_tree(state)))
         restore_args = ocp.checkpoint_utils.construct_restore_args(state)

@@ -169,7 +169,7 @@ def test_what_stock_restores_we_restore(tmp_path, monkeypatch, small_pieces, whe
 
 def test_other_dtypes_and_shapes_are_stocks_business(tmp_path):
     tree = {"x": state()["rows"]}
-    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    save(make_tree_handler(**PLAIN), tmp_path / "x", host_tree(tree))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {"x": jax.ShapeDtypeStruct((96, 256), np.float16, sharding=here)}
     restored = restore(tmp_path / "x", GoCkptRestore(target, cast=True, strict=False), {})["x"]
@@ -180,7 +180,7 @@ def test_other_dtypes_and_shapes_are_stocks_business(tmp_path):
 def test_bytes_in_host_memory_are_bounded(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     tree = {f"x{n}": jax.numpy.asarray(rng.standard_normal(2**15), "float32") for n in range(6)}
-    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    save(make_tree_handler(**PLAIN), tmp_path / "x", host_tree(tree))
     budgets = []
 
     class Spied(array_reader.ByteBudget):
@@ -201,7 +201,7 @@ def test_bytes_in_host_memory_are_bounded(tmp_path, monkeypatch):
 
 def test_a_failure_leaves_no_thread_behind(tmp_path):
     tree = {"x": state()["rows"]}
-    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    save(make_tree_handler(**PLAIN), tmp_path / "x", host_tree(tree))
     (tmp_path / "x" / "x" / "0.0").unlink()
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
@@ -215,7 +215,7 @@ def test_a_failure_leaves_no_thread_behind(tmp_path):
 def test_chunks_of_zeros_that_an_older_orbax_left_out(tmp_path):
     """The checkpoint's metadata says whether a file that is not there means zeros, or damage."""
     tree = {"x": jax.device_put(np.zeros((8, 16), np.float32), jax.devices()[0])}
-    save(make_tree_handler(**PLAIN).handler, tmp_path / "x", host_tree(tree))
+    save(make_tree_handler(**PLAIN), tmp_path / "x", host_tree(tree))
     (tmp_path / "x" / "x" / "0.0").unlink()
     told = json.loads((tmp_path / "x" / "_METADATA").read_text())
     assert told.pop("store_array_data_equal_to_fill_value")

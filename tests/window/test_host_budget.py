@@ -231,13 +231,13 @@ def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, l
     write_shard = LeafWriter.write_shard
 
     async def held(writer: LeafWriter, shard: Any, box: Any) -> None:
-        if "params" in writer.name:
+        if "params" in writer.layout.name:
             await asyncio.to_thread(go_on.wait, WAIT_SECS)
         landed = await asyncio.wrap_future(shard.data)
         found = weakref.ref(landed)
         del landed
         await write_shard(writer, shard, box)
-        written[writer.name] = found
+        written[writer.layout.name] = found
         if len(written) == 3:
             others_are_written.set()
 
