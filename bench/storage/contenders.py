@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from bench.storage.phases import phases, recorded
-from gockpt_jax.storage import checksums
+from gockpt_jax.storage import checksum_files
 from gockpt_jax.storage.host_array import HostArray, HostShard, ShardFuture
 from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
@@ -160,7 +160,7 @@ def our_save(
         tree = {name: host_array(x, is_aligned) for name, x in state.items()}
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
     stats.checksums.write(path)
-    checksums.seal_item(path, shared=True)
+    checksum_files.seal_item(path, shared=True)
 
 
 def host_array(array: jax.Array, is_aligned: bool = False) -> HostArray:

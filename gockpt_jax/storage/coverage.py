@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gockpt_jax.storage.checksums import Checksum
+from gockpt_jax.storage.checksum_files import Checksum
 
 
 def cell_of(grid: Sequence[int], chunk: Checksum, shape: Sequence[int]) -> Any:

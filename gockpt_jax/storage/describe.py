@@ -8,7 +8,8 @@ import json
 import math
 from typing import Any
 
-from gockpt_jax.storage import checksums, item_files
+from gockpt_jax.storage import checksum_files, item_files
+from gockpt_jax.storage.checksum_files import ChecksumError
 from gockpt_jax.storage.stored_item import StoredItem, StoredLeaf, chunk_shape, for_each
 
 Json = dict[str, Any]
@@ -67,18 +68,14 @@ def describe_item(path: Any) -> Json:
 
 def _checksums(item: StoredItem) -> Json | None:
     """Their version, and which processes made them; `None` if there are none."""
-    where = item.path / item_files.FOLDER / item_files.ITEM_FILE
     try:
-        content = checksums.parse(where.read_bytes(), item_files.ITEM_FILE)
-        return {
-            "version": content["version"],
-            "algorithm": checksums.ALGORITHM,
-            "processes": content["processes"],
-        }
+        processes = checksum_files.read_item(item.path).processes
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as error:
+    except ChecksumError as error:
         return {"error": str(error)}
+    version, algorithm = checksum_files.VERSION, checksum_files.ALGORITHM
+    return {"version": version, "algorithm": algorithm, "processes": processes}
 
 
 def _placements(item: StoredItem) -> dict[str, str]:

@@ -10,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage import bucket, checksums
+from gockpt_jax.storage import bucket, checksum_files
 from gockpt_jax.storage.array_layout import ReplicaLayout
 from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.hand_over import HandedOver, run_to_its_end, settled
@@ -259,7 +259,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     def finalize(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
         self._trees.finalize(directory)
-        checksums.seal_item(directory, shared=self._primary_host is not None)
+        checksum_files.seal_item(directory, shared=self._primary_host is not None)
         if not self.has_manager and self.pending is not None:
             self.pending.committed()  # but for the rename
 

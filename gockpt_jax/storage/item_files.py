@@ -15,7 +15,7 @@ from gockpt_jax.storage import bucket
 from gockpt_jax.storage.syncs import Syncs
 
 FOLDER = "_gockpt_checksums"
-ITEM_FILE = "item.json"
+ITEM_FILE = f"{FOLDER}/item.json"
 
 # Orbax writes these into the item itself, after its commit, where the item is no part of a step.
 LATER_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
@@ -67,7 +67,7 @@ def files_of(item: epath.Path, below: str = "") -> Iterator[tuple[str, int]]:
         name = f"{below}{entry}"
         if nbytes is None:
             yield from files_of(item, f"{name}/")
-        elif name not in LATER_FILES and name != f"{FOLDER}/{ITEM_FILE}":
+        elif name not in LATER_FILES and name != ITEM_FILE:
             yield name, nbytes
 
 

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.errors import TargetError
-from gockpt_jax.storage import checksums, item_files
+from gockpt_jax.storage import checksum_files
 from gockpt_jax.storage.stored_item import StoredItem, for_each
 
 
@@ -131,13 +131,9 @@ def _stored_arrays(item: StoredItem) -> dict[str, Stored]:
 
 def shapes_told(item: epath.Path) -> dict[str, Stored]:
     """One file per process instead of one read per array."""
-    whole = checksums.parse((item / item_files.FOLDER / item_files.ITEM_FILE).read_bytes(), "")
     told: dict[str, Stored] = {}
-    for process in whole["processes"]:
-        file = item / item_files.FOLDER / checksums.process_file(process)
-        for name, (dtype, chunks) in checksums.checksums_in(
-            checksums.parse(file.read_bytes(), "")
-        ).items():
+    for process in checksum_files.read_item(item).processes:
+        for name, (dtype, chunks) in checksum_files.read_process(item, process).leaves.items():
             corners = [chunk.stop for chunk in chunks]
             if name in told:
                 corners.append(told[name].shape)

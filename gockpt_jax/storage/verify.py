@@ -10,13 +10,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from etils import epath
 
 from gockpt_jax.errors import VerifyError, brief
-from gockpt_jax.storage import checksums, item_files
-from gockpt_jax.storage.checksums import Checksum, ChecksumError
+from gockpt_jax.storage import checksum_files, item_files
+from gockpt_jax.storage.checksum_files import Checksum, ChecksumError, LeafChecksums
 from gockpt_jax.storage.coverage import cell_of, cover_fault
 from gockpt_jax.storage.directory import Step, look_into
 from gockpt_jax.storage.plain_array import PlainReads
@@ -67,13 +67,6 @@ class Verdict:
             raise VerifyError(
                 f"{self.path} is {self.state}:{lines}\nRestore another step, or from a copy."
             )
-
-
-class _Leaf(NamedTuple):
-    """What the files of all processes say about a leaf."""
-
-    dtype: str
-    chunks: list[Checksum]
 
 
 def verify(
@@ -164,61 +157,62 @@ def verify_item(
 
 def _check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
     """Compares the item's files with the list made at its commit; returns the processes too."""
-    where = f"{item_files.FOLDER}/{item_files.ITEM_FILE}"
     try:
-        content = checksums.parse((item / where).read_bytes(), where)
-        listed: Mapping[str, Any] = content["files"]
-        processes: list[int] = list(content["processes"])
-        if checksums.self_digest(content) != content["digest"]:
-            return [f"`{where}` is damaged: it does not have its own digest"], processes
+        listed, processes, is_intact = checksum_files.read_item(item)
     except FileNotFoundError:
-        return [f"`{where}` is missing"], [0]
+        return [f"`{item_files.ITEM_FILE}` is missing"], [0]
     except ChecksumError as error:
         return [str(error)], [0]
-    except (ValueError, TypeError, KeyError) as error:
-        return [f"`{where}` is damaged: {error!r}"], [0]
+    if not is_intact:
+        return [f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"], processes
     sizes = dict(item_files.files_of(item))
     faults = [f"`{name}` is missing" for name in sorted(listed.keys() - sizes.keys())]
     faults += [
         f"`{name}` is foreign: it was not there when the checkpoint was committed"
         for name in sorted(sizes.keys() - listed.keys())
     ]
+    of_size = []
     for name in sorted(listed.keys() & sizes.keys()):
-        size, digest = listed[name]
-        if sizes[name] != size:
-            faults.append(f"`{name}` has {sizes[name]} bytes, {size} were written")
-        elif digest and item_files.file_digest(item, name) != digest:
+        if sizes[name] == listed[name][0]:
+            of_size.append(name)
+        else:
+            faults.append(f"`{name}` has {sizes[name]} bytes, {listed[name][0]} were written")
+    small = [name for name in of_size if listed[name][1]]
+    for name, digest in zip(small, item_files.file_digests(item, small), strict=True):
+        if digest != listed[name][1]:
             faults.append(f"`{name}` is damaged: its content has changed")
     return faults, processes
 
 
 def _read_processes(
     item: epath.Path, processes: Sequence[int]
-) -> tuple[list[str], dict[str, _Leaf]]:
+) -> tuple[list[str], dict[str, LeafChecksums]]:
     """Reads the files of all processes; a leaf's chunks may come from several."""
     faults: list[str] = []
-    leaves: dict[str, _Leaf] = {}
+    leaves: dict[str, LeafChecksums] = {}
     for process in processes:
-        where = f"{item_files.FOLDER}/{checksums.process_file(process)}"
+        where = checksum_files.process_file(process)
         try:
-            content = checksums.parse((item / where).read_bytes(), where)
-            if content["process_index"] != process:
-                faults.append(f"`{where}` is foreign: process {content['process_index']} wrote it")
-            for name, (dtype, chunks) in checksums.checksums_in(content).items():
-                leaf = leaves.setdefault(name, _Leaf(dtype, []))
-                leaf.chunks.extend(chunks)
-                if leaf.dtype != dtype:
-                    faults.append(f"`{name}`: the processes disagree on its dtype")
+            found = checksum_files.read_process(item, process)
         except FileNotFoundError:
             faults.append(f"process {process} is missing: there is no `{where}`")
+            continue
         except ChecksumError as error:
             faults.append(str(error))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            faults.append(f"`{where}` is damaged: {error!r}")
+            continue
+        if found.process != process:
+            faults.append(f"`{where}` is foreign: process {found.process} wrote it")
+        for name, (dtype, chunks) in found.leaves.items():
+            leaf = leaves.setdefault(name, LeafChecksums(dtype, []))
+            leaf.chunks.extend(chunks)
+            if leaf.dtype != dtype:
+                faults.append(f"`{name}`: the processes disagree on its dtype")
     return faults, leaves
 
 
-def _check_leaves(item: StoredItem, leaves: Mapping[str, _Leaf], notes: list[str]) -> list[str]:
+def _check_leaves(
+    item: StoredItem, leaves: Mapping[str, LeafChecksums], notes: list[str]
+) -> list[str]:
     """The leaves with checksums are the tree's leaves; those of unknown types are noted."""
     faults = [
         f"`{name}` was written but is not in the tree's `_METADATA`"
@@ -233,7 +227,7 @@ def _check_leaves(item: StoredItem, leaves: Mapping[str, _Leaf], notes: list[str
     return faults
 
 
-def _jobs_of(item: StoredItem, name: str, leaf: _Leaf) -> tuple[list[str], list[Read]]:
+def _jobs_of(item: StoredItem, name: str, leaf: LeafChecksums) -> tuple[list[str], list[Read]]:
     """Opens a leaf, checks what it is, and plans its reads: each zarr chunk is read once."""
     try:
         store = item.open(name)

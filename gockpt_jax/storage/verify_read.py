@@ -10,7 +10,7 @@ import tensorstore as ts
 from gockpt_jax.errors import brief
 from gockpt_jax.storage import checksums, grid
 from gockpt_jax.storage.aligned import PIECE_BYTES
-from gockpt_jax.storage.checksums import Checksum
+from gockpt_jax.storage.checksum_files import Checksum
 from gockpt_jax.storage.plain_array import PlainArray, PlainReads
 from gockpt_jax.storage.stored_item import nbytes_of
 

@@ -20,7 +20,7 @@ from storage_helpers import assert_same_arrays, example_state, mesh
 
 import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
-from gockpt_jax.storage import checksums, item_files
+from gockpt_jax.storage import checksum_files, checksums, item_files
 from gockpt_jax.storage.checksums import Checksums
 from gockpt_jax.storage.stored_item import StoredItem, for_each
 from gockpt_jax.storage.verify import verify, verify_item
@@ -255,7 +255,7 @@ def rewrite(item, change, process=0):
     name = f"{FOLDER}/{file.name}"
     whole["files"][name] = [file.stat().st_size, xxhash.xxh3_128_hexdigest(file.read_bytes())]
     whole["processes"] = sorted({*whole["processes"], process})
-    whole["digest"] = checksums.self_digest(whole)
+    whole["digest"] = checksum_files.self_digest(whole)
     (item / FOLDER / "item.json").write_text(json.dumps(whole))
 
 
@@ -311,7 +311,7 @@ def test_a_missing_process(item, layout):
 def test_a_processs_checksums_that_never_came_fail_the_save(item, layout, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(RuntimeError, match=r"processes \[1\] of 2 have left no checksums"):
-        checksums.seal_item(item, shared=True)
+        checksum_files.seal_item(item, shared=True)
 
 
 @pytest.mark.parametrize("layout", ["files"])
