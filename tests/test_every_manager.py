@@ -125,6 +125,28 @@ def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
         assert stock.restore(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("names", [("7", "8"), ("7", "7")])
+def test_saves_of_a_handler_alone_are_told_apart(names: tuple[str, str], tmp_path: Path) -> None:
+    """With no step between them, in one directory, or one in the place of the other."""
+    handler = gockpt.GoCkptHandler()
+    with ocp.AsyncCheckpointer(handler) as checkpointer:
+        for name in names:
+            args = gockpt.GoCkptSave({"w": jnp.ones(2)})
+            checkpointer.save(tmp_path / name, args=args, force=True)
+            checkpointer.wait_until_finished()
+    assert [(str(r.step), r.state_bytes) for r in handler.reports] == [(n, 8) for n in names]
+
+
+def test_a_stock_manager_saves_a_label_again(tmp_path: Path) -> None:
+    handler = gockpt.GoCkptHandler()
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        for _ in range(2):
+            manager.save(7, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+            manager.wait_until_finished()
+            manager.delete(7)
+    assert [(r.step, r.state_bytes) for r in handler.reports] == [(7, 8)] * 2
+
+
 def test_leaves_on_several_meshes_of_the_same_devices(tmp_path: Path) -> None:
     """Axes of the same names, and shards of the same sizes, which are not the same shards."""
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)

@@ -334,3 +334,29 @@ def test_a_save_of_plain_files_says_nothing_of_a_merge(tmp_path, caplog):
         manager.save(0, args=GoCkptSave({"w": jnp.ones(3)}))
         manager.wait_until_finished()
     assert "merge" not in caplog.text
+
+
+def test_each_attempt_at_a_save_is_voted_on(tmp_path):
+    """The second one is in the same directory as the first, which was refused."""
+
+    class Votes:
+        failure = None
+
+        def __init__(self):
+            self.begun = []
+
+        def begin(self, label):
+            self.begun.append(label)
+
+        def cancel(self):
+            pass
+
+    gone, alive = jnp.ones(2), jnp.ones(2)
+    gone.delete()
+    with GoCkptManager(tmp_path) as manager:
+        votes = manager._gockpt_handler.votes = Votes()
+        with pytest.raises(ValueError, match="is gone"):
+            manager.save(0, args=GoCkptSave({"w": gone}))
+        manager.save(0, args=GoCkptSave({"w": alive}))
+        manager.wait_until_finished()
+    assert votes.begun == [0, 0]

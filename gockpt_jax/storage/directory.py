@@ -18,7 +18,8 @@ from gockpt_jax.storage.item_files import FOLDER, LATER_FILES
 from gockpt_jax.storage.stored_item import METADATA_FILE
 
 _STEP_METADATA = "_CHECKPOINT_METADATA"
-_TEMPORARY = ".orbax-checkpoint-tmp"
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""In the names of directories that Orbax has not renamed yet: their saves are not committed."""
 # In a bucket nothing can be renamed at once: what has no such file was never committed.
 _MARKER = "commit_success.txt"
 
@@ -98,7 +99,7 @@ def look_into(path: Any) -> Directory:
     steps, leftovers, others = [], [], []
     for entry in sorted(path.iterdir()):
         is_step = entry.is_dir() and _looks_like_step(entry)
-        if _TEMPORARY in entry.name or (is_step and not _is_committed(entry)):
+        if TEMPORARY in entry.name or (is_step and not _is_committed(entry)):
             leftovers.append(entry.name)
         elif is_step:
             steps.append(_step(entry))
@@ -114,7 +115,7 @@ def is_tree(path: epath.Path) -> bool:
 
 
 def _folders(path: epath.Path) -> list[epath.Path]:
-    return [p for p in sorted(path.iterdir()) if p.is_dir() and _TEMPORARY not in p.name]
+    return [p for p in sorted(path.iterdir()) if p.is_dir() and TEMPORARY not in p.name]
 
 
 def _looks_like_step(path: epath.Path) -> bool:

@@ -13,6 +13,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import bucket, checksum_files
 from gockpt_jax.storage.array_layout import ReplicaLayout
 from gockpt_jax.storage.commit import CommitVotes
+from gockpt_jax.storage.directory import TEMPORARY
 from gockpt_jax.storage.hand_over import HandedOver, run_to_its_end, settled
 from gockpt_jax.storage.host_array import HostArray
 from gockpt_jax.storage.policies import labels_of_policy
@@ -99,7 +100,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
         self._save = ""  # its directory
-        self._begun: list[tuple[list[HostArray], WriteStats]] = []  # its items
+        self._items: dict[str, tuple[list[HostArray], WriteStats]] = {}  # by their directories
         self._taking: PendingReport | None = None  # of the save that was taken last
 
     @property
@@ -179,7 +180,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         if taken.error is not None:
             raise taken.error
         stats = WriteStats()
-        self._begun.append((taken.arrays, stats))
+        self._items[str(directory)] = taken.arrays, stats
         save = settled(taken.save, self._look_up)
         if save is None:
             return await self._begin_writing(directory, taken, stats)
@@ -209,17 +210,23 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         )
 
     def _begin(self, directory: Any) -> None:
-        """Items of one save lie in one directory; another directory is another save."""
-        save = str(directory).rpartition("/")[0]
-        if save != self._save:
+        """Items of one save lie in one directory, each once; whatever else comes is another save.
+
+        So is one in the place of a save that has failed, or been deleted.
+        """
+        item = str(directory)
+        folder, _, name = item.rpartition("/")
+        # Without a manager the item is the save.
+        save = item if TEMPORARY in name and TEMPORARY not in folder else folder
+        if save != self._save or item in self._items:
             self._gockpt_session.end_save()
-            self._save = save
-            self._begun.clear()
-            if self.votes is not None:
-                self.votes.begin(self.label)
+            self._save, self._items = save, {}
             if not self.has_manager:
                 digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
                 self.label = int(digits[-1]) if digits else -1
+            if self.votes is not None:
+                self.votes.begin(self.label)
+        self._items[item] = [], WriteStats()
 
     def give_back(self) -> None:
         """Gives the host's bytes back where the last save failed before its writing began.
@@ -227,10 +234,10 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         Orbax's threads wait up to 300 s for a directory that could not be made, and the state with
         them.
         """
-        for arrays, stats in self._begun:
+        for arrays, stats in self._items.values():
             for array in () if stats.peak_inflight_bytes else arrays:
                 array.release()
-        self._begun.clear()
+        self._items = {}
 
     def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""
