@@ -14,7 +14,7 @@ from etils import epath
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage import arguments, bucket, resume
-from gockpt_jax.storage.commit import make_root, never_draining
+from gockpt_jax.storage.commit import never_draining
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.in_turn import SavesInTurn
 from gockpt_jax.storage.restore import GoCkptRestore
@@ -83,13 +83,12 @@ class GoCkptManager(SavesInTurn):
     ):
         bucket.prepare(directory)
         root = arguments.absolute(directory)
-        given = ocp.CheckpointManagerOptions() if options is None else options
-        self._gockpt_options = options = given
+        options = ocp.CheckpointManagerOptions() if options is None else options
+        self._gockpt_options = options
         self._gockpt_closed = False
         self._gockpt_looked = False  # into a directory that has no step of ours
-        processes = Processes(given.multiprocessing_options.active_processes)
-        if processes.several and not given.read_only:
-            options = never_draining(given, processes)
+        processes = Processes(options.multiprocessing_options.active_processes)
+        options = never_draining(root, options, processes)
         handler = GoCkptHandler(
             window=window,
             processes=processes,
@@ -100,20 +99,11 @@ class GoCkptManager(SavesInTurn):
             },
         )
         handler.has_manager = True
-        if processes.several and not given.read_only:
-            make_root(root, given, options, processes)
         registry = arguments.registry(handler_registry, item_handlers, handler)
         # Stock takes none of these names beside a registry.
         is_named = bool(item_names) or isinstance(item_handlers, Mapping)
         self._gockpt_naming = arguments.Naming(registry, handler, is_named)
-        super().__init__(
-            root,
-            options,
-            handler,
-            registry,
-            metadata=metadata,
-            logger=logger,
-        )
+        super().__init__(root, options, handler, registry, metadata=metadata, logger=logger)
         _compat.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
 
     # Saving and restoring.

@@ -109,35 +109,33 @@ def vote(
 
 
 def never_draining(
-    options: ocp.CheckpointManagerOptions, processes: Processes
+    root: Any, options: ocp.CheckpointManagerOptions, processes: Processes
 ) -> ocp.CheckpointManagerOptions:
     """Options with which a save does not wait for the devices; what the user set stays.
 
     Orbax's barriers are collectives of the devices, behind all steps in flight, unless it is told
-    which processes take part.
+    which processes take part. For processes that it was told of it makes no directory, so that is
+    made here.
+
+    Args:
+      root: Of the manager's checkpoints.
+      options: The user's.
+      processes: Those that save together; all of them call this.
     """
     given = options.multiprocessing_options
-    if given.active_processes is not None:
+    if not processes.several or options.read_only or given.active_processes is not None:
         return options
+    if options.create:
+        if ocp.multihost.is_primary_host(given.primary_host):
+            mode = options.file_options.path_permission_mode if options.file_options else None
+            root.mkdir(parents=True, exist_ok=True, mode=mode)
+        processes.barrier("root")
     together = dataclasses.replace(
         given,
         active_processes=set(processes.members),
         barrier_sync_key_prefix=given.barrier_sync_key_prefix or processes.prefix,
     )
     return dataclasses.replace(options, create=False, multiprocessing_options=together)
-
-
-def make_root(
-    directory: Any, given: ocp.CheckpointManagerOptions, used: ocp.CheckpointManagerOptions,
-    processes: Processes,
-) -> None:  # fmt: skip
-    """Orbax makes no directory for processes that it was told of."""
-    if not given.create or used.create:
-        return
-    if ocp.multihost.is_primary_host(used.multiprocessing_options.primary_host):
-        mode = used.file_options.path_permission_mode if used.file_options else None
-        directory.mkdir(parents=True, exist_ok=True, mode=mode)
-    processes.barrier("root")
 
 
 def with_word_of_commits(

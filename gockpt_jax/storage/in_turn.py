@@ -109,7 +109,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             error = bucket.named(self.directory, step, error)
             if not isinstance(error, OSError | ReplayError | AuditError):
                 raise  # no failure of the storage's: the caller's, or an interrupt
-            self._surface(error, step)
+            surface(error, self._gockpt_window_options.on_save_error)
         finally:
             self._gockpt_session.end_save()  # a save that failed is tried again with a new seal
             self._gockpt_quiet = False
@@ -275,18 +275,14 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             if self._gockpt_session.processes.is_one_missing:
                 self._gockpt_waiting.give_up(error)  # it would wait for that one too
             self._gockpt_handler.give_back()
-            self._surface(error, step)
+            error = bucket.named(self.directory, step, error)
+            surface(error, self._gockpt_window_options.on_save_error)
         self._committed()
 
     def _committed(self) -> None:
         """The last save is visible, if there is one and it has not failed."""
         if self._gockpt_pending is not None:
             self._gockpt_pending.committed()
-
-    def _surface(self, error: BaseException, step: int) -> None:
-        """Raises a failed save's error under its name, or warns of it."""
-        error = bucket.named(self.directory, step, error)
-        surface(error, self._gockpt_window_options.on_save_error)
 
     @property
     def _gockpt_pending(self) -> PendingReport | None:

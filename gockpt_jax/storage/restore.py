@@ -47,14 +47,14 @@ def require_whole(item: Any) -> None:
     verdict.require_whole()
 
 
-def restore_tree(directory: Any, args: Any, **options: Any) -> Any:
+def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     """Restores with stock's tree handler.
 
     Args:
       directory: The item's.
       args: `ocp.args.PyTreeRestore`. Leaves with `SingleReplicaArrayRestoreArgs` are read by one
         replica, which sends them to the others, without a handler registered for that.
-      **options: Of `ocp.PyTreeCheckpointHandler`.
+      options: Of `ocp.PyTreeCheckpointHandler`.
     """
     limit_gb = options.get("restore_concurrent_gb")
     limit_bytes = int(limit_gb * 10**9) if limit_gb else LIMIT_BYTES
@@ -63,23 +63,49 @@ def restore_tree(directory: Any, args: Any, **options: Any) -> Any:
     if any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves):
         registry = one_replica_reads(registry)
         args = dataclasses.replace(args, restore_args=without_keys(args))
-    options["type_handler_registry"] = registry
-    options["restore_concurrent_gb"] = limit_gb or concurrent_gb(directory)
-    with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
+    handler = ocp.PyTreeCheckpointHandler(
+        **{
+            **options,
+            "type_handler_registry": registry,
+            "restore_concurrent_gb": limit_gb or _concurrent_gb(directory),
+        }
+    )
+    with contextlib.closing(handler):
         return handler.restore(epath.Path(directory), args=args)
 
 
-def restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+def _restore_into(
+    directory: Any,
+    target: Any,
+    options: Mapping[str, Any],
+    *,
+    strict: bool,
+    partial: bool = False,
+    single_replica: bool = False,
+) -> Any:
+    """Restores with stock's tree handler what a target names, to where it says."""
+    make_args = (
+        single_replica_args if single_replica else ocp.checkpoint_utils.construct_restore_args
+    )
+    restore_args = make_args(target)
+    if not strict:
+        restore_args = jax.tree.map(_padded, restore_args)
+    args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
+    return _restore_tree(directory, args, options)
+
+
+def _padded(args: Any) -> Any:
+    return dataclasses.replace(args, strict=False) if hasattr(args, "strict") else args
+
+
+def _restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     """Restores with stock's standard handler; args is `ocp.args.StandardRestore`.
 
     Where the target says of all arrays where they shall lie, the tree handler does the same.
     """
     if args.item is not None and not args.support_layout and _says_where(args.item):
-        restore_args = ocp.checkpoint_utils.construct_restore_args(args.item)
-        if not args.strict:
-            restore_args = jax.tree.map(_padded, restore_args)
-        return restore_tree(directory, ocp.args.PyTreeRestore(args.item, restore_args), **options)
-    limit = options.get("restore_concurrent_gb") or concurrent_gb(directory)
+        return _restore_into(directory, args.item, options, strict=args.strict)
+    limit = options.get("restore_concurrent_gb") or _concurrent_gb(directory)
     handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
     with contextlib.closing(handler):
         return handler.restore(epath.Path(directory), args=args)
@@ -95,7 +121,7 @@ def _says_where(target: Any) -> bool:
     )
 
 
-def concurrent_gb(directory: Any) -> int:
+def _concurrent_gb(directory: Any) -> int:
     """Stock's limit in its own unit; stock refuses leaves that are larger than its limit."""
     try:
         arrays = shapes_told(epath.Path(directory))
@@ -105,7 +131,7 @@ def concurrent_gb(directory: Any) -> int:
     return max(_CONCURRENT_GB, int(max(sizes, default=0) / 1e9) + 2)
 
 
-def stand_in_sharding() -> jax.sharding.Sharding | None:
+def _stand_in_sharding() -> jax.sharding.Sharding | None:
     """Where arrays go whose devices do not exist here: the host's memory, where that is all."""
     if jax.process_count() == 1 and jax.default_backend() == "cpu":
         return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -146,7 +172,7 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     def as_stock(self) -> ocp.args.StandardRestore:
         """The stock arguments with the same meaning."""
-        fallback = self.fallback_sharding or stand_in_sharding()
+        fallback = self.fallback_sharding or _stand_in_sharding()
         return ocp.args.StandardRestore(self.item, self.strict, self.support_layout, fallback)
 
     def run(self, directory: Any, options: Mapping[str, Any]) -> Any:
@@ -157,27 +183,16 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         if self.item is not None:
             check_target(directory, self.item, **rules)
         if not (self.partial_restore or self.single_replica):
-            return restore_standard(directory, self.as_stock(), options)
+            return _restore_standard(directory, self.as_stock(), options)
         if self.item is None:
             raise ValueError(
                 "`partial_restore` and `single_replica` need a target: what is to be restored, and "
                 "where. Pass `GoCkptRestore(target, ...)`."
             )
-        if self.single_replica:
-            args = single_replica_args(self.item)
-        else:
-            args = ocp.checkpoint_utils.construct_restore_args(self.item)
-        if not self.strict:
-            args = jax.tree.map(_padded, args)
-        return restore_tree(
-            directory,
-            ocp.args.PyTreeRestore(self.item, args, partial_restore=self.partial_restore),
-            **options,
-        )
-
-
-def _padded(args: Any) -> Any:
-    return dataclasses.replace(args, strict=False) if hasattr(args, "strict") else args
+        return _restore_into(
+            directory, self.item, options, strict=self.strict,
+            partial=self.partial_restore, single_replica=self.single_replica,
+        )  # fmt: skip
 
 
 def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
@@ -198,6 +213,6 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         plain = args.transforms is None and args.legacy_transform_fn is None
         rules = {"cast": True, "strict": False, "partial": args.partial_restore}
         with explained(directory, args.item if plain else None, **rules):
-            return restore_tree(directory, args, **options)
+            return _restore_tree(directory, args, options)
     with explained(directory, args.item, cast=True, strict=args.strict):
-        return restore_standard(directory, args, options)
+        return _restore_standard(directory, args, options)

@@ -30,9 +30,7 @@ def newest_in(root: epath.Path) -> int | None:
 
 def nothing_in(root: epath.Path) -> NoCheckpointError:
     """The error for a directory without a whole checkpoint of this manager."""
-    found = _look(root)
-    held = "it does not exist" if found is None else f"found {found.describe()}"
-    return NoCheckpointError(f"{root}: there is no checkpoint to restore; {held}. {_advice(found)}")
+    return _no_checkpoint(root, f"{root}: there is no checkpoint to restore")
 
 
 def refuse_fresh_start(root: Any) -> None:
@@ -62,9 +60,7 @@ def items_of(path: epath.Path, root: epath.Path) -> list[str]:
       NoCheckpointError: There is no such step.
     """
     if not path.is_dir():
-        found = _look(root)
-        held = "it does not exist" if found is None else f"found {found.describe()}"
-        raise NoCheckpointError(f"{root} has no step `{path.name}`: {held}. {_advice(found)}")
+        raise _no_checkpoint(root, f"{root} has no step `{path.name}`")
     return [entry.name for entry in path.iterdir() if entry.is_dir()]
 
 
@@ -105,6 +101,12 @@ def unnamed(registry: Any, options: ocp.CheckpointManagerOptions) -> ocp.Checkpo
         ocp.CompositeCheckpointHandler(handler_registry=registry),
         multiprocessing_options=options.multiprocessing_options,
     )
+
+
+def _no_checkpoint(root: epath.Path, what: str) -> NoCheckpointError:
+    found = _look(root)
+    held = "it does not exist" if found is None else f"found {found.describe()}"
+    return NoCheckpointError(f"{what}: {held}. {_advice(found)}")
 
 
 def _look(root: epath.Path) -> Directory | None:

@@ -32,13 +32,11 @@ class WaitingSave:
       step: Its label.
       time: When it was accepted.
       arguments: For `ocp.CheckpointManager.save`; nothing in them changes any more.
-      pending: Its report.
     """
 
     step: int
     time: datetime.datetime
     arguments: Mapping[str, Any]
-    pending: PendingReport
 
     @property
     def metrics(self) -> Any:
@@ -54,6 +52,11 @@ class WaitingSave:
     def taken(self) -> list[TakenSave]:
         """Its trees of arrays."""
         return [x for x in self.arguments["args"].values() if isinstance(x, TakenSave)]
+
+    @property
+    def pending(self) -> PendingReport:
+        """Its report."""
+        return self.taken[0].pending
 
     def release(self) -> None:
         """Gives its bytes back, those on their way as soon as they have landed."""
@@ -100,12 +103,7 @@ class WaitingRoom:
           HostBudgetError: if the user's host budget cannot hold it even alone.
         """
         items = dict(arguments["args"].items())
-        if (why_not := self._why_not_now(step, items)) is not None:
-            return why_not  # the same everywhere
-        freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
-        no_room = self._why_no_room(items, freed_bytes)
-        processes = self._handler._gockpt_session.processes
-        if (why_not := processes.objection("room", no_room)) is not None:
+        if (why_not := self._why_not(step, items)) is not None:
             return why_not
         # `force` was for the policy, which has accepted it.
         rest = arguments.keys() - {"args", "force"}
@@ -114,25 +112,24 @@ class WaitingRoom:
         # What cannot be copied has been refused: the save that waits is still there.
         if self._why_no_room(items) is not None:
             self.supersede(step)  # that makes the room
-        self._handler.label = step
+        taken = self._take(items)
+        self.supersede(step)
+        now = datetime.datetime.now(tz=datetime.UTC)
+        self.occupant = WaitingSave(step, now, {**others, "args": ocp.args.Composite(**taken)})
+        return None
+
+    def _take(self, items: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the trees of arrays, all or none; other items are left as they are."""
         taken: dict[str, Any] = {}
         try:
-            for name, own in items.items():
-                taken[name] = self._handler.take(own) if self._is_ours(name, own) else own
+            for name, args in items.items():
+                taken[name] = self._handler.take(args) if self._is_ours(name, args) else args
         except BaseException:
             for args in taken.values():
                 if isinstance(args, TakenSave):
                     args.release()
             raise
-        pending = next(args.pending for args in taken.values() if isinstance(args, TakenSave))
-        self.supersede(step)
-        self.occupant = WaitingSave(
-            step=step,
-            time=datetime.datetime.now(tz=datetime.UTC),
-            arguments={**others, "args": ocp.args.Composite(**taken)},
-            pending=pending,
-        )
-        return None
+        return taken
 
     def leave(self) -> WaitingSave:
         """The save that waits goes to be written."""
@@ -162,8 +159,8 @@ class WaitingRoom:
             waiting.release()
             waiting.pending.failed(error)
 
-    def _why_not_now(self, step: int, items: Mapping[str, Any]) -> str | None:
-        """Why the items cannot be taken before they are written."""
+    def _why_not(self, step: int, items: Mapping[str, Any]) -> str | None:
+        """Why they cannot be taken before they are written; the same on every process."""
         if self.occupant is not None and self.occupant.step >= step:
             return f"a newer save waits, of step {self.occupant.step}"
         for name, args in items.items():
@@ -171,7 +168,9 @@ class WaitingRoom:
                 return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"
         if not any(self._is_ours(name, args) for name, args in items.items()):
             return "there is no tree of arrays in it"
-        return None
+        freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
+        no_room = self._why_no_room(items, freed_bytes)
+        return self._handler._gockpt_session.processes.objection("room", no_room)
 
     def _why_no_room(self, items: Mapping[str, Any], freed_bytes: int = 0) -> str | None:
         """Why this process's host budget cannot hold them; `None` if it can."""
