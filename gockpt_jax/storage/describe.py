@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
-import math
+from collections.abc import Mapping
 from typing import Any
 
-from gockpt_jax.storage import checksum_files, item_files
+from gockpt_jax.storage import checksum_files, grid, item_files
 from gockpt_jax.storage.checksum_files import ChecksumError
-from gockpt_jax.storage.stored_item import StoredItem, StoredLeaf, chunk_shape, for_each
+from gockpt_jax.storage.stored_item import (
+    StoredItem,
+    StoredLeaf,
+    chunk_shape,
+    for_each,
+    nbytes_of,
+)
 
 Json = dict[str, Any]
 
@@ -31,25 +38,8 @@ def describe_item(path: Any) -> Json:
       ValueError: A leaf's own metadata cannot be read; see `gockpt_jax verify`.
     """
     item = StoredItem(path)
-    placements = _placements(item)
-
-    def leaf(stored: StoredLeaf) -> Json:
-        told: Json = {"name": stored.name, "type": stored.value_type}
-        if stored.is_array:
-            store = item.open(stored.name)
-            dtype = store.dtype.numpy_dtype
-            told |= {
-                "dtype": dtype.name,
-                "shape": list(store.shape),
-                "chunk": list(chunk_shape(store)),
-                "bytes": math.prod(store.shape) * dtype.itemsize,
-                "placement": placements.get(stored.name),
-            }
-        elif stored.has_data and stored.value_type == "string":
-            told["value"] = item.strings.get(stored.name)
-        return told
-
-    leaves = list(for_each(((1, stored) for stored in item.leaves.values()), leaf))
+    describe = functools.partial(_leaf, item, _placements(item))
+    leaves = list(for_each(((1, stored) for stored in item.leaves.values()), describe))
     sizes = [size for _, size in item_files.files_of(item.path)]
     return {
         "path": str(item.path),
@@ -64,6 +54,22 @@ def describe_item(path: Any) -> Json:
         "custom_metadata": item.custom_metadata,
         "leaves": leaves,
     }
+
+
+def _leaf(item: StoredItem, placements: Mapping[str, str], stored: StoredLeaf) -> Json:
+    told: Json = {"name": stored.name, "type": stored.value_type}
+    if stored.is_array:
+        store = item.open(stored.name)
+        told |= {
+            "dtype": store.dtype.numpy_dtype.name,
+            "shape": list(store.shape),
+            "chunk": list(chunk_shape(store)),
+            "bytes": nbytes_of(store, grid.whole(store.shape)),
+            "placement": placements.get(stored.name),
+        }
+    elif stored.has_data and stored.value_type == "string":
+        told["value"] = item.strings.get(stored.name)
+    return told
 
 
 def _checksums(item: StoredItem) -> Json | None:

@@ -58,8 +58,22 @@ def check_target(
             if not partial
         ],
     }
-    shapes: list[str] = found.setdefault("of another shape", [])
-    dtypes: list[str] = found.setdefault("of another dtype", [])
+    found |= _other_arrays(item, stored, wanted, strict=strict, cast=cast)
+    if any(found.values()):
+        raise TargetError(_message(item.path, found))
+
+
+def _other_arrays(
+    item: StoredItem,
+    stored: Mapping[str, Stored],
+    wanted: Mapping[str, Any],
+    *,
+    strict: bool,
+    cast: bool,
+) -> dict[str, list[str]]:
+    """The leaves that are there, but not as the target has them."""
+    shapes: list[str] = []
+    dtypes: list[str] = []
     for name in sorted(wanted.keys() & stored.keys()):
         want, have = _as_stored(wanted[name]), stored[name]
         if want is None:
@@ -69,8 +83,7 @@ def check_target(
             shapes.append(line)
         elif not cast and want.dtype != have.dtype and item.leaves[name].value_type != "scalar":
             dtypes.append(line)
-    if any(found.values()):
-        raise TargetError(_message(item.path, found))
+    return {"of another shape": shapes, "of another dtype": dtypes}
 
 
 def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:

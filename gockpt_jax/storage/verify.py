@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -129,30 +130,30 @@ def verify_item(
     faults, processes = _check_files(path)
     found, leaves = _read_processes(path, processes)
     faults += found
-    notes: list[str] = []
-    jobs: list[Read] = []
     try:
         item = StoredItem(path)
     except StoredItemError as error:
         return Verdict(str(path), (*faults, str(error)))
-    faults += _check_leaves(item, leaves, notes)
+    found, notes = _check_leaves(item, leaves)
+    faults += found
+    jobs: list[Read] = []
     for name in sorted(leaves.keys() & item.leaves.keys()):
         found, of_leaf = _jobs_of(item, name, leaves[name])
         faults += found
         jobs += of_leaf
     mine = jobs[share[0] :: share[1]]
-    sized = ((job.held_bytes, job) for job in mine)
+    faults += _read(mine, limit_bytes, threads)
+    chunks, nbytes = sum(len(job.chunks) for job in mine), sum(job.nbytes for job in mine)
+    return Verdict(str(path), tuple(faults), tuple(notes), chunks, nbytes)
+
+
+def _read(jobs: Sequence[Read], limit_bytes: int, threads: int) -> list[str]:
+    """Reads what is to be read, and says what is wrong with it."""
+    sized = ((job.held_bytes, job) for job in jobs)
     with contextlib.closing(PlainReads(past_cache=True)) as reads:
         work = functools.partial(check, reads)
-        for found in for_each(sized, work, limit_bytes=limit_bytes, threads=threads):
-            faults += found
-    return Verdict(
-        str(path),
-        tuple(faults),
-        tuple(notes),
-        sum(len(job.chunks) for job in mine),
-        sum(job.nbytes for job in mine),
-    )
+        found = for_each(sized, work, limit_bytes=limit_bytes, threads=threads)
+        return list(itertools.chain.from_iterable(found))
 
 
 def _check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
@@ -211,20 +212,21 @@ def _read_processes(
 
 
 def _check_leaves(
-    item: StoredItem, leaves: Mapping[str, LeafChecksums], notes: list[str]
-) -> list[str]:
+    item: StoredItem, leaves: Mapping[str, LeafChecksums]
+) -> tuple[list[str], list[str]]:
     """The leaves with checksums are the tree's leaves; those of unknown types are noted."""
     faults = [
         f"`{name}` was written but is not in the tree's `_METADATA`"
         for name in sorted(leaves.keys() - item.leaves.keys())
     ]
+    notes = []
     for name in sorted(item.leaves.keys() - leaves.keys()):
         leaf = item.leaves[name]
         if leaf.is_array:
             faults.append(f"`{name}` has no checksums, so it was not written with this checkpoint")
         elif leaf.has_data and leaf.value_type != "string":
             notes.append(f"`{name}` has no checksums: it is a `{leaf.value_type}`")
-    return faults
+    return faults, notes
 
 
 def _jobs_of(item: StoredItem, name: str, leaf: LeafChecksums) -> tuple[list[str], list[Read]]:
