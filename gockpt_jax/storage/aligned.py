@@ -30,18 +30,11 @@ _libc = ctypes.CDLL(None)
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class Aligned:
-    """A buffer for each thread: a piece, with the blocks that it begins and ends in."""
+class ThreadBuffer(threading.local):
+    """Memory of each thread's own: a piece, with the blocks that it begins and ends in."""
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
-
-    def buffer(self) -> _Bytes:
-        """This thread's memory."""
-        buffer: _Bytes | None = getattr(self._of_thread, "buffer", None)
-        if buffer is None:
-            buffer = self._of_thread.buffer = aligned_empty(PIECE_BYTES + 2 * BLOCK_BYTES)
-        return buffer
+        self.memory = aligned_empty(PIECE_BYTES + 2 * BLOCK_BYTES)
 
 
 class Buffers:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.storage import grid
-from gockpt_jax.storage.aligned import BLOCK_BYTES, O_DIRECT, Aligned, set_direct, threads
+from gockpt_jax.storage.aligned import BLOCK_BYTES, O_DIRECT, ThreadBuffer, set_direct, threads
 from gockpt_jax.storage.pieces import piece_shape
 
 _THREADS = 8
@@ -144,7 +144,7 @@ class PlainReads:
 
     def __init__(self, past_cache: bool) -> None:
         self._pool = threads(_THREADS, "gockpt_read")
-        self._aligned = Aligned()
+        self._buffer = ThreadBuffer()
         self._past_cache = past_cache
 
     def start(
@@ -201,7 +201,7 @@ class PlainReads:
             if past_cache and set_direct(fd, True):
                 return self._fetch_direct(fd, piece, out)
             if out is None:
-                out = self._aligned.buffer()[: piece.nbytes]
+                out = self._buffer.memory[: piece.nbytes]
             _read_all(fd, out, piece.offset)
             return out
         except OSError as error:
@@ -220,7 +220,7 @@ class PlainReads:
         if not rest:
             assert out is not None
             return out
-        buffer = self._aligned.buffer()
+        buffer = self._buffer.memory
         blocks = -(-(skip + rest) // BLOCK_BYTES) * BLOCK_BYTES
         _read_all(fd, buffer[:blocks], piece.offset - skip + whole, at_least=skip + rest)
         found = buffer[skip : skip + rest]

@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from etils import epath
 
-from gockpt_jax.errors import VerifyError, brief
+from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage import checksum_files, item_files
-from gockpt_jax.storage.checksum_files import Checksum, ChecksumError, LeafChecksums
-from gockpt_jax.storage.coverage import cell_of, cover_fault
+from gockpt_jax.storage.checksum_files import ChecksumError, LeafChecksums
 from gockpt_jax.storage.directory import Step, look_into
 from gockpt_jax.storage.plain_array import PlainReads
 from gockpt_jax.storage.stored_item import (
@@ -26,10 +25,9 @@ from gockpt_jax.storage.stored_item import (
     READ_THREADS,
     StoredItem,
     StoredItemError,
-    chunk_shape,
     for_each,
 )
-from gockpt_jax.storage.verify_read import Read, check
+from gockpt_jax.storage.verify_chunks import Read, check, reads_of
 
 State = Literal["whole", "damaged", "unchecked"]
 
@@ -138,7 +136,7 @@ def verify_item(
     faults += found
     jobs: list[Read] = []
     for name in sorted(leaves.keys() & item.leaves.keys()):
-        found, of_leaf = _jobs_of(item, name, leaves[name])
+        found, of_leaf = reads_of(item, name, leaves[name])
         faults += found
         jobs += of_leaf
     mine = jobs[share[0] :: share[1]]
@@ -227,29 +225,3 @@ def _check_leaves(
         elif leaf.has_data and leaf.value_type != "string":
             notes.append(f"`{name}` has no checksums: it is a `{leaf.value_type}`")
     return faults, notes
-
-
-def _jobs_of(item: StoredItem, name: str, leaf: LeafChecksums) -> tuple[list[str], list[Read]]:
-    """Opens a leaf, checks what it is, and plans its reads: each zarr chunk is read once."""
-    try:
-        store = item.open(name)
-    except Exception as error:
-        return [f"`{name}` cannot be opened: {brief(error)}"], []
-    faults = []
-    stored = store.dtype.numpy_dtype.name
-    if stored != leaf.dtype:
-        faults.append(f"`{name}`: expected {leaf.dtype}, found {stored}")
-    uncovered = cover_fault(tuple(store.shape), leaf.chunks)
-    if uncovered:
-        return [*faults, f"`{name}`: {uncovered}"], []
-    plain = item.plain(name)
-    groups: dict[Any, list[Checksum]] = {}
-    for chunk in leaf.chunks:
-        cell = cell_of(chunk_shape(store), chunk, tuple(store.shape))
-        groups.setdefault(cell or (chunk.start, chunk.stop), []).append(chunk)
-    jobs = []
-    for key, of_group in groups.items():
-        box = tuple(map(slice, *key))
-        is_file = plain is not None and len(of_group) == 1 and plain.is_file(box)
-        jobs.append(Read(name, store, box, of_group, plain if is_file else None))
-    return faults, jobs
