@@ -155,10 +155,9 @@ class GoCkptManager(SavesInTurn):
         """
         self._gockpt_session.abandon("a checkpoint was restored")
         self._finish_saves()  # as stock does; a window's failure is no matter of theirs
-        wanted = kwargs.get("args")
-        is_bare = wanted is not None and not isinstance(wanted, ocp.args.Composite)
-        item = self._gockpt_naming.item_of(wanted) if is_bare else ""
-        elsewhere = kwargs.get("directory")
+        wanted, elsewhere = kwargs.get("args"), kwargs.get("directory")
+        is_named = wanted is None or isinstance(wanted, ocp.args.Composite)
+        item = None if is_named else self._gockpt_naming.item_of(wanted)
         root = epath.Path(elsewhere or self.directory)
         if step is None:
             step = resume.newest_in(root) if elsewhere else super().latest_step()
@@ -168,18 +167,21 @@ class GoCkptManager(SavesInTurn):
         items = resume.items_of(path, root)
         if verify:
             resume.require_whole_step(path)
-        if arguments.UNNAMED in items and (is_bare or wanted is None):
-            asked = ocp.args.Composite(**({arguments.UNNAMED: wanted} if is_bare else {}))
-            stock = resume.unnamed(self._gockpt_naming.registry, self._gockpt_options)
-            return stock.restore(path, args=asked)[arguments.UNNAMED]
-        if is_bare and item not in items:
+        if arguments.UNNAMED in items and (item or wanted is None):
+            return self._restore_unnamed(path, wanted)
+        if item is not None and item not in items:
             raise resume.no_item(path, item, items)
-        if wanted is not None:
-            kwargs["args"] = self._gockpt_naming.name(wanted)
-        restored = super().restore(step, *args, **kwargs)
         if wanted is None:
-            return self._gockpt_naming.unname(restored)
-        return restored[item] if is_bare else restored
+            return self._gockpt_naming.unname(super().restore(step, *args, **kwargs))
+        kwargs["args"] = self._gockpt_naming.name(wanted)
+        restored = super().restore(step, *args, **kwargs)
+        return restored if item is None else restored[item]
+
+    def _restore_unnamed(self, path: epath.Path, wanted: Any) -> Any:
+        """Restores the bare item of a step that stock wrote."""
+        asked = {} if wanted is None else {arguments.UNNAMED: wanted}
+        stock = resume.unnamed(self._gockpt_naming.registry, self._gockpt_options)
+        return stock.restore(path, args=ocp.args.Composite(**asked))[arguments.UNNAMED]
 
     def latest_step(self) -> int | None:
         """The newest save's label, as stock gives it; `None` where training has not saved yet.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import gockpt_jax
+from gockpt_jax import storage
 
 PACKAGE = Path(gockpt_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -69,6 +71,20 @@ def test_imports_run_one_way(path):
             imported = name.split(".")[1]
             if imported != room(path):
                 assert RANKS[imported] < RANKS[room(path)], f"imports {name}"
+
+
+def test_files_of_storage_import_one_way():
+    """As the room's own table of groups says, in which each file is once."""
+    groups = re.findall(r"^    \w[\w ]*: ((?:.|\n      )*)$", storage.__doc__, re.MULTILINE)
+    rank = {name: n for n, names in enumerate(groups) for name in re.findall(r"\w+", names)}
+    files = [path for path in FILES if room(path) == "storage" and path.stem != "__init__"]
+    assert len(groups) == 6
+    assert sorted(rank) == [path.stem for path in files]
+    for path in files:
+        for name in imports(parse(path)):
+            parts = name.split(".")
+            if parts[:2] == ["gockpt_jax", "storage"]:
+                assert rank[parts[2]] <= rank[path.stem], f"{path.name} imports {name}"
 
 
 @every_file

@@ -6,7 +6,7 @@ from rich.console import Console
 from gockpt_jax.storage.directory import look_into
 from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
 
-_FILE_COLUMNS = 160
+FILE_COLUMNS = 160
 
 
 class UnreadableError(click.ClickException):
@@ -50,5 +50,5 @@ def make_console() -> Console:
     """As wide as the terminal; wide enough for whole lines where a file or a pipe takes them."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = _FILE_COLUMNS
+        console.width = FILE_COLUMNS
     return console

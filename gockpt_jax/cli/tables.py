@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import rich.box
-import rich.console
 import rich.table
 
+from gockpt_jax.cli.console import FILE_COLUMNS, make_console
 from gockpt_jax.cli.quantities import say_count, say_percent, say_secs
 from gockpt_jax.cli.trade import Layout, Machine, Row, chosen_row, goodput
 from gockpt_jax.window.cost import describe_bytes
@@ -155,8 +155,8 @@ def show(table: Table, asked: Asked | None) -> None:
         shown.add_column(head, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         shown.add_row(*row)
-    width = max(rich.console.Console().width, 160)  # of a pipe it would be 80
-    console = rich.console.Console(highlight=False, width=width)
+    console = make_console()
+    console.width = max(console.width, FILE_COLUMNS)
     console.print(shown)
     if asked is not None:
         machine, stock, chosen = asked.machine, asked.rows[0], chosen_row(asked.rows)
@@ -167,5 +167,4 @@ def show(table: Table, asked: Asked | None) -> None:
             f"{say_secs(machine.step_secs)} s; stock loses {say_percent(asked.loss(stock))} at one "
             f"save in {asked.interval_steps} steps, the planner "
             f"{say_percent(asked.loss(chosen))}.",
-            soft_wrap=True,
         )

@@ -1,4 +1,4 @@
-"""A leaf's zarr chunk grid: the cells that a box of the leaf is made of."""
+"""Boxes of an array, and the cells of its zarr chunk grid that they are made of."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -83,9 +83,8 @@ def make_tree_handler(
       ValueError: A limit is not positive.
     """
     together = options.pop("multiprocessing_options", None) or ocp.options.MultiprocessingOptions()
-    save_concurrent_gb = options.pop("save_concurrent_gb", None)
-    if save_concurrent_gb is not None:
-        write_limit_bytes = int(save_concurrent_gb * 10**9)
+    if (limit_gb := options.pop("save_concurrent_gb", None)) is not None:
+        write_limit_bytes = int(limit_gb * 10**9)
     writer = HostArrayHandler(
         write_limit_bytes=write_limit_bytes,
         host=host,
