@@ -147,6 +147,34 @@ def test_a_stock_manager_saves_a_label_again(tmp_path: Path) -> None:
     assert [(r.step, r.state_bytes) for r in handler.reports] == [(7, 8)] * 2
 
 
+@pytest.mark.parametrize("at", ["leaf_writer._check_data", "tree_handler.why_no_files"])
+@pytest.mark.parametrize("is_handed_over", [True, False])
+def test_a_save_that_fails_under_a_stock_manager_is_reported(
+    at: str, is_handed_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it writes, and where it is begun: on a thread of Orbax's, or on the trainer's."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    def save(label: int) -> None:
+        manager.save(label, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+        manager.wait_until_finished()
+
+    if not is_handed_over:
+        monkeypatch.setattr("gockpt_jax.storage.handler.settled", lambda *_: None)
+    handler = gockpt.GoCkptHandler(use_ocdbt=False)
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        save(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"gockpt_jax.storage.{at}", fail)
+            with pytest.raises(OSError, match="the disk is gone"):
+                save(1)
+        assert handler.window_status == "idle"
+        told = [(r.step, r.error and "the disk is gone" in r.error) for r in handler.reports]
+        assert told == [(0, None), (1, True)]
+
+
 def test_leaves_on_several_meshes_of_the_same_devices(tmp_path: Path) -> None:
     """Axes of the same names, and shards of the same sizes, which are not the same shards."""
     values = np.arange(64.0, dtype=np.float32).reshape(8, 8)

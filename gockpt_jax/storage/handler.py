@@ -22,7 +22,7 @@ from gockpt_jax.storage.restore import GoCkptRestore, restore
 from gockpt_jax.storage.taken import TakenSave, as_tree_save, host_array, leaves_to_save
 from gockpt_jax.storage.tree_handler import TreeHandlers
 from gockpt_jax.storage.write_budget import WriteStats, collecting
-from gockpt_jax.storage.written import Failed, Voting, Written
+from gockpt_jax.storage.written import Failed, Reported, Voting, Written
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
@@ -31,11 +31,9 @@ from gockpt_jax.window.slots import give_back
 
 # Options of the tree handler that matter when it reads.
 _READING = (
-    "type_handler_registry",
-    "restore_concurrent_gb",
-    "multiprocessing_options",
+    "type_handler_registry", "restore_concurrent_gb", "multiprocessing_options",
     "pytree_metadata_options",
-)
+)  # fmt: skip
 
 
 class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -84,15 +82,11 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False
-        limit = self._gockpt_window_options.write_limit_bytes
-        self._trees = TreeHandlers(
-            write_limit_bytes=limit, host=self._gockpt_session.host, **options
-        )
+        limit, host = self._gockpt_window_options.write_limit_bytes, self._gockpt_session.host
+        self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
         self._look_up = look_up(options.get("type_handler_registry"))
         self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
-        self._restore_options = {"multiprocessing_options": together} | {
-            key: options[key] for key in _READING if key in options
-        }
+        self._restore_options = {key: options[key] for key in _READING if key in options}
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
         self.has_manager = False  # of ours, which knows labels, refused saves and commits
@@ -135,7 +129,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             )
             if self.pending is not None:
                 self.pending.returned(entered_at)
-        return [written if self.votes is not None else self._voting(written)]
+        return [self._told(written)]
 
     def take(self, args: Any, entered_at: float | None = None) -> TakenSave:
         """Seals the window (or takes a snapshot): no step can change any more what is written.
@@ -199,15 +193,20 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
                 futures = await tree.async_save(directory, args=taken.save)
         except BaseException as error:
             taken.release()
+            if not self.has_manager:
+                taken.pending.failed(error)
             error.add_note(f"gockpt_jax: while {directory} was handed to Orbax.")
             raise
         return Written(futures or (), taken.pending.record, stats, directory)
 
-    def _voting(self, written: ocp.future.Future) -> ocp.future.Future:
+    def _told(self, written: ocp.future.Future) -> ocp.future.Future:
+        """The same writes, of which a manager that is not ours tells nobody how they ended."""
         processes = self._gockpt_session.processes
-        return (
-            Voting(written, processes, self.pending, self.label) if processes.several else written
-        )
+        if self.votes is None and processes.several:
+            written = Voting(written, processes, self.pending, self.label)
+        if self.has_manager or self.pending is None:
+            return written
+        return Reported(written, self.pending)
 
     def _begin(self, directory: Any) -> None:
         """Items of one save lie in one directory, each once; whatever else comes is another save.

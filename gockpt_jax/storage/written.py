@@ -81,3 +81,19 @@ class Voting(ocp.future.Future):  # type: ignore[misc]
             raise failure from error
         if self._pending is not None and jax.process_index():
             self._pending.committed()  # but for merge and rename, of which only process 0 hears
+
+
+class Reported(ocp.future.Future):  # type: ignore[misc]
+    """A save's writes, whose failure is put into its report; for managers that do not do that."""
+
+    def __init__(self, written: ocp.future.Future, pending: PendingReport):
+        self._written = written
+        self._pending = pending
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for every write; raises what the first failing one raised."""
+        try:
+            self._written.result(timeout)
+        except BaseException as error:
+            self._pending.failed(error)
+            raise
