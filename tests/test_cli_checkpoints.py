@@ -68,6 +68,17 @@ def test_inspect_shows_everything_but_the_values(tmp_path):
     assert json.loads(run("inspect", root / "7/state", "--json").output)["kind"] == "item"
 
 
+def test_inspect_of_what_is_damaged(tmp_path):
+    root = saved(tmp_path, {"w": jnp.ones(3)})
+    (root / "0/_CHECKPOINT_METADATA").write_text("{}")
+    (root / "0/state/_sharding").write_text("?")
+    (root / "0/state/_gockpt_checksums/item.json").write_text("{}")
+    told = json.loads(run("inspect", root, "--json").output)["items"][0]
+    assert "item.json` is damaged" in told["checksums"]["error"]
+    assert told["leaves"][0]["placement"] is None
+    assert "never" in run("inspect", root).output
+
+
 def test_inspect_of_nothing(tmp_path):
     assert run("inspect", tmp_path / "absent").exit_code == 2
     assert "there is no such directory" in run("inspect", tmp_path / "absent").output
@@ -99,6 +110,7 @@ def test_every_kind_of_difference(tmp_path, base):
     step = abs(float(w[9, 1]) - float(np.asarray(tree["w"])[9, 1]))
     tree |= {
         "w": jnp.asarray(w), "b": jnp.ones((3,)), "n": jnp.arange(5), "name": "another", "new": 1,
+        "empty": None,
     }  # fmt: skip
     del tree["x[dim]"]
     other = saved(tmp_path / "other", tree)
@@ -106,7 +118,7 @@ def test_every_kind_of_difference(tmp_path, base):
     kinds = {name: leaf.kind for name, leaf in found.items()}
     assert kinds == {
         "w": "values", "b": "dtype", "n": "shape", "name": "values", "new": "only in B",
-        "x[dim]": "only in A",
+        "x[dim]": "only in A", "empty": "type",
     }  # fmt: skip
     assert (found["w"].elements, found["w"].size, found["w"].max_ulps) == (2, 128, 2)
     assert found["w"].max_absolute == pytest.approx(step, rel=0.5)

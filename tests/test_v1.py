@@ -92,6 +92,20 @@ def test_a_target_as_v1_describes_it(tmp_path):
             assert [type(loaded[x]) for x in ("n", "numpy")] == [int, np.ndarray]
 
 
+def test_what_fails_when_it_is_finalized_fails_the_save(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is gone")
+
+    with GoCkptCheckpointable() as windows:
+        checkpointer = v1.training.Checkpointer(tmp_path)
+        monkeypatch.setattr(windows._handler, "finalize", fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            checkpointer.save_checkpointables(0, {"state": windows(fresh())})
+        with pytest.raises(OSError, match="the disk is gone"):
+            checkpointer.close()
+    assert not (tmp_path / "0").exists()
+
+
 def test_a_failed_write_fails_the_save_and_the_next_one_is_whole(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")

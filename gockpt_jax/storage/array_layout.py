@@ -108,7 +108,7 @@ def chunk_count(shape: Shape, chunk: Shape) -> int:
 
 
 def chunk_shape(
-    shape: Shape, write: Shape, itemsize: int, limit_bytes: int | None, shard_axes: Shape = ()
+    shape: Shape, write: Shape, itemsize: int, limit_bytes: int, shard_axes: Shape = ()
 ) -> Shape:
     """Splits `write` into equal chunks of at most `limit_bytes`, as stock does.
 
@@ -119,20 +119,17 @@ def chunk_shape(
       shape: The global shape.
       write: The shape of what one process or replica writes at once.
       itemsize: Bytes per element as stored.
-      limit_bytes: The largest chunk in bytes; None for no limit.
+      limit_bytes: The largest chunk in bytes.
       shard_axes: Axes to cut to length 1, whatever the limit.
 
     Raises:
       ValueError: The limit is below one element, or an axis does not exist.
     """
-    chunk = list(write)
-    if any(not 0 <= axis < len(chunk) for axis in shard_axes):
+    if any(not 0 <= axis < len(write) for axis in shard_axes):
         raise ValueError(
-            f"`shard_axes`: expected axes of a {len(chunk)}-d array, got {shard_axes}."
+            f"`shard_axes`: expected axes of a {len(write)}-d array, got {shard_axes}."
         )
     chunk = [1 if axis in shard_axes else n for axis, n in enumerate(write)]
-    if limit_bytes is None:
-        return tuple(chunk)
     if limit_bytes < itemsize:
         raise ValueError(f"`chunk_byte_size`: expected at least {itemsize}, got {limit_bytes}.")
     is_cut = [n != w or i in shard_axes for i, (n, w) in enumerate(zip(shape, write, strict=True))]

@@ -55,10 +55,6 @@ class PlainArrayReader(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         self._others = others
         self._limit_bytes = limit_bytes
 
-    async def metadata(self, infos: Sequence[Any]) -> Any:
-        """As stock."""
-        return await self._others.metadata(infos)
-
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Reads arrays; the results are in the order of `infos`."""
         args = list(args or [ocp.RestoreArgs()] * len(infos))

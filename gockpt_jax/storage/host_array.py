@@ -153,11 +153,6 @@ class HostArray:
             shard.release()
 
     @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
     def size(self) -> int:
         """The number of elements of the global array."""
         return math.prod(self.shape)
@@ -166,9 +161,3 @@ class HostArray:
     def nbytes(self) -> int:
         """The bytes of the global array (not only of this process's shards)."""
         return self.size * self.dtype.itemsize
-
-    def __repr__(self) -> str:
-        return (
-            f"HostArray(shape={self.shape}, dtype={self.dtype}, sharding={self.sharding},"
-            f" shards={len(self.shards)}, key_impl={self.key_impl!r})"
-        )

@@ -84,13 +84,11 @@ class PlainArray:
         """Cuts the files that hold boxes of the array into reads of at most 4 MiB.
 
         Args:
-          boxes: Of the array; they may overlap.
+          boxes: Of the array, one at least; they may overlap.
 
         Yields:
           Each piece of a file at most once, whatever the number of boxes that have part in it.
         """
-        if not boxes:
-            return
         hull = tuple(
             slice(min(s.start for s in axis), max(s.stop for s in axis))
             for axis in zip(*boxes, strict=True)

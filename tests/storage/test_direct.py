@@ -1,6 +1,8 @@
 """Files written past the page cache, and which layout is the default where."""
 
 import concurrent.futures
+import errno
+import fcntl
 import itertools
 import os
 import pathlib
@@ -43,6 +45,23 @@ def test_files_hold_the_bytes(tmp_path, files, monkeypatch, has_direct_mode, off
         assert future.result() == checksums.digest(base[start : start + n])
         found = pathlib.Path(f"{tmp_path}/new/{n}").read_bytes()
         assert found == base[start : start + n].tobytes(), n
+
+
+def test_a_file_system_without_direct_mode(tmp_path, files, monkeypatch):
+    refused = []
+
+    def refuse(fd, command, flags=0):
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            refused.append(fd)
+            raise OSError(errno.EINVAL, "no such mode")
+        return control(fd, command, flags)
+
+    control = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    values = np.arange(2**19, dtype=np.float32)
+    files.write(f"{tmp_path}/x", values).result()
+    assert refused
+    assert (tmp_path / "x").read_bytes() == values.tobytes()
 
 
 def test_values_are_in_c_order(tmp_path, files):

@@ -196,6 +196,10 @@ def test_chunk_shapes_are_those_of_stock(tmp_path):
         )
         ours = chunk_shape(shape, write, 4, min(limit_bytes or 2**31, 2**31))
         assert ours == tuple(stock["metadata"]["chunks"])
+    with pytest.raises(ValueError, match="`chunk_byte_size`: expected at least 4, got 3"):
+        chunk_shape((8,), (8,), 4, 3)
+    with pytest.raises(ValueError, match=r"`shard_axes`: expected axes of a 1-d array, got \(1,\)"):
+        chunk_shape((8,), (8,), 4, 8, (1,))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
-from gockpt_jax.storage import array_reader, pieces, plain_array
+from gockpt_jax.storage import array_reader, grid, pieces, plain_array
 from gockpt_jax.storage.plain_array import PlainArray, PlainReads
 from gockpt_jax.storage.restore import restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
@@ -37,9 +37,11 @@ def stored(folder, values, chunk, **metadata):
     return str(folder)
 
 
-def read(array, boxes, **options):
+def read(array, boxes, *, is_aligned=True, **options):
     reads = PlainReads(**options)
-    found = [np.empty([s.stop - s.start for s in box], array.dtype) for box in boxes]
+    shapes = [grid.shape_of(box) for box in boxes]
+    made = array_reader._empty if is_aligned else np.empty
+    found = [made(shape, array.dtype) for shape in shapes]
     try:
         for future in reads.start(array, list(zip(boxes, found, strict=True))):
             future.result()
@@ -69,8 +71,28 @@ def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cac
         assert array is not None
         assert (array.shape, array.chunk, array.dtype) == (shape, tuple(chunk), values.dtype)
         boxes = [random_box(rng, shape) for _ in range(3)] + [tuple(slice(0, n) for n in shape)]
-        for found, box in zip(read(array, boxes, past_cache=past_cache), boxes, strict=True):
-            assert found.tobytes() == values[box].tobytes()
+        for is_aligned in (True, False):
+            read_now = read(array, boxes, past_cache=past_cache, is_aligned=is_aligned)
+            for found, box in zip(read_now, boxes, strict=True):
+                assert found.tobytes() == values[box].tobytes()
+
+
+def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
+    """But for what lies in the file's last block: nothing is copied, and there is no buffer."""
+    monkeypatch.setattr(plain_array, "_is_cached", lambda fd, piece: False)
+    values = np.arange(5 * 1024 + 100, dtype=np.float32)
+    array = PlainArray.found_in(stored(tmp_path, values, [values.size]))
+    reads, fill = [], plain_array._read_all
+
+    def read_all(fd, out, *at, **options):
+        reads.append(out)
+        fill(fd, out, *at, **options)
+
+    monkeypatch.setattr(plain_array, "_read_all", read_all)
+    (found,) = read(array, [(slice(0, values.size),)], past_cache=True)
+    assert found.tobytes() == values.tobytes()
+    assert [np.shares_memory(out, found) for out in reads] == [True, False]
+    assert [out.nbytes for out in reads] == [5 * 4096, 4096]
 
 
 def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):

@@ -96,6 +96,9 @@ def test_parameters_only(reader):
     assert restored["params"]["w"].sharding == target["params"]["w"].sharding
     with pytest.raises(gockpt.TargetError, match=r"opt\.1\.mu\.b: bfloat16\[8\]"):
         reader.restore(3, args=GoCkptRestore(target))
+    for how in ("partial_restore", "single_replica"):
+        with pytest.raises(ValueError, match="need a target"):
+            reader.restore(3, args=GoCkptRestore(**{how: True}))
 
 
 def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):

@@ -245,6 +245,24 @@ def test_a_foreign_and_a_missing_file(item, layout):
     assert "the item `state` is missing" in faults_of(item.parent)
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (None, "`_CHECKPOINT_METADATA` is missing"),
+        ("{", "`_CHECKPOINT_METADATA` is damaged"),
+        ("{}", "`_CHECKPOINT_METADATA` names no time of commit"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["ocdbt"])
+def test_the_metadata_of_the_step(item, layout, text, fault):
+    file = item.parent / "_CHECKPOINT_METADATA"
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    assert [f for f in faults_of(item.parents[1]) if fault in f]
+
+
 def rewrite(item, change, process=0):
     """Changes what the checksums say, and makes them agree among themselves again."""
     file = item / FOLDER / f"process_{process}.json"

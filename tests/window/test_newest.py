@@ -282,6 +282,26 @@ def test_items_that_cannot_be_taken_beforehand_are_skipped(start):
     loop.manager.close()
 
 
+def test_items_are_taken_all_or_none(start):
+    loop = start(4)
+    loop.train(7)
+    loop.update()
+    loop.settle()
+    used_bytes = loop.session.host.used_bytes
+    gone = jax.numpy.ones(3)
+    gone.delete()
+    args = ocp.args.Composite(state=GoCkptSave(loop.state), other=GoCkptSave({"gone": gone}))
+    with pytest.raises(ValueError, match="is gone"):
+        loop.manager.save(8, args=args)
+    assert loop.manager._gockpt_waiting.occupant is None
+    loop.settle()
+    assert loop.session.host.used_bytes <= used_bytes
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4)
+    loop.manager.close()
+
+
 def test_without_room_it_is_skipped(start):
     budget = 2 * STATE_BYTES + 100  # for two states, or a window
     loop = start(4, window={"host_budget_bytes": budget, "audit": None})
