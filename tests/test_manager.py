@@ -336,7 +336,8 @@ def test_a_save_of_plain_files_says_nothing_of_a_merge(tmp_path, caplog):
     assert "merge" not in caplog.text
 
 
-def test_each_attempt_at_a_save_is_voted_on(tmp_path):
+@pytest.mark.parametrize("refused_by", ["us", "stock"])
+def test_each_attempt_at_a_save_is_voted_on(tmp_path, monkeypatch, refused_by):
     """The second one is in the same directory as the first, which was refused."""
 
     class Votes:
@@ -351,12 +352,20 @@ def test_each_attempt_at_a_save_is_voted_on(tmp_path):
         def cancel(self):
             pass
 
-    gone, alive = jnp.ones(2), jnp.ones(2)
-    gone.delete()
+    def refuse(self, tree):
+        raise ValueError("is refused")
+
+    bad, good = jnp.ones(2), jnp.ones(2)
+    monkeypatch.setattr("gockpt_jax.storage.handler.settled", lambda *_: None)
     with GoCkptManager(tmp_path) as manager:
         votes = manager._gockpt_handler.votes = Votes()
-        with pytest.raises(ValueError, match="is gone"):
-            manager.save(0, args=GoCkptSave({"w": gone}))
-        manager.save(0, args=GoCkptSave({"w": alive}))
+        with monkeypatch.context() as patch:
+            if refused_by == "us":
+                bad.delete()
+            else:
+                patch.setattr("gockpt_jax.storage.tree_handler.TreeHandlers.of", refuse)
+            with pytest.raises(ValueError, match=r"is (gone|refused)"):
+                manager.save(0, args=GoCkptSave({"w": bad}))
+        manager.save(0, args=GoCkptSave({"w": good}))
         manager.wait_until_finished()
     assert votes.begun == [0, 0]

@@ -236,7 +236,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         for arrays, stats in self._items.values():
             for array in () if stats.peak_inflight_bytes else arrays:
                 array.release()
-        self._items = {}
+        self._save, self._items = "", {}
 
     def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""

@@ -47,20 +47,6 @@ class RegistryView:
             return False
         return True
 
-    def add(
-        self,
-        ty: Any,
-        handler: ocp.type_handlers.TypeHandler,
-        func: Callable[[Any], bool] | None = None,
-        override: bool = False,
-        ignore_warnings: bool = False,
-    ) -> None:
-        """Always raises TypeError: this is a view, and its registry belongs to somebody else."""
-        raise TypeError(
-            f"Cannot add {ty} here. Use `ocp.type_handlers.register_type_handler`, or add it to the"
-            " registry that was given as `type_handler_registry`."
-        )
-
 
 def look_up(registry: Any) -> Callable[[Any], ocp.type_handlers.TypeHandler]:
     """The look-up of a registry; of Orbax's global one where none is given."""
