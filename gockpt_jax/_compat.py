@@ -190,6 +190,14 @@ def varies(aval: Any) -> bool:
     return bool(getattr(aval, "vma", ()) if types is None else types.varying)
 
 
+def lies_as_pmap_left_it(sharding: Any) -> bool:
+    """Whether programs compiled ahead refuse arrays that lie so: the results of `pmap` in jax 0.7.
+
+    From jax 0.8 on they have a `NamedSharding`; the name of this one is deprecated there.
+    """
+    return type(sharding).__name__ == "PmapSharding"
+
+
 def committed(array: Any) -> bool:
     """Whether an array is pinned to its devices (`jax.Array.committed` came with jax 0.5)."""
     return bool(getattr(array, "committed", getattr(array, "_committed", True)))

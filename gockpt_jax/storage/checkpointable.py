@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from orbax.checkpoint import v1
 
 from gockpt_jax.options import WindowOptions
@@ -84,7 +85,7 @@ class GoCkptCheckpointable(WindowFace):
                 await asyncio.to_thread(future.result)
             # v1 asks nobody to finalize. The others would wait for one that fails in it.
             error = None
-            if v1.multihost.is_primary_host(0):
+            if ocp.multihost.is_primary_host(0):
                 try:
                     await asyncio.to_thread(self._handler.finalize, path)
                 except Exception as failed:

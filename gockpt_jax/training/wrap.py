@@ -227,7 +227,7 @@ def _why_no_program(step: Any) -> str | None:
         remedy = "pass the function that `jax.jit` returned, before `.lower().compile()`"
     elif isinstance(step, functools.partial):
         remedy = "wrap the jitted function, and bind arguments to the wrapped one"
-    elif kind == "function" and hasattr(step, "lower"):
+    elif kind == "PmapFunction" or (kind == "function" and hasattr(step, "lower")):  # jax 0.7; 0.8
         kind, remedy = "jax.pmap", "use `jax.jit` of `jax.shard_map` over a mesh"
     elif kind == "function":
         remedy = "wrap the function in `jax.jit` first"

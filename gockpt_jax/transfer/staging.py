@@ -38,7 +38,8 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """
     staged: list[Any] = [None] * len(arrays)
     for i, array in enumerate(arrays):
-        if in_host_memory(array.sharding):  # a program would put its result on the device
+        # Of the one a program would put its copy on the device, of the other on the first device.
+        if in_host_memory(array.sharding) or _compat.lies_as_pmap_left_it(array.sharding):
             data = jax.random.key_data(array) if is_key_type(array.dtype) else array
             staged[i] = jax.device_put(data, data.sharding, may_alias=False)
     for positions in _by_devices(arrays, staged):
