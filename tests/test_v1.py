@@ -13,6 +13,9 @@ from window.training_loop import BATCH, assert_same, fresh, to_host, update
 import gockpt_jax as gockpt
 from gockpt_jax.v1 import GoCkptCheckpointable
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(v1.training.Checkpointer, "load"), reason="an older v1 (docs/integrations.md)"
+)
 EVERY = v1.training.save_decision_policies.FixedIntervalPolicy(6)
 LABELS = range(1, 25)  # 6, 12, 18 and 24 are saved
 WINDOW = gockpt.WindowOptions(steps=4)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from bits import to_host
 
 import gockpt_jax
 
@@ -149,12 +150,7 @@ def given(args) -> Given:
 def bits(tree) -> list[np.ndarray]:
     """The leaves, on the host."""
     with jax.transfer_guard("allow"):
-        return [np.array(data(leaf)) for leaf in jax.tree.leaves(tree)]
-
-
-def data(leaf):
-    is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+        return list(to_host(tree).values())
 
 
 def assert_same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
