@@ -23,7 +23,7 @@ help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
 	@echo 'make demo    train, kill inside a checkpoint window, resume, compare bit for bit'
 	@echo 'make test    all tests'
-	@echo 'make test-compat  storage, manager and examples with the oldest and the newest Orbax'
+	@echo 'make test-compat  the library and its examples with the oldest and the newest versions'
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
@@ -65,8 +65,9 @@ test: $(STAMP)
 OLDEST := orbax-checkpoint==0.11.33 jax==0.7.2 flax==0.12.0 tensorstore==0.1.78
 NEWEST := orbax-checkpoint jax flax optax tensorstore
 COMPAT_VENV ?= .venv-compat
-COMPAT_TESTS := tests/storage tests/window tests/faults tests/test_manager.py \
-	tests/test_every_manager.py tests/test_example.py tests/test_nnx_example.py
+COMPAT_TESTS := tests/training tests/transfer tests/replay tests/window tests/storage tests/faults \
+	tests/test_manager.py tests/test_every_manager.py tests/test_v1.py tests/test_docs.py \
+	tests/test_example.py tests/test_nnx_example.py
 
 test-compat: test-compat-oldest test-compat-newest
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from bits import Bits
 from programs import PROGRAMS
@@ -71,7 +72,10 @@ class Trainer:
 
     def update(self) -> None:
         """Makes one update. If it raises, the state is the old one and the label too."""
-        self.state = self._job.advance(self.step, self.state, self.label)
+        old = self.state
+        self.state = self._job.advance(self.step, old, self.label)
+        # Not if somebody has looked at it by NumPy: then no fault could show in what was saved.
+        assert any(leaf.is_deleted() for leaf in jax.tree.leaves(old)), "nothing was donated"
         self.label += 1
 
     def save(self, **kwargs: Any) -> bool:

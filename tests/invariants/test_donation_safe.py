@@ -189,3 +189,35 @@ def test_retained_arguments_are_copies(
     assert report.early_bytes == 2 * 8 * 4 * 4
     assert watch.unsafe == []
     assert harness.differing(harness.restore_with_stock(tmp_path, 6, state), wanted) == []
+
+
+@both_devices
+def test_saves_take_no_donation_from_the_loop(devices: int, tmp_path: Path) -> None:
+    """Of the state, of gradients that are retained and returned too, and of what was restored."""
+    placement = "single" if devices == 1 else "both"
+
+    def step(state: Any, x: jax.Array) -> Any:
+        w, m = state
+        grads = jnp.cosh(w + x)
+        m = 0.5 * m + grads
+        return (w - jnp.tanh(m), m), grads
+
+    jitted = jax.jit(step, donate_argnums=0)
+    accumulate = jax.jit(jnp.add, donate_argnums=1)
+    x = total = make_array("float32", placement, (8, 4))
+    state = (x + 1, x + 2)
+    with gockpt.GoCkptManager(tmp_path, window=gockpt.WindowOptions(steps=3)) as manager:
+        wrapped = manager.wrap(jitted)
+        manager.expect_save(in_steps=5)
+        for n in range(7):
+            old = state
+            state, grads = wrapped(state, x)
+            total = accumulate(total, grads)
+            assert [a.is_deleted() for a in (*old, grads)] == [True] * 3, n
+            if n in (0, 4):
+                manager.save(n, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        assert [report.kind for report in manager.reports] == ["snapshot", "window"]
+        restored = manager.restore(4, args=gockpt.GoCkptRestore(state))
+    jitted(restored, x)
+    assert [a.is_deleted() for a in restored] == [True] * 2
