@@ -21,7 +21,7 @@ def by_path(tree: Any) -> dict[str, Any]:
 def to_host(tree: Any) -> Bits:
     """A copy of every leaf by its path; of a key, its numbers.
 
-    NumPy is given a copy: newer JAX (0.11) does not donate what it has ever looked at on a CPU.
+    NumPy is given a copy: jax 0.11 does not donate what it has looked at on several CPU devices.
     """
 
     def host(leaf: Any) -> np.ndarray:
