@@ -5,6 +5,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import bits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ UPDATES = 20  # labels 0, 6, 12, 18 are saved
 
 
 def to_host(tree: Any) -> list[np.ndarray]:
-    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+    return list(bits.to_host(tree).values())
 
 
 def assert_same(got: Any, want: list[np.ndarray]) -> None:

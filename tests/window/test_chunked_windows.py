@@ -103,7 +103,7 @@ class Loop:
         self.manager.expect_save(in_steps=STEPS)
         for _ in range(STEPS):
             self.update()
-        given = jax.tree.map(np.array, self.state)
+        given = jax.tree.map(lambda x: np.array(jnp.copy(x)), self.state)
         self.manager.save(self.version, args=GoCkptSave(self.state))
         self.manager.wait_until_finished()
         saved = self.manager.restore(self.version)
