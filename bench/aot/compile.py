@@ -18,7 +18,7 @@ from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.replicas import FIRST_ALONE
-from gockpt_jax.window.departure import make_departure
+from gockpt_jax.window.departure import make_departure, nothing_left
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, peak_device_bytes
 
@@ -177,7 +177,8 @@ def _staging_figures(copied: Sequence[Sequence[Block]]) -> dict[str, float]:
 def _largest(program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequence[Any]) -> Block:
     """The early block that takes most."""
     largest = max(plan.blocks, key=lambda block: sum(size.units[u].state_bytes for u in block))
-    return make_departure(program, {u: size.units[u] for u in largest}, leaves).state
+    units = {u: size.units[u] for u in largest}
+    return make_departure(program, units, leaves, nothing_left()).state
 
 
 def _not_early(

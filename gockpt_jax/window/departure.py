@@ -1,4 +1,4 @@
-"""What leaves at one version of a window, and what follows it after each later step."""
+"""What leaves at one version of a window, and what follows all that has left by then."""
 
 import collections
 import dataclasses
@@ -18,20 +18,20 @@ Followers = tuple[tuple[int, ...], int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Departure:
-    """A block of units.
+    """A block of units, and what follows them and those before them.
 
     Attributes:
-      units: Their positions in the plan.
       leaves: Of each chunk of `state`, the unit and the leaf.
       state: What is staged and leaves.
+      units: All that have left with it, by their positions in the plan.
       values: Of each chunk of `cut`, the units whose rows it has, and the cut value.
-      cut: What follows each armed step: a value of which all rows have left is one chunk, so that
-        it can be pulled as it is.
+      cut: What follows the armed step behind it, staged by one program: a value of which all rows
+        left in one block is one chunk, so that it can be pulled as it is.
     """
 
-    units: tuple[int, ...]
     leaves: tuple[tuple[int, int], ...]
     state: Block
+    units: tuple[int, ...]
     values: tuple[Followers, ...]
     cut: Block
 
@@ -39,16 +39,19 @@ class Departure:
         """Whether these leaves lie as those that it was made for."""
         return self.state.is_cut_from([leaves[j] for _, j in self.leaves])
 
-    def follows(self, cut: Sequence[jax.Array]) -> bool:
-        """Whether these cut values lie as those that it was made for."""
-        return self.cut.is_cut_from([cut[i] for _, i in self.values])
+    def followers(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
+        """Of each chunk of `cut`, the array that it is cut from."""
+        return [cut[i] for _, i in self.values]
 
-    def followed_by(
-        self, program: StepProgram, units: Sequence[GroupUnit], cut: Sequence[Any]
-    ) -> "Departure":
-        """The same, followed by cut values of these shardings."""
-        values, block = _cut_of(program, {u: units[u] for u in self.units}, cut)
-        return dataclasses.replace(self, values=values, cut=block)
+    def followed_by(self, cut: Sequence[jax.Array]) -> "Departure":
+        """The same, followed by cut values that lie as these do."""
+        if self.cut.is_cut_from(self.followers(cut)):
+            return self
+        chunks = [
+            dataclasses.replace(c, source=dataclasses.replace(c.source, given=cut[i].sharding))
+            for c, (_, i) in zip(self.cut.chunks, self.values, strict=True)
+        ]
+        return dataclasses.replace(self, cut=_following(self.values, chunks))
 
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
@@ -56,18 +59,23 @@ class Departure:
         self.cut.compile_ahead()
 
 
+def nothing_left() -> Departure:
+    """The departure before the first."""
+    nothing = block_of(())
+    return Departure((), nothing, (), (), nothing)
+
+
 def make_departure(
     program: StepProgram, units: Mapping[int, GroupUnit], leaves: Sequence[jax.Array],
-    cut: Sequence[Any] | None = None,
+    before: Departure,
 ) -> Departure:  # fmt: skip
     """The departure of some units.
 
     Args:
       program: Theirs.
       units: By their positions in the plan.
-      leaves: Of the state, alive or not.
-      cut: Shardings of the cut values, if they are known; else they are taken to be those of the
-        leaves that they replay.
+      leaves: Of the state, alive or not. Cut values are taken to lie as those that they replay.
+      before: The one before it.
     """
     of_state, chunks = [], []
     for u, unit in units.items():
@@ -75,22 +83,20 @@ def make_departure(
             of_state.append((u, j))
             chunks.append(Chunk(Source.of(leaves[j], unit.placed), unit.start, unit.stop))
     state = block_of(chunks, [j for _, j in of_state])
-    return Departure(tuple(units), tuple(of_state), state, *_cut_of(program, units, cut))
-
-
-def _cut_of(
-    program: StepProgram, units: Mapping[int, GroupUnit], cut: Sequence[Any] | None
-) -> tuple[tuple[Followers, ...], Block]:
-    values: list[Followers] = []
-    chunks = []
+    values, following = [*before.values], [*before.cut.chunks]
     for run in _runs(program, units):
         first, last = units[run[0]], units[run[-1]]
         for i in program.groups[first.group].retained:
-            spec, given = program.cut_arrays[i], first.given if cut is None else cut[i]
+            spec = program.cut_arrays[i]
+            source = Source(spec.shape, spec.dtype, first.given, first.placed)
             values.append((run, i))
-            source = Source(spec.shape, spec.dtype, given, first.placed)
-            chunks.append(Chunk(source, first.start, last.stop))
-    return tuple(values), block_of(chunks, [i for _, i in values], donatable=False)
+            following.append(Chunk(source, first.start, last.stop))
+    cut = _following(values, following)
+    return Departure(tuple(of_state), state, (*before.units, *units), tuple(values), cut)
+
+
+def _following(values: Sequence[Followers], chunks: Sequence[Chunk]) -> Block:
+    return block_of(chunks, [i for _, i in values], donatable=False)
 
 
 def _runs(program: StepProgram, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]:

@@ -41,12 +41,14 @@ class CutPull:
     """One update's cut on its way.
 
     Attributes:
-      values: For each block that has left, what follows it and its pull.
+      values: What follows all that has left.
+      pull: Of these, in their order.
       scalars: Positions of the captured scalars.
       scalar_pull: Theirs.
     """
 
-    values: Sequence[tuple[Sequence[Followers], ChunkPull]]
+    values: Sequence[Followers]
+    pull: ChunkPull
     scalars: Sequence[int]
     scalar_pull: ChunkPull
 
@@ -63,8 +65,7 @@ class _Cut:
     def of(cls, pull: CutPull, units: Sequence[GroupUnit]) -> "_Cut":
         values = {
             (u, i): [_rows(c.data, units[run[0]], units[u]) for c in chunks]
-            for keys, of_block in pull.values
-            for (run, i), chunks in zip(keys, of_block.result(), strict=True)
+            for (run, i), chunks in zip(pull.values, pull.pull.result(), strict=True)
             for u in run
         }
         found = pull.scalar_pull.result()

@@ -15,7 +15,13 @@ from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor
-from gockpt_jax.window.departure import Departure, make_departure, scalar_block, scalars_of
+from gockpt_jax.window.departure import (
+    Departure,
+    make_departure,
+    nothing_left,
+    scalar_block,
+    scalars_of,
+)
 from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 from gockpt_jax.window.late import send_late, stage_and_pull
 from gockpt_jax.window.plan import Plan
@@ -64,7 +70,7 @@ class OpenWindow:
         self._early = EarlyChunks(
             program.groups, units, replayer, resources.host, waiting_limit_bytes, self.record
         )
-        self._left: list[Departure] = []  # in that order
+        self._left = [nothing_left()]  # in that order, the last with what follows them all
         self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
         self._late: dict[int, str] = {}  # groups that became late, with the reason
@@ -96,15 +102,22 @@ class OpenWindow:
         if previous is not None:
             self._check_continuity(old, previous)
         self._heed_demotions()
-        planned = self._planned[version - (self.target - self.plan.steps + 1)]
-        units = {u: self._units[u] for u in planned.units if self._units[u].group not in self._late}
-        if len(units) < len(planned.units) or not planned.has_left(old):
-            planned = make_departure(self.program, units, old)
+        departure = self._departure(version - (self.target - self.plan.steps + 1), old)
         # First: should sending fail, the other processes go on, and this one beside them.
-        self._left.append(planned)
-        self._group_of.update((j, self._units[u].group) for u, j in planned.leaves)
-        if units and not self._is_given_up:
-            self._send(planned, old)
+        self._left.append(departure)
+        self._group_of.update((j, self._units[u].group) for u, j in departure.leaves)
+        if departure.leaves and not self._is_given_up:
+            self._send(departure, old)
+
+    def _departure(self, n: int, old: Sequence[jax.Array]) -> Departure:
+        """The plan's n-th, unless some of it, or of what left before, has become late."""
+        before, planned = self._left[-1], self._planned[n]
+        units = {
+            u: self._units[u] for u in self.plan.blocks[n] if self._units[u].group not in self._late
+        }
+        if planned.units == (*before.units, *units) and planned.has_left(old):
+            return planned
+        return make_departure(self.program, units, old, before)
 
     def _check_continuity(self, old: Sequence[Any], previous: Sequence[Any]) -> None:
         """What left can be replayed only if each step starts from what the last one returned."""
@@ -138,8 +151,7 @@ class OpenWindow:
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
-        copied = sum(left.cut.staged_bytes for left in self._left)
-        self._room.take(self._retained_bytes + copied)
+        self._room.take(self._retained_bytes + self._left[-1].cut.staged_bytes)
 
     def give_back_room(self) -> None:
         """The armed step did not run after all."""
@@ -153,40 +165,35 @@ class OpenWindow:
         """
         has_run = [*cut[self._smallest : self._smallest + 1]]  # none, if there is no cut
         try:
-            staged = [self._stage_cut(n, cut) for n in range(len(self._left))]
-            has_run += [x for of_block in staged for x in of_block]
-            pull = None if self._is_given_up else self._start_pulls(staged, cut)
+            left, staged = self._stage_cut(cut)
+            has_run += staged
+            pull = None if self._is_given_up else self._start_pulls(left, staged, cut)
         except BaseException:
             self._room.dispatched(has_run, 0)
             raise
         if pull is None:
             self._room.dispatched(has_run, 0)
             return
-        following_bytes = sum(left.cut.held_bytes for left in self._left)
-        pulled = self._room.dispatched(has_run, following_bytes)
+        pulled = self._room.dispatched(has_run, left.cut.held_bytes)
         self._land(lambda: self._early.take_in(pull), pulled)
 
-    def _stage_cut(self, n: int, cut: Sequence[jax.Array]) -> list[jax.Array]:
-        left = self._left[n]
-        if not left.follows(cut):  # the compiler has put them elsewhere than the leaves
-            found = [x.sharding for x in cut]
-            left = self._left[n] = left.followed_by(self.program, self._units, found)
+    def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
+        # The compiler may have put them elsewhere than the leaves.
+        left = self._left[-1] = self._left[-1].followed_by(cut)
         # Given up or not: where values lie otherwise, it is a program of all processes.
         with events.span(events.SPAN_STAGE):
-            return left.cut.stage([cut[i] for _, i in left.values])
+            return left, left.cut.stage(left.followers(cut))
 
     def _start_pulls(
-        self, staged: Sequence[Sequence[jax.Array]], cut: Sequence[jax.Array]
+        self, left: Departure, staged: Sequence[jax.Array], cut: Sequence[jax.Array]
     ) -> CutPull:
         scalars = [cut[i] for i in self._scalars]
         if self._scalar_block is None or not self._scalar_block.is_cut_from(scalars):
             self._scalar_block = scalar_block(self.program, [x.sharding for x in cut])
         with events.span(events.SPAN_PULL):
-            pulls = tuple(
-                (left.values, left.cut.start_pull(of_block))
-                for left, of_block in zip(self._left, staged, strict=True)
-            )
-        return CutPull(pulls, self._scalars, stage_and_pull(self._scalar_block, scalars))
+            pull = left.cut.start_pull(staged)
+        scalar_pull = stage_and_pull(self._scalar_block, scalars)
+        return CutPull(left.values, pull, self._scalars, scalar_pull)
 
     def give_up(self) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""
@@ -284,7 +291,7 @@ class OpenWindow:
             if g not in self._late and j in arrays and j not in self._handed_over
             and arrays[j].sharding.is_equivalent_to(placed[j], arrays[j].ndim)
         ]  # fmt: skip
-        left = {u for departure in self._left for u in departure.units}
+        left = set(self._left[-1].units)
         rest: dict[int, list[Chunk]] = {j: [] for j in followed}
         for u, unit in enumerate(self._units):
             for j in self.program.groups[unit.group].leaves if u not in left else ():

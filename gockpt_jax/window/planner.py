@@ -21,7 +21,7 @@ from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.clock import StepClock
-from gockpt_jax.window.departure import Departure, make_departure
+from gockpt_jax.window.departure import Departure, make_departure, nothing_left
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
 from gockpt_jax.window.processes import Processes
@@ -218,10 +218,11 @@ class Planner:
         """
         known = self._departures.setdefault(program, {})
         if plan.blocks not in known:
-            known[plan.blocks] = [
-                make_departure(program, {u: size.units[u] for u in block}, leaves)
-                for block in plan.blocks
-            ]
+            made = [nothing_left()]
+            for block in plan.blocks:
+                units = {u: size.units[u] for u in block}
+                made.append(make_departure(program, units, leaves, made[-1]))
+            known[plan.blocks] = made[1:]
         return known[plan.blocks]
 
     def _must_be_exact(self) -> bool:

@@ -94,7 +94,7 @@ class Window:
     def update(self, n):
         values = [gradient(n + leaf) for leaf in (0, 1)]
         _, pull = pull_of(values, (None, None))
-        cut = CutPull([([((0,), 0), ((1,), 1)], pull)], [], pull_of([], ())[1])
+        cut = CutPull([((0,), 0), ((1,), 1)], pull, [], pull_of([], ())[1])
         self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
         return cut
 

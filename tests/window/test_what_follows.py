@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 
@@ -19,7 +20,7 @@ from gockpt_jax.transfer import block, layout
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window import units
 from gockpt_jax.window.cost import copied_bytes
-from gockpt_jax.window.departure import make_departure
+from gockpt_jax.window.departure import make_departure, nothing_left
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.plan import fill_blocks, measure_bytes
@@ -75,18 +76,21 @@ def test_as_much_is_copied_as_the_plan_says(place, steps):
     size = measure_bytes(program, leaves)
     assert len(size.units) > 3 * steps
     blocks = fill_blocks(size.units, steps, "").blocks
-    departures = [make_departure(program, {u: size.units[u] for u in b}, leaves) for b in blocks]
+    departures = [nothing_left()]
+    for b in blocks:
+        units = {u: size.units[u] for u in b}
+        departures.append(make_departure(program, units, leaves, departures[-1]))
     planned = copied_bytes(size.units, blocks)
-    for departure, num_bytes in zip(departures, planned, strict=True):
+    until = list(itertools.accumulate(planned))  # what follows a block goes on to follow
+    for departure, num_bytes in zip(departures[1:], until, strict=True):
         padding = departure.cut.staged_bytes - num_bytes
         assert 0 <= padding <= 64 * len(departure.cut.chunks) * (num_bytes > 0)
     assert (sum(planned) > 0) == (steps == 3)  # a block and a half: the second group is cut
     assert sum(planned) < size.retained
     follows = [sum(size.units[u].retained_bytes for u in b) for b in blocks]
-    held = [
-        d.cut.held_bytes - d.cut.staged_bytes + n for d, n in zip(departures, planned, strict=True)
-    ]
-    assert held == follows
+    cuts = [d.cut for d in departures[1:]]
+    held = [c.held_bytes - c.staged_bytes + n for c, n in zip(cuts, until, strict=True)]
+    assert held == list(itertools.accumulate(follows))
     assert sum(follows) == size.retained
 
 
@@ -96,7 +100,7 @@ def test_replicas_copy_the_slices_that_they_send(monkeypatch):
     program, leaves = program_of(state), jax.tree.leaves(state)
     size = measure_bytes(program, leaves)
     assert copied_bytes(size.units, (tuple(range(len(size.units))),)) == [size.retained]
-    departure = make_departure(program, dict(enumerate(size.units)), leaves)
+    departure = make_departure(program, dict(enumerate(size.units)), leaves, nothing_left())
     assert departure.cut.staged_bytes == departure.cut.held_bytes == size.retained // 8
 
 
@@ -117,7 +121,8 @@ class Loop:
             self.window = window
             refs = [weakref.ref(x) for x in cut]
             follow(window, cut)
-            whole = {left.values[n][1] for left in window._left for n in left.cut._whole}
+            left = window._left[-1]
+            whole = {left.values[n][1] for n in left.cut._whole}
             self.retained = [(x, i in whole) for i, x in enumerate(refs)]
 
         def stopping(early, cut):
@@ -156,8 +161,8 @@ def test_what_nothing_follows_is_free_when_the_step_has_run(tmp_path, steps, pla
             assert all(alive), "a value is referred to that nobody sends"
             dropped += sum(not stays for _, stays in loop.retained)
             left = loop.window._left
-            counted += sum(d.cut.held_bytes for d in left)
-            blocks = sum(d.state.staged_bytes for d in left[1:])  # the first has landed
+            counted += left[-1].cut.held_bytes
+            blocks = sum(d.state.staged_bytes for d in left[2:])  # the first has landed
             assert loop.session.resources.device.used_bytes == counted + blocks
             if armed < steps - 1:
                 loop.save()
