@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,6 +33,20 @@ class CannotArmError(Exception):
         super().__init__(f"{reason}; {remedy}")
         self.reason = reason
         self.remedy = remedy
+
+
+class ArmedResult(NamedTuple):
+    """What an armed step returns.
+
+    Attributes:
+      result: The user's.
+      state: The leaves of the new state in it, in the order of the program's.
+      cut: The cut arrays, in the order of the program's `cut_arrays`.
+    """
+
+    result: Any
+    state: list[jax.Array]
+    cut: list[jax.Array]
 
 
 class StepProgram:
@@ -155,23 +169,28 @@ class StepProgram:
         assert self.is_armed, "nobody has asked for the armed step to be compiled"
         return self._executable.result()
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[jax.Array]]:
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any] | None = None
+    ) -> ArmedResult:
         """Runs the armed step; waits for its compilation.
 
-        Returns:
-          The user's result, and the cut arrays in the order of `cut_arrays`.
+        Args:
+          args: Positional arguments.
+          kwargs: Keyword arguments.
+          flat: What `flat_call` makes of them, if that is known.
 
         Raises:
           TypeError: before anything is dispatched, if the user's own function would run another
             program for this call.
           ValueError: likewise, for shardings.
         """
-        flat = self._flat_call(args, kwargs)
+        flat = self.flat_call(args, kwargs) if flat is None else flat
         name_of = functools.partial(argument_name, self._form.dynamic(args, kwargs))
         self._traced_for.refuse_other(self._signature(flat, args, kwargs), name_of)
         results = self.executable()(*flat)
-        num_outputs = self.out_tree.num_leaves
-        return jax.tree.unflatten(self.out_tree, results[:num_outputs]), results[num_outputs:]
+        new, cut = results[: self.out_tree.num_leaves], results[self.out_tree.num_leaves :]
+        state = [new[i] for i in self.positions.outputs]
+        return ArmedResult(jax.tree.unflatten(self.out_tree, new), state, cut)
 
     def is_of_these_settings(self) -> bool:
         """Whether `arm` would lower the program as the user's function would be lowered now."""
@@ -184,13 +203,22 @@ class StepProgram:
         )
         return mine == theirs
 
-    def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The state's leaves in a call's arguments.
+    def flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments of a call that are not static, flat.
 
         Raises:
           TypeError: if the call has another structure than the one that was traced.
         """
-        flat = self._flat_call(args, kwargs)
+        flat, tree = _flatten(self._form.dynamic(args, kwargs))
+        if tree != self._in_tree:
+            raise TypeError(
+                f"its arguments are not those it was traced for: {tree.num_leaves} leaves, where "
+                f"there were {self._in_tree.num_leaves}, or other containers"
+            )
+        return flat
+
+    def state_leaves(self, flat: Sequence[Any]) -> list[Any]:
+        """The state's leaves among a call's flat arguments."""
         return [flat[i] for i in self.positions.inputs]
 
     def new_state_leaves(self, result: Any) -> list[Any]:
@@ -216,15 +244,6 @@ class StepProgram:
 
     def _leaf(self, j: int) -> str:
         return f"  {self.positions.paths[j]} {self.leaf_specs[j]}"
-
-    def _flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        flat, tree = _flatten(self._form.dynamic(args, kwargs))
-        if tree != self._in_tree:
-            raise TypeError(
-                f"its arguments are not those it was traced for: {tree.num_leaves} leaves, where "
-                f"there were {self._in_tree.num_leaves}, or other containers"
-            )
-        return flat
 
     def _signature(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,7 +12,7 @@ from gockpt_jax import _compat, errors
 from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.program import CannotArmError, StepProgram
+from gockpt_jax.training.program import ArmedResult, CannotArmError, StepProgram
 from gockpt_jax.training.stand_in import StandIn
 
 _log = logging.getLogger("gockpt_jax")
@@ -26,14 +26,14 @@ _MAX_PROGRAMS = 3
 class StepObserver(Protocol):
     """Who is told of every update, and says when the armed step must run."""
 
-    def before_update(self, step: "WrappedStep", args: Any, kwargs: Any) -> bool:
-        """Called before dispatch, on live arguments; True runs the armed step."""
+    def before_update(self, step: "WrappedStep", args: Any, kwargs: Any) -> list[Any] | None:
+        """Called before dispatch, on live arguments; these, flat, if the armed step is to run."""
 
-    def after_update(self, step: "WrappedStep", result: Any, cut: list[jax.Array] | None) -> None:
-        """Called after dispatch; `cut` is what the armed step retained, None if it did not run."""
+    def after_update(self, step: "WrappedStep", armed: ArmedResult | None) -> None:
+        """Called after dispatch; `None`: the armed step was not asked for, or refused the call."""
 
     def no_update(self, step: "WrappedStep", reason: str) -> None:
-        """Called after `before_update` said True, if the armed step did not run (to its end)."""
+        """Called after `before_update` asked for the armed step, if it did not run (to its end)."""
 
 
 class WrappedStep(StandIn):
@@ -74,37 +74,36 @@ class WrappedStep(StandIn):
             return self.step(*args, **kwargs)
         if self.program is None and self.why_not is None:
             self._prepare(args, kwargs)
-        wanted = self._observer.before_update(self, args, kwargs)
-        cut = None
-        if wanted or (self._always and self.program is not None):
+        flat = self._observer.before_update(self, args, kwargs)
+        armed = None
+        if flat is not None or (self._always and self.program is not None):
             try:
-                result, cut = self._run_armed(args, kwargs, wanted)
+                armed = self._run_armed(args, kwargs, flat)
             except BaseException as error:
-                if wanted:
+                if flat is not None:
                     self._observer.no_update(self, f"the step raised {_brief(error)}")
                 raise
-        if cut is None:
-            result = self.step(*args, **kwargs)
+        result = self.step(*args, **kwargs) if armed is None else armed.result
         self.last_result = result
-        self._observer.after_update(self, result, cut if wanted else None)
+        self._observer.after_update(self, None if flat is None else armed)
         return result
 
     def _run_armed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: bool
-    ) -> tuple[Any, list[jax.Array] | None]:
-        """The armed step's result and cut; no cut if it refused the call, and nothing has run."""
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any] | None
+    ) -> ArmedResult | None:
+        """What the armed step returns; `None` if it refused the call, and nothing has run."""
         assert self.program is not None
         try:
-            result, cut = self.program.call(args, kwargs)
+            armed = self.program.call(args, kwargs, flat)
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
-            if wanted:
+            if flat is not None:
                 self._observer.no_update(self, f"the call changed: {_brief(error)}")
             self.call_changed(args, kwargs)
-            return None, None
+            return None
         self._refused = 0
         if not self._always:
             self._programs_left = _MAX_PROGRAMS
-        return result, cut
+        return armed
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the state in a call, arrays or not; traced or not."""

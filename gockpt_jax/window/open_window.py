@@ -10,7 +10,6 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
@@ -37,8 +36,7 @@ class OpenWindow:
     """A window between its opening and its seal.
 
     Args:
-      step: The wrapped step whose updates it follows; another one later, if it has the same cut.
-      program: Its program, armed.
+      program: Of the steps that it follows, armed; another one later, if it has the same cut.
       plan: What leaves at which version.
       departures: The plan's blocks.
       units: The plan's units.
@@ -48,20 +46,23 @@ class OpenWindow:
       replayer: Applies the recipes.
       auditor: Compares what was replayed, and knows what must not leave early any more.
       resources: The session's.
+
+    Attributes:
+      state: The leaves that the last armed step returned; none before the first.
     """
 
     def __init__(
-        self, step: WrappedStep, program: StepProgram, plan: Plan, target: int, *,
+        self, program: StepProgram, plan: Plan, target: int, *,
         departures: Sequence[Departure], units: Sequence[GroupUnit], retained_bytes: int,
         waiting_limit_bytes: int | None, replayer: Replayer, auditor: Auditor,
         resources: Resources,
     ):  # fmt: skip
-        self.step = step
         self.program = program
         self.plan = plan
         self.target = target
         reason = plan.reason if program.is_exact else f"{plan.reason}; {_ROUNDED}"
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
+        self.state: Sequence[jax.Array] = ()
         self._planned = departures
         self._units = units
         self._worker, self._device = resources.worker, resources.device
@@ -91,16 +92,14 @@ class OpenWindow:
         """How far it is at a version, in a few words."""
         return f"window {version - (self.target - self.plan.steps)}/{self.plan.steps}"
 
-    def leave(self, version: int, old: Sequence[Any], previous: Sequence[Any] | None) -> None:
+    def leave(self, version: int, old: Sequence[Any]) -> None:
         """Stages the block of this version and starts its pull.
 
         Args:
           version: Of the state about to go into the step.
           old: Its leaves.
-          previous: The leaves that the last update returned; `None` when the window opens.
         """
-        if previous is not None:
-            self._check_continuity(old, previous)
+        self._check_continuity(old)
         self._heed_demotions()
         departure = self._departure(version - (self.target - self.plan.steps + 1), old)
         # First: should sending fail, the other processes go on, and this one beside them.
@@ -119,10 +118,10 @@ class OpenWindow:
             return planned
         return make_departure(self.program, units, old, before)
 
-    def _check_continuity(self, old: Sequence[Any], previous: Sequence[Any]) -> None:
+    def _check_continuity(self, old: Sequence[Any]) -> None:
         """What left can be replayed only if each step starts from what the last one returned."""
         for j, g in self._group_of.items():
-            if old[j] is not previous[j] and g not in self._late:
+            if old[j] is not self.state[j] and g not in self._late:
                 path = self.program.positions.paths[j]
                 self._late[g] = f"{path}: replaced between two steps of the window, outside them"
 
@@ -157,12 +156,14 @@ class OpenWindow:
         """The armed step did not run after all."""
         self._room.give_back()
 
-    def follow(self, cut: Sequence[jax.Array]) -> None:
+    def follow(self, state: Sequence[jax.Array], cut: Sequence[jax.Array]) -> None:
         """Sends an armed step's cut after the chunks that have left; nothing keeps the rest.
 
         Args:
-          cut: The cut arrays, in the program's order.
+          state: The leaves of the new state, in the program's order.
+          cut: The cut arrays, likewise.
         """
+        self.state = state
         has_run = [*cut[self._smallest : self._smallest + 1]]  # none, if there is no cut
         try:
             left, staged = self._stage_cut(cut)

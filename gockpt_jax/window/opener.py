@@ -98,7 +98,7 @@ class Opener:
         device.reset_peak()
         host.reset_peak()
         window = OpenWindow(
-            step, program, plan, target,
+            program, plan, target,
             departures=self._planner.departures(program, plan, size, leaves), units=size.units,
             retained_bytes=size.retained, waiting_limit_bytes=host.waiting_limit_bytes(*host_bytes),
             replayer=self._planner.replayer(leaves), auditor=self._auditor,

@@ -60,7 +60,7 @@ class Seal:
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
         if self._window is not None:
-            new = self._window.program.new_state_leaves(self._window.step.last_result)
+            new = self._window.state
             wanted = {id(a) for a in arrays}
             early, audit = self._window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
             slots = {id(new[j]): found for j, found in early.items()}

@@ -27,6 +27,7 @@ import jax
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
+from gockpt_jax.training.program import ArmedResult
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.audit import Auditor
@@ -85,8 +86,11 @@ class Session:
 
     # What the wrapped step tells.
 
-    def before_update(self, step: WrappedStep, args: Any, kwargs: Any) -> bool:
-        """Stages what leaves at this version; True if the update must return its cut.
+    def before_update(self, step: WrappedStep, args: Any, kwargs: Any) -> list[Any] | None:
+        """Stages what leaves at this version.
+
+        Returns:
+          The call's flat arguments if the update must return its cut, `None` if not.
 
         Raises:
           ReplayError: if a window failed since the last call. Nothing has been dispatched, the
@@ -107,30 +111,29 @@ class Session:
             self.planner.prepare_snapshot(step.state_leaves(args, kwargs))
         window, program = self._window, step.program
         if window is None:
-            return False
+            return None
         if program is None or not self._opener.can_follow(window, step, program):
             self.abandon("the step's program changed inside the window")
-            return False
+            return None
         try:
-            old = program.state_leaves(args, kwargs)
+            flat = program.flat_call(args, kwargs)
         except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
             self.abandon(f"the call changed: {error}")
             step.call_changed(args, kwargs)
-            return False
-        previous = None if opening else window.program.new_state_leaves(window.step.last_result)
-        window.step, window.program = step, program
+            return None
+        window.program = program
         try:
-            self._stage(window, old, previous)
+            self._stage(window, program.state_leaves(flat))
         except BaseException as error:  # an interrupt: it may have waited for room
             self.no_update(step, f"the step was interrupted by {error!r}")
             raise
         window.record.stall_secs += time.perf_counter() - start
-        return self._window is not None
+        return None if self._window is None else flat
 
-    def _stage(self, window: OpenWindow, old: list[Any], previous: list[Any] | None) -> None:
+    def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
         try:
-            window.leave(self.version, old, previous)
+            window.leave(self.version, old)
         except Exception as error:  # out of device memory, as a rule: training must go on
             _log.warning("a window was given up, training is not affected: %r", error)
             self._give_up(f"staging failed: {error!r}")
@@ -146,15 +149,14 @@ class Session:
             self._window.give_back_room()
             self.abandon(reason)
 
-    def after_update(self, step: WrappedStep, result: Any, cut: list[jax.Array] | None) -> None:
+    def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
         """Counts the update and sends its cut after what has left."""
-        del result
         self.version += 1
         self._last_step = step
-        if self._window is not None and cut is not None:
+        if self._window is not None and armed is not None:
             start = time.perf_counter()
             try:
-                self._window.follow(cut)
+                self._window.follow(armed.state, armed.cut)
             except Exception as error:  # the old state is donated: the caller must get the new one
                 _log.warning("a window was given up, training is not affected: %r", error)
                 self._give_up(f"its cut could not be pulled: {error!r}")

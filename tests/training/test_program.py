@@ -44,7 +44,7 @@ def test_armed_call_is_the_step_and_the_cut():
     jitted = jax.jit(update, donate_argnums=0)
     program = arm(jitted, fresh(), X)
     (expected, loss), first = jitted(fresh(), X), fresh()
-    (state, got_loss), cut = program.call((first, X), {})
+    (state, got_loss), _, cut = program.call((first, X), {})
     assert not alive(first)
     jax.tree.map(np.testing.assert_array_equal, (state, got_loss), (expected, loss))
     assert [(str(s), c.shape) for s, c in zip(program.cut_arrays, cut, strict=True)] == [
@@ -92,7 +92,7 @@ def test_changed_call_is_refused_before_dispatch(change):
 def test_changed_static_argument_is_refused(options, args, kwargs, changed):
     jitted = jax.jit(update, donate_argnums=0, **options)
     program = arm(jitted, fresh(), X, *args, **kwargs)
-    result, _ = program.call((fresh(), X, *args), kwargs)
+    result, _, _ = program.call((fresh(), X, *args), kwargs)
     jax.tree.map(np.testing.assert_array_equal, result, jitted(fresh(), X, *args, **kwargs))
     state = fresh()
     with pytest.raises(TypeError, match=r"static argument changed|not those it was traced for"):
@@ -129,7 +129,7 @@ def test_changed_weak_type_is_refused():
         program = arm(jitted, state, given)
         with pytest.raises(TypeError, match=r"the weak type of `args\[1\]` changed"):
             program.call((state, other), {})
-        result, _ = program.call((state, given), {})
+        result, _, _ = program.call((state, given), {})
         np.testing.assert_array_equal(result, jitted(state, given))
 
 
@@ -160,7 +160,7 @@ def test_changed_placement_is_refused_with_the_state_alive():
     with pytest.raises((TypeError, ValueError)):
         program.call((other, x), {})
     assert alive(other)
-    (new, _), _ = program.call((state, x), {})
+    (new, _), _, _ = program.call((state, x), {})
     assert all(leaf.sharding.is_equivalent_to(spread, 1) for leaf in jax.tree.leaves(new))
 
 
@@ -172,7 +172,7 @@ def test_shardings_given_to_jit_are_kept_without_a_result():
     )
     program = arm(jitted, fresh(16), jnp.arange(16.0))
     state = jax.device_put(fresh(16), spread)
-    (new, loss), _ = program.call((state, jax.device_put(jnp.arange(16.0), whole)), {})
+    (new, loss), _, _ = program.call((state, jax.device_put(jnp.arange(16.0), whole)), {})
     assert not alive(state)
     assert all(leaf.sharding.is_equivalent_to(spread, 1) for leaf in jax.tree.leaves(new))
     assert loss.sharding.is_fully_replicated

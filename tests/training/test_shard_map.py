@@ -86,7 +86,7 @@ def test_what_leaves_early_is_repeated_from_the_cut(step, scalars, spec, check_v
     )
     jitted = jax.jit(mapped)
     program = program_of(jitted, state, x)
-    new, cut = program.call((state, x), {})
+    new, _, cut = program.call((state, x), {})
     jax.tree.map(np.testing.assert_array_equal, new, jitted(state, x))
     assert early(program) >= {"['m']", "['v']"}
     old, new = jax.tree.leaves(state), jax.tree.leaves(new)
@@ -156,7 +156,7 @@ def test_the_compiler_sees_no_wall(after):
 
     program = program_of(step, both, x)
     old = jax.tree.leaves(both)
-    new, cut = program.call((both, x), {})
+    new, _, cut = program.call((both, x), {})
     jax.tree.map(np.testing.assert_array_equal, new, step(both, x))
     for group in program.groups:
         taken = [[a[i] for i in places] for a, places in (

@@ -39,16 +39,16 @@ class Observer:
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)]
         assert not any(x.is_deleted() for x in arrays)
         if len(self.cuts) not in self.armed_at or step.program is None:
-            return False
+            return None
         step.arm()
         if step.program is None:
-            return False
+            return None
         step.program.wait_until_ready()
-        return True
+        return step.program.flat_call(args, kwargs)
 
-    def after_update(self, step, result, cut):
-        assert step.last_result is result
-        self.cuts.append(cut is not None)
+    def after_update(self, step, armed):
+        assert armed is None or step.last_result is armed.result
+        self.cuts.append(armed is not None)
 
     def no_update(self, step, reason):
         self.refusals.append(reason)

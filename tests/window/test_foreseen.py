@@ -236,6 +236,11 @@ def prune(state):
     return state | {"w": state["w"] | {"b": jnp.where(state["w"]["b"] > 0.9, state["w"]["b"], 0)}}
 
 
+def prune_in_place(state):
+    state["w"]["b"] = prune(state)["w"]["b"]  # in the very containers that the step returned
+    return state
+
+
 def restore_moments(state):
     return state | {"m": start()["m"]}
 
@@ -243,8 +248,11 @@ def restore_moments(state):
 @pytest.mark.parametrize("at", [9, 10])
 @pytest.mark.parametrize(
     ("edit", "path"),
-    [(inject_rate, None), (prune, "['w']['b']"), (restore_moments, "['m']['b']")],
-)
+    [
+        (inject_rate, None), (prune, "['w']['b']"), (prune_in_place, "['w']['b']"),
+        (restore_moments, "['m']['b']"),
+    ],
+)  # fmt: skip
 def test_edited_leaves_become_late(tmp_path, edit, path, at):
     """Before the first or second step of the window of save 10, when `b` or nothing had left."""
     options = Options(save_interval_steps=5)
@@ -263,6 +271,20 @@ def test_edited_leaves_become_late(tmp_path, edit, path, at):
         late = (f"{path}: replaced between two steps of the window, outside them",)
         assert report.late_leaves == (late if path and at == 10 else ())
         assert manager.last_report.late_leaves == ()
+
+
+@pytest.mark.parametrize("edit", [prune, prune_in_place])
+def test_what_is_edited_before_the_save_is_saved_as_it_is(tmp_path, edit):
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        step, state = manager.wrap(sgd), start()
+        for label in range(11):
+            state = step(state, BATCH)
+            state = edit(state) if label == 10 else state
+            manager.save(label, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        check(manager, {10: to_host(state)})
+        assert manager.last_report.kind == "window"
 
 
 def test_stock_arguments_are_foreseen_alike(tmp_path):
