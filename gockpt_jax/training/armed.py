@@ -7,7 +7,7 @@ a `shard_map`, that one returns it too.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,20 @@ from jax.extend import core as jex
 from gockpt_jax import _compat
 from gockpt_jax.training.graph import body_of
 from gockpt_jax.training.values import Site
+
+
+class ArmedResult(NamedTuple):
+    """What an armed step returns.
+
+    Attributes:
+      result: The user's.
+      state: The leaves of the new state in it, in the order of the program's.
+      cut: The cut arrays, in the order of the program's `cut_arrays`.
+    """
+
+    result: Any
+    state: list[jax.Array]
+    cut: list[jax.Array]
 
 
 def with_outputs(closed: Any, sites: Sequence[Site]) -> Callable[..., list[jax.Array]]:

@@ -5,13 +5,13 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
-from gockpt_jax.training.armed import with_outputs
+from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import flatten
@@ -33,20 +33,6 @@ class CannotArmError(Exception):
         super().__init__(f"{reason}; {remedy}")
         self.reason = reason
         self.remedy = remedy
-
-
-class ArmedResult(NamedTuple):
-    """What an armed step returns.
-
-    Attributes:
-      result: The user's.
-      state: The leaves of the new state in it, in the order of the program's.
-      cut: The cut arrays, in the order of the program's `cut_arrays`.
-    """
-
-    result: Any
-    state: list[jax.Array]
-    cut: list[jax.Array]
 
 
 class StepProgram:

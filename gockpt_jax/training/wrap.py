@@ -11,8 +11,9 @@ import jax
 from gockpt_jax import _compat, errors
 from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import Arm
+from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.program import ArmedResult, CannotArmError, StepProgram
+from gockpt_jax.training.program import CannotArmError, StepProgram
 from gockpt_jax.training.stand_in import StandIn
 
 _log = logging.getLogger("gockpt_jax")

@@ -6,6 +6,14 @@ from gockpt_jax.transfer.mounts import file_system
 
 _TMPFS = ("tmpfs", "ramfs")
 
+# The files of a control group, by version: its limit, what is taken, and of what that is; in the
+# last, the name of file pages that can be dropped.
+_VERSION_1 = (
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file ",
+)  # fmt: skip
+_VERSION_2 = ("memory.max", "memory.current", "memory.stat", "inactive_file ")
+_Names = tuple[str, str, str, str]
+
 
 def host_headroom_bytes(root: Path = Path("/")) -> int | None:
     """Bytes that this process may still take before something is killed.
@@ -20,7 +28,7 @@ def host_headroom_bytes(root: Path = Path("/")) -> int | None:
     Returns:
       The bytes; `None` where the system tells nothing (not Linux).
     """
-    found = [_available(root), *(_below_limit(group) for group in _groups(root))]
+    found = [_available(root), *(_below_limit(*group) for group in _groups(root))]
     known = [num_bytes for num_bytes in found if num_bytes is not None]
     return max(0, min(known)) if known else None
 
@@ -37,45 +45,37 @@ def _available(root: Path) -> int | None:
     return None
 
 
-def _groups(root: Path) -> list[Path]:
+def _groups(root: Path) -> list[tuple[Path, _Names]]:
     """The memory control groups of this process, up to the topmost that can be seen."""
     groups = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base = root / "sys/fs/cgroup"
+            base, names = root / "sys/fs/cgroup", _VERSION_2
         elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
+            base, names = root / "sys/fs/cgroup/memory", _VERSION_1
         else:
             continue
         # In a container the path may be that of the host, and only the top is there.
         parts = Path(path.strip("/")).parts
-        groups += [base.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
+        groups += [(base.joinpath(*parts[:n]), names) for n in range(len(parts), -1, -1)]
     return groups
 
 
-def _below_limit(group: Path) -> int | None:
-    """Bytes between a group's limit and what it has taken."""
-    for limit_name, used_name, idle_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        limit = _number(group / limit_name)
-        used = None if limit is None else _number(group / used_name)
-        if limit is not None and used is not None:
-            stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
-            return limit - used + int(stat.get(idle_name, 0))
-    return None
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; `None` for "max", and where there is no such file."""
-    text = "".join(_lines(path)).strip()
-    return int(text) if text.isdigit() else None
+def _below_limit(group: Path, names: _Names) -> int | None:
+    """Bytes between a group's limit and what it has taken; `None` if there is none ("max")."""
+    of_limit, of_used, of_what, idle = names
+    limit, used = ("".join(_lines(group / name)).strip() for name in (of_limit, of_used))
+    if not (limit.isdigit() and used.isdigit()):
+        return None
+    told = (line for line in _lines(group / of_what) if line.startswith(idle))
+    return int(limit) - int(used) + int(next(told, "0").split()[-1])
 
 
 def _lines(path: Path) -> list[str]:
+    """Of a file of the kernel's: asked before every window, so without what is for other files."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        with open(path, "rb", buffering=0) as file:
+            return file.readall().decode().splitlines()
     except OSError:
         return []

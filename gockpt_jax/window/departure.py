@@ -3,13 +3,14 @@
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.block import Block, block_of
 from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.window.late import stage_and_pull
 from gockpt_jax.window.units import GroupUnit
 
 Followers = tuple[tuple[int, ...], int]
@@ -113,18 +114,29 @@ def _runs(program: StepProgram, units: Mapping[int, GroupUnit]) -> list[tuple[in
     return runs
 
 
-def scalars_of(program: StepProgram) -> tuple[int, ...]:
-    """Positions of the captured scalars among the cut values."""
-    return tuple(sorted({i for group in program.groups for i in group.scalars}))
-
-
-def scalar_block(program: StepProgram, cut: Sequence[Any]) -> Block:
-    """The block of the captured scalars: every process replays with them, so each takes its own.
+class Scalars:
+    """The captured scalars: every process replays with them, so each takes its own.
 
     Args:
       program: The step's.
-      cut: Shardings of its cut values.
+
+    Attributes:
+      positions: Theirs, among the cut values.
     """
-    specs = [(program.cut_arrays[i], cut[i]) for i in scalars_of(program)]
-    sources = [Source(spec.shape, spec.dtype, given, given) for spec, given in specs]
-    return block_of([Chunk.whole(s, everywhere=True) for s in sources], donatable=False)
+
+    def __init__(self, program: StepProgram):
+        self.positions = tuple(sorted({i for group in program.groups for i in group.scalars}))
+        self._block: Block | None = None
+
+    def pull(self, cut: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
+        """Starts moving an armed step's to the host."""
+        scalars = [cut[i] for i in self.positions]
+        if self._block is None or not self._block.is_cut_from(scalars):
+            self._block = scalar_block(scalars)
+        return stage_and_pull(self._block, scalars)
+
+
+def scalar_block(scalars: Sequence[jax.Array]) -> Block:
+    """The block of values that all processes need."""
+    chunks = [Chunk.whole(Source.of(x), everywhere=True) for x in scalars]
+    return block_of(chunks, donatable=False)

@@ -10,17 +10,10 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor
-from gockpt_jax.window.departure import (
-    Departure,
-    make_departure,
-    nothing_left,
-    scalar_block,
-    scalars_of,
-)
+from gockpt_jax.window.departure import Departure, Scalars, make_departure, nothing_left
 from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 from gockpt_jax.window.late import send_late, stage_and_pull
 from gockpt_jax.window.plan import Plan
@@ -77,8 +70,7 @@ class OpenWindow:
         self._late: dict[int, str] = {}  # groups that became late, with the reason
         self._retained_bytes = retained_bytes
         self._room = StepRoom(resources.device, resources.watcher)
-        self._scalars = scalars_of(program)
-        self._scalar_block: Block | None = None
+        self._scalars = Scalars(program)
         sizes = [math.prod(spec.shape) for spec in program.cut_arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
         self._is_given_up = False
@@ -188,13 +180,9 @@ class OpenWindow:
     def _start_pulls(
         self, left: Departure, staged: Sequence[jax.Array], cut: Sequence[jax.Array]
     ) -> CutPull:
-        scalars = [cut[i] for i in self._scalars]
-        if self._scalar_block is None or not self._scalar_block.is_cut_from(scalars):
-            self._scalar_block = scalar_block(self.program, [x.sharding for x in cut])
         with events.span(events.SPAN_PULL):
             pull = left.cut.start_pull(staged)
-        scalar_pull = stage_and_pull(self._scalar_block, scalars)
-        return CutPull(left.values, pull, self._scalars, scalar_pull)
+        return CutPull(left.values, pull, self._scalars.positions, self._scalars.pull(cut))
 
     def give_up(self) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""

@@ -27,7 +27,7 @@ import jax
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
-from gockpt_jax.training.program import ArmedResult
+from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.audit import Auditor

@@ -20,7 +20,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import staging
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.pull import Pull
-from gockpt_jax.window import early, open_window, slots
+from gockpt_jax.window import departure, early, slots
 from gockpt_jax.window.clock import StepClock
 
 from .injection import Fault, Gate, InjectedError
@@ -57,7 +57,7 @@ INSIDE_SAVE = {
 ON_THE_TRAINER = {
     "stage": {"owner": staging, "name": "stage"},
     "start_of_pull": {"owner": Block, "name": "start_pull"},
-    "start_of_pull_of_a_cut": {"owner": open_window, "name": "scalar_block"},
+    "start_of_pull_of_a_cut": {"owner": departure, "name": "scalar_block"},
 }
 
 
