@@ -102,8 +102,8 @@ class GoCkptManager(SavesInTurn):
         registry = arguments.registry(handler_registry, item_handlers, handler)
         # Stock takes none of these names beside a registry.
         is_named = bool(item_names) or isinstance(item_handlers, Mapping)
-        self._gockpt_naming = arguments.Naming(registry, handler, is_named)
-        super().__init__(root, options, handler, registry, metadata=metadata, logger=logger)
+        naming = arguments.Naming(registry, handler, is_named)
+        super().__init__(root, options, handler, naming, metadata=metadata, logger=logger)
         _compat.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
 
     # Saving and restoring.
@@ -130,8 +130,7 @@ class GoCkptManager(SavesInTurn):
             )
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
-        if "args" in kwargs:
-            kwargs["args"] = self._gockpt_naming.name(kwargs["args"])
+        self._gockpt_naming.note(kwargs.get("args"))
         return self._save_in_turn(step, kwargs, started_at)
 
     def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:

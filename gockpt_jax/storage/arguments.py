@@ -121,6 +121,14 @@ def as_label(step: Any) -> int:
     return label
 
 
+def _require_arguments(args: Any) -> None:
+    if not isinstance(args, ocp.args.CheckpointArgs):
+        raise TypeError(
+            f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
+            "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
+        )
+
+
 class Naming:
     """Whether the caller names its items, and so what it gets back: the item, or a `Composite`.
 
@@ -149,22 +157,29 @@ class Naming:
         Raises:
           TypeError: if these are no arguments of a checkpoint.
         """
-        if not isinstance(args, ocp.args.CheckpointArgs):
-            raise TypeError(
-                f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
-                "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
-            )
+        _require_arguments(args)
         if any(item == ITEM for item, _ in self.registry.get_all_entries()):
             return ITEM if self.registry.has(ITEM, args) else UNNAMED
         is_ours = self.registry.has(None, args) and self.registry.get(None, args) is self._handler
         return ITEM if is_ours else UNNAMED
 
+    def note(self, args: Any) -> None:
+        """Remembers whether items are named; of a call that saves nothing, too.
+
+        Raises:
+          TypeError: if these are no arguments of a checkpoint.
+        """
+        if isinstance(args, ocp.args.Composite):
+            self._is_named = True
+        elif args is not None:
+            _require_arguments(args)
+            self._is_bare = True
+
     def name(self, args: Any) -> Any:
         """Arguments by the names of their items."""
+        self.note(args)
         if args is None or isinstance(args, ocp.args.Composite):
-            self._is_named |= args is not None
             return args
-        self._is_bare = True
         return ocp.args.Composite(**{self.item_of(args): args})
 
     def unname(self, composite: Any) -> Any:

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import AuditError, ProcessError, ReplayError
 from gockpt_jax.storage import bucket
+from gockpt_jax.storage.arguments import Naming
 from gockpt_jax.storage.commit import with_word_of_commits
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.policies import arrange
@@ -27,7 +28,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
       root: Of its checkpoints.
       options: The user's.
       handler: Of the states, whose windows end at the saves.
-      registry: Of all handlers.
+      naming: Of their items, by the registry of all handlers.
       **stock: Other arguments of `ocp.CheckpointManager`.
     """
 
@@ -36,7 +37,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         root: Any,
         options: ocp.CheckpointManagerOptions,
         handler: GoCkptHandler,
-        registry: Any,
+        naming: Naming,
         **stock: Any,
     ):
         # Whether a save is being written, or has ended and nobody has asked yet how. It begins and
@@ -46,8 +47,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         # written and no other, and a window's failure waits.
         self._gockpt_quiet = True
         self._gockpt_handler = handler
+        self._gockpt_naming = naming
         self._share_windows(handler)
-        self._gockpt_waiting = waiting = WaitingRoom(handler, registry)
+        self._gockpt_waiting = waiting = WaitingRoom(handler, naming.registry)
         session = self._gockpt_session
         session.predictor.sees_every_call = True
         session.host.directory = str(root)
@@ -63,7 +65,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             )
             if self._gockpt_window_options.on_busy == "newest":
                 options = told_of_turns(options, self._gockpt_turn)
-        super().__init__(root, options=options, handler_registry=registry, **stock)
+        super().__init__(root, options=options, handler_registry=naming.registry, **stock)
         self._gockpt_quiet = False
 
     def _save_in_turn(self, step: int, arguments: dict[str, Any], started_at: float) -> bool:
@@ -71,13 +73,19 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         if self._may_raise_now and self._gockpt_unheard:
             self._hear_last_save()  # at once: that save may not have ended well
         self._hand_over()
+        session, given = self._gockpt_session, arguments.get("args")
+        if given is not None and not (arguments.get("force") or self._is_due(step)):
+            session.predictor.observe(session.version, step, accepted=False)
+            session.surface_failure()
+            return False
+        arguments["args"] = self._gockpt_naming.name(given)
         busy = self._why_busy(step, arguments)
         if busy is not None:
             return self._save_later(step, arguments, busy, started_at)
         before, accepted = self._gockpt_pending, False
-        with self._attempt(step):
-            accepted = bool(super().save(step, **arguments))
-        self._gockpt_session.predictor.observe(self._gockpt_session.version, step, accepted)
+        with self._attempt(step):  # the policy has been asked
+            accepted = bool(super().save(step, **(arguments | {"force": True})))
+        session.predictor.observe(session.version, step, accepted)
         pending = self._gockpt_pending
         if pending is not None and pending is not before:
             pending.returned(started_at)
@@ -87,8 +95,16 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             self._gockpt_unheard = True
             self._gockpt_waiting.supersede(step)
         else:
-            self._gockpt_session.surface_failure()
+            session.surface_failure()
         return accepted
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the policy says so: asked once, before anything is made for a save."""
+        self._gockpt_quiet = True
+        try:
+            return bool(self.should_save(step))
+        finally:
+            self._gockpt_quiet = False
 
     @contextlib.contextmanager
     def _attempt(self, step: int) -> Iterator[None]:
@@ -121,7 +137,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         if self._gockpt_window_options.on_busy == "wait" or arguments.get("args") is None:
             return None
         # Forced saves and those before a preemption wait for the previous one, as in stock.
-        if arguments.get("force") or not self.should_save(step) or self.reached_preemption(step):
+        if arguments.get("force") or self.reached_preemption(step):
             return None
         busy, last = None, self._gockpt_pending
         if self._is_writing and last is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
-from window.training_loop import HoldingLoop, assert_same
+from window.training_loop import HoldingLoop, Options, assert_same
 
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.storage.written import Written
 
 
@@ -76,3 +78,28 @@ def test_a_failed_save_is_not_a_busy_one(loop, monkeypatch):
 
 def _fail(*_: object, **__: object) -> None:
     raise RuntimeError("injected")
+
+
+class Fourth:
+    """A policy of the user's own, that remembers what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def should_save(self, step, previous_steps, *, context):
+        del previous_steps, context
+        self.asked.append(step.step)
+        return step.step % 4 == 0
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip", "newest"])
+def test_a_policy_is_asked_once_by_each_call(tmp_path, on_busy):
+    """As by stock: it may count, or draw lots."""
+    policy, args = Fourth(), GoCkptSave({"w": jnp.ones(2)})
+    options, window = Options(save_decision_policy=policy), WindowOptions(on_busy=on_busy)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        accepted = [manager.save(label, args=args) for label in range(4)]
+        manager.wait_until_finished()
+        accepted.append(manager.save(4, args=args))
+    assert accepted == [True, False, False, False, True]
+    assert policy.asked == [0, 1, 2, 3, 4]
