@@ -117,10 +117,10 @@ class Loop:
         self.at_update, self.may_go = threading.Event(), threading.Event()
         follow, land_update = OpenWindow.follow, EarlyChunks.take_in
 
-        def noting(window, cut):
+        def noting(window, state, cut):
             self.window = window
             refs = [weakref.ref(x) for x in cut]
-            follow(window, cut)
+            follow(window, state, cut)
             left = window._left[-1]
             whole = {left.values[n][1] for n in left.cut._whole}
             self.retained = [(x, i in whole) for i, x in enumerate(refs)]
@@ -247,3 +247,29 @@ def test_more_than_was_foreseen_is_counted(room):
     assert device.used_bytes == 50
     pulled()
     assert device.used_bytes == 0
+
+
+def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch):
+    """At each the trainer may lose the interpreter. The captured scalars have another."""
+    follow, start = OpenWindow.follow, block.Block.start_pull
+    calls, by_step = [], []
+
+    def starting(self, staged):
+        calls.append(self)
+        return start(self, staged)
+
+    def following(window, state, cut):
+        calls.clear()
+        follow(window, state, cut)
+        by_step.append(len(calls))
+
+    monkeypatch.setattr(block.Block, "start_pull", starting)
+    monkeypatch.setattr(OpenWindow, "follow", following)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=8)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        step, state = manager.wrap(jax.jit(update, donate_argnums=0)), fresh()
+        for label in range(9):
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
+    assert manager.last_report.kind == "window"
+    assert by_step == [2, 2, 2]
