@@ -47,10 +47,11 @@ class CorruptedGradient:
             values.reshape(-1)[element] += 1
             return jax.device_put(values, array.sharding)
 
-        def corrupting(window: OpenWindow, cut: Any) -> None:
+        def corrupting(window: OpenWindow, state: Any, cut: Any) -> None:
             self._pending = self.armed
             followed = {i for left in window._left for _, i in left.values}
-            follow(window, [corrupt(x) if i in followed else x for i, x in enumerate(cut)])
+            cut = [corrupt(x) if i in followed else x for i, x in enumerate(cut)]
+            follow(window, state, cut)
 
         monkeypatch.setattr(OpenWindow, "follow", corrupting)
 
