@@ -187,7 +187,7 @@ class OpenWindow:
     def give_up(self) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""
         self._is_given_up = True
-        self.drop()
+        self._worker.submit_behind(self._early.drop)
 
     def _land(self, land: Callable[[], Task], has_landed: Callable[[], None]) -> None:
         """Lands something on the worker, gives back what it held on the device, and passes it on.
@@ -291,4 +291,5 @@ class OpenWindow:
 
     def drop(self) -> None:
         """Forgets everything; earlier checkpoints are untouched."""
+        self.state = ()  # whoever replays still holds the window
         self._worker.submit_behind(self._early.drop)

@@ -273,3 +273,29 @@ def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch
             manager.save(label, args=GoCkptSave(state))
     assert manager.last_report.kind == "window"
     assert by_step == [2, 2, 2]
+
+
+def test_the_saved_state_is_the_loops_alone_when_save_has_returned(tmp_path, monkeypatch):
+    """Also while it is still replayed: a step that does not donate has two states, not three."""
+    may_end, finish = threading.Event(), EarlyChunks.finish
+
+    def late(early, *args):
+        assert may_end.wait(60)
+        finish(early, *args)
+
+    monkeypatch.setattr(EarlyChunks, "finish", late)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=4)
+    window = WindowOptions(steps=3, audit=None)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step, state = manager.wrap(jax.jit(update)), fresh()
+        for label in range(5):
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
+        manager._gockpt_session.resources.watcher.wait_until_idle()
+        refs = [weakref.ref(x) for x in jax.tree.leaves(state)]
+        state = step(state)
+        alive = [ref() is not None for ref in refs]
+        may_end.set()
+        manager.wait_until_finished()
+        assert manager.last_report.kind == "window"
+        assert not any(alive)
