@@ -44,7 +44,11 @@ class Observer:
         if step.program is None:
             return None
         step.program.wait_until_ready()
-        return step.program.flat_call(args, kwargs)
+        try:
+            return step.program.flat_call(args, kwargs)
+        except TypeError:
+            step.call_changed(args, kwargs)
+            return None
 
     def after_update(self, step, armed):
         assert armed is None or step.last_result is armed.result
