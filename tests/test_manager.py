@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import jax
@@ -11,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from window.training_loop import BATCH, SIZE, Options, assert_same, fresh, to_host, train, update
 
-from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
+from gockpt_jax import GoCkptHandler, GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
 from gockpt_jax.errors import NoCheckpointError, SnapshotOnlyWarning
 
 
@@ -336,36 +337,26 @@ def test_a_save_of_plain_files_says_nothing_of_a_merge(tmp_path, caplog):
     assert "merge" not in caplog.text
 
 
-@pytest.mark.parametrize("refused_by", ["us", "stock"])
-def test_each_attempt_at_a_save_is_voted_on(tmp_path, monkeypatch, refused_by):
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_each_attempt_at_a_save_is_voted_on(tmp_path, has_begun):
     """The second one is in the same directory as the first, which was refused."""
 
     class Votes:
-        failure = None
-
         def __init__(self):
             self.begun = []
 
         def begin(self, label):
             self.begun.append(label)
 
-        def cancel(self):
-            pass
-
-    def refuse(self, tree):
-        raise ValueError("is refused")
-
-    bad, good = jnp.ones(2), jnp.ones(2)
-    monkeypatch.setattr("gockpt_jax.storage.handler.settled", lambda *_: None)
-    with GoCkptManager(tmp_path) as manager:
-        votes = manager._gockpt_handler.votes = Votes()
-        with monkeypatch.context() as patch:
-            if refused_by == "us":
-                bad.delete()
-            else:
-                patch.setattr("gockpt_jax.storage.tree_handler.TreeHandlers.of", refuse)
-            with pytest.raises(ValueError, match=r"is (gone|refused)"):
-                manager.save(0, args=GoCkptSave({"w": bad}))
-        manager.save(0, args=GoCkptSave({"w": good}))
-        manager.wait_until_finished()
-    assert votes.begun == [0, 0]
+    gone = jnp.ones(2)
+    gone.delete()
+    handler = GoCkptHandler()
+    votes = handler.votes = Votes()
+    item = tmp_path / "7.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is gone"):
+            asyncio.run(handler.async_save(item, GoCkptSave({"w": gone})))
+        if has_begun:
+            handler.give_back()  # as a manager does then
+    assert votes.begun == [7, 7]
+    handler.close()
