@@ -23,6 +23,13 @@ DropVar: Any = jex.DropVar if hasattr(jex, "DropVar") else jax.core.DropVar
 """What stands for an output that nobody reads; jax 0.7 has it in `jax.core` only."""
 
 
+COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
+"""Parts of the keys of Orbax's barriers after writing and after renaming (0.11.33 to 0.12.8)."""
+
+PROGRESS_BARRIER = "set_value_end"
+"""Part of the key of Orbax's barrier at which all processes know that a save has begun, or ended
+(0.11.33 to 0.12.8). Where it is missing, saves wait for the next accepted one, or for a wait."""
+
 _WIDE = frozenset(("float64", "int64", "uint64", "complex128"))
 _PACKED = re.compile(r"(u?int|float)[1-7](_|$)")
 

@@ -14,11 +14,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.window.processes import Processes
-
-_VOTES = ("async_write_complete", "async_commit_complete")
-"""Parts of the keys of Orbax's barriers after writing and after renaming (0.11.33 to 0.12.8)."""
 
 
 class CommitVotes:
@@ -40,7 +38,7 @@ class CommitVotes:
     def begin(self, label: int) -> None:
         """A save has begun; its commit follows on another thread, on every process."""
         self._label = label
-        self._outstanding = _VOTES
+        self._outstanding = _compat.COMMIT_BARRIERS
         self._is_one_missing = False
         self.failure = None
 

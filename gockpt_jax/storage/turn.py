@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import orbax.checkpoint as ocp
 
+from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.window.processes import Processes
 
@@ -24,9 +25,6 @@ MARGIN_CALLS = 4
 They answer within milliseconds. A larger margin hands saves over later for nothing; with a smaller
 one a step that is shorter than that would wait for them.
 """
-_SAVING_IS = "set_value_end"
-"""Part of the key of Orbax's barrier at which all processes know that a save has begun, or ended
-(0.11.33 to 0.12.8). Where it is missing, saves wait for the next accepted one, or for a wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Turn:
 
         def heard(*, key: str, timeout_ms: int) -> None:
             barrier(key=key, timeout_ms=timeout_ms)
-            if _SAVING_IS not in key:
+            if _compat.PROGRESS_BARRIER not in key:
                 return
             if threading.current_thread() is self._saving_on:
                 self._ended = None  # begun: the one before has ended, and been heard
