@@ -58,9 +58,10 @@ class PlainArrayReader(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Reads arrays; the results are in the order of `infos`."""
         args = list(args or [ocp.RestoreArgs()] * len(infos))
+        made = ((i, _elsewhere(x)) for i, x in enumerate(args))
+        arrays: dict[int, jax.Array] = {i: array for i, array in made if array is not None}
         found = await asyncio.to_thread(_look_for_plain, infos, args)
-        arrays: dict[int, jax.Array] = {}
-        rest = [i for i in range(len(infos)) if i not in found]
+        rest = [i for i in range(len(infos)) if i not in found and i not in arrays]
         if rest:
             read = await self._others.deserialize([infos[i] for i in rest], [args[i] for i in rest])
             arrays.update(zip(rest, read, strict=True))
@@ -85,6 +86,18 @@ class _Wanted:
             box = grid.explicit(index, shape)
             boxes[_bounds(box)] = box
         return boxes
+
+
+def _elsewhere(args: Any) -> jax.Array | None:
+    """An array on devices of other processes alone: nothing is read here, and stock makes none."""
+    sharding, shape, dtype = (
+        getattr(args, name, None) for name in ("sharding", "global_shape", "dtype")
+    )
+    if not isinstance(sharding, jax.sharding.Sharding) or sharding.addressable_devices:
+        return None
+    if shape is None or dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
 def _look_for_plain(infos: Sequence[Any], args: Sequence[Any]) -> dict[int, _Wanted]:

@@ -25,14 +25,17 @@ class Agreement:
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         self._refused = (-1, "")  # the last save for which a process was not ready, and why
 
-    def settle(self, step: WrappedStep) -> None:
+    def settle(self, step: WrappedStep, *, planned: bool) -> None:
         """A step that one process cannot arm is given up by all.
 
         Args:
           step: Traced and planned for, by all processes at the same call.
+          planned: Whether a plan was made just now: it may be the first that arms the step.
         """
         found = step.program if step.program is not None else step.why_not
-        if not self._processes.several or found is None or self._asked.get(step) is found:
+        if not self._processes.several or found is None:
+            return
+        if self._asked.get(step) is found and not planned:
             return
         why_not = None if step.program is not None else step.why_not
         objection = self._processes.objection("program", why_not)

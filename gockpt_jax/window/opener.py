@@ -114,8 +114,7 @@ class Opener:
     def prepare(self, step: WrappedStep) -> None:
         """Plans for a step that has run, and settles with the others whether it can be armed."""
         self._planner.limit_device(stepped=True)
-        self._planner.prepare(step)
-        self._agreement.settle(step)
+        self._agreement.settle(step, planned=self._planner.prepare(step))
 
     def can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:
         """Whether a window goes on with this step; another step may have opened it."""

@@ -82,21 +82,23 @@ class Planner:
             weakref.WeakKeyDictionary()
         )
 
-    def prepare(self, step: WrappedStep) -> None:
+    def prepare(self, step: WrappedStep) -> bool:
         """Plans for a new program, long before its first window: arming it takes long.
 
         And once after each save for one that has a plan, if what was measured has moved.
 
         Args:
           step: A step that has run.
+
+        Returns:
+          Whether a plan was made, at the same call on all processes; this one may have found that
+          it cannot arm the step.
         """
         program = step.program
         if program is None:
-            return
+            return False
         if program in self._plans:
-            if self._review_due:
-                self._review(step, program)
-            return
+            return self._review_due and self._review(step, program)
         self.limit_device(stepped=True)
         leaves = program.new_state_leaves(step.last_result)
         planned = self._plan(program, leaves)
@@ -110,6 +112,7 @@ class Planner:
         if program is not None:
             _log.debug("planned %s", self._plans[program].plan)
             self._make_ready(step, program, leaves)
+        return True
 
     def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> _Planned:
         size = measure_bytes(program, leaves, self._replicas)
@@ -128,21 +131,22 @@ class Planner:
         """More may be known than when the plans were made; looked at before the next window."""
         self._review_due = True
 
-    def _review(self, step: WrappedStep, program: StepProgram) -> None:
+    def _review(self, step: WrappedStep, program: StepProgram) -> bool:
         """Makes the plan anew if time or rate have moved: blocks move, the armed step stays."""
         self._review_due = False
         planned = self._plans[program]
         if self._options.steps is not None or not program.groups:
-            return
+            return False
         facts = self._facts(planned.size, planned.num_devices)
         if not facts.differ_from(planned.facts):
-            return
+            return False
         plan = plan_window(planned.size, self._options, self._device.limit_bytes, facts)
         self._plans[program] = dataclasses.replace(planned, plan=plan, facts=facts)
         if plan.blocks == planned.plan.blocks:
-            return
+            return False
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
         self._make_ready(step, program, program.new_state_leaves(step.last_result))
+        return True
 
     def _facts(self, size: StateBytes, num_devices: int) -> Facts:
         """What the user said, else what has been measured.

@@ -173,6 +173,13 @@ def elsewhere(directory: Path) -> None:
     loop.manager.wait_until_finished()
     report = loop.report(INTERVAL)
     say("kind", report.kind, report.early_bytes > 0, len(leaf.addressable_shards))
+    target = gockpt.GoCkptRestore(abstract({"state": loop.state, "half": leaf}))
+    restored = loop.manager.restore(INTERVAL, args=target)
+    assert restored["half"].sharding == sharding
+    for before, after in zip(
+        leaf.addressable_shards, restored["half"].addressable_shards, strict=True
+    ):
+        assert np.array_equal(before.data, after.data)
     loop.manager.close()
 
 
@@ -312,7 +319,7 @@ def unarmed(directory: Path) -> None:
 def planned(directory: Path) -> None:
     """Processes that have measured other times, rates and free memory make one plan."""
     is_slow = jax.process_index() == 0
-    secs, rate, free = (1.0, 1e4, 1750) if is_slow else (10.0, 1e9, 10**9)
+    secs, rate, free = (1.0, 1e4, 10220) if is_slow else (10.0, 1e9, 10**9)
     here = jax.process_index()
     with (
         replaced(clock.StepClock, "secs", property(lambda _: secs), only_on=here),
@@ -329,6 +336,28 @@ def planned(directory: Path) -> None:
     planned = [(r.step, r.kind, r.window_steps, r.reason) for r in loop.manager.reports]
     say("planned", planned)
     assert planned[-1][1] == "window", planned
+    loop.manager.close()
+
+
+def reviewed(directory: Path) -> None:
+    """A plan that was made anew is the first to arm the step, and one process cannot: none does."""
+    here, rate = jax.process_index(), [1e12]
+    with (
+        replaced(clock.StepClock, "secs", property(lambda _: 1.0), only_on=here),
+        replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: rate[0]), only_on=here),
+        replaced(budget, "device_headroom_bytes", lambda: 10220, only_on=here),
+        replaced(units, "LARGE_BYTES", 0, only_on=here),
+        replaced(planner, "cpu_contracts", lambda: True),
+    ):
+        loop = Loop(directory / "run", window=gockpt.WindowOptions(max_steps=4))
+        loop.run(INTERVAL)
+        assert loop.session.window_steps == 1
+        assert "snapshots only" not in loop.session.explain()
+        rate[0] = 1e4
+        loop.run(2 * INTERVAL)
+    loop.keep()
+    assert loop.report(2 * INTERVAL).kind == "snapshot", loop.manager.reports
+    assert "contracts multiply-adds" in loop.session.explain()
     loop.manager.close()
 
 
@@ -370,9 +399,22 @@ def failures(directory: Path) -> None:
     assert sorted(loop.manager.all_steps()) == sorted(loop.given)
     failed = {r.step for r in loop.manager.reports if r.error is not None}
     assert failed.isdisjoint(loop.given), loop.manager.reports
+    again(loop)
     assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.keep()
     loop.manager.close()
+
+
+def again(loop: Loop) -> None:
+    """A save that has failed is tried again under its label, fails once more, and is made."""
+    with replaced(leaf_writer, "_check_data", failing(RuntimeError("injected"))):
+        loop.run(INTERVAL * (1 + max(loop.given) // INTERVAL))
+        assert f"process {FAULTY}: RuntimeError: injected" in failure_of(loop)
+        assert loop.save(force=True)
+        assert f"process {FAULTY}: RuntimeError: injected" in failure_of(loop)
+    assert loop.save(force=True)
+    loop.manager.wait_until_finished()
+    assert loop.manager.latest_step() == max(loop.given)
 
 
 def failure_of(loop: Loop) -> str:

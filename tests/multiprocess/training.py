@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.v1 import GoCkptCheckpointable
 
 INTERVAL, WINDOW_STEPS = 4, 3  # Windows of saves 4, 8, ... ; the first, of save 0, is a snapshot.
-SIZES = {"w": (16, 24), "u": (24, 8), "b": (24,)}
+SIZES = {"w": (48, 48), "u": (48, 24), "b": (48,)}  # Two, three, four, ... devices divide them.
 
 # Each mesh: its axes with their sizes, given the number of devices, and where parameters lie; and
 # the optimizer's leaves, if these lie elsewhere.
@@ -33,7 +34,12 @@ MESHES: dict[str, tuple[Any, dict[str, P]]] = {
         lambda n: {"fsdp": n // 2, "tensor": 2},
         {"w": P("fsdp", "tensor"), "u": P("tensor", "fsdp"), "b": P("tensor")},
     ),
+    "by_hand": (lambda n: {"fsdp": n}, {"w": P("fsdp"), "u": P("fsdp"), "b": P("fsdp")}),
+    "by_hand_whole": (lambda n: {"data": n}, {}),
+    "each_its_own": (lambda n: {"data": n}, dict.fromkeys((*SIZES, "count"), P("data"))),
 }
+BY_HAND = ("by_hand", "by_hand_whole", "each_its_own")
+"""Whose step is one `shard_map`; in the last each device has a state of its own, as in `pmap`."""
 
 OPTIMIZERS = {"zero_1": optax.sgd(1e-2, momentum=0.9)}  # Momentum and parameter are one group.
 
@@ -82,8 +88,8 @@ class Loop:
         self.directory = directory
         rows = P(None if mesh == "tensor" else next(iter(make_mesh(mesh).shape)))
         self._rows = NamedSharding(make_mesh(mesh), rows)
-        init, step = _job(mesh)
-        self.state, self.step = init(), self.face.wrap(step)
+        init, self.users_step = _job(mesh)
+        self.state, self.step = init(), self.face.wrap(self.users_step)
         self.label = 0
         self.given: dict[int, dict[str, np.ndarray]] = {}
 
@@ -94,10 +100,18 @@ class Loop:
 
     def update(self) -> None:
         """Makes one update."""
-        x = np.random.default_rng(self.label).standard_normal((16, 16), np.float32)
-        batch = jax.make_array_from_callback(x.shape, self._rows, lambda i: x[i])
-        self.state, _ = self.step(self.state, batch)
+        self.state, _ = self.step(self.state, self.batch())
         self.label += 1
+
+    def batch(self) -> jax.Array:
+        """That of the next update: of global rows, or made of what each process has of them."""
+        x = np.random.default_rng(self.label).standard_normal((24, 48), np.float32)
+        if self.label % 2 or not self._rows.spec[0]:
+            return jax.make_array_from_callback(x.shape, self._rows, lambda i: x[i])
+        mine = self._rows.addressable_devices_indices_map(x.shape).values()
+        parts = sorted({i[0].indices(len(x))[:2] for i in mine if i is not None})
+        rows = np.concatenate([x[slice(*part)] for part in parts])
+        return jax.make_array_from_process_local_data(self._rows, rows, x.shape)
 
     def save(self, **kwargs: Any) -> bool:
         """Calls `save` for the last update, and remembers what it was given."""
@@ -186,9 +200,46 @@ def _job(mesh: str) -> tuple[Any, Any]:
         updates, opt = tx.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
+    if mesh == "each_its_own":
+        one, copies = init, jax.device_count()
+        init = lambda: jax.tree.map(lambda x: jnp.stack([x] * copies), one())  # noqa: E731
     shardings = jax.tree.map(lambda x: x.sharding, place(jax.eval_shape(init), mesh))
+    if mesh in BY_HAND:
+        train_step = _by_hand(mesh, jax.tree.map(lambda x: x.spec, shardings), loss_fn)
     step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
     return jax.jit(init, out_shardings=shardings), step
+
+
+def _by_hand(mesh: str, specs: Any, loss_fn: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """The train step as one `shard_map`: parameters are gathered, their gradients scattered."""
+    tx, axis, parts = optimizer(mesh), next(iter(make_mesh(mesh).shape)), jax.device_count()
+    gathered = jax.tree.map(lambda spec: mesh == "by_hand" and bool(spec), specs["params"])
+
+    def train_step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        if mesh == "each_its_own":
+            state = jax.tree.map(lambda x: x[0], state)
+
+        def loss_of(params: Any) -> jax.Array:
+            whole = jax.tree.map(
+                lambda p, is_part: jax.lax.all_gather(p, axis, tiled=True) if is_part else p,
+                params, gathered,
+            )  # fmt: skip
+            return loss_fn(whole, x)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        grads = jax.tree.map(
+            lambda g, is_part: g / parts if is_part else jax.lax.pmean(g, axis), grads, gathered
+        )
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        state = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+        if mesh == "each_its_own":
+            state = jax.tree.map(lambda x: x[None], state)
+        return state, jax.lax.pmean(loss, axis)
+
+    return jax.shard_map(
+        train_step, mesh=make_mesh(mesh), in_specs=(specs, P(axis)), out_specs=(specs, P()),
+        check_vma=False,
+    )  # fmt: skip
 
 
 def optimizer(mesh: str) -> optax.GradientTransformation:
