@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives parity merges pretended scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives jobs parity merges pretended scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
+	@echo 'make jobs    random lives of jobs of several processes, with faults: 60 of them, slow'
 	@echo 'make parity  random lives of a stock manager and ours, side by side: 60 of them'
 	@echo 'make merges  what the compiler merges with a retained value: all pairs of operations'
 	@echo 'make pretended  invariants and windows with pulls and replay as on an accelerator'
@@ -105,6 +106,9 @@ kills: $(STAMP)
 
 lives: $(STAMP)
 	@GOCKPT_LIVES=94 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py
+
+jobs: $(STAMP)
+	@GOCKPT_JOBS=60 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/multiprocess/test_lives.py
 
 merges: $(STAMP)
 	@GOCKPT_MERGES=all $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/training/test_merging.py

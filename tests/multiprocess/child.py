@@ -18,12 +18,12 @@ def main() -> None:
     jax.distributed.initialize(
         address, num_processes=int(processes), process_id=int(index), heartbeat_timeout_seconds=60
     )
-    from . import newest, scenarios
+    from . import life, newest, scenarios
 
     try:
         for name in scenarios_.split(","):
             (Path(directory) / name).mkdir(exist_ok=True)
-            (vars(scenarios) | vars(newest))[name](Path(directory) / name)
+            (vars(scenarios) | vars(newest) | vars(life))[name](Path(directory) / name)
             print("done", name, flush=True)
     except BaseException:
         traceback.print_exc()

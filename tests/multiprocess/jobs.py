@@ -31,7 +31,9 @@ class Ended:
         return scenario in self.said("done")
 
 
-def run_job(directory: Path, processes: int, *scenarios: str) -> list[Ended]:
+def run_job(
+    directory: Path, processes: int, *scenarios: str, devices: int = DEVICES
+) -> list[Ended]:
     """Runs `child.py` in several processes to their ends; it is an error if those do not come."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -42,7 +44,7 @@ def run_job(directory: Path, processes: int, *scenarios: str) -> list[Ended]:
         with (directory / f"process_{index}.log").open("w") as log:
             child = nursery.start(
                 "multiprocess.child", *words, str(index),
-                env=_environment(), cwd=directory, stdout=log, stderr=log,
+                env=_environment(devices), cwd=directory, stdout=log, stderr=log,
             )  # fmt: skip
         started.append(child)
     try:
@@ -58,11 +60,11 @@ def run_job(directory: Path, processes: int, *scenarios: str) -> list[Ended]:
     ]
 
 
-def _environment() -> dict[str, str]:
+def _environment(devices: int) -> dict[str, str]:
     # Little is computed here and much compiled, in each process: in a hurry. `tests/invariants`
     # runs programs as users compile them.
     flags = (
-        f"--xla_force_host_platform_device_count={DEVICES} --xla_cpu_max_isa=AVX "
+        f"--xla_force_host_platform_device_count={devices} --xla_cpu_max_isa=AVX "
         "--xla_backend_optimization_level=0"
     )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])

@@ -77,8 +77,9 @@ def group_of(count: int) -> list[Trainer]:
     return [Trainer(group, index) for index in range(count)]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("count", "seed"), [(count, seed) for count in (2, 4) for seed in range(10)] + [(256, 0)]
+)
 def test_the_turn_is_at_one_call_however_far_they_are(count, seed):
     before = np.random.default_rng(seed).integers(0, 5 * MARGIN_CALLS, count).tolist()
     with ThreadPoolExecutor(count) as pool:
