@@ -13,7 +13,7 @@ from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage import arguments, bucket, resume
+from gockpt_jax.storage import arguments, resume
 from gockpt_jax.storage.commit import never_draining
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.in_turn import SavesInTurn
@@ -32,7 +32,8 @@ class GoCkptManager(SavesInTurn):
     named `state` unless the user names it.
 
     Args:
-      directory: Where the checkpoints are.
+      directory: Where the checkpoints are; `~` is the user's own.
+      *by_position: Nothing: everything else comes by name.
       options: As in `ocp.CheckpointManager`.
       window: How the state leaves the device.
       metadata: As in `ocp.CheckpointManager`.
@@ -47,8 +48,9 @@ class GoCkptManager(SavesInTurn):
         `{"use_ocdbt": True, "use_compression": True}` for stock's layout everywhere.
 
     Raises:
-      TypeError: if `window` is not a `WindowOptions`.
-      ValueError: if a handler in `item_handlers` has no arguments registered.
+      TypeError: if an argument is of another kind, such as a `window` that is no `WindowOptions`.
+      ValueError: if a handler in `item_handlers` has no arguments registered, or `directory` is "".
+      NotADirectoryError: if a file is there.
 
     Warns:
       SnapshotOnlyWarning: if a handler was given for a tree of arrays: it knows nothing of windows.
@@ -71,7 +73,7 @@ class GoCkptManager(SavesInTurn):
     def __init__(
         self,
         directory: Any,
-        *,
+        *by_position: Any,
         options: ocp.CheckpointManagerOptions | None = None,
         window: WindowOptions | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -81,8 +83,11 @@ class GoCkptManager(SavesInTurn):
         item_handlers: Any = None,
         pytree_options: Mapping[str, Any] | None = None,
     ):
-        bucket.prepare(directory)
-        root = arguments.absolute(directory)
+        arguments.check_all(
+            by_position, options=options, metadata=metadata, logger=logger,
+            pytree_options=pytree_options,
+        )  # fmt: skip
+        root = arguments.root_of(directory)
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
         self._gockpt_closed = False
@@ -93,7 +98,7 @@ class GoCkptManager(SavesInTurn):
             window=window,
             processes=processes,
             **{
-                **default_layout(directory),
+                **default_layout(root),
                 "multiprocessing_options": options.multiprocessing_options,
                 **(pytree_options or {}),
             },
@@ -150,8 +155,15 @@ class GoCkptManager(SavesInTurn):
         Raises:
           NoCheckpointError: if there is no such step or item; says what there is.
           TargetError: if checkpoint and target do not fit together; names all leaves.
+          TypeError: if the target is not given as `args`.
           VerifyError: if `verify` and the checkpoint is not what was written.
         """
+        if args or "items" in kwargs:
+            raise TypeError(
+                "`restore` takes the target by name, as in `restore(step, "
+                "args=GoCkptRestore(state))`; got a "
+                f"`{type(args[0] if args else kwargs['items']).__name__}` without."
+            )
         self._gockpt_session.abandon("a checkpoint was restored")
         self._finish_saves()  # as stock does; a window's failure is no matter of theirs
         wanted, elsewhere = kwargs.get("args"), kwargs.get("directory")
@@ -164,6 +176,8 @@ class GoCkptManager(SavesInTurn):
             raise resume.nothing_in(root)
         path = arguments.step_path(root, step, self._gockpt_options)
         items = resume.items_of(path, root)
+        if not items:
+            raise resume.no_item(path, item or arguments.ITEM, items)
         if verify:
             resume.require_whole_step(path)
         if arguments.UNNAMED in items and (item or wanted is None):

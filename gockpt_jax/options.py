@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import operator
+import reprlib
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 Arm = Literal["window", "always"]
@@ -9,10 +12,116 @@ OnFailure = Literal["raise", "demote"]
 OnBusy = Literal["wait", "skip", "newest"]
 OnSaveError = Literal["raise", "warn"]
 
+MOST_STEPS = 100
+"""Of a window. What it costs grows with K(K-1)/2, and so does the time to plan it."""
 
-def _one_of(name: str, value: Any, kind: Any) -> None:
-    if value not in get_args(kind):
-        raise ValueError(f"`{name}` must be one of {get_args(kind)}, got {value!r}.")
+Rule = Callable[[str, Any], Any]
+"""Takes an option's name and what the user gave; returns what is meant, or raises ValueError."""
+
+
+_short = reprlib.Repr()
+_short.maxlong, _short.maxstring, _short.maxother = 500, 80, 80
+
+
+def told(value: Any) -> str:
+    """What came, in an error: not all of a state's arrays."""
+    return _short.repr(value)
+
+
+def as_count(
+    name: str, value: Any, advice: str, *, least: int = 1, most: int | None = None,
+    no_integer: type[Exception] = ValueError,
+) -> int:  # fmt: skip
+    """An integer as Python has them; NumPy's and JAX's are as good.
+
+    Args:
+      name: What the user calls it.
+      value: What came.
+      advice: What to do instead, a sentence.
+      least: The smallest that can be meant.
+      most: The largest.
+      no_integer: Raised where it is none.
+
+    Raises:
+      ValueError: if it is less than `least`, or more than `most`.
+    """
+    try:
+        count = None if _is_flag(value) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < least or (most is not None and count > most):
+        wrong = no_integer if count is None else ValueError
+        upto = "" if most is None else f" and at most {most}"
+        raise wrong(
+            f"`{name}` must be an integer of at least {least}{upto}, got {told(value)}. {advice}"
+        )
+    return count
+
+
+def of_kind(name: str, value: Any, kind: type, advice: str) -> Any:
+    """What a user gave, if it is of a kind.
+
+    Raises:
+      TypeError: if it is of another.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` must be a `{kind.__name__}`, got {told(value)}. {advice}")
+    return value
+
+
+def _count(advice: str, *, least: int = 1, most: int | None = None) -> Rule:
+    return lambda name, value: as_count(name, value, advice, least=least, most=most)
+
+
+def _number(advice: str, *, most: float | None = None) -> Rule:
+    """Above 0, and one that Python can reckon with."""
+    expected = "a number above 0" if most is None else f"above 0 and at most {most:g}"
+
+    def rule(name: str, value: Any) -> float:
+        try:
+            number = math.nan if _is_flag(value) or isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not (0 < number < math.inf and (most is None or number <= most)):
+            raise ValueError(f"`{name}` must be {expected}, got {told(value)}. {advice}")
+        return number
+
+    return rule
+
+
+def _one_of(kind: Any) -> Rule:
+    def rule(name: str, value: Any) -> Any:
+        if not (isinstance(value, str) and value in get_args(kind)):
+            raise ValueError(f"`{name}` must be one of {get_args(kind)}, got {told(value)}.")
+        return value
+
+    return rule
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not _is_flag(value):
+        raise ValueError(f"`{name}` must be True or False, got {told(value)}.")
+    return bool(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+
+
+def _audit(name: str, value: Any) -> "Audit":
+    if not isinstance(value, Audit):
+        raise ValueError(f"`{name}` must be an `Audit` or None, got {told(value)}.")
+    return value
+
+
+def _or_none(rule: Rule) -> Rule:
+    return lambda name, value: None if value is None else rule(name, value)
+
+
+def _check(options: Any, **rules: Rule) -> None:
+    """Puts what is meant in the place of what was given."""
+    for name, rule in rules.items():
+        object.__setattr__(options, name, rule(name, getattr(options, name)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,19 +160,12 @@ class Audit:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        is_number = isinstance(self.fraction, int | float) and not isinstance(self.fraction, bool)
-        if not (is_number and 0 < self.fraction <= 1):
-            raise ValueError(
-                f"`fraction` must be above 0 and at most 1, got {self.fraction!r}. Use "
-                "`audit=None` for no audit."
-            )
-        is_count = isinstance(self.max_ulps, int) and not isinstance(self.max_ulps, bool)
-        if not (is_count and self.max_ulps >= 0):
-            raise ValueError(
-                f"`max_ulps` must be an integer of at least 0, got {self.max_ulps!r}. Use 0 for "
-                "equality."
-            )
-        _one_of("on_failure", self.on_failure, OnFailure)
+        _check(
+            self,
+            fraction=_number("Use `audit=None` for no audit.", most=1),
+            max_ulps=_count("Use 0 for equality.", least=0),
+            on_failure=_one_of(OnFailure),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +229,7 @@ class WindowOptions:
       >>> WindowOptions(steps=0)
       Traceback (most recent call last):
         ...
-      ValueError: `steps` must be at least 1, got 0. Use None to let the planner choose.
+      ValueError: `steps` must be an integer of at least 1 and at most 100, got 0. Use None ...
     """
 
     max_steps: int = 8
@@ -146,40 +248,20 @@ class WindowOptions:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
-        _positive("max_steps", self.max_steps, "Use 1 for a device copy without a window.")
-        _positive("write_limit_bytes", self.write_limit_bytes, "The default is 256 MiB.")
-        _positive_or_none("steps", self.steps, "Use None to let the planner choose.")
-        _positive_or_none(
-            "device_budget_bytes", self.device_budget_bytes, "Use None for the default."
+        default, measured = "Use None for the default.", "Use None to have it measured."
+        _check(
+            self,
+            max_steps=_count("Use 1 for a device copy without a window.", most=MOST_STEPS),
+            steps=_or_none(_count("Use None to let the planner choose.", most=MOST_STEPS)),
+            device_budget_bytes=_or_none(_count(default)),
+            step_secs=_or_none(_number(measured)),
+            link_bytes_per_sec=_or_none(_number(measured)),
+            host_budget_bytes=_or_none(_count(default)),
+            write_limit_bytes=_count("The default is 256 MiB."),
+            replay_threads=_or_none(_count(default)),
+            arm=_one_of(Arm),
+            exact=_flag,
+            audit=_or_none(_audit),
+            on_busy=_one_of(OnBusy),
+            on_save_error=_one_of(OnSaveError),
         )
-        _positive_number_or_none("step_secs", self.step_secs)
-        _positive_number_or_none("link_bytes_per_sec", self.link_bytes_per_sec)
-        _positive_or_none("host_budget_bytes", self.host_budget_bytes, "Use None for the default.")
-        _positive_or_none("replay_threads", self.replay_threads, "Use None for the default.")
-        _one_of("arm", self.arm, Arm)
-        _one_of("on_busy", self.on_busy, OnBusy)
-        _one_of("on_save_error", self.on_save_error, OnSaveError)
-        if not isinstance(self.exact, bool):
-            raise ValueError(f"`exact` must be True or False, got {self.exact!r}.")
-        if not isinstance(self.audit, Audit | None):
-            raise ValueError(f"`audit` must be an `Audit` or None, got {self.audit!r}.")
-
-
-def _positive_or_none(name: str, value: int | None, remedy: str) -> None:
-    if value is not None:
-        _positive(name, value, remedy)
-
-
-def _positive_number_or_none(name: str, value: float | None) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and 0 < value < math.inf):
-        raise ValueError(
-            f"`{name}` must be a number above 0, got {value!r}. Use None to have it measured."
-        )
-
-
-def _positive(name: str, value: int, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"`{name}` must be an integer, got {value!r}. {remedy}")
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value}. {remedy}")

@@ -240,7 +240,7 @@ def test_a_handler_without_arguments_is_refused(tmp_path):
     class Unregistered(ocp.JsonCheckpointHandler):
         pass
 
-    with pytest.raises(ValueError, match="item `notes` has no checkpoint arguments"):
+    with pytest.raises(ValueError, match="item `notes` needs a handler with checkpoint arguments"):
         GoCkptManager(tmp_path, item_handlers={"notes": Unregistered()})
 
 

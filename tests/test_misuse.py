@@ -200,7 +200,7 @@ def saved_after_close(manager):
 
 ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "wrap twice": (
-        lambda m: m.wrap(m.wrap(update)), gockpt.WrapError, "is wrapped already; wrap it once",
+        lambda m: m.wrap(m.wrap(update)), gockpt.WrapError, "is wrapped already; wrap it",
     ),
     "wrap the state": (
         lambda m: m.wrap(fresh()), gockpt.WrapError, "needs a jitted train step, got a `dict`",
@@ -215,17 +215,19 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda m: m.restore(5, args=fresh()), TypeError, r"or `args=GoCkptRestore\(state\)` to",
     ),
     "label that is no integer": (
-        lambda m: m.save(10.5, args=gockpt.GoCkptSave(fresh())), TypeError, "non-negative integer",
+        lambda m: m.save(10.5, args=gockpt.GoCkptSave(fresh())), TypeError,
+        "`step` must be an integer of at least 0, got 10.5",
     ),
     "negative label": (
-        lambda m: m.save(-1, args=gockpt.GoCkptSave(fresh())), ValueError, "non-negative integer",
+        lambda m: m.save(-1, args=gockpt.GoCkptSave(fresh())), ValueError,
+        "`step` must be an integer of at least 0, got -1",
     ),
     "step saved twice": (
         lambda m: m.save(5, args=gockpt.GoCkptSave(fresh()), force=True),
         ocp.checkpoint_manager.StepAlreadyExistsError, "step 5 already exists",
     ),
     "donated state": (
-        donated, ValueError, r"\['opt'\]\[0\].count was donated.*before the next step",
+        donated, ValueError, r"\['opt'\]\[0\].count, .*: donated.*before the next step",
     ),
     "saved after close": (saved_after_close, RuntimeError, "manager is closed. Save before"),
     "another structure": (
@@ -255,17 +257,6 @@ def test_a_step_saved_twice_without_force_is_refused(tmp_path):
         state = saved_once(manager)
         assert not manager.save(5, args=gockpt.GoCkptSave(fresh()))
         assert_same(manager.restore(5), to_host(state))
-
-
-def test_unwritable_directory(tmp_path):
-    (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(OSError, match="file"):
-        manager_of(tmp_path / "file" / "run")
-
-
-def test_window_options_by_number(tmp_path):
-    with pytest.raises(TypeError, match=r"pass `window=gockpt.WindowOptions\(steps=K\)`"):
-        gockpt.GoCkptManager(tmp_path, window=8)
 
 
 def test_no_cpu_backend(tmp_path, monkeypatch):

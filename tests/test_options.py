@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
+import math
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gockpt_jax import Audit, GoCkptManager, WindowOptions
@@ -20,7 +24,9 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("name", REMEDIES)
-@pytest.mark.parametrize("value", [0, -3, True, 1.5, "8", 2.0])
+@pytest.mark.parametrize(
+    "value", [0, -3, True, 1.5, "8", 2.0, math.nan, np.bool_(True), np.float32(2), np.array([1, 2])]
+)
 def test_bad_number_names_the_field_what_came_and_what_to_do(name, value):
     with pytest.raises(ValueError) as error:
         WindowOptions(**{name: value})
@@ -30,13 +36,40 @@ def test_bad_number_names_the_field_what_came_and_what_to_do(name, value):
     assert REMEDIES[name] in message
 
 
+@pytest.mark.parametrize("name", REMEDIES)
+@pytest.mark.parametrize("value", [np.int64(3), np.uint8(3), np.array(3), jnp.int32(3)])
+def test_integers_of_other_libraries_are_integers(name, value):
+    found = getattr(WindowOptions(**{name: value}), name)
+    assert (found, type(found)) == (3, int)
+
+
+@pytest.mark.parametrize("name", ["steps", "max_steps"])
+def test_a_window_has_an_end(name):
+    """Plans of many steps take for ever to make, and cost more than all else."""
+    assert getattr(WindowOptions(**{name: 100}), name) == 100
+    for value in (101, 10**9, 2**80):
+        with pytest.raises(ValueError, match=f"`{name}` must be .* at most 100, got {value}. Use"):
+            WindowOptions(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["step_secs", "link_bytes_per_sec"])
+def test_rates_and_times_are_finite_numbers_above_zero(name):
+    for value in (0, -1, math.nan, math.inf, 10**400, True, "1", b"1", [1.0], np.array([1.0, 2.0])):
+        with pytest.raises(ValueError) as error:
+            WindowOptions(**{name: value})
+        told = f"`{name}` must be a number above 0, got {value!r}. Use None to have it measured."
+        assert str(error.value) == told
+    for value in (0.5, np.float32(0.5), jnp.float32(0.5), fractions.Fraction(1, 2)):
+        assert getattr(WindowOptions(**{name: value}), name) == 0.5
+
+
 @pytest.mark.parametrize("name", ["max_steps", "write_limit_bytes"])
 def test_none_is_refused_where_it_means_nothing(name):
     with pytest.raises(ValueError, match=f"`{name}`"):
         WindowOptions(**{name: None})
 
 
-@pytest.mark.parametrize("value", ["never", None, True, ("window",)])
+@pytest.mark.parametrize("value", ["never", None, True, ("window",), ["window"], {}])
 def test_bad_choice_names_the_choices(value):
     expected = re.escape(f"`arm` must be one of ('window', 'always'), got {value!r}.")
     with pytest.raises(ValueError, match=expected):
@@ -51,7 +84,7 @@ def test_bad_choice_names_the_choices(value):
     [
         *(
             ("fraction", v, "Use `audit=None` for no audit.")
-            for v in (0, -0.5, 1.5, True, "1", None)
+            for v in (0, -0.5, 1.5, True, "1", None, math.nan, math.inf)
         ),
         *(("max_ulps", v, "Use 0 for equality.") for v in (-1, 0.5, True, None)),
         *(("on_failure", v, "got") for v in ("ignore", None, True)),
@@ -77,6 +110,7 @@ def test_audit_is_options_or_none(value):
 def test_flags_are_flags(value):
     with pytest.raises(ValueError, match="`exact`"):
         WindowOptions(exact=value)
+    assert WindowOptions(exact=np.bool_(True)).exact is True
 
 
 def test_least_values_and_defaults_are_accepted():

@@ -25,6 +25,7 @@ from gockpt_jax.cli.trade import (
     layout_of_model,
     trade,
 )
+from gockpt_jax.options import MOST_STEPS
 from gockpt_jax.storage.describe import describe_item
 from gockpt_jax.window.cost import describe_bytes
 
@@ -117,7 +118,11 @@ _KEEPS_FREE = 0.1
     help="From a failure until training goes on.",
 )
 @click.option(
-    "--max-steps", type=click.IntRange(min=1), default=8, show_default=True, help="The largest K."
+    "--max-steps",
+    type=click.IntRange(1, MOST_STEPS),
+    default=8,
+    show_default=True,
+    help="The largest K.",
 )
 @click.option("--json", "form", flag_value="json", help="Print JSON.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print a Markdown table.")

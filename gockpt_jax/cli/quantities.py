@@ -11,6 +11,9 @@ _BYTES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30, "tib": 2.0**40
 }  # fmt: skip
 
+_MOST = 1e30
+"""No model has as many parameters, nor a machine as many bytes; the figures stay finite."""
+
 
 class Quantity(click.ParamType):  # type: ignore[type-arg]  # Generic from click 8.2 on.
     """A positive number with a unit of a table.
@@ -42,8 +45,8 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # Generic from click
             number = float(match[1]) * self._units[unit]
         except ValueError:
             return self._refuse(value, param, ctx)
-        if not number > 0:
-            self.fail(f"`{value}` must be above 0.", param, ctx)
+        if not 0 < number < _MOST:
+            self.fail(f"`{value}` must be above 0 and below {_MOST:g}.", param, ctx)
         return number
 
     def _refuse(

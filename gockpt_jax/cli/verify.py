@@ -8,7 +8,6 @@ import click
 from rich.table import Table
 
 from gockpt_jax.cli.console import UnreadableError, make_console, read_limit
-from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.stored_item import READ_THREADS
 from gockpt_jax.storage.verify import Verdict
 from gockpt_jax.storage.verify import verify as verify_all
@@ -37,7 +36,7 @@ def verify(
     try:
         verdicts = list(verify_all(path, newest=newest, limit_bytes=limit_mib << 20,
                                    threads=threads))  # fmt: skip
-    except (FileNotFoundError, NotADirectoryError, VerifyError) as error:
+    except (OSError, ValueError) as error:
         raise UnreadableError(str(error)) from error
     secs = time.perf_counter() - started_at
     if as_json:

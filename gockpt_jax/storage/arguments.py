@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.errors import SnapshotOnlyWarning, warn
+from gockpt_jax.options import as_count, of_kind
+from gockpt_jax.storage import bucket
 from gockpt_jax.storage.handler import GoCkptHandler, GoCkptSave
+from gockpt_jax.storage.refused import refuse_no_json
 from gockpt_jax.storage.restore import GoCkptRestore
 from gockpt_jax.storage.taken import TakenSave
 
@@ -43,7 +46,7 @@ def registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
     if item_handlers is not None and not isinstance(item_handlers, Mapping):
         item_handlers = {ITEM: item_handlers}
     for item, users in (item_handlers or {}).items():
-        for args in _arguments_of(item, users):
+        for args in dict.fromkeys(_arguments_of(item, users)):
             registry.add(item, args, users)
     _warn_of_tree_handlers(registry)
     arguments = (
@@ -64,10 +67,11 @@ def registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
 
 
 def _arguments_of(item: str, handler: Any) -> tuple[Any, Any]:
-    if not ocp.args.has_registered_args(handler):
+    if isinstance(handler, type) or not ocp.args.has_registered_args(handler):
         raise ValueError(
-            f"`item_handlers`: the `{type(handler).__name__}` of item `{item}` has no checkpoint "
-            "arguments. Register them with `ocp.args.register_with_handler`."
+            f"`item_handlers`: item `{item}` needs a handler with checkpoint arguments, got "
+            f"{handler!r}. Make one, such as `ocp.JsonCheckpointHandler()`; arguments are "
+            "registered with `ocp.args.register_with_handler`."
         )
     save, restore = ocp.args.get_registered_args_cls(handler)
     return save, restore
@@ -87,10 +91,77 @@ def _warn_of_tree_handlers(registry: Any) -> None:
         )
 
 
-def absolute(directory: Any) -> Any:
-    """Local paths made absolute, as Orbax demands; addresses of buckets as they are."""
+def check_all(
+    by_position: Sequence[Any], *, options: Any, metadata: Any, logger: Any, pytree_options: Any
+) -> None:
+    """Refuses what a manager cannot be made of.
+
+    Args:
+      by_position: What was given after the directory, without a name.
+      options: Like the rest, what was given by this name, or `None`.
+      metadata: Likewise.
+      logger: Likewise.
+      pytree_options: Likewise.
+
+    Raises:
+      TypeError: if one of them is something else.
+    """
+    if by_position:
+        raise TypeError(
+            f"`GoCkptManager` takes the directory alone by position, got {_kinds(by_position)} "
+            "after it. Write `GoCkptManager(directory, options=options)` and `save(step, "
+            "args=GoCkptSave(state))`. Orbax's old form, `(directory, checkpointers, options)`, "
+            "is not supported: handlers of other items go into `item_handlers={name: handler}`."
+        )
+    advice = "What stock's manager is set by comes as `options`; `WindowOptions` come as `window`."
+    expected: dict[str, tuple[Any, type, str]] = {
+        "options": (options, ocp.CheckpointManagerOptions, advice),
+        "metadata": (metadata, Mapping, "Pass a dictionary of JSON."),
+        "pytree_options": (pytree_options, Mapping, "Such as `{'use_zarr3': True}`."),
+    }
+    for name, (value, kind, advice) in expected.items():
+        if value is not None:
+            of_kind(name, value, kind, advice)
+    refuse_no_json("metadata", metadata)
+    if logger is not None and not hasattr(logger, "log_entry"):
+        raise TypeError(
+            f"`logger` must have a method `log_entry`, as Orbax's have; got {logger!r}."
+        )
+
+
+def _kinds(values: Sequence[Any]) -> str:
+    return " and ".join(f"a `{type(value).__name__}`" for value in values)
+
+
+def root_of(directory: Any) -> Any:
+    """Local paths made absolute, as Orbax demands; addresses of buckets as they are.
+
+    Raises:
+      TypeError: if it is no path.
+      ValueError: if it is empty: an unset variable would name the working directory.
+      NotADirectoryError: if there is something else.
+      StorageError: if nobody knows what the address means.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(
+            f"`directory` must be a path, got {directory!r}. Pass the directory of the checkpoints "
+            "as a string or as a `pathlib.Path`."
+        )
+    if not os.fspath(directory):
+        raise ValueError(
+            "`directory` is empty. Pass the directory of the checkpoints; `.` is the working one."
+        )
+    bucket.prepare(directory)
     path = epath.Path(directory)
-    return path if "://" in str(directory) else path.absolute()
+    if "://" in str(directory):
+        return path
+    path = path.expanduser().absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(
+            f"`directory` is {path}, but {there} is a file. Pass a directory, or one to be made."
+        )
+    return path
 
 
 def step_path(root: Any, step: int, options: ocp.CheckpointManagerOptions) -> Any:
@@ -108,17 +179,8 @@ def step_path(root: Any, step: int, options: ocp.CheckpointManagerOptions) -> An
 
 def as_label(step: Any) -> int:
     """Orbax would write the checkpoints of other labels, and never find them again."""
-    try:
-        label = operator.index(step)
-    except TypeError:
-        label = -1
-    if isinstance(step, bool) or label < 0:
-        kind = ValueError if isinstance(step, int) else TypeError
-        raise kind(
-            f"`step` must be a non-negative integer, got {step!r}. Pass the label of the state, "
-            "for example the loop's index."
-        )
-    return label
+    advice = "Pass the label of the state, for example the loop's index."
+    return as_count("step", step, advice, least=0, no_integer=TypeError)
 
 
 def _require_arguments(args: Any) -> None:

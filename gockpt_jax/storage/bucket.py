@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from etils import epath
+
 from gockpt_jax import _compat
 from gockpt_jax.errors import StorageError, storage_error
 
@@ -35,7 +37,6 @@ _MODULES = {
     "s3://": {"s3fs": "s3fs"},
 }
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "requests"})
-_UNKNOWN_TYPE = "Unsupported data type"  # of TensorStore's, in a `ValueError`
 _TENSORSTORE_SAYS = ("tensorstore_spec", "CURL ", "HTTP ", "OCDBT", "Error writing ")
 
 
@@ -83,9 +84,17 @@ def prepare(directory: Any) -> None:
     """Makes Orbax and TensorStore ready for a directory; nothing to do unless it is in a bucket.
 
     Raises:
-      StorageError: A library that is needed for it is missing; says which to install.
+      StorageError: A library that is needed for it is missing; says which to install. Or nobody
+        knows what the address means.
     """
     scheme = str(directory)[:5]
+    try:
+        epath.Path(directory)
+    except KeyError:
+        raise StorageError(
+            f"{directory}: checkpoints are kept in directories, `gs://` and `s3://`, not in what"
+            " this names. Give the path of a directory, or the address of a bucket."
+        ) from None
     if scheme not in _SCHEMES:
         return
     missing = [package for module, package in _MODULES[scheme].items() if not _is_there(module)]
@@ -122,16 +131,14 @@ def named(directory: Any, label: int, error: BaseException) -> BaseException:
         return error
     assert isinstance(error, Exception)
     doing = f"the save of step {label} in {directory}"
-    found = storage_error(doing, error, advice(directory, error))
+    found = storage_error(doing, error, advice(directory))
     if found is not error:
         found.__cause__ = error
     return found
 
 
-def advice(directory: Any, error: Exception) -> str:
+def advice(directory: Any) -> str:
     """Returns what to do about a storage that refused a save."""
-    if _UNKNOWN_TYPE in str(error):
-        return "TensorStore has no such type: convert the leaf to another one before it is saved."
     if is_bucket(directory):
         return (
             "It was retried as long as docs/storage.md says: see to the bucket, the credentials and"

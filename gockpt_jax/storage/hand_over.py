@@ -8,9 +8,10 @@ the same: what it refuses it has refused, and what the caller may change has bee
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.write_budget import WriteStats
 
-_IMMUTABLE = (bool, int, float, str, np.generic)
+_KNOWN = (HostArray, bool, int, float, str, np.generic)  # no caller can change them
 
 
 class HandedOver(ocp.future.Future):  # type: ignore[misc]
@@ -43,6 +45,83 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         written.result(timeout)
 
 
+@dataclasses.dataclass
+class BegunItem:
+    """One item of a save that has begun.
+
+    Attributes:
+      arrays: Its leaves that were on devices.
+      stats: Of their writes.
+      handed_over: What has been left to a thread of Orbax's, if anything has.
+    """
+
+    arrays: Sequence[HostArray]
+    stats: WriteStats = dataclasses.field(default_factory=WriteStats)
+    handed_over: HandedOver | None = None
+
+    def release(self) -> None:
+        """Gives the host's bytes back, unless they are being written."""
+        for array in () if self.stats.peak_inflight_bytes else self.arrays:
+            array.release()
+
+
+class BegunSave:
+    """The items of the save that began last, and what saves have left that were given up then."""
+
+    def __init__(self) -> None:
+        self._folder = ""
+        self._items: dict[str, BegunItem] = {}  # by their directories
+        self._left: list[HandedOver] = []
+
+    def is_another(self, folder: str, item: str) -> bool:
+        """Whether an item, by its directory, begins another save than that of the one before."""
+        is_other = folder != self._folder or item in self._items
+        if is_other:
+            self._folder, self._items = folder, {}
+        self._items[item] = BegunItem(())
+        return is_other
+
+    def add(self, item: Any, arrays: Sequence[HostArray]) -> BegunItem:
+        """What an item is made of."""
+        self._items[str(item)] = BegunItem(arrays)
+        return self._items[str(item)]
+
+    def _forget(self) -> None:
+        self._folder, self._items = "", {}
+
+    def give_back(self) -> None:
+        """Gives the host's bytes back where it failed before its writing began.
+
+        Orbax's threads wait up to 300 s for a directory that could not be made, and the state with
+        them.
+        """
+        for item in self._items.values():
+            item.release()
+        self._forget()
+
+    def give_up(self, error: BaseException) -> None:
+        """It does not begin after all. What writes it already goes on to its end.
+
+        An interrupt may have come when it had begun: then that is its commit.
+        """
+        for item in self._items.values():
+            if item.handed_over is not None:
+                self._left.append(item.handed_over)
+            if item.handed_over is None or isinstance(error, Exception):
+                item.release()
+        self._forget()
+
+    def wait_for_what_was_left(self) -> None:
+        """Returns when nothing writes any more for saves that were given up.
+
+        The next one may have the label of one of them, and so its directory.
+        """
+        while self._left:
+            with contextlib.suppress(Exception):
+                self._left[-1].result()
+            self._left.pop()
+
+
 def run_to_its_end(save: Coroutine[Any, Any, None]) -> None:
     """Waits for a coroutine; in a notebook too, where this thread runs a loop already."""
     try:
@@ -54,12 +133,11 @@ def run_to_its_end(save: Coroutine[Any, Any, None]) -> None:
         thread.submit(asyncio.run, save).result()
 
 
-def settled(save: ocp.args.PyTreeSave, look_up: Callable[[Any], Any]) -> ocp.args.PyTreeSave | None:
+def settled(save: ocp.args.PyTreeSave) -> ocp.args.PyTreeSave | None:
     """The arguments of a save that stock neither refuses nor copies on the trainer's thread.
 
     Args:
-      save: Its arrays are `HostArray`s.
-      look_up: Of stock's registry: the handler of a type; raises ValueError if there is none.
+      save: Its arrays are `HostArray`s; nothing in it has been refused.
 
     Returns:
       The same, with NumPy arrays copied, as stock copies them in `save`. `None` if stock would
@@ -71,28 +149,7 @@ def settled(save: ocp.args.PyTreeSave, look_up: Callable[[Any], Any]) -> ocp.arg
         return None
     if save.save_args is not None and jax.tree.structure(save.save_args) != tree:
         return None
-    if not all(_is_plain(kind, look_up) for kind in {type(x) for x in leaves} - {HostArray}):
-        return None
-    if any(_is_refused(x) for x in leaves):
+    if not all(type(x) is np.ndarray or isinstance(x, _KNOWN) for x in leaves):
         return None
     copied = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
     return dataclasses.replace(save, item=jax.tree.unflatten(tree, copied))
-
-
-def _is_plain(kind: type, look_up: Callable[[Any], Any]) -> bool:
-    """Whether a leaf of this type can be copied by us, and has a handler."""
-    if kind is not np.ndarray and not issubclass(kind, _IMMUTABLE):
-        return False
-    try:
-        look_up(kind)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_refused(leaf: Any) -> bool:
-    """Whether stock, or our writer in its place, refuses to save such an array."""
-    if isinstance(leaf, HostArray):
-        is_local = jax.process_count() > 1 and leaf.sharding.is_fully_addressable
-        return is_local or not leaf.size
-    return isinstance(leaf, np.ndarray) and (leaf.dtype.hasobject or not leaf.size)

@@ -14,8 +14,7 @@ from gockpt_jax.storage import bucket, checksum_files
 from gockpt_jax.storage.array_layout import ReplicaLayout
 from gockpt_jax.storage.commit import CommitVotes
 from gockpt_jax.storage.directory import TEMPORARY
-from gockpt_jax.storage.hand_over import HandedOver, run_to_its_end, settled
-from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.hand_over import BegunItem, BegunSave, HandedOver, run_to_its_end, settled
 from gockpt_jax.storage.policies import labels_of_policy
 from gockpt_jax.storage.registry import look_up
 from gockpt_jax.storage.restore import GoCkptRestore, restore
@@ -93,8 +92,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.votes: CommitVotes | None = None  # at the commit, if a manager of ours takes them
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
-        self._save = ""  # its directory
-        self._items: dict[str, tuple[list[HostArray], WriteStats]] = {}  # by their directories
+        self.begun = BegunSave()
         self._taking: PendingReport | None = None  # of the save that was taken last
 
     @property
@@ -118,7 +116,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         try:
             taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
             self.pending = taken.pending
-            written = await self._write(directory, taken)
+            written = await self._write(directory, taken, self.begun.add(directory, taken.arrays))
         except Exception as error:
             if not self._gockpt_session.processes.several:
                 raise
@@ -130,6 +128,10 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             if self.pending is not None:
                 self.pending.returned(entered_at)
         return [self._told(written)]
+
+    def leaves_to_save(self, args: Any) -> tuple[list[Any], Any]:
+        """The leaves of a tree as they shall be saved, and its structure; raises if they cannot."""
+        return leaves_to_save(args, self._look_up)
 
     def take(self, args: Any, entered_at: float | None = None) -> TakenSave:
         """Seals the window (or takes a snapshot): no step can change any more what is written.
@@ -152,7 +154,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             return TakenSave(ocp.args.PyTreeSave({}), pending, error)
 
     def _take(self, args: Any, entered_at: float) -> TakenSave:
-        leaves, tree = leaves_to_save(args)
+        leaves, tree = self.leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
         host = self._gockpt_session.host
@@ -169,17 +171,16 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             give_back([slot for i in owners.values() for slot in slots[i]], host)
             raise
 
-    async def _write(self, directory: Any, taken: TakenSave) -> ocp.future.Future:
+    async def _write(self, directory: Any, taken: TakenSave, begun: BegunItem) -> ocp.future.Future:
         """Has what becomes final written: begun on another thread, if `save` may return before."""
         if taken.error is not None:
             raise taken.error
-        stats = WriteStats()
-        self._items[str(directory)] = taken.arrays, stats
-        save = settled(taken.save, self._look_up)
+        save = settled(taken.save)
         if save is None:
-            return await self._begin_writing(directory, taken, stats)
+            return await self._begin_writing(directory, taken, begun.stats)
         settled_save = dataclasses.replace(taken, save=save)
-        return HandedOver(self._begin_writing(directory, settled_save, stats))
+        begun.handed_over = HandedOver(self._begin_writing(directory, settled_save, begun.stats))
+        return begun.handed_over
 
     async def _begin_writing(
         self, directory: Any, taken: TakenSave, stats: WriteStats
@@ -217,26 +218,13 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         folder, _, name = item.rpartition("/")
         # Without a manager the item is the save.
         save = item if TEMPORARY in name and TEMPORARY not in folder else folder
-        if save != self._save or item in self._items:
+        if self.begun.is_another(save, item):
             self._gockpt_session.end_save()
-            self._save, self._items = save, {}
             if not self.has_manager:
                 digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
                 self.label = int(digits[-1]) if digits else -1
             if self.votes is not None:
                 self.votes.begin(self.label)
-        self._items[item] = [], WriteStats()
-
-    def give_back(self) -> None:
-        """Gives the host's bytes back where the last save failed before its writing began.
-
-        Orbax's threads wait up to 300 s for a directory that could not be made, and the state with
-        them.
-        """
-        for arrays, stats in self._items.values():
-            for array in () if stats.peak_inflight_bytes else arrays:
-                array.release()
-        self._save, self._items = "", {}
 
     def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""

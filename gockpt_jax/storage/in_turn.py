@@ -13,6 +13,7 @@ from gockpt_jax.storage.arguments import Naming
 from gockpt_jax.storage.commit import with_word_of_commits
 from gockpt_jax.storage.handler import GoCkptHandler
 from gockpt_jax.storage.policies import arrange
+from gockpt_jax.storage.refused import refuse_save
 from gockpt_jax.storage.turn import Turn, told_of_turns
 from gockpt_jax.storage.waiting import WaitingRoom
 from gockpt_jax.telemetry.report import SaveReport
@@ -50,6 +51,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         self._gockpt_naming = naming
         self._share_windows(handler)
         self._gockpt_waiting = waiting = WaitingRoom(handler, naming.registry)
+        self._gockpt_has_best = options.best_fn is not None
         session = self._gockpt_session
         session.predictor.sees_every_call = True
         session.host.directory = str(root)
@@ -79,6 +81,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             session.surface_failure()
             return False
         arguments["args"] = self._gockpt_naming.name(given)
+        if given is not None and not session.processes.several:
+            # Beside other processes it fails at its commit, where all of them hear of it.
+            refuse_save(arguments, self._look_at, metrics_are_written=self._gockpt_has_best)
         busy = self._why_busy(step, arguments)
         if busy is not None:
             return self._save_later(step, arguments, busy, started_at)
@@ -106,10 +111,16 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         finally:
             self._gockpt_quiet = False
 
+    def _look_at(self, name: str, args: Any) -> None:
+        """Refuses an item that cannot be stored, if our handler takes it."""
+        if self._gockpt_waiting.is_ours(name, args):
+            self._gockpt_handler.leaves_to_save(args)
+
     @contextlib.contextmanager
     def _attempt(self, step: int) -> Iterator[None]:
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
         before = self._gockpt_pending
+        self._gockpt_handler.begun.wait_for_what_was_left()
         self._gockpt_handler.label = step
         self._gockpt_turn.begin()
         self._gockpt_quiet = True
@@ -118,8 +129,12 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         except BaseException as error:
             pending = self._gockpt_pending
             if pending is not None and pending is not before:
+                if self._is_with_orbax(step):  # which goes on, whatever has stopped `save`
+                    self._gockpt_unheard = True
+                    pending.returned(time.perf_counter())
+                    raise
                 pending.failed(error)
-                self._gockpt_handler.give_back()  # not what the last save has: it may be in flight
+                self._gockpt_handler.begun.give_up(error)  # not the last one, in flight maybe
             if self._gockpt_handler.votes is not None:
                 self._gockpt_handler.votes.cancel()
             error = bucket.named(self.directory, step, error)
@@ -129,6 +144,10 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         finally:
             self._gockpt_session.end_save()  # a save that failed is tried again with a new seal
             self._gockpt_quiet = False
+
+    def _is_with_orbax(self, step: int) -> bool:
+        """Whether a save's commit has begun, as far as stock's manager tells."""
+        return step in super().all_steps()
 
     # A save that finds the previous one still being written.
 
@@ -208,7 +227,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             with self._attempt(waiting.step):
                 begun = bool(super().save(waiting.step, force=True, **waiting.arguments))
         except BaseException as error:
-            waiting.pending.failed(error)
+            begun = self._is_with_orbax(waiting.step)
+            if not begun:
+                waiting.pending.failed(error)
             raise
         finally:
             if not begun:
@@ -290,7 +311,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
                 error = votes.failure  # what the other processes raise
             if self._gockpt_session.processes.is_one_missing:
                 self._gockpt_waiting.give_up(error)  # it would wait for that one too
-            self._gockpt_handler.give_back()
+            self._gockpt_handler.begun.give_back()
             error = bucket.named(self.directory, step, error)
             surface(error, self._gockpt_window_options.on_save_error)
         self._committed()

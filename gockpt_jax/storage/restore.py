@@ -15,7 +15,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gockpt_jax.errors import VerifyError
+from gockpt_jax.errors import TargetError, VerifyError
+from gockpt_jax.storage import item_files
 from gockpt_jax.storage.array_reader import LIMIT_BYTES, direct_reads
 from gockpt_jax.storage.one_replica import (
     SingleReplicaArgs,
@@ -24,7 +25,7 @@ from gockpt_jax.storage.one_replica import (
     without_keys,
 )
 from gockpt_jax.storage.target import check_target, explained, shapes_told
-from gockpt_jax.storage.verify import verify_item
+from gockpt_jax.storage.verify import Verdict, check_files, verify_item
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
@@ -177,6 +178,9 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     def run(self, directory: Any, options: Mapping[str, Any]) -> Any:
         """Restores an item; options are those of `ocp.PyTreeCheckpointHandler`."""
+        if any(isinstance(x, np.generic) for x in jax.tree.leaves(self.item)):
+            arrays = jax.tree.map(_as_saved, self.item)
+            return dataclasses.replace(self, item=arrays).run(directory, options)
         if self.verify:
             require_whole(directory)
         rules = {"strict": self.strict, "cast": self.cast, "partial": self.partial_restore}
@@ -195,6 +199,11 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         )  # fmt: skip
 
 
+def _as_saved(leaf: Any) -> Any:
+    """NumPy's scalars are saved as arrays, so that is what they are restored into."""
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+
+
 def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     """Restores an item as any of the arguments says.
 
@@ -205,8 +214,39 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
 
     Raises:
       TargetError: Checkpoint and target do not fit together; names all leaves.
-      VerifyError: The checkpoint is not what was written, if the arguments ask for that.
+      TypeError: These are no arguments of a restore.
+      VerifyError: The checkpoint is not what was written: if the arguments ask for that, or it
+        cannot be read.
     """
+    if not isinstance(args, GoCkptRestore | ocp.args.PyTreeRestore | ocp.args.StandardRestore):
+        raise TypeError(
+            f"`restore` takes arguments of a restore, such as `GoCkptRestore(target)`, got a "
+            f"`{type(args).__name__}`."
+        )
+    try:
+        return _restore(directory, args, options)
+    except (TargetError, VerifyError):
+        raise
+    except Exception as error:
+        if (damage := _damage(directory)) is not None:
+            raise damage from error
+        raise
+
+
+def _damage(directory: Any) -> VerifyError | None:
+    """The error for an item whose files are not those that were committed."""
+    path = epath.Path(directory)
+    if not (path / item_files.FOLDER).exists():
+        return None
+    faults, _ = check_files(path)
+    try:
+        Verdict(str(path), tuple(faults)).require_whole()
+    except VerifyError as damage:
+        return damage
+    return None
+
+
+def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     if isinstance(args, GoCkptRestore):
         return args.run(directory, options)
     if isinstance(args, ocp.args.PyTreeRestore):

@@ -13,6 +13,7 @@ from etils import epath
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.directory import Directory, look_into
 from gockpt_jax.storage.restore import require_whole
+from gockpt_jax.storage.verify import Verdict
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -77,12 +78,13 @@ def no_item(path: epath.Path, name: str, items: Collection[str]) -> NoCheckpoint
 
 
 def require_whole_step(path: epath.Path) -> None:
-    """Verifies all trees of a step, before any of it is restored.
+    """Verifies a step and all trees in it, before any of it is restored.
 
     Raises:
       VerifyError: One of them is not what was written.
     """
     for step in look_into(path).steps:
+        Verdict(str(step.path), step.faults).require_whole()
         for name in step.trees:
             require_whole(step.items[name])
 

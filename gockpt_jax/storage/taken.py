@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.host_array import HostArray, HostShard
-from gockpt_jax.storage.leaf_names import refuse_shared
+from gockpt_jax.storage.refused import LookUp, refuse_tree
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.slots import ChunkSlot, give_back
@@ -68,16 +68,19 @@ def as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.a
     return ocp.args.PyTreeSave(item, save_args=args.save_args, custom_metadata=metadata)
 
 
-def leaves_to_save(args: Any) -> tuple[list[Any], Any]:
+def leaves_to_save(args: Any, look_up: LookUp) -> tuple[list[Any], Any]:
     """The leaves of a tree as they shall be saved, and its structure.
 
     Of NumPy's scalars, and of tensors, `ocp.args.StandardSave` makes arrays, and so do ours.
 
+    Args:
+      args: Of the save.
+      look_up: Finds the handler of a leaf's type.
+
     Raises:
-      ValueError: if an array has been donated, or two leaves would be written as one.
+      TypeError: if its metadata is no JSON.
+      ValueError: if it cannot be stored as it is, or two leaves would be written as one.
     """
-    refuse_donated(args.item)
-    refuse_shared(args.item)
     tree: Any  # untyped in JAX's stubs
     leaves, tree = jax.tree.flatten(args.item)
     if not isinstance(args, ocp.args.PyTreeSave):
@@ -87,27 +90,8 @@ def leaves_to_save(args: Any) -> tuple[list[Any], Any]:
             else x
             for x in leaves
         ]
+    refuse_tree(args, leaves, look_up)
     return leaves, tree
-
-
-def refuse_donated(item: Any) -> None:
-    """Refuses a state that is gone.
-
-    Raises:
-      ValueError: if an array of it has been donated or deleted; names it.
-    """
-    if not any(_is_gone(leaf) for leaf in jax.tree.leaves(item)):
-        return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(item)[0]:
-        if _is_gone(leaf):
-            raise ValueError(
-                f"the state given to `save` is gone: {jax.tree_util.keystr(path)} was donated to a "
-                "later step, or deleted. Save what the step returned, before the next step."
-            )
-
-
-def _is_gone(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def host_array(array: jax.Array, slots: Sequence[ChunkSlot], host: ByteBudget | None) -> HostArray:

@@ -72,18 +72,21 @@ def _other_arrays(
     cast: bool,
 ) -> dict[str, list[str]]:
     """The leaves that are there, but not as the target has them."""
+    kinds: list[str] = []
     shapes: list[str] = []
     dtypes: list[str] = []
     for name in sorted(wanted.keys() & stored.keys()):
         want, have = _as_stored(wanted[name]), stored[name]
+        line = f"{name}: {have} in the checkpoint, {_told(wanted[name])} in the target"
         if want is None:
+            if have.shape or not isinstance(wanted[name], int | float):
+                kinds.append(line)
             continue
-        line = f"{name}: {have} in the checkpoint, {want} in the target"
         if strict and want.shape != have.shape:
             shapes.append(line)
         elif not cast and want.dtype != have.dtype and item.leaves[name].value_type != "scalar":
             dtypes.append(line)
-    return {"of another shape": shapes, "of another dtype": dtypes}
+    return {"of another kind": kinds, "of another shape": shapes, "of another dtype": dtypes}
 
 
 def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:
@@ -118,6 +121,8 @@ def _named(target: Any) -> dict[str, Any]:
 def _as_stored(leaf: Any) -> Stored | None:
     """How a target's leaf would lie on disk; `None` for what has no dtype of its own."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return None
+    if isinstance(leaf, jax.core.Tracer):
         return None
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))

@@ -92,12 +92,17 @@ def make_tree_handler(
         **{name: options.pop(name) for name in _OF_CHUNKS & options.keys()},
     )
     others = options.pop("type_handler_registry", None)
-    return ocp.PyTreeCheckpointHandler(
-        # By its name, "jax.Array" is read by the stock handler.
-        type_handler_registry=RegistryView(HostArray, writer, others, by_name=False),
-        multiprocessing_options=together,
-        **options,
-    )
+    # By its name, "jax.Array" is read by the stock handler.
+    registry = RegistryView(HostArray, writer, others, by_name=False)
+    try:
+        return ocp.PyTreeCheckpointHandler(
+            type_handler_registry=registry, multiprocessing_options=together, **options
+        )
+    except TypeError as error:
+        raise TypeError(
+            f"these options (of a manager, its `pytree_options`) are not understood: {error}. They "
+            "are keywords of `ocp.PyTreeCheckpointHandler` (`use_zarr3`, ...) and `chunk_byte_size`"
+        ) from error
 
 
 class TreeHandlers:

@@ -125,7 +125,7 @@ def verify_item(
     if not (path / item_files.FOLDER).exists():
         note = "it has no checksums (not written by gockpt_jax, or by a version before they came)"
         return Verdict(str(path), notes=(note,))
-    faults, processes = _check_files(path)
+    faults, processes = check_files(path)
     found, leaves = _read_processes(path, processes)
     faults += found
     try:
@@ -154,8 +154,11 @@ def _read(jobs: Sequence[Read], limit_bytes: int, threads: int) -> list[str]:
         return list(itertools.chain.from_iterable(found))
 
 
-def _check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
-    """Compares the item's files with the list made at its commit; returns the processes too."""
+def check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
+    """Compares the item's files with the list made at its commit; returns the processes too.
+
+    Reads the small ones. Of those that hold chunks only the sizes are compared.
+    """
     try:
         listed, processes, is_intact = checksum_files.read_item(item)
     except FileNotFoundError:

@@ -123,7 +123,7 @@ class WaitingRoom:
         taken: dict[str, Any] = {}
         try:
             for name, args in items.items():
-                taken[name] = self._handler.take(args) if self._is_ours(name, args) else args
+                taken[name] = self._handler.take(args) if self.is_ours(name, args) else args
         except BaseException:
             for args in taken.values():
                 if isinstance(args, TakenSave):
@@ -164,9 +164,9 @@ class WaitingRoom:
         if self.occupant is not None and self.occupant.step >= step:
             return f"a newer save waits, of step {self.occupant.step}"
         for name, args in items.items():
-            if not self._is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
+            if not self.is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
                 return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"
-        if not any(self._is_ours(name, args) for name, args in items.items()):
+        if not any(self.is_ours(name, args) for name, args in items.items()):
             return "there is no tree of arrays in it"
         freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
         no_room = self._why_no_room(items, freed_bytes)
@@ -177,12 +177,13 @@ class WaitingRoom:
         session = self._handler._gockpt_session
         if session.has_due_window:  # was admitted when the window opened
             return None
-        ours = [args.item for name, args in items.items() if self._is_ours(name, args)]
+        ours = [args.item for name, args in items.items() if self.is_ours(name, args)]
         arrays = [x for x in jax.tree.leaves(ours) if isinstance(x, jax.Array)]
         num_bytes = sum(session.replicas.owned_bytes(a) for a in arrays if not a.is_deleted())
         return session.host.why_no_room(num_bytes, freed_bytes=freed_bytes)
 
-    def _is_ours(self, name: str, args: Any) -> bool:
+    def is_ours(self, name: str, args: Any) -> bool:
+        """Whether an item is a tree that our handler takes."""
         keys = ((key, args) for key in (name, None))
         found = next((self._registry.get(*key) for key in keys if self._registry.has(*key)), None)
         return found is self._handler

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gockpt_jax.options import as_count
 from gockpt_jax.storage import spec as spec_lib
 from gockpt_jax.storage.array_layout import (
     ArrayLayout,
@@ -101,8 +102,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             ("write_limit_bytes", write_limit_bytes),
             ("chunk_byte_size", chunk_byte_size),
         ):
-            if value is not None and value <= 0:
-                raise ValueError(f"`{name}`: expected at least 1, got {value}.")
+            if value is not None:
+                as_count(name, value, "It is a number of bytes.")
         self._write_limit_bytes = write_limit_bytes
         self._host = host
         self._chunk_byte_size = chunk_byte_size

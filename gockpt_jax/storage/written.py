@@ -37,7 +37,7 @@ class Written(ocp.future.Future):  # type: ignore[misc]
                 future.result(timeout)
             self._stats.checksums.write(getattr(self._directory, "path", self._directory))
         except (OSError, ValueError) as error:  # TensorStore's are the latter
-            advice = bucket.advice(self._directory, error)
+            advice = bucket.advice(self._directory)
             raise storage_error(f"writing {self._directory}", error, advice) from error
         finally:
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gockpt_jax.options import told
+
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
 
 
@@ -27,7 +29,7 @@ def jit(fn: Callable[..., Any], **options: Any) -> "JittedFunction":
       A function to call in its place, with `trace`, `lower` and `eval_shape` as `jax.jit` has them.
 
     Raises:
-      TypeError: when called, if a leaf that is no array cannot be hashed.
+      TypeError: if `fn` cannot be called; when called, if a leaf that is no array cannot be hashed.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,6 +37,11 @@ def jit(fn: Callable[..., Any], **options: Any) -> "JittedFunction":
       >>> step({"w": jnp.float32(0.0), "activation": jnp.cos}, 2.0)["w"].item()
       1.0
     """
+    if not callable(fn):
+        raise TypeError(
+            f"`jit` needs a function, got {told(fn)}. As a decorator with options write "
+            "`@functools.partial(gockpt_jax.jit, donate_argnums=0)`."
+        )
     return JittedFunction(fn, options)
 
 

@@ -12,6 +12,8 @@ import optax
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
+from gockpt_jax.options import told
+
 GRADIENT = "gockpt_gradient"
 
 
@@ -36,6 +38,9 @@ def retain(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     Returns:
       The same transformation, whose `update` names its incoming gradients.
 
+    Raises:
+      TypeError: if `tx` is none, such as `optax.adam` itself.
+
     Example:
       >>> import jax.numpy as jnp
       >>> tx = retain(optax.sgd(0.5))
@@ -43,6 +48,11 @@ def retain(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
       >>> updates["w"].tolist()
       [-0.5, -0.5]
     """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"`retain` takes an optax transformation, got {told(tx)}. Make it first, as in "
+            "`retain(optax.adam(1e-3))`."
+        )
     inner = optax.with_extra_args_support(tx)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ layout: the arrays themselves are found again, by identity.
 """
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -45,8 +46,7 @@ def wrap_step(
     Warns:
       SnapshotOnlyWarning: if the step cannot be armed.
     """
-    if not callable(step):
-        raise WrapError(f"`wrap` needs a jitted train step, got a `{type(step).__name__}`.")
+    _refuse_no_step(step)
     if isinstance(step, types.MethodType):
         _refuse_bound_state(step)
         wrapped = wrap_step(
@@ -56,7 +56,11 @@ def wrap_step(
         )  # fmt: skip
         return types.MethodType(wrapped, step.__self__)
     if isinstance(step, WrappedStep | NestedStep):
-        raise WrapError("`wrap` was given a step that is wrapped already; wrap it once.")
+        raise WrapError(
+            "`wrap` was given a step that is wrapped already; wrap it once. Give the wrapped one a "
+            "name of its own, as in `step = manager.wrap(train_step)`, or wrap the one inside: "
+            "`train_step.step`."
+        )
     attribute = _compat.inner_jit(step)
     jitted = step if attribute is None else getattr(step, attribute)
     settings = _compat.jit_settings(jitted) or _compat.JitSettings()
@@ -66,6 +70,25 @@ def wrap_step(
     inside = InnerForm(jitted, settings)
     inner = WrappedStep(jitted, observer, inside, arm=arm, even_for_nothing=even_for_nothing)
     return NestedStep(step, attribute, inner, outer_form=form, inner_form=inside)
+
+
+def _refuse_no_step(step: Any) -> None:
+    """Refuses what cannot return a state when it is called.
+
+    Raises:
+      WrapError: if it is one of these; says what to give instead.
+    """
+    if not callable(step) or isinstance(step, type):
+        raise WrapError(
+            f"`wrap` needs a jitted train step, got a `{type(step).__name__}`. Give it the function"
+            " that `jax.jit` returned, as in `manager.wrap(train_step)`."
+        )
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_one(step) for is_one in kinds):
+        raise WrapError(
+            f"`wrap` needs a jitted train step, got `{step.__name__}`, a coroutine or a generator: "
+            "what it returns is no state. Wrap the jitted function that it calls."
+        )
 
 
 def _behind_self(places: tuple[Place, ...]) -> tuple[Place, ...]:

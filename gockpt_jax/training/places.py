@@ -4,12 +4,14 @@ A result is looked at by its structure alone: classes that check what they are g
 asked to hold something else.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from gockpt_jax.errors import StepMismatchError, WrapError
+from gockpt_jax.options import told
 
 Place = int | str
 Places = Place | Sequence[Place]
@@ -21,14 +23,24 @@ def as_places(name: str, places: Any) -> tuple[Place, ...]:
     Raises:
       WrapError: if it is neither an integer, nor a name, nor a sequence of these.
     """
-    listed = (places,) if isinstance(places, int | str) else places
-    ok = isinstance(listed, Sequence) and not isinstance(places, bool) and len(listed) > 0
-    if not ok or not all(isinstance(p, int | str) for p in listed):
+    is_one = isinstance(places, str | bytes) or not isinstance(places, Sequence)
+    listed = tuple(map(_place, (places,) if is_one else places))
+    if not listed or None in listed:
         raise WrapError(
             f"`{name}` must be a position, an argument's name, or a sequence of these, "
-            f"got {places!r}. For `step(params, opt_state, batch)` pass `{name}=(0, 1)`."
+            f"got {told(places)}. For `step(params, opt_state, batch)` pass `{name}=(0, 1)`."
         )
-    return tuple(listed)
+    return listed
+
+
+def _place(given: Any) -> Any:
+    """A name, or a position as Python has them; `None` for what is neither."""
+    if isinstance(given, str):
+        return given
+    try:
+        return None if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        return None
 
 
 def states_at(result: Any, state_out: tuple[Place, ...], wanted: Sequence[Any]) -> tuple[Any, ...]:

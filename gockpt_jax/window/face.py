@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from gockpt_jax.options import WindowOptions
+from gockpt_jax.options import WindowOptions, as_count, of_kind
 from gockpt_jax.telemetry.report import ReportLog, SaveReport
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.training.nested import Wrapped, wrap_step
@@ -32,11 +32,8 @@ class WindowFace:
           TypeError: if `options` is not a `WindowOptions`.
         """
         options = WindowOptions() if options is None else options
-        if not isinstance(options, WindowOptions):
-            raise TypeError(
-                f"`window` must be a `WindowOptions`, got {options!r}. For a fixed K pass "
-                "`window=gockpt.WindowOptions(steps=K)`."
-            )
+        advice = "For a fixed K pass `window=gockpt.WindowOptions(steps=K)`."
+        of_kind("window", options, WindowOptions, advice)
         self._gockpt_window_options = options
         self._gockpt_log = ReportLog()
         self._gockpt_session = Session(options, processes, replicas)
@@ -101,11 +98,8 @@ class WindowFace:
         Raises:
           ValueError: if it is less than 1.
         """
-        if isinstance(in_steps, bool) or not isinstance(in_steps, int) or in_steps < 1:
-            raise ValueError(
-                f"`in_steps` must be an integer of at least 1, got {in_steps!r}. Give the number "
-                "of calls of the wrapped step until the save."
-            )
+        advice = "Give the number of calls of the wrapped step until the save."
+        in_steps = as_count("in_steps", in_steps, advice)
         self._gockpt_session.predictor.expect(self._gockpt_session.version + in_steps)
 
     def explain(self, file: TextIO | None = None) -> None:

@@ -149,18 +149,32 @@ def test_host_budget_without_room_for_a_window_gives_snapshots(tmp_path: Path) -
         assert "budget" in trainer.report(8).reason
 
 
+def refuse_save(trainer: Trainer) -> None:
+    """The window is sound; the save brings a leaf that cannot be stored."""
+    trainer.run_undisturbed(7)
+    trainer.update()
+    item = {"state": trainer.state, "empty": jnp.zeros((0, 3))}
+    with pytest.raises(ValueError, match="zero size"):
+        trainer.save(args=gockpt.GoCkptSave(item))
+
+
 def test_refused_save_gives_its_bytes_back(tmp_path: Path) -> None:
-    """The window was sound; the save brings a leaf that no handler writes."""
     with Trainer(tmp_path) as trainer:
-        trainer.run_undisturbed(7)
-        trainer.update()
-        item = {"state": trainer.state, "empty": jnp.zeros((0, 3))}
-        with pytest.raises(ValueError, match="zero size"):
-            trainer.save(args=gockpt.GoCkptSave(item))
+        refuse_save(trainer)
+        trainer.update()  # without another `save`
         trainer.settle()
         assert trainer.bytes_in_flight() == (0, 0)
         trainer.run_past_next_window()
         trainer.assert_intact()
+
+
+def test_refused_save_leaves_the_window_to_the_one_that_is_mended(tmp_path: Path) -> None:
+    with Trainer(tmp_path) as trainer:
+        refuse_save(trainer)
+        assert trainer.save()
+        trainer.assert_intact()
+        assert trainer.report(8).kind == "window"
+        assert trainer.bytes_in_flight() == (0, 0)
 
 
 def test_abandoned_window_gives_its_bytes_back(tmp_path: Path) -> None:

@@ -186,14 +186,6 @@ def test_a_failed_window_is_warned_of(
         assert trainer.report(8).error is None
 
 
-def test_a_type_that_nobody_stores_is_no_matter_of_room(tmp_path: pathlib.Path) -> None:
-    manager = gockpt.GoCkptManager(tmp_path)
-    manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(4, jnp.uint4)}))
-    with pytest.raises(gockpt.StorageError, match=r"uint4.*convert the leaf"):
-        manager.wait_until_finished()
-    manager.close()
-
-
 def test_what_the_caller_did_wrong_is_raised_all_the_same(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

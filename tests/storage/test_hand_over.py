@@ -85,13 +85,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("tree", REFUSED)
 def test_what_stock_refuses_in_save_is_refused_there(tmp_path, tree):
-    with (
-        ocp.CheckpointManager(tmp_path / "by_stock") as manager,
-        pytest.raises(ValueError) as by_stock,
-    ):
+    with ocp.CheckpointManager(tmp_path / "by_stock") as manager, pytest.raises(ValueError):
         manager.save(0, args=ocp.args.PyTreeSave(REFUSED[tree]))
     for manager in managers(tmp_path):
-        with pytest.raises(ValueError, match=str(by_stock.value)[:10]):
+        with pytest.raises(ValueError, match="`save`"):
             manager.save(0, args=gockpt.GoCkptSave(REFUSED[tree]))
         assert manager.save(1, args=gockpt.GoCkptSave({"w": jnp.ones(3)}), force=True)
         manager.wait_until_finished()

@@ -223,9 +223,11 @@ def test_stocks_arguments_get_the_same_error(reader, how):
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_errors_that_are_not_about_the_target_stay(reader):
+def test_what_nothing_is_restored_into_is_named_for_stocks_arguments_too(reader):
     target = abstract(training_state()) | {"step": object()}
-    with pytest.raises(ValueError, match="Unsupported type"):
+    with pytest.raises(
+        gockpt.TargetError, match=r"step: int64\[\] in the checkpoint, object in the target"
+    ):
         reader.restore(3, args=ocp.args.StandardRestore(target))
 
 

@@ -1,0 +1,134 @@
+"""Ctrl-C, and errors of the user's own functions, inside `save`: nothing is lost by them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax.storage import leaf_writer
+from gockpt_jax.storage.hand_over import HandedOver
+from gockpt_jax.window.seal import Seal
+
+from .trainer import Trainer
+
+Composite = ocp.CompositeCheckpointHandler
+
+
+class Once:
+    """Raises at the first call after it has been armed: before the function, or behind it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, behind: bool = False
+    ):
+        self.armed, self._behind, self._real = False, behind, getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: self._call(*args, **kwargs))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        armed, self.armed = self.armed, False
+        if armed and not self._behind:
+            raise KeyboardInterrupt
+        result = self._real(*args, **kwargs)
+        if armed:
+            raise KeyboardInterrupt
+        return result
+
+
+PLACES = {
+    "the state is taken": (Seal, "take", False),
+    "it is handed over": (gockpt.GoCkptHandler, "_write", False),
+    "it has begun": (ocp.AsyncCheckpointer, "save", True),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_save_that_was_interrupted_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    owner, name, behind = PLACES[place]
+    once = Once(monkeypatch, owner, name, behind=behind)
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(7)
+        trainer.update()
+        once.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save()
+        assert trainer.save()
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+        trainer.settle()
+        assert trainer.bytes_in_flight() == (0, 0)
+
+
+class Logger:
+    """The user's own, of which Orbax makes use as it leaves `save`."""
+
+    error: BaseException | None = None
+
+    def log_entry(self, entry: Any) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the user's")])
+def test_what_orbax_has_begun_it_brings_to_its_end(tmp_path: Path, error: BaseException) -> None:
+    """What stops `save` behind that does not stop the commit."""
+    logger = Logger()
+    with gockpt.GoCkptManager(tmp_path, logger=logger) as manager:
+        for step in range(3):
+            logger.error = error if step == 1 else None
+            args = gockpt.GoCkptSave({"w": jnp.full(1000, step, jnp.float32)})
+            if step == 1:
+                with pytest.raises(type(error)):
+                    manager.save(step, args=args)
+                assert not manager.save(step, args=args)  # it is there
+            else:
+                assert manager.save(step, args=args)
+        manager.wait_until_finished()
+        assert sorted(manager.all_steps(read=True)) == [0, 1, 2]
+        for step in range(3):
+            assert set(manager.restore(step, verify=True)["w"].tolist()) == {float(step)}
+        assert [report.error for report in manager.reports] == [None] * 3
+        assert manager._gockpt_session.host.used_bytes == 0
+
+
+def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted behind the hand-over, and before the commit: a thread of Orbax's still writes."""
+    real, waited, check = Composite.async_save, HandedOver.result, leaf_writer._check_data
+    armed, go_on = [True], threading.Event()
+
+    async def interrupted(*args: Any, **kwargs: Any) -> Any:
+        futures = await real(*args, **kwargs)
+        if armed and armed.pop():
+            raise KeyboardInterrupt
+        return futures
+
+    def result(left: HandedOver, timeout: float | None = None) -> None:
+        go_on.set()  # it is waited for
+        waited(left, timeout)
+
+    monkeypatch.setattr(Composite, "async_save", interrupted)
+    monkeypatch.setattr(HandedOver, "result", result)
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        old, new = ({"w": jnp.full(1000, n, jnp.float32)} for n in (1, 2))
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=gockpt.GoCkptSave(old))
+        assert not go_on.is_set()
+        begin = manager._gockpt_handler.take
+        monkeypatch.setattr(
+            manager._gockpt_handler, "take", lambda *a: go_on.is_set() and begin(*a)
+        )
+        assert manager.save(0, args=gockpt.GoCkptSave(new))
+        found = manager.restore(0, verify=True)
+        np.testing.assert_array_equal(found["w"], new["w"])
+        assert manager._gockpt_session.host.used_bytes == 0

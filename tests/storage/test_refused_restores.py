@@ -1,0 +1,166 @@
+"""What cannot be restored: named errors that say which leaf, file or step it is, and what to do."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax import GoCkptManager, GoCkptRestore
+
+STATE = {"w": jnp.arange(4.0), "n": jnp.int32(3), "seed": np.int64(7)}
+TARGET = {"w": jax.ShapeDtypeStruct((4,), "f4"), "n": jnp.int32(0), "seed": np.int64(0)}
+PLAIN = {"use_ocdbt": False, "use_compression": False}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    with GoCkptManager(directory, pytree_options=PLAIN) as manager:
+        for step in (0, 4):
+            manager.save(step, args=gockpt.GoCkptSave(STATE))
+    return directory
+
+
+def restored(directory: Path, step: int | None = 4, *args: Any, **kwargs: Any) -> Any:
+    with GoCkptManager(directory) as manager:
+        return manager.restore(step, *args, **kwargs)
+
+
+def with_leaf(value: Any) -> dict[str, Any]:
+    return {"args": GoCkptRestore({**TARGET, "w": value})}
+
+
+KIND = "1 leaf of another kind:\n  w: float32[4] in the checkpoint, {} in the target\nBuild the"
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "items": ({"items": STATE}, TypeError, "by name, as in `restore(step, args=GoCkptRestore("),
+    "what is saved": (
+        {"args": gockpt.GoCkptSave(STATE)}, TypeError,
+        "such as `GoCkptRestore(target)`, got a `GoCkptSave`",
+    ),
+    "a string": (with_leaf("x"), gockpt.TargetError, KIND.format("str")),
+    "an object": (with_leaf(object()), gockpt.TargetError, KIND.format("object")),
+    "a type": (with_leaf(float), gockpt.TargetError, KIND.format("type")),
+    "a number": (with_leaf(1.0), gockpt.TargetError, KIND.format("float")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_targets(saved: Path, name: str) -> None:
+    kwargs, kind, told = REFUSED[name]
+    with pytest.raises(kind) as error:
+        restored(saved, **kwargs)
+    assert told in str(error.value)
+
+
+def test_a_target_by_position(saved: Path) -> None:
+    with pytest.raises(TypeError, match=r"by name, as in .*; got a `dict` without"):
+        restored(saved, 4, STATE)
+
+
+def test_a_traced_target(saved: Path) -> None:
+    def restore(state: Any) -> Any:
+        with pytest.raises(gockpt.TargetError, match=r"n: int32\[\] in the .*Tracer in the target"):
+            restored(saved, args=GoCkptRestore(state | {"seed": np.int64(0)}))
+        return state
+
+    jax.eval_shape(restore, {"w": STATE["w"], "n": STATE["n"]})
+
+
+def test_a_state_is_its_own_target(saved: Path) -> None:
+    """With NumPy's scalars, which are saved as arrays."""
+    found = restored(saved, args=GoCkptRestore(STATE))
+    for name, value in STATE.items():
+        np.testing.assert_array_equal(found[name], value)
+        assert found[name].dtype == value.dtype
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    def hurt(step: Path) -> None:
+        for name in names:
+            shutil.rmtree(step / name) if (step / name).is_dir() else (step / name).unlink()
+
+    return hurt
+
+
+def cut(name: str, content: bytes = b"{") -> Callable[[Path], None]:
+    def hurt(step: Path) -> None:
+        (step / name).write_bytes(content)
+
+    return hurt
+
+
+def emptied(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+COPY = "Restore another step, or from a copy."
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a chunk is gone": (remove("state/w/0"), "`w/0` is missing"),
+    "a chunk is short": (cut("state/w/0"), "`w/0` has 1 bytes, 16 were written"),
+    "a leaf is gone": (remove("state/w"), "`w/.zarray` is missing"),
+    "no array": (cut("state/w/.zarray"), "`w/.zarray` has 1 bytes"),
+    "no tree": (remove("state/_METADATA"), "`_METADATA` is missing"),
+    "half a tree": (cut("state/_METADATA", b'{"tree_metadata": {'), "`_METADATA` has 19 bytes"),
+    "another's tree": (cut("state/_METADATA", b"[1, 2]"), "`_METADATA` has 6 bytes"),
+    "no shardings": (cut("state/_sharding", b"\xff\xfe"), "`_sharding` has 2 bytes"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_item(saved: Path, tmp_path: Path, name: str) -> None:
+    hurt, told = DAMAGES[name]
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    hurt(tmp_path / "4")
+    kwargs = {} if "shardings" in name else {"args": GoCkptRestore(TARGET)}
+    with pytest.raises(gockpt.VerifyError) as error:
+        restored(tmp_path, None, **kwargs)
+    assert f"{tmp_path}/4/state is damaged:\n" in str(error.value)
+    assert f"  {told}" in str(error.value)
+    assert str(error.value).endswith(COPY)
+    assert error.value.__cause__ is not None
+    np.testing.assert_array_equal(restored(tmp_path, 0)["w"], STATE["w"])
+    del error
+    gc.collect()  # stock's reads of the other leaves, which nobody has waited for
+
+
+@pytest.mark.parametrize("hurt", [remove("state"), emptied])
+@pytest.mark.parametrize("kwargs", [{}, {"verify": True}, {"args": GoCkptRestore(TARGET)}])
+def test_a_step_without_items(
+    saved: Path, tmp_path: Path, hurt: Callable[[Path], None], kwargs: dict[str, Any]
+) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    hurt(tmp_path / "4")
+    with pytest.raises(gockpt.NoCheckpointError, match="has no item `state`: it is empty"):
+        restored(tmp_path, **kwargs)
+
+
+def test_a_step_that_lacks_an_item_is_not_whole(tmp_path: Path) -> None:
+    trees = {name: gockpt.GoCkptSave({"x": jnp.ones(2)}) for name in ("a", "b")}
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(4, args=ocp.args.Composite(**trees))
+        manager.wait_until_finished()
+        assert set(manager.restore(4, verify=True).keys()) == {"a", "b"}
+        shutil.rmtree(tmp_path / "4" / "b")
+        with pytest.raises(gockpt.VerifyError, match="the item `b` is missing\nRestore another"):
+            manager.restore(4, verify=True)
+
+
+def test_what_is_whole_raises_what_it_raised(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MemoryError("the user's")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", refuse)
+    with pytest.raises(MemoryError, match="the user's"):
+        restored(saved, args=GoCkptRestore(STATE))

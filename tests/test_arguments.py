@@ -1,0 +1,97 @@
+"""What managers, steps and their arguments are not made of: told where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from window.training_loop import BATCH, Options, fresh, update
+
+import gockpt_jax as gockpt
+
+
+async def coroutine(state):
+    return state
+
+
+def generator(state):
+    yield state
+
+
+NO_STEPS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a coroutine": (lambda m: m.wrap(coroutine), "`coroutine`, a coroutine or a generator: what"),
+    "a generator": (lambda m: m.wrap(generator), "`generator`, a coroutine or a generator: what"),
+    "a class": (lambda m: m.wrap(dict), "got a `type`. Give it the function that `jax.jit` ret"),
+    "wrapped": (lambda m: m.wrap(m.wrap(update)), "wrap the one inside: `train_step.step`."),
+    "a place of bytes": (lambda m: m.wrap(update, state=b"s"), "must be a position.*got b's'"),
+    "a flag": (lambda m: m.wrap(update, state=(0, True)), r"be a position.*got \(0, True\)"),
+    "no optimizer": (lambda m: gockpt.retain(optax.adam), "got <function .*>. Make it first, as"),
+    "no function": (lambda m: gockpt.jit(None), "`jit` needs a function, got None. As a decor"),
+}
+
+
+@pytest.mark.parametrize("name", NO_STEPS)
+def test_what_is_no_step(tmp_path, name):
+    """Nothing is saved here: it is told where it is written."""
+    misuse, message = NO_STEPS[name]
+    with gockpt.GoCkptManager(tmp_path) as manager, pytest.raises(TypeError, match=message):
+        misuse(manager)
+
+
+def test_places_of_numpy_are_places(tmp_path):
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        step = manager.wrap(update, state=np.int64(0))
+        assert jax.tree.leaves(step(fresh(), BATCH))
+
+
+LEGACY = r"the directory alone by position, got .* after it. Write `GoCkptManager\(dir"
+NO_OPTIONS = (
+    r"`options` must be a `CheckpointManagerOptions`, got .*; `WindowOptions` come as `window`"
+)
+MANAGERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "Orbax's old form": (("run", ocp.PyTreeCheckpointHandler(), Options()), {}, LEGACY),
+    "options by position": (("run", Options()), {}, LEGACY),
+    "None": ((None,), {}, "`directory` must be a path, got None. Pass the directory of the ch"),
+    "bytes": ((b"run",), {}, "`directory` must be a path, got b'run'"),
+    "an unset variable": (("",), {}, "`directory` is empty.*`.` is the working one"),
+    "the web": (("http://run",), {}, "http://run: checkpoints are kept in directories, `gs://` a"),
+    "a file": (("file",), {}, "`directory` is .*/file, but .*/file is a file. Pass a directory"),
+    "in a file": (("file/run",), {}, "`directory` is .*/file/run, but .*/file is a file. Pass"),
+    "a dictionary of options": (("run",), {"options": {"max_to_keep": 1}}, NO_OPTIONS),
+    "options in each other's place": (("run",), {"options": gockpt.WindowOptions()}, NO_OPTIONS),
+    "a number of steps": (("run",), {"window": 8}, r"`window=gockpt.WindowOptions\(steps=K\)`"),
+    "no metadata": (("run",), {"metadata": "x"}, "`metadata` must be a `Mapping`, got 'x'"),
+    "no JSON": (("run",), {"metadata": {"x": object()}}, "`metadata` must be JSON.*Convert what"),
+    "no logger": (("run",), {"logger": "x"}, "`logger` must have a method `log_entry`.*got 'x'"),
+    "a class": (("run",), {"item_handlers": {"x": ocp.JsonCheckpointHandler}}, "item `x` needs a "),
+    "no options": (("run",), {"pytree_options": True}, "`pytree_options` must be a `Mapping`, got"),
+    "misspelt": (("run",), {"pytree_options": {"zarr": 3}}, "`pytree_options`.*'zarr'. They are"),
+    "no size": (
+        ("run",), {"pytree_options": {"chunk_byte_size": "1"}}, "`chunk_byte_size` must be an int",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_what_no_manager_is_made_of(tmp_path, monkeypatch, name):
+    positional, named, message = MANAGERS[name]
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((TypeError, ValueError, OSError), match=message):
+        gockpt.GoCkptManager(*positional, **named)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_directory_below_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with gockpt.GoCkptManager("~/run") as manager:
+        manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+    assert (tmp_path / "run" / "0").is_dir()
+    assert not (tmp_path / "~").exists()

@@ -1,0 +1,181 @@
+"""What cannot be saved: told at once, by name, with nothing made on disk and nothing lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import gockpt_jax as gockpt
+
+STATE = {"w": jnp.arange(4.0), "n": np.arange(3)}
+
+
+@pytest.fixture(scope="module")
+def manager(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    directory = tmp_path_factory.mktemp("refused")
+    with gockpt.GoCkptManager(directory, options=options) as manager:
+        assert manager.save(0, args=gockpt.GoCkptSave(STATE), metrics={"loss": 1.0})
+        manager.wait_until_finished()
+        yield manager
+
+
+def refused(manager: gockpt.GoCkptManager, **save: Any) -> str:
+    """What is said of a save that is not made; what was there is untouched, and no thread left."""
+    before, threads = listing(manager.directory), set(threading.enumerate())
+    with pytest.raises((TypeError, ValueError)) as error:
+        manager.save(1, **{"metrics": {"loss": 2.0}, **save})
+    assert listing(manager.directory) == before
+    assert set(threading.enumerate()) <= threads
+    assert list(manager.all_steps()) == [0]
+    assert not manager.is_saving_in_progress()
+    return str(error.value)
+
+
+def listing(directory: Any) -> list[str]:
+    return sorted(str(path) for path in Path(directory).rglob("*"))
+
+
+def deleted() -> jax.Array:
+    array = jnp.ones(3)
+    array.delete()
+    return array
+
+
+NO_HANDLER = "for which Orbax has no handler. Leave it out, make an array of it, or register one"
+NO_DTYPE = "which TensorStore does not store. Convert it to another one, or leave it out."
+NO_SIZE = "Arrays with zero size cannot be stored"
+LEAVES: dict[str, tuple[Any, str]] = {
+    "an object": (object(), f"of type `object`, {NO_HANDLER}"),
+    "a function": (refused, f"of type `function`, {NO_HANDLER}"),
+    "a jitted function": (jax.jit(refused), f"Function`, {NO_HANDLER}"),
+    "a set": ({1}, f"of type `set`, {NO_HANDLER}"),
+    "a complex number": (1j, f"of type `complex`, {NO_HANDLER}"),
+    "a type": (int, f"of type `type`, {NO_HANDLER}"),
+    "a placeholder": (ocp.PLACEHOLDER, f"of type `ellipsis`, {NO_HANDLER}"),
+    "a shape": (jax.ShapeDtypeStruct((2,), "f4"), f"of type `ShapeDtypeStruct`, {NO_HANDLER}"),
+    "objects": (np.array([None, {}]), f"of dtype `object`, {NO_DTYPE}"),
+    "strings": (np.array(["a", "bc"]), f"of dtype `<U2`, {NO_DTYPE}"),
+    "bytes": (b"ab", f"of dtype `|S2`, {NO_DTYPE}"),
+    "dates": (np.array(["2020-01-01"], "M8[D]"), f"of dtype `datetime64[D]`, {NO_DTYPE}"),
+    "records": (np.zeros(2, [("a", "i4")]), f"of dtype `[('a', '<i4')]`, {NO_DTYPE}"),
+    "no tangents": (np.zeros(2, jax.dtypes.float0), NO_DTYPE),
+    "four bits": (jnp.ones(2, jnp.uint4), f"of dtype `uint4`, {NO_DTYPE}"),
+    "four bits of NumPy's": (np.ones(2, jnp.uint4), f"of dtype `uint4`, {NO_DTYPE}"),
+    "an integer of 81 bits": (2**80, f"of dtype `object`, {NO_DTYPE}"),
+    "no elements": (jnp.ones((0, 3)), f"of shape (0, 3). {NO_SIZE}"),
+    "no elements of NumPy's": (np.ones((2, 0)), f"of shape (2, 0). {NO_SIZE}"),
+    "a deleted array": (deleted(), "donated to a later step, or deleted. Save what the step ret"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_leaves_that_cannot_be_stored(manager: gockpt.GoCkptManager, name: str) -> None:
+    leaf, told = LEAVES[name]
+    message = refused(manager, args=gockpt.GoCkptSave({**STATE, "a": {"x": leaf}}))
+    assert f"  ['a']['x']: {told}" in message or (told in message and "  ['a']['x']: of" in message)
+    assert "nothing of it was; training and earlier checkpoints are as they were" in message
+    assert message.count("\n") == 1  # and of no other leaf
+
+
+def test_all_leaves_are_named_at_once(manager: gockpt.GoCkptManager) -> None:
+    bad = {name: leaf for name, (leaf, _) in LEAVES.items()}
+    bad |= {f"more {i}": object() for i in range(9)}
+    message = refused(manager, args=gockpt.GoCkptSave({**STATE, **bad}), force=True)
+    for name in LEAVES:
+        assert f"[{name!r}]" in message
+    assert "['more 6'] and 2 more: of type `object`" in message
+    assert "'w'" not in message
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.vmap, jax.grad])
+def test_a_traced_state(manager: gockpt.GoCkptManager, around: Any) -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        message = refused(manager, args=gockpt.GoCkptSave({**STATE, "x": x}))
+        assert "  ['x']: traced, without a value. Call `save` between the steps" in message
+        return x
+
+    around(loss)(jnp.ones(2) if around is jax.vmap else 1.0)
+
+
+def with_metadata(value: Any) -> gockpt.GoCkptSave:
+    return gockpt.GoCkptSave(STATE, custom_metadata=value)
+
+
+def with_save_args(value: Any) -> gockpt.GoCkptSave:
+    return gockpt.GoCkptSave(STATE, save_args=value)
+
+
+SAVE, NAMED = gockpt.GoCkptSave(STATE), ocp.args.Composite
+NO_JSON = "Convert what it holds, as in `float(loss)` or `array.tolist()`."
+NO_NAME = "cannot be an item's name, which is that of a directory. Give it another one."
+ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "nothing": ({"args": gockpt.GoCkptSave({})}, "nothing in the `dict` given to `save`", "Give"),
+    "None": ({"args": gockpt.GoCkptSave(None)}, "nothing in the `NoneType` given to", "Give"),
+    "no item": ({"args": NAMED()}, "`args` holds no item", "Write `ocp.args.Composite(state="),
+    "an empty name": ({"args": NAMED(**{"": SAVE})}, "`args`: '' ", NO_NAME),
+    "a name above": ({"args": NAMED(**{"..": SAVE})}, "`args`: '..' ", NO_NAME),
+    "a path as a name": ({"args": NAMED(**{"a/b": SAVE})}, "`args`: 'a/b' ", NO_NAME),
+    "a bare item": (
+        {"args": NAMED(state=STATE)}, "item `state` must be arguments of a save, got a `dict`",
+        "Write `GoCkptSave(state)`.",
+    ),
+    "a target": (
+        {"args": gockpt.GoCkptRestore(STATE)}, "be arguments of a save, got a `GoCkptRestore`",
+        "Write `GoCkptSave(state)`.",
+    ),
+    "arguments' class": (
+        {"args": gockpt.GoCkptSave}, "`args` must be checkpoint arguments, got a `type`",
+        "Write `args=GoCkptSave(state)`",
+    ),
+    "an array among the metrics": (
+        {"args": SAVE, "metrics": {"loss": jnp.float32(1)}}, "`metrics` must be JSON", NO_JSON,
+    ),
+    "a lock in the metadata": (
+        {"args": with_metadata({"a": threading.Lock()})}, "`custom_metadata` must be JSON", NO_JSON,
+    ),
+    "an object in the step's metadata": (
+        {"args": SAVE, "custom_metadata": {"a": object()}}, "`custom_metadata` must be", NO_JSON,
+    ),
+    "save_args of another tree": (
+        {"args": with_save_args({"w": ocp.SaveArgs()})}, "`save_args` must be a tree of `ocp.Save",
+        "such as `jax.tree.map(lambda _: ocp.SaveArgs(), state)`",
+    ),
+    "save_args of no dtype": (
+        {"args": with_save_args({"w": ocp.SaveArgs(dtype="f5"), "n": ocp.SaveArgs()})},
+        "`save_args` asks for the dtype 'f5', which TensorStore does not store", "Ask for another",
+    ),
+    "no metrics, forced": (
+        {"args": SAVE, "force": True, "metrics": object()}, "`metrics` must be JSON", NO_JSON,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_cannot_be_saved(manager: gockpt.GoCkptManager, name: str) -> None:
+    save, told, advice = ARGUMENTS[name]
+    message = refused(manager, **save)
+    assert told in message
+    assert advice in message
+
+
+def test_what_is_not_saved_is_not_looked_at(manager: gockpt.GoCkptManager) -> None:
+    """A loop calls `save` at every step: only an accepted one has its arguments refused."""
+    assert not manager.save(0, args=gockpt.GoCkptSave({"x": object()}), metrics={"loss": object()})
+    assert not refused(manager, args=gockpt.GoCkptSave({})).startswith("the state")
+    assert manager.should_save(1)  # what was offered to `save` is of no concern to a question
+
+
+def test_after_all_that_saves_go_on(manager: gockpt.GoCkptManager) -> None:
+    assert manager.save(1, args=SAVE, metrics={"loss": 2.0})
+    manager.wait_until_finished()
+    restored = manager.restore(1, verify=True)
+    np.testing.assert_array_equal(restored["w"], STATE["w"])
+    manager.delete(1)
