@@ -8,6 +8,6 @@ A file imports from its own group, or from those above it:
     writing: host_array, registry, leaf_names, array_layout, spec, write_budget, leaf_writer,
       writer, tree_handler
     restoring: array_reader, one_replica, target, restore, resume
-    a save: taken, hand_over, commit, written, policies, handler, checkpointable
+    a save: refused, taken, hand_over, commit, written, policies, handler, checkpointable
     saves in turn: turn, waiting, in_turn, arguments
 """
