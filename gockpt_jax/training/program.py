@@ -4,6 +4,7 @@ import concurrent.futures
 import copy
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,12 +124,15 @@ class StepProgram:
         """
         self.is_armed = True
         settings = self._form.settings
-        lowered = jax.jit(
+        armed = jax.jit(
             with_outputs(self._traced.jaxpr, self._sites),
             donate_argnums=self._donated,
             keep_unused=settings.keep_unused,
             **self._out_shardings(result),
-        ).lower(*self._input_specs())
+        )
+        with warnings.catch_warnings():  # the user's own step tells of it, if it is so
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            lowered = armed.lower(*self._input_specs())
         del self._traced, self._flat  # the first holds constants, the second the user's arrays
 
         thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")

@@ -66,6 +66,7 @@ class WrappedStep(StandIn):
         self._last_shardings: list[Any] | None = None
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0
+        self._untraced: str | None = None  # why this call could not be traced
         if self.why_not is not None:
             self._warn(self.why_not)
 
@@ -84,7 +85,12 @@ class WrappedStep(StandIn):
                 if flat is not None:
                     self._observer.no_update(self, f"the step raised {_brief(error)}")
                 raise
-        result = self.step(*args, **kwargs) if armed is None else armed.result
+        if armed is not None:
+            result = armed.result
+        else:
+            result = self.step(*args, **kwargs)
+            if self._untraced is not None:
+                self.give_up(self._untraced)
         self.last_result = result
         self._observer.after_update(self, None if flat is None else armed)
         return result
@@ -136,6 +142,7 @@ class WrappedStep(StandIn):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Traces, cuts and arms the step once the placement of its results has settled."""
+        self._untraced = None
         if not self._form.can_locate:
             return
         if not self._always:
@@ -150,6 +157,12 @@ class WrappedStep(StandIn):
                 f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times; "
                 "keep them the same from call to call"
             )
+            return
+        step: Any = self.step
+        try:
+            step.trace(*args, **kwargs)  # which is remembered
+        except Exception as error:  # as the step itself will raise: it says nothing of other calls
+            self._untraced = f"tracing it failed with {_brief(error)}"
             return
         self._programs_left -= 1
         with self._giving_up_on_errors():

@@ -93,7 +93,9 @@ class OpenWindow:
         """
         self._check_continuity(old)
         self._heed_demotions()
-        departure = self._departure(version - (self.target - self.plan.steps + 1), old)
+        n = version - (self.target - self.plan.steps + 1)
+        self._check_arrays(n, old)
+        departure = self._departure(n, old)
         # First: should sending fail, the other processes go on, and this one beside them.
         self._left.append(departure)
         self._group_of.update((j, self._units[u].group) for u, j in departure.leaves)
@@ -116,6 +118,15 @@ class OpenWindow:
             if old[j] is not self.state[j] and g not in self._late:
                 path = self.program.positions.paths[j]
                 self._late[g] = f"{path}: replaced between two steps of the window, outside them"
+
+    def _check_arrays(self, n: int, old: Sequence[Any]) -> None:
+        """What the loop has taken to the host cannot leave a device."""
+        for g in {self._units[u].group: None for u in self.plan.blocks[n]}:
+            for j in self.program.groups[g].leaves:
+                if not isinstance(old[j], jax.Array):
+                    path, kind = self.program.positions.paths[j], type(old[j]).__name__
+                    why = f"{path}: a `{kind}`, on no device, when it was to leave"
+                    self._late.setdefault(g, why)
 
     def _heed_demotions(self) -> None:
         """The audit of the last save may still be running while this window is open."""

@@ -179,6 +179,30 @@ def test_shapes_that_never_settle_end_in_one_warning():
     assert step.why_not is not None
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 5])
+def test_a_call_that_the_step_refuses_says_nothing_of_others(arm, at):
+    """Before the step is traced, when it is to be traced, and later: windows are not given up."""
+    observer, state = Observer((4, 6, 7)), fresh()
+    step = wrap(jax.jit(update, donate_argnums=0), observer, arm=arm)
+    for n in range(8):
+        if n == at:
+            with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+                step(state, X, y=X)
+        state = step(state, X * n)
+    assert step.why_not is None
+    assert observer.cuts[6:] == [True, True]
+
+
+def test_what_jax_says_of_donation_it_says_of_the_users_step_alone():
+    jitted = jax.jit(update, donate_argnums=(0, 1))  # the batch's buffer fits no result
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        run(jitted, fresh(), 1, lambda n: X[:1] * n)
+    observer = Observer((3,))
+    run(wrap(jitted, observer), fresh(), 5, lambda n: X[:1] * n)
+    assert observer.cuts[3]
+
+
 def test_an_error_of_the_user_passes_through():
     step = wrap(jax.jit(update))
     with pytest.raises(TypeError, match="incompatible shapes"):

@@ -6,6 +6,7 @@ import collections
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import checkpoint_managers as managers
@@ -285,6 +286,24 @@ def test_what_is_edited_before_the_save_is_saved_as_it_is(tmp_path, edit):
         manager.wait_until_finished()
         check(manager, {10: to_host(state)})
         assert manager.last_report.kind == "window"
+
+
+def test_what_is_on_the_host_leaves_no_device(tmp_path):
+    """Taken there before the first step of the window of save 10: it is late, and no more."""
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        step, state, saved = manager.wrap(sgd), start(), {}
+        for label in range(11):
+            if label == 9:
+                state = state | {"m": jax.tree.map(np.array, state["m"])}
+            state = step(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        check(manager, saved)
+        assert manager.last_report.kind == "window"
+        (late,) = manager.last_report.late_leaves
+        assert late == "['m']['b']: a `ndarray`, on no device, when it was to leave"
 
 
 def test_stock_arguments_are_foreseen_alike(tmp_path):
