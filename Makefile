@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives jobs parity merges pretended scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives programs jobs parity merges pretended scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -28,6 +28,7 @@ help:
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make jobs    random lives of jobs of several processes, with faults: 60 of them, slow'
+	@echo 'make programs  random training programs in random lives: 50 of them, three lives each on 1 and 8 devices'
 	@echo 'make parity  random lives of a stock manager and ours, side by side: 60 of them'
 	@echo 'make merges  what the compiler merges with a retained value: all pairs of operations'
 	@echo 'make pretended  invariants and windows with pulls and replay as on an accelerator'
@@ -109,6 +110,11 @@ lives: $(STAMP)
 
 jobs: $(STAMP)
 	@GOCKPT_JOBS=60 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/multiprocess/test_lives.py
+
+# From which seed to which: other ones are other programs.
+PROGRAMS ?= 100:150
+programs: $(STAMP)
+	@GOCKPT_PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_programs.py
 
 merges: $(STAMP)
 	@GOCKPT_MERGES=all $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/training/test_merging.py
