@@ -354,9 +354,9 @@ def test_each_attempt_at_a_save_is_voted_on(tmp_path, has_begun):
     votes = handler.votes = Votes()
     item = tmp_path / "7.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp"
     for _ in range(2):
-        with pytest.raises(ValueError, match="is gone"):
+        with pytest.raises(ValueError, match="donated to a later step, or deleted"):
             asyncio.run(handler.async_save(item, GoCkptSave({"w": gone})))
         if has_begun:
-            handler.give_back()  # as a manager does then
+            handler.begun.give_back()  # as a manager does then
     assert votes.begun == [7, 7]
     handler.close()
