@@ -18,7 +18,8 @@ from jax import lax
 from jax.extend import core as jex
 
 from gockpt_jax import _compat
-from gockpt_jax.training.values import ENTER, Op, Site, Value, is_everywhere
+from gockpt_jax.training.exact import may_be_cut
+from gockpt_jax.training.values import ENTER, WALL, Op, Site, Value, is_everywhere
 
 _SELECT = lax.select_n_p
 # Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
@@ -132,10 +133,13 @@ def _apply(
         return inputs
     if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
         body, operands = body_of(eqn, inputs)
+        if eqn.params.get("differentiated"):  # rematerialised, behind a barrier
+            operands = [_behind_wall(v) for v in operands]
         inner = (*path, position) if path is not None and can_open(eqn) else None
         return _walk(*_compat.open_jaxpr(body), operands, inner, axes)
     if name == "cond" and not any(_is_extended(v.aval) for v in eqn.outvars):
         index, *operands = inputs
+        operands = [_behind_wall(v) for v in operands]
         branches = [
             _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in eqn.params["branches"]
         ]
@@ -150,6 +154,18 @@ def _apply(
         body, consts = _compat.open_jaxpr(op.params["jaxpr"])
         op.results = tuple(_walk(body, consts, inputs, None, axes))
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
+
+
+def _behind_wall(value: Value) -> Value:
+    """What is given to a branch, or to a block that is computed again.
+
+    The compiler folds a chain of factors (`exact.may_be_cut`) up to there, and in the branch anew;
+    or as one, if it does away with the branch. In a recipe there are no walls, and it would be
+    folded as one. So such a chain is not repeated across a wall.
+    """
+    if value.is_constant or may_be_cut(value):
+        return value
+    return Value(value.aval, Op(WALL, (value,), {}, 1), is_everywhere=value.is_everywhere)
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:

@@ -9,6 +9,8 @@ from typing import Any
 _NOTHING = object()
 ENTER = types.SimpleNamespace(name="shard_map")
 """In place of a primitive: what makes one shard of an argument."""
+WALL = types.SimpleNamespace(name="optimization_barrier")
+"""In place of a primitive that nothing repeats: what passes it is the same number."""
 _MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
 """What gives all devices that take part the same result."""
 

@@ -41,7 +41,7 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
         stored = HostArray.like(array, ())
         is_key = stored.key_impl is not None
         want = np.array(jax.random.key_data(array) if is_key else array)
-        assert all(len(slot.index) == stored.ndim for slot in slots[id(array)])
+        assert all(len(slot.index) == len(stored.shape) for slot in slots[id(array)])
         got = np.zeros(stored.shape, stored.dtype)
         for slot in slots[id(array)]:
             got[slot.index] = slot.data.result()
