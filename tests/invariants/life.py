@@ -142,16 +142,18 @@ class Life:
             self.manager.wait_until_finished()
         elif self.manager is not None and event == "deleted" and self.saved:
             self.manager.wait_until_finished()  # what is being written cannot be deleted
-            self.manager.delete(label := rng.choice(sorted(self.saved)))
+            self.manager.delete(label := rng.choice(sorted(self.manager.all_steps())))
             del self.saved[label]
         return jax.tree.unflatten(tree, leaves)
 
     def _back(self, n: int, state: Any) -> Any:
         """To the newest checkpoint, if there is one."""
         if self.manager is not None and self.saved:
+            self.manager.wait_until_finished()
+            newest = max(self.manager.all_steps())  # some have been superseded
             args = gockpt.GoCkptRestore(jax.tree.map(_in_place, state))
-            found = self.manager.restore(max(self.saved), args=args)
-            assert not differing(host(found), self.saved[max(self.saved)])
+            found = self.manager.restore(newest, args=args)
+            assert not differing(host(found), self.saved[newest])
             self.went_back[n] = found
             return jax.tree.map(jnp.copy, found)  # the step donates it
         return jax.tree.map(jnp.copy, self.went_back[n]) if n in self.went_back else state
