@@ -87,6 +87,18 @@ def saves(figures):
     yield f"({copied:.2f} s for 10^9 bytes, {taken:.2f} without them)"
 
 
+def hooks(figures):
+    inside, beside = figures["hook_window_ms"], figures["hook_window_writing_ms"]
+    yield f"{inside:.1f} ms in a window ({figures['hook_window_cpu_ms']:.1f} ms of processor time,"
+    yield f"{figures['hook_jax_ms']:.1f} ms in calls of JAX), {beside:.1f} ms beside a save that is"
+    yield f"{figures['hook_opening_ms']:.1f} ms where it opens, {figures['hook_idle_us']:.0f} us"
+
+
+def save_calls(figures):
+    ratio = figures["save_call_ratio"]
+    yield f"`save_call_stock_ms`): {ratio:.2f} of stock's, with windows, at 300 leaves"
+
+
 @pytest.mark.parametrize(
     ("page", "result", "sentences"),
     [
@@ -97,6 +109,16 @@ def saves(figures):
             "docs/decisions/0014-plain-files-on-local-disks.md",
             "storage-save-cpu-2026-11-21.json",
             saves,
+        ),
+        (
+            "docs/decisions/0024-stock-is-asked-off-the-trainers-thread.md",
+            "transfer-cpu-2026-11-21.json",
+            save_calls,
+        ),
+        (
+            "docs/decisions/0026-what-follows-travels-as-one.md",
+            "transfer-cpu-2026-11-21.json",
+            hooks,
         ),
         ("docs/storage.md", "storage-writes-cpu-2026-11-21.json", small_leaves),
     ],
