@@ -21,8 +21,6 @@ import pytest
 from jax import lax
 from training_helpers import analyse
 
-from gockpt_jax.training.recipe import make_recipe
-
 SIZE, WIDTH = 600, 7
 # Of numbers, rows of numbers, and a row.
 VALUES: dict[str, Callable[..., Any]] = {
@@ -117,12 +115,5 @@ def test_what_is_retained_is_what_the_step_goes_on_with(value: str, follows: str
     r = jnp.asarray(rng.standard_normal(WIDTH), jnp.float32)
     found = analyse(step, {"m": m, "n": n}, x, a, y, b, r, even_for_nothing=True)
     new, cut = found.run()
-    old = (m, n)
-    for group in found.cut.groups:
-        recipe = jax.jit(make_recipe(group, found.leaves).apply)
-        got = recipe(
-            [old[j] for j in group.leaves], [cut[v] for v in group.retained],
-            [cut[v] for v in group.scalars],
-        )  # fmt: skip
-        for j, chunk in zip(group.leaves, got, strict=True):
-            np.testing.assert_array_equal(np.asarray(chunk), np.asarray(new[j]))  # NaN is NaN
+    for j, leaf in found.replayed(cut):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(new[j]))  # NaN is NaN

@@ -16,6 +16,7 @@ import numpy as np
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import Graph, flatten
+from gockpt_jax.training.recipe import make_recipe
 from gockpt_jax.training.values import Value
 from gockpt_jax.training.walk import Leaf
 
@@ -66,6 +67,17 @@ class Analysis:
     def run(self) -> tuple[list[jax.Array], dict[Value, jax.Array]]:
         """One step: the new leaves, and the cut values as the armed step returns them."""
         return self._armed()(self.args)
+
+    def replayed(self, cut: dict[Value, jax.Array]) -> Iterator[tuple[int, jax.Array]]:
+        """The leaves that leave early as one replay from the old ones makes them, by position."""
+        old = jax.tree.leaves(self.args[0])
+        for group in self.cut.groups:
+            recipe = jax.jit(make_recipe(group, self.leaves).apply)
+            new = recipe(
+                [old[j] for j in group.leaves], [cut[v] for v in group.retained],
+                [cut[v] for v in group.scalars],
+            )  # fmt: skip
+            yield from zip(group.leaves, new, strict=True)
 
     def run_many(
         self, updates: int, data: Callable[[int], list[Any]]
