@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.compiling import Programs
+from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
@@ -230,6 +231,14 @@ class Block:
             for buffer, senders in zip(packing.buffers, packing.senders, strict=True)
             for n in buffer.chunks
         }
+
+
+def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
+    """Copies a block on the device and starts moving the copy to the host."""
+    with events.span(events.SPAN_STAGE):
+        staged = block.stage(arrays)
+    with events.span(events.SPAN_PULL):
+        return block.start_pull(staged)
 
 
 def _copied(program: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:

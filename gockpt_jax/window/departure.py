@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer.block import Block, block_of
+from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk, Pull
-from gockpt_jax.window.late import stage_and_pull
 from gockpt_jax.window.units import GroupUnit
 
 Followers = tuple[tuple[int, ...], int]

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from gockpt_jax.telemetry import events
-from gockpt_jax.transfer.block import Block, block_of
+from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
 from gockpt_jax.transfer.budget import ByteBudget, batches
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
@@ -105,14 +104,6 @@ def send_late(
             device.release(block.staged_bytes)
             raise
         worker.submit(_landing(positions, pull, land, failed, block.staged_bytes, device))
-
-
-def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
-    """Copies a block on the device and starts moving the copy to the host."""
-    with events.span(events.SPAN_STAGE):
-        staged = block.stage(arrays)
-    with events.span(events.SPAN_PULL):
-        return block.start_pull(staged)
 
 
 def _landing(

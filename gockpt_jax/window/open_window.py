@@ -10,12 +10,13 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer.block import stage_and_pull
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.departure import Departure, Scalars, make_departure, nothing_left
 from gockpt_jax.window.early import CutPull, EarlyChunks, Task
-from gockpt_jax.window.late import send_late, stage_and_pull
+from gockpt_jax.window.late import send_late
 from gockpt_jax.window.plan import Plan
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
