@@ -43,9 +43,9 @@ class GoCkptManager(SavesInTurn):
       item_handlers: Handlers of further items by name, or the one of a bare item that is no tree
         of arrays, as in `ocp.CheckpointManager`.
       pytree_options: Keywords of `ocp.PyTreeCheckpointHandler` for the state (`use_ocdbt`, ...) and
-        of the library's writer (`chunk_byte_size`). On a local disk the state is written as plain
-        files without compression, which is fastest there, and elsewhere as stock does; give
-        `{"use_ocdbt": True, "use_compression": True}` for stock's layout everywhere.
+        of the library's writer (`chunk_byte_size`). The layout is stock's, one database, but on a
+        local disk without compression, which is fastest there; give `{"use_compression": True}`
+        for stock's everywhere.
 
     Raises:
       TypeError: if an argument is of another kind, such as a `window` that is no `WindowOptions`.

@@ -195,7 +195,7 @@ class WindowOptions:
         counted. It then puts windows off, and refuses no save.
       write_limit_bytes: Bytes of chunks that are being written at one time; a larger chunk goes
         alone. Chunks that are to be compressed count twice. A save takes no more memory than this
-        on top of the state's own bytes, and 64 MiB where chunks are plain files (`bench storage`,
+        on top of the bytes of the state, and 64 MiB where nothing is compressed (`bench storage`,
         `extra_rss_ratio`): of what is on its way to files, no more is ever copied.
       replay_threads: Threads from which replay runs its programs while a window is open; each keeps
         one to two cores busy. `None`: a quarter of the host's cores, eight at most; more of them

@@ -30,8 +30,8 @@ PLAIN = {"use_ocdbt": False, "use_compression": False}
 STOCK: dict[str, dict[str, Any]] = {"stock": {}, "stock_fastest": PLAIN}
 # Layouts of ours: the default on local disks, what a user may choose there, stock's own.
 OURS: dict[str, dict[str, Any]] = {
-    "files": PLAIN,
     "ocdbt": {"use_ocdbt": True, "use_compression": False},
+    "files": PLAIN,
     "ocdbt_zstd": {"use_ocdbt": True, "use_compression": True},
     "files_zstd": {"use_ocdbt": False, "use_compression": True},
     "zarr3_files": {**PLAIN, "use_zarr3": True},

@@ -3,6 +3,7 @@
 The part of `bench storage` that is held against the disk, alone: minutes instead of half an hour.
 """
 
+import functools
 import logging
 import os
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 from bench.record import Record, ratios
 from bench.storage.contenders import (
     MIB,
-    PLAIN,
+    OURS,
     give_back,
     our_save,
     random_state,
@@ -22,6 +23,12 @@ from bench.storage.contenders import (
 from bench.storage.phases import NOTE
 
 LEAF_BYTES = 128 * MIB
+# Those that are written past the page cache; each also from memory that the disk takes as it lies.
+OUR_SAVES = {
+    name + suffix: functools.partial(our_save, options=OURS[name], is_aligned=bool(suffix))
+    for name in ("ocdbt", "files")
+    for suffix in ("", "_aligned")
+}
 
 
 def run(quick: bool) -> Record:
@@ -34,9 +41,8 @@ def run(quick: bool) -> Record:
     leaves, repeats = (4, 5) if quick else (32, 7)
     state = random_state(leaves, LEAF_BYTES)
     contenders: dict[str, Callable[[Path], None]] = {
-        "raw": lambda path: raw_save(path, state),
-        "files": lambda path: our_save(path, state, PLAIN),
-        "files_aligned": lambda path: our_save(path, state, PLAIN, is_aligned=True),
+        name: functools.partial(save, state=state)
+        for name, save in ({"raw": raw_save} | OUR_SAVES).items()
     }
     samples: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="bench_storage_", dir=os.environ.get("BENCH_DIR")) as d:
@@ -52,7 +58,7 @@ def run(quick: bool) -> Record:
 
 def _record(samples: dict[str, list[float]], leaves: int) -> Record:
     record = Record("storage_save")
-    for name in ("files", "files_aligned"):
+    for name in OUR_SAVES:
         for figure, of in (("raw_disk_ratio", "save_secs"), ("writing_raw_ratio", "writing_secs")):
             record.samples[f"{figure}/{name}"] = ratios(
                 samples[f"{of}/raw"], samples[f"{of}/{name}"]
@@ -60,8 +66,9 @@ def _record(samples: dict[str, list[float]], leaves: int) -> Record:
     record.samples |= samples
     record.notes += [
         f"{leaves * LEAF_BYTES / MIB:.0f} MiB of random fp32 bits in {leaves} leaves on one CPU "
-        "device, as plain files; who writes and what is timed, as in `bench storage`. files: from "
-        "the CPU backend's memory, which is copied where the disk asks for other addresses.",
+        "device, without compression; who writes and what is timed, as in `bench storage`. "
+        "..._aligned: from page-aligned memory; the others from the CPU backend's, which is copied "
+        "where the disk asks for other addresses.",
         NOTE,
     ]
     return record

@@ -30,7 +30,7 @@ NOTES = [
     " gockpt is told the time of an undisturbed step, which a longer run would have measured (and"
     " the rate of a simulated link; a real one it measures).",
     "gockpt_b<N>: with a device budget of N percent of the state's bytes for what is staged and"
-    " retained. ..._plain: stock's, with the layout that is ours on a local disk.",
+    " retained. ..._plain: stock's, with its layout that is fastest on a local disk.",
     "device_memory_ratio, host_memory_ratio: the most sampled (every 10 ms) in use on the device,"
     " over that of ideal phases; growth of resident memory over the state's bytes, of a process"
     " that runs this mode alone. host_system_memory_ratio: growth of the machine's memory in use,"

@@ -179,7 +179,7 @@ class Stock(Managed):
     def __init__(self, setting: Setting, name: str):
         limits: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
-        if name.endswith("_plain"):  # as ours on a local disk
+        if name.endswith("_plain"):  # its fastest on a local disk
             limits |= {"use_ocdbt": False, "use_compression": False}
         in_background = name.startswith("orbax_async_background")
         if in_background:

@@ -94,3 +94,10 @@ def set_direct(fd: int, direct: bool) -> bool:
             raise
         return False
     return True
+
+
+def is_past_cache(fd: int) -> bool:
+    """Whether what is written to an open file goes past the page cache."""
+    import fcntl
+
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)

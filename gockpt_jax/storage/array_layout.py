@@ -29,9 +29,9 @@ _PARALLEL_DATA_FILE_BYTES = 128 * 2**20
 # Our chunks. Stock's is one per shard, whatever its size: it is written by one thread, is in memory
 # as a whole, and is read as a whole by who wants a row of it.
 _CHUNK_BYTES = 64 * 2**20
-# A chunk that is a file of its values is written and read in pieces, by several threads. Files of
-# 256 MiB are few enough: see docs/storage.md.
-_FILE_CHUNK_BYTES = 256 * 2**20
+# A chunk that is its values and nothing else is written and read in pieces, by several threads; so
+# is a data file of such chunks. Files of 256 MiB are few enough: see docs/storage.md.
+_FILE_BYTES = 256 * 2**20
 
 
 def _stock_replica_parallel() -> bool:
@@ -179,13 +179,13 @@ class ItemLayout:
 
     @property
     def has_plain_chunks(self) -> bool:
-        """Whether a chunk is its values and nothing else."""
-        return not (self.use_ocdbt or self.use_zarr3 or self.compressed)
+        """Whether a chunk is its values and nothing else, in files that we can write."""
+        return not (self.use_zarr3 or self.compressed or self.is_in_bucket)
 
     @property
     def default_chunk_bytes(self) -> int:
         """The largest chunk where the user says nothing."""
-        return _FILE_CHUNK_BYTES if self.has_plain_chunks else _CHUNK_BYTES
+        return _FILE_BYTES if self.has_plain_chunks else _CHUNK_BYTES
 
     @property
     def data_file_bytes(self) -> int:
@@ -197,9 +197,9 @@ class ItemLayout:
     @property
     def written_file_bytes(self) -> int:
         """The size at which we begin another data file; of no concern to who reads them."""
-        if self.given_file_bytes is None and not self.is_in_bucket:
-            return _PARALLEL_DATA_FILE_BYTES
-        return self.data_file_bytes
+        if self.given_file_bytes is not None or self.is_in_bucket:
+            return self.data_file_bytes
+        return _FILE_BYTES if self.has_plain_chunks else _PARALLEL_DATA_FILE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

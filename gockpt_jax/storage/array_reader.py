@@ -1,12 +1,15 @@
-"""Reads arrays from plain files without TensorStore, inside Orbax's own restore."""
+"""Reads arrays without TensorStore, inside Orbax's own restore."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,16 +17,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage import bucket, grid
-from gockpt_jax.storage.aligned import aligned_empty, threads
-from gockpt_jax.storage.plain_array import PlainArray, PlainReads
+from gockpt_jax.storage.aligned import BLOCK_BYTES, PIECE_BYTES, aligned_empty, threads
+from gockpt_jax.storage.database import Values, values_by_array
+from gockpt_jax.storage.plain_array import PlainArray
+from gockpt_jax.storage.plain_reads import PlainReads, batches
 from gockpt_jax.storage.registry import RegistryView, look_up
 from gockpt_jax.transfer.budget import ByteBudget
 
 # Host memory for arrays on their way to the devices; an array larger than that goes alone.
 LIMIT_BYTES = 2 * 2**30
-_ARRAYS_AT_ONCE = 4  # that are being handed to the devices
+_AT_ONCE = 4  # arrays, or batches of them, that are being handed to the devices
 
 _Array = np.ndarray[Any, Any]
+_Bounds = tuple[tuple[int, int], ...]
 
 
 def direct_reads(others: Any = None, limit_bytes: int = LIMIT_BYTES) -> Any:
@@ -43,7 +49,7 @@ def direct_reads(others: Any = None, limit_bytes: int = LIMIT_BYTES) -> Any:
 
 
 class PlainArrayReader(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax is untyped.
-    """Stock's handler of arrays, for all but those in plain files that are wanted as they are.
+    """Stock's handler of arrays, for all but those that are stored as they are, and so wanted.
 
     Args:
       others: Stock's handler.
@@ -78,7 +84,8 @@ class _Wanted:
     stored: PlainArray
     sharding: jax.sharding.Sharding
 
-    def boxes(self) -> dict[Any, grid.Box]:
+    @functools.cached_property
+    def boxes(self) -> dict[_Bounds, grid.Box]:
         """What this process needs of it, once each, by the bounds."""
         shape = self.stored.shape
         boxes = {}
@@ -86,6 +93,13 @@ class _Wanted:
             box = grid.explicit(index, shape)
             boxes[_bounds(box)] = box
         return boxes
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Of memory for that."""
+        itemsize = self.stored.dtype.itemsize
+        shapes = map(grid.shape_of, self.boxes.values())
+        return sum(_in_blocks(math.prod(shape) * itemsize) for shape in shapes)
 
 
 def _elsewhere(args: Any) -> jax.Array | None:
@@ -101,22 +115,33 @@ def _elsewhere(args: Any) -> jax.Array | None:
 
 
 def _look_for_plain(infos: Sequence[Any], args: Sequence[Any]) -> dict[int, _Wanted]:
-    with threads(_ARRAYS_AT_ONCE, "gockpt_look") as pool:
-        found = pool.map(_wanted, infos, args)
-        return {i: wanted for i, wanted in enumerate(found) if wanted is not None}
+    """What is ours to read, by its place among the infos; all are of one directory, says Orbax."""
+    folder = infos[0].parent_dir.as_posix() if infos else ""
+    if bucket.is_bucket(folder):
+        return {}
+    # Not in another format, nor by an older Orbax, which wrote no files of zeros.
+    ours = [i for i, x in enumerate(infos) if not x.use_zarr3 and x.raise_array_data_missing_error]
+    is_database = any(infos[i].is_ocdbt_checkpoint for i in ours)
+    database = values_by_array(folder) if is_database else {}
+
+    def look(some: Sequence[int]) -> list[tuple[int, _Wanted | None]]:
+        return [(i, _wanted(folder, database, infos[i], args[i])) for i in some]
+
+    with threads(_AT_ONCE, "gockpt_look") as pool:
+        looks = pool.map(look, (ours[n::_AT_ONCE] for n in range(_AT_ONCE)))
+        found = dict(itertools.chain.from_iterable(looks))
+    return {i: wanted for i in ours if (wanted := found[i]) is not None}
 
 
-def _wanted(info: Any, args: Any) -> _Wanted | None:
+def _wanted(folder: str, database: Mapping[str, Values], info: Any, args: Any) -> _Wanted | None:
     """None for what is stored in another way, or not wanted as it is stored."""
-    folder = info.parent_dir.as_posix()
-    if info.is_ocdbt_checkpoint or info.use_zarr3 or bucket.is_bucket(folder):
-        return None
-    if not info.raise_array_data_missing_error:  # an older Orbax wrote no files of zeros
-        return None
     sharding = getattr(args, "sharding", None)
     if not isinstance(sharding, jax.sharding.Sharding) or getattr(args, "mesh", None) is not None:
         return None
-    stored = PlainArray.found_in(f"{folder}/{info.name}")
+    if info.is_ocdbt_checkpoint:
+        stored = PlainArray.found_among(database.get(info.name, {}))
+    else:
+        stored = PlainArray.found_in(f"{folder}/{info.name}")
     if stored is None or not math.prod(stored.shape) or not sharding.addressable_devices:
         return None
     # Integers of 32 bits without a sign may be the data of typed PRNG keys; stock knows which are.
@@ -137,64 +162,84 @@ def _is_dtype(wanted: Any, stored: np.dtype[Any]) -> bool:
 
 
 def _read_all(wanted: Sequence[_Wanted], limit_bytes: int) -> list[jax.Array]:
-    """Reads arrays, one after the other, while earlier ones go to the devices."""
+    """Reads arrays, a few at once where they are small, while earlier ones go to the devices."""
     budget = ByteBudget(limit_bytes)
     reads = PlainReads(past_cache=jax.process_count() == 1)
-    pool = threads(_ARRAYS_AT_ONCE, "gockpt_arrays")
+    pool = threads(_AT_ONCE, "gockpt_arrays")
+    arrays: list[jax.Array] = []
     try:
-        made: list[concurrent.futures.Future[jax.Array]] = []
-        for one in wanted:
-            made.append(_start(one, budget, reads, pool))
-            for future in made:
-                if future.done():
-                    future.result()  # nothing more is read where one has failed
-        return [future.result() for future in made]
+        made: collections.deque[concurrent.futures.Future[list[jax.Array]]] = collections.deque()
+        for batch in batches(wanted, lambda one: one.nbytes, min(PIECE_BYTES, limit_bytes)):
+            made.append(_start(batch, budget, reads, pool))
+            while made and made[0].done():  # nothing more is read where one has failed
+                arrays += made.popleft().result()
+        for future in made:
+            arrays += future.result()
+        return arrays
     finally:
         reads.close()
         pool.shutdown()
 
 
 def _start(
-    wanted: _Wanted,
+    batch: Sequence[_Wanted],
     budget: ByteBudget,
     reads: PlainReads,
     pool: concurrent.futures.ThreadPoolExecutor,
-) -> concurrent.futures.Future[jax.Array]:
-    """Starts reading an array when there is room for it."""
-    stored, boxes = wanted.stored, wanted.boxes()
-    shapes = {key: grid.shape_of(box) for key, box in boxes.items()}
-    nbytes = sum(math.prod(shape) for shape in shapes.values()) * stored.dtype.itemsize
+) -> concurrent.futures.Future[list[jax.Array]]:
+    """Starts reading arrays when there is room for them."""
+    nbytes = sum(one.nbytes for one in batch)
     budget.acquire(nbytes)
-    values = {key: _empty(shape, stored.dtype) for key, shape in shapes.items()}
-    pieces = reads.start(stored, [(box, values[key]) for key, box in boxes.items()])
+    values = _memory(batch, nbytes)
+    pieces = reads.start(
+        (one.stored, [(box, of[key]) for key, box in one.boxes.items()])
+        for one, of in zip(batch, values, strict=True)
+    )
 
-    def finish() -> jax.Array:
+    def finish() -> list[jax.Array]:
         try:
             for piece in pieces:
                 piece.result()
-            array: jax.Array = jax.block_until_ready(_on_devices(wanted, values.__getitem__))
-            return array
+            made = [_on_devices(one, of) for one, of in zip(batch, values, strict=True)]
+            arrays: list[jax.Array] = jax.block_until_ready(made)
+            return arrays
         finally:
             budget.release(nbytes)
 
     return pool.submit(finish)
 
 
-def _on_devices(wanted: _Wanted, values: Callable[[Any], _Array]) -> jax.Array:
+def _memory(batch: Sequence[_Wanted], nbytes: int) -> list[dict[_Bounds, _Array]]:
+    """Memory for the boxes of arrays, by their bounds.
+
+    One mapping for all of them: it takes as long as to read a small array, and Linux allows a
+    process 65,530. Where a backend takes host memory as it is, the arrays share it.
+    """
+    memory, start, values = aligned_empty(nbytes), 0, []
+    for one in batch:
+        of: dict[_Bounds, _Array] = {}
+        for key, box in one.boxes.items():
+            shape, dtype = grid.shape_of(box), one.stored.dtype
+            of[key] = np.ndarray(shape, dtype, memory, start)  # type: ignore[arg-type]
+            start += _in_blocks(of[key].nbytes)
+        values.append(of)
+    return values
+
+
+def _on_devices(wanted: _Wanted, values: Mapping[_Bounds, _Array]) -> jax.Array:
     shape = wanted.stored.shape
     return jax.make_array_from_callback(
         shape,
         wanted.sharding,
-        lambda index: values(_bounds(grid.explicit(index, shape))),
+        lambda index: values[_bounds(grid.explicit(index, shape))],
         dtype=wanted.stored.dtype,
     )
 
 
-def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> _Array:
-    memory = aligned_empty(math.prod(shape) * dtype.itemsize)
-    values: _Array = np.ndarray(tuple(shape), dtype, memory)  # type: ignore[arg-type]
-    return values
+def _in_blocks(nbytes: int) -> int:
+    """Where the next array may begin, so that the disk can write to it."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _bounds(box: grid.Box) -> tuple[tuple[int, int], ...]:
+def _bounds(box: grid.Box) -> _Bounds:
     return tuple((s.start, s.stop) for s in box)

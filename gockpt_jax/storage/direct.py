@@ -1,12 +1,12 @@
-"""Whole files written past the page cache (`O_DIRECT`), by several threads, with a checksum each.
+"""Values written past the page cache (`O_DIRECT`), by several threads, with a checksum each.
 
-In zarr v2 without compression the file of a chunk is the chunk's bytes in C order and nothing else,
-so that it can be written without TensorStore. TensorStore's `file` driver always writes through the
-page cache (its `file_io_mode: direct` concerns reading, 0.1.86): that costs a copy, a flush and
-0.8 s of processor time per GB on a busy machine, and pushes the user's data set out of the cache.
-Nothing is renamed, for Orbax renames the whole step.
+In zarr v2 without compression the value of a chunk is its bytes in C order and nothing else: a
+file, or a stretch of one (`database.py`). So it can be written without TensorStore, whose `file`
+driver always writes through the page cache (its `file_io_mode: direct` concerns reading, 0.1.86):
+that costs a copy, a flush and 0.8 s of processor time per GB on a busy machine, and pushes the
+user's data set out of the cache. Nothing is renamed, for Orbax renames the whole step.
 
-A file is cut into pieces. Each is digested, and then written from where it lies if the disk can
+A value is cut into pieces. Each is digested, and then written from where it lies if the disk can
 take it there; else it is copied into one of eight buffers first, and digested while it is in the
 processor's cache.
 """
@@ -16,7 +16,8 @@ from __future__ import annotations
 import concurrent.futures
 import errno
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from gockpt_jax.storage.aligned import (
     threads,
 )
 from gockpt_jax.storage.checksums import digest_of
+from gockpt_jax.storage.data_file import DataFile
 from gockpt_jax.storage.pieces import in_order
 from gockpt_jax.storage.syncs import Syncs, first_error
 
@@ -43,11 +45,14 @@ _UNCOPIED_PIECE_BYTES = 2 * PIECE_BYTES
 _BUFFERS = 2 * _THREADS
 # Each cuts, copies and digests one file at a time, faster than a disk writes.
 _FILES = 8
-# Smaller files are not worth their own way past the cache, and are synced in batches.
-_SMALL_BYTES = 2**20
+# That stay open while they lack values, beside those that are being written or synced.
+_KEPT_FILES = 256
+# Smaller ones are not worth their own way past the cache, and are synced in batches.
+SMALL_BYTES = 2**20
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Array = np.ndarray[Any, Any]
+_FLAGS = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
 
 
 class DirectFiles:
@@ -72,22 +77,29 @@ class DirectFiles:
         self._pieces = threads(_THREADS, "gockpt_write")
         self._buffers = Buffers(buffers)
         self._syncs = Syncs()
+        self._shared: dict[str, DataFile] = {}
+        self._kept = threading.Semaphore(_KEPT_FILES)
 
-    def write(self, path: str, values: _Array) -> concurrent.futures.Future[str]:
+    def share(self, path: str, nbytes: int, offsets: Collection[int]) -> None:
+        """Announces a file of several values, which begin at these offsets."""
+        self._shared[path] = DataFile(path, nbytes, offsets)
+
+    def write(self, path: str, values: _Array, offset: int = 0) -> concurrent.futures.Future[str]:
         """Starts writing an array's values in C order.
 
         The future resolves to their digest (`checksums.digest`) when they are needed no more; they
         are durable after `sync`. It raises the `OSError` of the file system, with the file's name;
         the file is incomplete then.
 
-        A small file is written at once, into the page cache: handing thousands of them to threads
+        Few values are written at once, into the page cache: handing thousands of such to threads
         takes longer, for each system call would give the interpreter away and wait for it again.
         """
-        if values.nbytes >= _SMALL_BYTES:
-            return self._files.submit(self._write, path, values)
+        file = self._shared.get(path) or DataFile(path, values.nbytes, [offset])
+        if values.nbytes >= SMALL_BYTES:
+            return self._files.submit(self._write, file, values, offset)
         done: concurrent.futures.Future[str] = concurrent.futures.Future()
         try:
-            done.set_result(self._write(path, values))
+            done.set_result(self._write(file, values, offset))
         except Exception as error:
             done.set_exception(error.with_traceback(None))  # it would keep the values
         return done
@@ -97,44 +109,66 @@ class DirectFiles:
 
         Raises:
           OSError: A file could not be written after all, whatever its write had said.
+          RuntimeError: A file lacks a value. It has room for it, which reads as zeros.
         """
+        if lacking := [file.path for file in self._shared.values() if not file.is_whole]:
+            raise RuntimeError(f"not all values were written of {', '.join(lacking)}")
         self._syncs.finish()
 
     def close(self) -> None:
         """Ends the threads, after what they were given."""
         self._files.shutdown()
         self._pieces.shutdown()
+        for file in self._shared.values():
+            file.close()
         self._syncs.close()
 
-    def _write(self, path: str, values: _Array | None) -> str:
+    def _write(self, file: DataFile, values: _Array | None, offset: int) -> str:
         assert values is not None
         try:
-            return self._write_file(path, values)
+            return self._write_values(file, values, offset)
         except Exception as error:
             failure = error.with_traceback(None)  # it would keep the bytes alive
         values = None
         raise failure
 
-    def _write_file(self, path: str, values: _Array) -> str:
-        is_small = values.nbytes < _SMALL_BYTES
-        fd = self._open(path)
+    def _write_values(self, file: DataFile, values: _Array, offset: int) -> str:
+        fd = self._open(file)
         try:
-            if is_small:
+            if values.nbytes < SMALL_BYTES:
                 content = _flat(values)
                 digest = digest_of([content])
-                _write_all(fd, content.data, 0)
+                _write_all(fd, content.data, offset)
             else:
-                digest = self._write_large(fd, values)
+                digest = self._write_large(fd, values, offset)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError):
-                error.filename = path
+                error.filename = file.path
             raise
-        self._syncs.add(fd, path, is_small=is_small)
+        if (whole := file.take(fd, offset, self._kept)) is not None:
+            self._syncs.add(whole, file.path, is_small=file.nbytes < SMALL_BYTES)
         return digest
 
-    def _open(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+    def _open(self, file: DataFile) -> int:
+        """Opens a file for one write of it, of which the first makes it and takes its room."""
+        with file.lock:
+            if file.is_begun:
+                return os.open(file.path, _FLAGS)
+            fd = self._create(file.path)
+            try:
+                if file.nbytes >= SMALL_BYTES:
+                    _reserve(fd, file.nbytes)
+            except BaseException as error:
+                os.close(fd)
+                if isinstance(error, OSError):
+                    error.filename = file.path
+                raise
+            file.is_begun = True
+            return fd
+
+    def _create(self, path: str) -> int:
+        flags = _FLAGS | os.O_CREAT | os.O_TRUNC
         try:
             return os.open(path, flags, 0o666)
         except FileNotFoundError:
@@ -145,10 +179,9 @@ class DirectFiles:
             self._syncs.add_folders(folder, self._folder)
             return os.open(path, flags, 0o666)
 
-    def _write_large(self, fd: int, values: _Array) -> str:
-        _reserve(fd, values.nbytes)
+    def _write_large(self, fd: int, values: _Array, offset: int) -> str:
         parts = in_order(values)
-        is_direct = O_DIRECT and not any(start % BLOCK_BYTES for start, _ in parts)
+        is_direct = O_DIRECT and not any((offset + start) % BLOCK_BYTES for start, _ in parts)
         is_direct = is_direct and set_direct(fd, True)
         alignment = memory_alignment(fd) if is_direct else 1
         if _is_taken(values, alignment):
@@ -156,20 +189,22 @@ class DirectFiles:
         end = values.nbytes - (values.nbytes % BLOCK_BYTES if is_direct else 0)
         written: list[concurrent.futures.Future[None]] = []
         try:
-            digest = digest_of(self._start_pieces(fd, parts, alignment, end, written))
+            digest = digest_of(self._start_pieces(fd, parts, offset, alignment, end, written))
         finally:
             # All end before the file is closed, whatever befell one.
             concurrent.futures.wait(written)
         first_error(written)
         if end < values.nbytes:  # less than a block
             set_direct(fd, False)
-            _write_all(fd, _flat(parts[-1][1])[end - values.nbytes :].data, end)
+            rest = _flat(parts[-1][1])[end - values.nbytes :]
+            _write_all(fd, rest.data, offset + end)
         return digest
 
     def _start_pieces(
         self,
         fd: int,
         parts: Sequence[tuple[int, _Array]],
+        offset: int,
         alignment: int,
         end: int,
         written: list[concurrent.futures.Future[None]],
@@ -185,7 +220,9 @@ class DirectFiles:
                 np.copyto(content.view(part.dtype).reshape(part.shape), part)
             yield content
             content = content[: max(0, end - start)]
-            written.append(self._pieces.submit(self._write_piece, fd, content, start, buffer))
+            written.append(
+                self._pieces.submit(self._write_piece, fd, content, offset + start, buffer)
+            )
 
     def _write_piece(self, fd: int, content: _Bytes, start: int, buffer: _Bytes | None) -> None:
         try:

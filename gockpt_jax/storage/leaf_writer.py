@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,11 +14,14 @@ import tensorstore as ts
 
 from gockpt_jax.storage import grid
 from gockpt_jax.storage.array_layout import ArrayLayout
+from gockpt_jax.storage.database import Place
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.host_array import HostShard, ShardFuture
 from gockpt_jax.storage.write_budget import WriteBudget
 
 _T = TypeVar("_T")
+Places = Callable[[str], Place]
+"""Where a leaf's values lie, by their keys: a chunk's, or `.zarray`."""
 
 # A chunk that TensorStore compresses, and what it has become.
 _COMPRESSED_COPIES = 2
@@ -31,13 +34,13 @@ class LeafWriter:
     Attributes:
       layout: Where and how it is stored.
       budget: The bytes in flight, of the whole save.
-      target: The leaf as TensorStore sees it; or the folder of its chunks, which `files` writes.
-      files: Writes chunks that are plain files.
+      target: The leaf as TensorStore sees it; or where `files` writes each chunk, by its key.
+      files: Writes chunks without TensorStore.
     """
 
     layout: ArrayLayout
     budget: WriteBudget
-    target: ts.TensorStore | str
+    target: ts.TensorStore | Places
     files: DirectFiles
 
     async def write_shard(self, shard: HostShard, box: grid.Box) -> None:
@@ -59,15 +62,15 @@ class LeafWriter:
     async def _write_chunk(self, cell: grid.Box, data: np.ndarray[Any, Any] | None) -> None:
         """The one place where a chunk is about to be written: (leaf name, box, values)."""
         assert data is not None
-        checksums, dtype, is_file = self.budget.stats.checksums, data.dtype, self._is_in_files
+        checksums, dtype, is_direct = self.budget.stats.checksums, data.dtype, self._is_direct
         with named_in_errors(self.layout.name, cell):
             try:
-                if not is_file:
+                if not is_direct:
                     # Nothing is held for it: that of the next chunk is made beside the write.
                     await checksums.add(self.layout.name, cell, data, self.layout.stored_dtype)
                 async with self.budget.admit(data.nbytes, self._held_bytes(data.nbytes)):
                     digest = await self._written(cell, data)
-                if is_file:
+                if is_direct:
                     checksums.record(self.layout.name, cell, dtype, digest)
                 if self.layout.item.compressed:
                     await self.budget.trim(data.nbytes)
@@ -75,21 +78,21 @@ class LeafWriter:
                 data = None
 
     def _written(self, cell: grid.Box, data: np.ndarray[Any, Any]) -> Awaitable[Any]:
-        if isinstance(self.target, str):
-            path = f"{self.target}/{grid.key(cell, self.layout.chunk)}"
-            return _result(self.files.write(path, data))
+        if not isinstance(self.target, ts.TensorStore):
+            place = self.target(grid.key(cell, self.layout.chunk))
+            return _result(self.files.write(place.path, data, place.offset))
         # No copy into TensorStore's cache: the bytes stay as they are until released.
         return to_the_end(
             self.target[cell].write(data, can_reference_source_data_indefinitely=True)
         )
 
     @property
-    def _is_in_files(self) -> bool:
-        return isinstance(self.target, str)
+    def _is_direct(self) -> bool:
+        return not isinstance(self.target, ts.TensorStore)
 
     def _held_bytes(self, nbytes: int) -> int:
         """What is in flight because of a chunk."""
-        if self._is_in_files:
+        if self._is_direct:
             return min(nbytes, self.files.copied_bytes)
         return nbytes * (_COMPRESSED_COPIES if self.layout.item.compressed else 1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from gockpt_jax.storage import bucket, grid
-from gockpt_jax.storage.array_layout import ArrayLayout
+from gockpt_jax.storage.array_layout import ArrayLayout, ItemLayout
+from gockpt_jax.storage.database import Place
+from gockpt_jax.storage.database_index import PlacedArray
 from gockpt_jax.storage.plain_array import is_stored_as_it_is
 
 Json = dict[str, Any]
@@ -30,16 +32,27 @@ def _kvstore(directory: str) -> Json:
     return {"driver": "file", "path": directory}
 
 
-def _ocdbt(layout: ArrayLayout) -> Json:
-    base = _kvstore(f"{layout.item.folder}/ocdbt.process_{jax.process_index()}/")
-    spec: Json = {"driver": "ocdbt", "base": base, "path": layout.name}
-    if base["driver"] == "file":
-        # On a file system data files need no atomic rename; the manifest does.
-        spec["base"] = {**base, "file_io_locking": {"mode": "non_atomic"}}
-        spec["manifest"] = base
-    return spec | {
+def process_folder(item: ItemLayout) -> str:
+    """Returns the folder of this process's database, which Orbax merges with the others'."""
+    return f"{item.folder}/ocdbt.process_{jax.process_index()}/"
+
+
+def database_in(folder: str) -> Json:
+    """Returns the store of a database in a folder, as it is."""
+    base = _kvstore(folder)
+    if base["driver"] != "file":
+        return {"driver": "ocdbt", "base": base}
+    # On a file system data files need no atomic rename; the manifest does.
+    unlocked = {**base, "file_io_locking": {"mode": "non_atomic"}}
+    return {"driver": "ocdbt", "base": unlocked, "manifest": base}
+
+
+def process_database(item: ItemLayout) -> Json:
+    """Returns the store of the database that this process writes."""
+    return {
+        **database_in(process_folder(item)),
         "cache_pool": "cache_pool#ocdbt",
-        "target_data_file_size": layout.item.written_file_bytes,
+        "target_data_file_size": item.written_file_bytes,
         # Only this process writes to this database, so no configuration has to be agreed on.
         "assume_config": True,
         "config": {
@@ -48,6 +61,10 @@ def _ocdbt(layout: ArrayLayout) -> Json:
             "manifest_kind": "single",
         },
     }
+
+
+def _database_of(layout: ArrayLayout) -> Json:
+    return process_database(layout.item) | {"path": layout.name}
 
 
 def _zarr2(layout: ArrayLayout) -> Json:
@@ -73,10 +90,10 @@ def _zarr3(layout: ArrayLayout) -> Json:
 
 def array_spec(layout: ArrayLayout) -> Json:
     """Returns the TensorStore spec under which this process writes one leaf."""
-    is_zarr3 = layout.item.use_zarr3
+    item, is_zarr3 = layout.item, layout.item.use_zarr3
     spec: Json = {
         "driver": "zarr3" if is_zarr3 else "zarr",
-        "kvstore": _ocdbt(layout) if layout.item.use_ocdbt else _kvstore(layout.path),
+        "kvstore": _database_of(layout) if item.use_ocdbt else _kvstore(layout.path),
         "dtype": layout.stored_dtype.name,
         "metadata": _zarr3(layout) if is_zarr3 else _zarr2(layout),
         "recheck_cached_data": False,
@@ -89,11 +106,37 @@ def array_spec(layout: ArrayLayout) -> Json:
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
 
 
-def metadata_file(layout: ArrayLayout) -> str | None:
-    """Returns the file that says what a leaf is; None where it is no file of its own."""
+def folder_places(layout: ArrayLayout) -> Callable[[str], Place]:
+    """Returns where values of a leaf belong that are files, by their keys."""
+    return lambda key: Place(f"{layout.path}/{key}")
+
+
+def placed_array(
+    layout: ArrayLayout, boxes: Sequence[grid.Box], with_metadata: bool
+) -> PlacedArray:
+    """Returns what a database has of a leaf: chunks, and what says what it is."""
+    spec = array_spec(layout)
+    del spec["kvstore"]
+    return PlacedArray(
+        layout.name,
+        spec,
+        layout.chunk,
+        layout.dtype,
+        [cell for box in boxes for cell in grid.cells(box, layout.chunk)],
+        metadata_text(spec) if with_metadata else None,
+    )
+
+
+def metadata_place(layout: ArrayLayout, places: Callable[[str], Place] | None) -> Place | None:
+    """Returns where to write what a leaf is; None where only TensorStore can.
+
+    Args:
+      layout: Of the leaf.
+      places: Where its values are written, if without TensorStore.
+    """
     if layout.item.use_ocdbt or layout.item.is_in_bucket:
-        return None
-    return f"{layout.path}/{'zarr.json' if layout.item.use_zarr3 else '.zarray'}"
+        return places(".zarray") if places else None
+    return folder_places(layout)("zarr.json" if layout.item.use_zarr3 else ".zarray")
 
 
 def metadata_text(spec: Json) -> bytes:
@@ -112,21 +155,19 @@ def _metadata_text(array: str) -> bytes:
     return bytes(memory.read(name).result().value)
 
 
-def plain_folder(layout: ArrayLayout, boxes: Sequence[grid.Box]) -> str | None:
-    """Returns the folder of a leaf whose chunks are plain files of its values; None otherwise.
+def is_written_as_it_is(layout: ArrayLayout, boxes: Sequence[grid.Box]) -> bool:
+    """Whether the values that are stored of a leaf are those of its chunks, and nothing else.
 
     Args:
       layout: Of the leaf.
       boxes: What this process writes; it must be whole chunks, or the rest of one would be lost.
     """
-    is_plain = (
+    return (
         layout.item.has_plain_chunks
-        and not layout.item.is_in_bucket
         and layout.stored_dtype == layout.dtype
         and is_stored_as_it_is(layout.dtype)
         and all(grid.is_whole(box, layout.chunk) for box in boxes)
     )
-    return layout.path if is_plain else None
 
 
 def sharding_spec(folder: str) -> Json:

@@ -19,6 +19,7 @@ import tensorstore as ts
 from etils import epath
 
 from gockpt_jax.storage import bucket, grid
+from gockpt_jax.storage.database import Values, values_by_array
 from gockpt_jax.storage.plain_array import PlainArray
 from gockpt_jax.transfer.budget import ByteBudget
 
@@ -133,10 +134,16 @@ class StoredItem:
         return ts.open(spec, open=True, read=True, context=self._context).result()
 
     def plain(self, name: str) -> PlainArray | None:
-        """How a leaf lies in plain files; `None` where it is stored in another way."""
-        if self.use_ocdbt or self.use_zarr3 or bucket.is_bucket(self.path):
+        """Where the values of a leaf lie; `None` where it is stored in another way."""
+        if self.use_zarr3 or bucket.is_bucket(self.path):
             return None
+        if self.use_ocdbt:
+            return PlainArray.found_among(self._in_database.get(name, {}))
         return PlainArray.found_in(f"{self.path.as_posix()}/{name}")
+
+    @functools.cached_property
+    def _in_database(self) -> Mapping[str, Values]:
+        return values_by_array(self.path.as_posix())
 
     def _kvstore(self, name: str) -> Any:
         folder = self.path.as_posix()

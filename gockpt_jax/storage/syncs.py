@@ -88,7 +88,7 @@ class Syncs:
         failure: OSError | None = None
         for fd, path in files:
             try:
-                _sync_and_close(fd, path)
+                sync_and_close(fd, path)
             except OSError as error:
                 failure = failure or error
             finally:
@@ -111,10 +111,11 @@ def _shares(items: Sequence[_T]) -> list[Sequence[_T]]:
 
 def _sync_folders(folders: Sequence[str]) -> None:
     for folder in folders:
-        _sync_and_close(os.open(folder, os.O_RDONLY), folder)
+        sync_and_close(os.open(folder, os.O_RDONLY), folder)
 
 
-def _sync_and_close(fd: int, path: str) -> None:
+def sync_and_close(fd: int, path: str) -> None:
+    """Makes a file or a folder durable; its error names it."""
     try:
         os.fsync(fd)
     except OSError as error:

@@ -39,10 +39,9 @@ _LOCAL_FILE_SYSTEMS = frozenset(
 def default_layout(directory: Any) -> dict[str, Any]:
     """The layout of a save where the user says nothing, by the kind of storage.
 
-    On a local disk a chunk is a plain file without compression: such files can be written past the
-    page cache, and stock's own readers are fastest with them. Elsewhere the layout is stock's, one
-    OCDBT database: what counts there is the number of files, and a link slower than zstd. See
-    docs/decisions/0014-plain-files-on-local-disks.md.
+    It is stock's, one OCDBT database. On a local disk it is without compression, for then its
+    values can be written and read past the page cache, as fast as the disk is; elsewhere there may
+    be a link slower than zstd. See docs/decisions/0027-databases-on-local-disks.md.
 
     Args:
       directory: Of the checkpoints.
@@ -55,7 +54,7 @@ def default_layout(directory: Any) -> dict[str, Any]:
       {}
     """
     is_local = file_system(directory) in _LOCAL_FILE_SYSTEMS
-    return {"use_ocdbt": False, "use_compression": False} if is_local else {}
+    return {"use_compression": False} if is_local else {}
 
 
 def make_tree_handler(

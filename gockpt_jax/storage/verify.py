@@ -19,7 +19,7 @@ from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage import checksum_files, item_files
 from gockpt_jax.storage.checksum_files import ChecksumError, LeafChecksums
 from gockpt_jax.storage.directory import Step, look_into
-from gockpt_jax.storage.plain_array import PlainReads
+from gockpt_jax.storage.plain_reads import PlainReads
 from gockpt_jax.storage.stored_item import (
     READ_LIMIT_BYTES,
     READ_THREADS,

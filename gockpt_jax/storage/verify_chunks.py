@@ -12,18 +12,19 @@ from gockpt_jax.errors import brief
 from gockpt_jax.storage import checksums, grid
 from gockpt_jax.storage.aligned import PIECE_BYTES
 from gockpt_jax.storage.checksum_files import Checksum, LeafChecksums
-from gockpt_jax.storage.plain_array import PlainArray, PlainReads
+from gockpt_jax.storage.plain_array import PlainArray
+from gockpt_jax.storage.plain_reads import PlainReads
 from gockpt_jax.storage.stored_item import StoredItem, chunk_shape, nbytes_of
 
 
 class Read(NamedTuple):
-    """One read: a box of a leaf, the chunks in it, and the file that is all of it, if one is."""
+    """One read: a box of a leaf, the chunks in it, and where it lies, if it is a chunk as it is."""
 
     name: str
     store: ts.TensorStore
     box: grid.Box
     chunks: list[Checksum]
-    file: PlainArray | None
+    plain: PlainArray | None
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +34,7 @@ class Read(NamedTuple):
     @property
     def held_bytes(self) -> int:
         """Bytes in memory while it is read."""
-        return self.nbytes if self.file is None else min(self.nbytes, PIECE_BYTES)
+        return self.nbytes if self.plain is None else min(self.nbytes, PIECE_BYTES)
 
 
 def reads_of(item: StoredItem, name: str, leaf: LeafChecksums) -> tuple[list[str], list[Read]]:
@@ -58,8 +59,8 @@ def reads_of(item: StoredItem, name: str, leaf: LeafChecksums) -> tuple[list[str
     jobs = []
     for key, of_group in groups.items():
         box = tuple(map(slice, *key))
-        is_file = plain is not None and len(of_group) == 1 and plain.is_file(box)
-        jobs.append(Read(name, store, box, of_group, plain if is_file else None))
+        is_chunk = plain is not None and len(of_group) == 1 and plain.is_chunk(box)
+        jobs.append(Read(name, store, box, of_group, plain if is_chunk else None))
     return faults, jobs
 
 
@@ -116,8 +117,8 @@ def check(reads: PlainReads, job: Read) -> list[str]:
 
 
 def _digests(reads: PlainReads, job: Read) -> list[str]:
-    if job.file is not None:
-        return [checksums.digest_of(reads.stream(job.file, job.box))]
+    if job.plain is not None:
+        return [checksums.digest_of(reads.stream(job.plain, job.box))]
     values = np.asarray(job.store[job.box].read().result())
     boxes = [grid.within(chunk.box, job.box) for chunk in job.chunks]
     return [checksums.digest(values[box]) for box in boxes]

@@ -12,11 +12,12 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 
 from gockpt_jax.options import as_count
 from gockpt_jax.storage import spec as spec_lib
@@ -27,10 +28,12 @@ from gockpt_jax.storage.array_layout import (
     array_layout,
     chunk_count,
 )
+from gockpt_jax.storage.database_writer import DatabaseIndexes, DatabaseWriter
 from gockpt_jax.storage.direct import DirectFiles
 from gockpt_jax.storage.host_array import HostArray
 from gockpt_jax.storage.leaf_writer import (
     LeafWriter,
+    Places,
     first_error_alone,
     named_in_errors,
     open_store,
@@ -67,8 +70,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     Args:
       write_limit_bytes: See `WindowOptions.write_limit_bytes`.
       chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
-        None: 256 MiB where a chunk is a file of its values, so that there are fewer of
-        them; else 64 MiB.
+        None: 256 MiB where a chunk is stored as its values and nothing else, for those are
+        written and read in pieces; else 64 MiB.
       primary_host: The process that writes what is common to all; None if every one has its own
         storage. As in `ocp.options.MultiprocessingOptions`.
       replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`
@@ -116,6 +119,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         )
         self._write_array_metadatas = write_array_metadatas
         self._is_advice_given = False
+        self._indexes = DatabaseIndexes()
 
     def memory_size(self, values: Sequence[HostArray]) -> list[tuple[int, int]]:
         """Returns the bytes to write and to read per value, which Orbax before 0.12.2 asks for."""
@@ -156,8 +160,13 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 layouts = [self._layout(leaf, item) for leaf in leaves]
                 if self.is_primary and not item.use_ocdbt:
                     self._advise_on_files(layouts)
+                places = self._places(leaves, layouts, files, group)
                 for leaf, layout in zip(leaves, layouts, strict=True):
-                    group.create_task(self._write_leaf(leaf, layout, budget, files, group))
+                    group.create_task(
+                        self._write_leaf(
+                            leaf, layout, places.get(layout.name), budget, files, group
+                        )
+                    )
                     await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
                 if self.is_primary:
                     group.create_task(_write_shardings(leaves, item.folder))
@@ -190,33 +199,60 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             nbytes / count / 1e6,
         )
 
+    def _places(
+        self,
+        leaves: Sequence[_Leaf],
+        layouts: Sequence[ArrayLayout],
+        files: DirectFiles,
+        group: asyncio.TaskGroup,
+    ) -> Mapping[str, Places]:
+        """Where values are written without TensorStore, by leaf; begins their database."""
+        direct, item = [], layouts[0].item
+        for leaf, layout in zip(leaves, layouts, strict=True):
+            with named_in_errors(layout.name):
+                boxes = leaf.array.boxes()
+            is_ours = bool(boxes) or self.is_primary
+            if is_ours and spec_lib.is_written_as_it_is(layout, boxes):
+                direct.append((layout, boxes))
+        if not (direct and item.use_ocdbt):
+            return {layout.name: spec_lib.folder_places(layout) for layout, _ in direct}
+        arrays = [spec_lib.placed_array(*one, self.is_primary) for one in direct]
+        index = self._indexes.of(arrays, item.written_file_bytes)
+        if index is None:
+            return {}
+        database = DatabaseWriter(item, index, files)
+        group.create_task(database.join(_context(leaves[0].info, item)))
+        return {layout.name: database.places_of(layout.name) for layout, _ in direct}
+
     async def _write_leaf(
         self,
         leaf: _Leaf,
         layout: ArrayLayout,
+        places: Places | None,
         budget: WriteBudget,
         files: DirectFiles,
         group: asyncio.TaskGroup,
     ) -> None:
         """Opens the leaf's array and starts one task per shard."""
-        # Sharing the save's context with stock's handlers makes them share one OCDBT database too.
-        context = leaf.info.ts_context or ocp.type_handlers.get_ts_context(
-            use_ocdbt=layout.item.use_ocdbt
-        )
+        context = _context(leaf.info, layout.item)
         with named_in_errors(layout.name):
-            boxes = leaf.array.boxes()
-            chunks = spec_lib.plain_folder(layout, boxes)
             spec = spec_lib.array_spec(layout)
             if self.is_primary:
-                if file := spec_lib.metadata_file(layout):
+                if place := spec_lib.metadata_place(layout, places):
                     text = np.frombuffer(spec_lib.metadata_text(spec), np.uint8)
-                    files.write(file, text).result()
+                    files.write(place.path, text, place.offset).result()
                 else:
                     await open_store(spec, context, create=True, open=True)
-            target = chunks or await open_store(spec, context, open=True, assume_metadata=True)
+            target = places or await open_store(spec, context, open=True, assume_metadata=True)
         writer = LeafWriter(layout, budget, target, files)
-        for shard, box in zip(leaf.array.shards, boxes, strict=True):
+        for shard, box in zip(leaf.array.shards, leaf.array.boxes(), strict=True):
             group.create_task(writer.write_shard(shard, box))
+
+
+def _context(info: ocp.type_handlers.ParamInfo, item: ItemLayout) -> ts.Context:
+    """Sharing the save's makes stock's handlers share one OCDBT database with ours, too."""
+    made: ts.Context = info.ts_context
+    return made or ocp.type_handlers.get_ts_context(use_ocdbt=item.use_ocdbt)
 
 
 def _check_savable(leaves: Sequence[_Leaf]) -> None:

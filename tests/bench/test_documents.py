@@ -87,6 +87,32 @@ def saves(figures):
     yield f"({copied:.2f} s for 10^9 bytes, {taken:.2f} without them)"
 
 
+def databases(figures):
+    def ratio(name):
+        return f"{figures[f'raw_disk_ratio/{name}']:.2f}"
+
+    yield f"{ratio('ocdbt_aligned')} of the raw disk from memory that it takes as it lies, and"
+    yield f"{ratio('ocdbt')} from memory that is copied; plain files {ratio('files_aligned')} and"
+    yield f"and {ratio('files')} (`raw_disk_ratio/...`"
+    yield f"{1000 * figures['first_write_secs/ocdbt_aligned']:.0f} ms pass before the first write"
+
+
+def many_small_leaves(figures):
+    def secs(name, what="save"):
+        return figures[f"small/{what}_secs/{name}"]
+
+    ours, files, stock = (secs(name) for name in ("ocdbt", "files", "stock"))
+    yield f"a save took {ours / stock:.2f} of stock's time with its defaults, and"
+    yield f"and {ours / files:.2f} of that with plain files"
+    yield f"a restore {secs('ocdbt', 'restore') / secs('stock', 'restore'):.2f} of stock's"
+    large = figures["restore_secs/ocdbt"] / figures["stock_restore_secs/ocdbt"]
+    yield f"a restore {large:.2f} of stock's time on the same database"
+
+
+def large_leaves(figures):
+    yield f"a save took {1 / figures['stock_speedup']:.2f} of stock's time with its defaults, and"
+
+
 def hooks(figures):
     inside, beside = figures["hook_window_ms"], figures["hook_window_writing_ms"]
     yield f"{inside:.1f} ms in a window ({figures['hook_window_cpu_ms']:.1f} ms of processor time,"
@@ -111,6 +137,18 @@ def save_calls(figures):
             saves,
         ),
         (
+            "docs/decisions/0027-databases-on-local-disks.md",
+            "storage-save-cpu-2026-11-22.json",
+            databases,
+        ),
+        (
+            "docs/decisions/0027-databases-on-local-disks.md",
+            "storage-cpu-2026-11-22.json",
+            many_small_leaves,
+        ),
+        ("docs/storage.md", "storage-cpu-2026-11-22.json", many_small_leaves),
+        ("docs/storage.md", "storage-cpu-2026-11-22.json", large_leaves),
+        (
             "docs/decisions/0024-stock-is-asked-off-the-trainers-thread.md",
             "transfer-cpu-2026-11-21.json",
             save_calls,
@@ -120,7 +158,11 @@ def save_calls(figures):
             "transfer-cpu-2026-11-21.json",
             hooks,
         ),
-        ("docs/storage.md", "storage-writes-cpu-2026-11-21.json", small_leaves),
+        (
+            "docs/decisions/0014-plain-files-on-local-disks.md",
+            "storage-writes-cpu-2026-11-21.json",
+            small_leaves,
+        ),
     ],
 )
 def test_prose_tells_what_was_measured(page, result, sentences):

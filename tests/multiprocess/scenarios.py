@@ -93,9 +93,9 @@ def train_on(name: str, directory: Path) -> None:
 def shared(directory: Path) -> None:
     """Each replica takes and writes its slices, on devices of both processes, whatever happens."""
     with small_slices():
-        loop = Loop(directory / "data_parallel", "data_parallel")
+        loop = Loop(directory / "data_parallel", "data_parallel", layout={"use_ocdbt": False})
         share(loop)
-        share(Loop(directory / "zero_1", "zero_1", layout={"use_ocdbt": True}))
+        share(Loop(directory / "zero_1", "zero_1"))
     plain = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
     with ocp.Checkpointer(plain) as stock:
         stock.save(directory / "data_parallel_stock", args=ocp.args.PyTreeSave(loop.state))

@@ -95,13 +95,16 @@ def kvstore_items(folder):
 def disk_contents(path):
     """All that stock reads: files with their bytes, and keys with values where there is OCDBT.
 
-    OCDBT's own files have random names and hold times, so only the names of its manifests count.
+    OCDBT's own files have random names and hold times, so only the names of its manifests count,
+    and of a database in another not even those: what it has is in the other's, too.
     `_CHECKPOINT_METADATA` holds times too, and `commit_success.txt` the path.
     """
     path = pathlib.Path(path)
     contents = {}
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
         name = file.relative_to(path).as_posix()
+        if "/direct/" in name:
+            continue
         if file.name == "manifest.ocdbt":
             contents[name] = kvstore_items(file.parent)
         elif file.parent.name != "d":

@@ -188,7 +188,7 @@ def synced_paths(monkeypatch):
 
 def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
     """Large and small chunks, what says how they are stored, and the folders that name them."""
-    monkeypatch.setattr(direct, "_SMALL_BYTES", 2**14)
+    monkeypatch.setattr(direct, "SMALL_BYTES", 2**14)
     monkeypatch.setattr(syncs, "_BATCH_FILES", 3)
     tree = {f"x{n}": jnp.full((n + 1, 1024), n, jnp.float32) for n in range(8)}
     tree["in/a/folder"] = tree["x0"]
@@ -205,17 +205,21 @@ def test_all_is_durable_before_a_save_counts_as_written(tmp_path, monkeypatch):
     assert sorted(name for name in names if name in wanted) == sorted(wanted)  # each of them once
 
 
-def test_all_of_an_item_is_durable_before_its_commit(tmp_path, monkeypatch):
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_all_of_an_item_is_durable_before_its_commit(tmp_path, monkeypatch, use_ocdbt):
     """Also what Orbax writes, which it leaves to the system: a visible step must not lack it."""
     synced = synced_paths(monkeypatch)
-    with GoCkptManager(tmp_path) as manager:
+    with GoCkptManager(tmp_path, pytree_options={"use_ocdbt": use_ocdbt}) as manager:
         manager.save(0, args=GoCkptSave({"x": jnp.ones(4)}))
         manager.wait_until_finished()
     item = tmp_path / "0" / "state"
     names = {re.sub(r".*/state[^/]*/?", "", path) for path in synced}  # it is renamed later
     written = {p.relative_to(item).as_posix() for p in item.rglob("*")}
-    # TensorStore makes `_sharding` durable under a name that it has for a while.
-    assert written - {"_sharding"} - item_files.LATER_FILES <= names
+    # TensorStore makes durable what it writes itself, under names that it has for a while.
+    of_tensorstore = re.compile(r"_sharding|(ocdbt.process_0/)?(manifest.ocdbt|d(/.*)?)")
+    by_us = {name for name in written if not of_tensorstore.fullmatch(name)}
+    assert by_us - item_files.LATER_FILES <= names
+    assert any(name.startswith("ocdbt.process_0/direct/v/") for name in by_us) == use_ocdbt
     assert "" in names
 
 
@@ -249,7 +253,7 @@ def test_the_first_chunk_does_not_wait_for_later_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(
         DirectFiles,
         "write",
-        lambda files, path, values: begun.append(path) or write(files, path, values),
+        lambda files, path, *value: begun.append(path) or write(files, path, *value),
     )
     handler = make_tree_handler(use_ocdbt=False, use_compression=False)
     save(handler, tmp_path / "x", host_tree({f"x{n}": jnp.ones(4) for n in range(50)}))
@@ -275,6 +279,65 @@ def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
     # Eight wait to be synced; each thread that writes one has it open, and each look one more.
     assert before < most[0] <= before + 8 + direct._FILES + syncs._THREADS
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def open_below(folder):
+    """Paths of open files in a folder."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    paths = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return sorted(path for path in paths if path.startswith(f"{folder}/"))
+
+
+@pytest.mark.parametrize("nbytes", [4096, 2**20])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_what_is_in_the_page_cache_stays_open_until_it_is_synced(
+    tmp_path, files, monkeypatch, nbytes, is_cached
+):
+    """The system tells of failures that come later to who has the file open, and may forget them
+    where nobody has. Large values, too, go through the cache where there is no other way."""
+    if is_cached:
+        monkeypatch.setattr(direct, "O_DIRECT", 0)
+    path, values = f"{tmp_path}/x", np.arange(2 * nbytes, dtype=np.uint8)
+    files.share(path, 2 * nbytes, [0, nbytes])
+    files.write(path, values[:nbytes], 0).result()
+    assert open_below(tmp_path) == [path] * (is_cached or nbytes < 2**20)
+    files.write(path, values[nbytes:], nbytes).result()
+    files.sync()
+    assert open_below(tmp_path) == []
+    assert pathlib.Path(path).read_bytes() == values.tobytes()
+
+
+def test_few_files_that_lack_values_are_open_at_one_time(tmp_path, monkeypatch):
+    """The others are durable before they are closed."""
+    monkeypatch.setattr(direct, "_KEPT_FILES", 2, raising=False)
+    files = DirectFiles(str(tmp_path), 2**28)
+    paths, synced, sync = [f"{tmp_path}/{n}" for n in range(6)], [], os.fsync
+
+    def recorded(fd):
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    for path in paths:
+        files.share(path, 8, [0, 4])
+        files.write(path, np.full(1, 1, np.int32), 0).result()
+    assert open_below(tmp_path) == paths[:2]
+    assert synced == paths[2:]
+    files.write(paths[0], np.full(1, 2, np.int32), 4).result()
+    files.share(f"{tmp_path}/x", 8, [0, 4])
+    files.write(f"{tmp_path}/x", np.full(1, 1, np.int32), 0).result()  # has the room of the first
+    assert synced == paths[2:]
+
+    def fail(fd):
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    files.share(f"{tmp_path}/y", 8, [0, 4])
+    with pytest.raises(OSError, match="lost") as raised:
+        files.write(f"{tmp_path}/y", np.full(1, 1, np.int32), 0).result()
+    assert raised.value.filename == f"{tmp_path}/y"
+    files.close()
+    assert open_below(tmp_path) == []
 
 
 def test_many_files_at_once(tmp_path, files):
@@ -311,8 +374,8 @@ def test_cells_cover_a_box_once_and_lie_in_one_chunk(shape):
 )
 def test_the_default_layout_follows_the_file_system(monkeypatch, kind, is_local):
     monkeypatch.setattr(tree_handler, "file_system", lambda directory: kind)
-    plain = {"use_ocdbt": False, "use_compression": False}
-    assert tree_handler.default_layout("/data/run") == (plain if is_local else {})
+    uncompressed = {"use_compression": False}
+    assert tree_handler.default_layout("/data/run") == (uncompressed if is_local else {})
 
 
 def test_chunks_and_boxes_that_are_whole():

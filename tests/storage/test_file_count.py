@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from storage_helpers import host_tree, save
 
-from gockpt_jax.storage import array_layout, writer
+from gockpt_jax.storage import array_layout, grid, writer
+from gockpt_jax.storage.database_index import PlacedArray, make_index
 from gockpt_jax.storage.tree_handler import make_tree_handler
 
+FILE_BYTES = array_layout._FILE_BYTES
 PLAIN = {"use_ocdbt": False, "use_compression": False}
 HIDDEN, FEED_FORWARD, KEYS, LAYERS, WORDS = 8192, 28672, 1024, 80, 128256
 BLOCK = [
@@ -29,36 +31,58 @@ def llama_70b(stacked):
     return (blocks + ENDS) * 3
 
 
-def files_per_tb(shapes, shards, chunk_bytes):
-    """Files of leaves that are cut into `shards` along their longest axis."""
-    files = nbytes = 0
-    for shape in shapes:
-        longest = max(range(len(shape)), key=lambda axis: shape[axis])
-        parts = math.gcd(shards, shape[longest])
-        write = tuple(n // parts if axis == longest else n for axis, n in enumerate(shape))
-        chunk = array_layout.chunk_shape(shape, write, 4, chunk_bytes)
-        files += 1 + array_layout.chunk_count(shape, chunk)
-        nbytes += 4 * math.prod(shape)
-    assert nbytes == pytest.approx(847e9, rel=0.01)
-    return files / nbytes * 1e12
+def cut(shape, shards):
+    """The part of a leaf, cut along its longest axis."""
+    longest = max(range(len(shape)), key=lambda axis: shape[axis])
+    parts = math.gcd(shards, shape[longest])
+    return tuple(n // parts if axis == longest else n for axis, n in enumerate(shape))
 
 
-def test_of_a_model_of_70_billion_parameters():
-    """The figures of docs/storage.md."""
-    chunk_bytes = array_layout._FILE_CHUNK_BYTES
-    figures = {
-        (stacked, shards): files_per_tb(llama_70b(stacked), shards, chunk_bytes)
-        for stacked in (False, True)
-        for shards in (1, 8, 64)
-    }
-    assert {key: round(value, -2) for key, value in figures.items()} == {
-        (False, 1): 7800,
-        (False, 8): 23100,
-        (False, 64): 166500,
-        (True, 1): 6200,
-        (True, 8): 6000,
-        (True, 64): 7300,
-    }
+def plain_files(shapes, shards):
+    """Files of a save, where a chunk is a file."""
+    chunks = [array_layout.chunk_shape(x, cut(x, shards), 4, FILE_BYTES) for x in shapes]
+    return sum(
+        1 + array_layout.chunk_count(shape, chunk)
+        for shape, chunk in zip(shapes, chunks, strict=True)
+    )
+
+
+def database_files(shapes, processes):
+    """Files of the databases of so many processes, each with a shard."""
+    arrays = []
+    for n, shape in enumerate(shapes):
+        part = cut(shape, processes)
+        chunk = array_layout.chunk_shape(shape, part, 4, FILE_BYTES)
+        spec = {
+            "driver": "zarr",
+            "metadata": {"shape": shape, "chunks": chunk, "compressor": None},
+            "dtype": "float32",
+            "store_data_equal_to_fill_value": True,
+        }
+        cells = list(grid.cells(grid.whole(part), chunk))
+        arrays.append(PlacedArray(f"x{n}", spec, chunk, np.dtype(np.float32), cells, b"{}"))
+    index = make_index(arrays, FILE_BYTES)
+    of_tensorstore = 2  # the manifest and a node of the process's own database
+    return processes * (len(index.data_files) + len(index.files) + of_tensorstore)
+
+
+@pytest.mark.parametrize(
+    ("count", "figures"),
+    [
+        (plain_files, ([6200, 6000, 7300], [7800, 23100, 166500])),
+        (database_files, ([3100, 3000, 3600], [2400, 3400, 4200])),
+    ],
+    ids=["plain files", "database"],
+)
+def test_of_a_model_of_70_billion_parameters(count, figures):
+    """The figures of docs/storage.md, per 10**12 bytes."""
+    found = []
+    for stacked in (True, False):
+        shapes = llama_70b(stacked)
+        nbytes = 4 * sum(map(math.prod, shapes))
+        assert nbytes == pytest.approx(847e9, rel=0.01)
+        found.append([round(count(shapes, n) / nbytes * 1e12, -2) for n in (1, 8, 64)])
+    assert tuple(found) == figures
 
 
 def advice(caplog):
@@ -86,13 +110,13 @@ def test_the_count_is_that_of_the_disk(tmp_path, monkeypatch, caplog):
     assert [text.split(",")[0] for text in advice(caplog)] == ["A save makes 13 files"]
 
 
-def test_plain_files_are_large_and_what_tensorstore_compresses_is_small(tmp_path):
+def test_what_we_write_is_large_and_what_tensorstore_compresses_is_small(tmp_path):
     def default(*, use_ocdbt=False, use_zarr3=False, compressed=False):
         layout = array_layout.ItemLayout("folder", use_ocdbt, use_zarr3, compressed)
         return layout.default_chunk_bytes
 
-    assert default() == 256 * 2**20
-    assert default(compressed=True) == default(use_ocdbt=True) == 64 * 2**20
+    assert default() == default(use_ocdbt=True) == 256 * 2**20
+    assert default(compressed=True) == default(use_ocdbt=True, compressed=True) == 64 * 2**20
     assert default(use_zarr3=True) == 64 * 2**20
 
 

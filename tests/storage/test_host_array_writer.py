@@ -97,7 +97,7 @@ def test_large_leaves_are_those_of_a_stock_save(tmp_path, options):
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["ocdbt", "files"])
 def test_our_default_chunks_are_those_of_stock_with_that_option(tmp_path, options, monkeypatch):
     """At a size that a test can write; what the user says of a leaf comes first."""
-    for name in ("_CHUNK_BYTES", "_FILE_CHUNK_BYTES"):
+    for name in ("_CHUNK_BYTES", "_FILE_BYTES"):
         assert getattr(array_layout, name) >= 64 * 2**20
         monkeypatch.setattr(array_layout, name, 200)
     state = {k: example_state()[k] for k in ("replicated", "fsdp", "bf16", "single", "keys")}

@@ -48,7 +48,11 @@ def test_a_name_that_no_file_can_have_is_one_of_a_database(tmp_path, caplog, nam
         with pytest.raises(ValueError, match="missing"), gockpt.GoCkptManager(tmp_path) as manager:
             manager.save(0, args=gockpt.GoCkptSave(state))
         return
-    with caplog.at_level(logging.WARNING), gockpt.GoCkptManager(tmp_path) as manager:
+    files = {"use_ocdbt": False}
+    with (
+        caplog.at_level(logging.WARNING),
+        gockpt.GoCkptManager(tmp_path, pytree_options=files) as manager,
+    ):
         manager.save(0, args=gockpt.GoCkptSave(state))
         manager.wait_until_finished()
         found = manager.restore(0, args=gockpt.GoCkptRestore(state), verify=True)
@@ -61,9 +65,24 @@ def test_a_name_that_no_file_can_have_is_one_of_a_database(tmp_path, caplog, nam
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
+@pytest.mark.parametrize("names", AWKWARD.values(), ids=AWKWARD)
+def test_any_name_is_one_of_a_database(tmp_path, names):
+    """Which is the default: nothing is said of it, and what stock reads of it is what it is."""
+    state = tree_of(names)
+    if not stock_stores(tmp_path.with_name(f"{tmp_path.name}_stock"), state):
+        return
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        found = manager.restore(0, args=gockpt.GoCkptRestore(state), verify=True)
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+    with ocp.StandardCheckpointer() as stock:
+        jax.tree.map(np.testing.assert_array_equal, stock.restore(tmp_path / "0/state"), state)
+
+
 def test_any_other_name_is_a_files(tmp_path):
     state = tree_of(FILES)
-    with gockpt.GoCkptManager(tmp_path) as manager:
+    with gockpt.GoCkptManager(tmp_path, pytree_options={"use_ocdbt": False}) as manager:
         manager.save(0, args=gockpt.GoCkptSave(state))
         manager.wait_until_finished()
         found = manager.restore(0, args=gockpt.GoCkptRestore(state), verify=True)
@@ -74,7 +93,7 @@ def test_any_other_name_is_a_files(tmp_path):
 @pytest.mark.parametrize(
     "tree", [{"a": {"b": 1.0}, "a.b": 2.0}, {"a": {"": 1.0}, "a.": 2.0}, {"a": 1.0, "a/": 2.0}]
 )
-@pytest.mark.parametrize("options", [None, {"use_ocdbt": True}], ids=["files", "database"])
+@pytest.mark.parametrize("options", [{"use_ocdbt": False}, None], ids=["files", "database"])
 def test_two_leaves_of_one_name_are_refused(tmp_path, tree, options):
     state = jax.tree.map(jnp.float32, tree)
     with gockpt.GoCkptManager(tmp_path, pytree_options=options) as manager:

@@ -1,5 +1,6 @@
 """Arrays in plain files, read without TensorStore."""
 
+import contextlib
 import json
 import threading
 
@@ -13,8 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
-from gockpt_jax.storage import array_reader, grid, pieces, plain_array
-from gockpt_jax.storage.plain_array import PlainArray, PlainReads
+from gockpt_jax.storage import array_reader, grid, pieces, plain_reads
+from gockpt_jax.storage.aligned import aligned_empty
+from gockpt_jax.storage.database import Place
+from gockpt_jax.storage.plain_array import PlainArray
+from gockpt_jax.storage.plain_reads import PlainReads
 from gockpt_jax.storage.restore import restore
 from gockpt_jax.storage.tree_handler import make_tree_handler
 
@@ -37,13 +41,17 @@ def stored(folder, values, chunk, **metadata):
     return str(folder)
 
 
+def aligned(shape, dtype):
+    return np.ndarray(shape, dtype, aligned_empty(int(np.prod(shape)) * dtype.itemsize))
+
+
 def read(array, boxes, *, is_aligned=True, **options):
     reads = PlainReads(**options)
     shapes = [grid.shape_of(box) for box in boxes]
-    made = array_reader._empty if is_aligned else np.empty
+    made = aligned if is_aligned else np.empty
     found = [made(shape, array.dtype) for shape in shapes]
     try:
-        for future in reads.start(array, list(zip(boxes, found, strict=True))):
+        for future in reads.start([(array, list(zip(boxes, found, strict=True)))]):
             future.result()
     finally:
         reads.close()
@@ -62,7 +70,7 @@ def random_box(rng, shape):
 @pytest.mark.parametrize("shape", [(), (5000,), (37, 90), (3, 70, 41), (2, 1, 64, 48)])
 def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cache, is_cached):
     """Boxes that overlap, chunks at the edge, pieces that begin and end anywhere in a block."""
-    monkeypatch.setattr(plain_array, "_is_cached", lambda fd, piece: is_cached)
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: is_cached)
     rng = np.random.default_rng(len(shape))
     for n, dtype in enumerate((np.float32, ml_dtypes.bfloat16, np.int8)):
         values = rng.integers(-99, 99, shape).astype(dtype)
@@ -79,20 +87,49 @@ def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cac
 
 def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
     """But for what lies in the file's last block: nothing is copied, and there is no buffer."""
-    monkeypatch.setattr(plain_array, "_is_cached", lambda fd, piece: False)
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: False)
     values = np.arange(5 * 1024 + 100, dtype=np.float32)
     array = PlainArray.found_in(stored(tmp_path, values, [values.size]))
-    reads, fill = [], plain_array._read_all
+    reads, fill = [], plain_reads._read_all
 
     def read_all(fd, out, *at, **options):
         reads.append(out)
         fill(fd, out, *at, **options)
 
-    monkeypatch.setattr(plain_array, "_read_all", read_all)
+    monkeypatch.setattr(plain_reads, "_read_all", read_all)
     (found,) = read(array, [(slice(0, values.size),)], past_cache=True)
     assert found.tobytes() == values.tobytes()
     assert [np.shares_memory(out, found) for out in reads] == [True, False]
     assert [out.nbytes for out in reads] == [5 * 4096, 4096]
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_what_lies_side_by_side_is_read_at_once(tmp_path, monkeypatch, past_cache):
+    """Small arrays in one file, of odd sizes, with a gap; the last lies before the first."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: False)
+    rng, fetch, fetched = np.random.default_rng(0), PlainReads._fetch, []
+    shapes = {300: (7,), 307: (33, 3), 703: (), 707: (5, 100), 5000: (900,), 8600: (11,), 0: (75,)}
+    dtypes = {300: np.int8}
+    content, arrays, wanted = np.zeros(9000, np.uint8), [], []
+    for offset, shape in shapes.items():
+        values = rng.integers(-99, 99, shape).astype(dtypes.get(offset, np.float32))
+        place = Place(str(tmp_path / "file"), offset, values.nbytes)
+        content[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8)
+        arrays.append((values, np.empty_like(values)))
+        array = PlainArray(shape, shape, values.dtype, lambda key, place=place: place)
+        wanted.append((array, [(grid.whole(shape), arrays[-1][1])]))
+    content.tofile(tmp_path / "file")
+
+    def spied(self, place, out):
+        fetched.append((place.offset, place.nbytes))
+        return fetch(self, place, out)
+
+    monkeypatch.setattr(PlainReads, "_fetch", spied)
+    with contextlib.closing(PlainReads(past_cache=past_cache)) as reads:
+        for future in reads.start(wanted):
+            future.result()
+    assert all(np.array_equal(values, found) for values, found in arrays)
+    assert fetched == [(300, 2407), (5000, 3644), (0, 300)]
 
 
 def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):
@@ -102,7 +139,7 @@ def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):
     pieces = list(array.pieces(rows))
     assert [p.box[0] for p in pieces] == [slice(0, 2), slice(2, 4)]  # 2 rows are 8 KiB
     assert all(
-        p.nbytes <= SMALL_PIECE_BYTES for p in array.pieces([(slice(0, 64), slice(0, 1024))])
+        p.place.nbytes <= SMALL_PIECE_BYTES for p in array.pieces([(slice(0, 64), slice(0, 1024))])
     )
 
 
@@ -171,22 +208,40 @@ def targets(tree):
     return {"as it was": jax.tree.map(same, tree), "otherwise": jax.tree.map(other, arrays) | keys}
 
 
+FOUND = ["both", "columns", "replicated", "rows"]
+
+
 @pytest.mark.parametrize("where", ["as it was", "otherwise"])
-def test_what_stock_restores_we_restore(tmp_path, monkeypatch, small_pieces, where):
-    """Stock's own plain files, onto the same and other shardings; keys are stock's business."""
-    tree, seen = state(), []
-    save(ocp.PyTreeCheckpointHandler(**PLAIN), tmp_path / "x", tree)
-    monkeypatch.setattr(
-        array_reader, "_read_all", lambda wanted, limit, r=array_reader._read_all: (
-            seen.extend(w.stored.folder.rpartition("/")[2] for w in wanted) or r(wanted, limit)
-        ),
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("handler", "use_ocdbt", "expected"),
+    [
+        (ocp.PyTreeCheckpointHandler, False, {*FOUND, "count"}),
+        (ocp.PyTreeCheckpointHandler, True, {*FOUND}),  # stock has few bytes in the index itself
+        (make_tree_handler, True, {*FOUND, "count"}),
+    ],
+    ids=["stock's files", "stock's database", "our database"],
+)
+def test_what_stock_restores_we_restore(
+    tmp_path, monkeypatch, small_pieces, where, handler, use_ocdbt, expected
+):
+    """Without compression, onto the same and other shardings; keys are stock's business."""
+    tree, seen, look = state(), set(), array_reader._look_for_plain
+    is_ours = handler is make_tree_handler
+    made = handler(use_ocdbt=use_ocdbt, use_compression=False)
+    save(made, tmp_path / "x", host_tree(tree) if is_ours else tree)
+
+    def spied(infos, args):
+        found = look(infos, args)
+        seen.update(infos[i].name for i in found)
+        return found
+
+    monkeypatch.setattr(array_reader, "_look_for_plain", spied)
     target = targets(tree)[where]
     restored = restore(tmp_path / "x", GoCkptRestore(target), {})
     assert_same_arrays(restored, tree)
     for name in tree:
         assert restored[name].sharding.is_equivalent_to(target[name].sharding, tree[name].ndim)
-    assert sorted(seen) == ["both", "columns", "count", "replicated", "rows"]
+    assert seen == expected
 
 
 def test_other_dtypes_and_shapes_are_stocks_business(tmp_path):
