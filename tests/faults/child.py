@@ -137,12 +137,16 @@ def fill_disk(directory: pathlib.Path) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, limits[1]))
+        failed = None
         try:
             trainer.save()
             trainer.manager.wait_until_finished()
         except Exception as error:
-            say("failed", type(error).__name__, str(error).replace("\n", " "))
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            failed = error
+        finally:  # Before a word is said: what the parent reads is a file too.
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if failed is not None:
+            say("failed", type(failed).__name__, str(failed).replace("\n", " "))
         trainer.given.pop(8, None)
         say("steps", sorted(trainer.manager.all_steps()))
         say("error", trainer.report(8).error)
