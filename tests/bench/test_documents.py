@@ -150,12 +150,12 @@ def save_calls(figures):
         ("docs/storage.md", "storage-cpu-2026-11-22.json", large_leaves),
         (
             "docs/decisions/0024-stock-is-asked-off-the-trainers-thread.md",
-            "transfer-cpu-2026-11-21.json",
+            "transfer-cpu-2026-11-22.json",
             save_calls,
         ),
         (
             "docs/decisions/0026-what-follows-travels-as-one.md",
-            "transfer-cpu-2026-11-21.json",
+            "transfer-cpu-2026-11-22.json",
             hooks,
         ),
         (
