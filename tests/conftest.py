@@ -3,6 +3,7 @@
 No plugin of pytest is needed here: `pytest -m gpu` runs on machines that have pytest alone.
 """
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -100,6 +101,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first: the last to end should not have begun last."""
     items.sort(key=lambda item: item.path.name not in _LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected stays, so no garbage collection need look through it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
