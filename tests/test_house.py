@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,17 @@ def test_storage_is_in_folders_and_imports_one_way():
                 assert imported is not None, f"{module} imports {name}: no file of a folder"
                 # An `__init__.py` imports none.
                 assert imported < rank.get(module, 0), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE.parent / "bench"], ids=lambda path: path.name)
+def test_no_files_import_each_other(folder):
+    """In a circle of any length, be it inside a function."""
+    files = {module_name(path).removesuffix(".__init__"): path for path in folder.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = {name: name.rpartition(".")[0] for name in imports(parse(path))}
+        graph[module] = {name if name in files else owner for name, owner in names.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises
 
 
 @every_file
