@@ -13,12 +13,12 @@ from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage import arguments, resume
-from gockpt_jax.storage.commit import never_draining
-from gockpt_jax.storage.handler import GoCkptHandler
-from gockpt_jax.storage.in_turn import SavesInTurn
-from gockpt_jax.storage.restore import GoCkptRestore
-from gockpt_jax.storage.tree_handler import default_layout
+from gockpt_jax.storage.managing import arguments, resume
+from gockpt_jax.storage.managing.in_turn import SavesInTurn
+from gockpt_jax.storage.restoring.restore import GoCkptRestore
+from gockpt_jax.storage.saving.commit import never_draining
+from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.writing.tree_handler import default_layout
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")

@@ -1,3 +1,3 @@
 """For users of `orbax.checkpoint.v1`; apart, because importing that takes time and may change."""
 
-from gockpt_jax.storage.checkpointable import GoCkptCheckpointable as GoCkptCheckpointable
+from gockpt_jax.storage.saving.checkpointable import GoCkptCheckpointable as GoCkptCheckpointable

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import GoCkptManager, GoCkptSave
 from gockpt_jax.cli.main import main
-from gockpt_jax.storage.diff import diff_items
+from gockpt_jax.storage.inspecting.diff import diff_items
 
 
 def run(*words):

@@ -163,12 +163,12 @@ def test_a_save_that_fails_under_a_stock_manager_is_reported(
         manager.wait_until_finished()
 
     if not is_handed_over:
-        monkeypatch.setattr("gockpt_jax.storage.handler.settled", lambda *_: None)
+        monkeypatch.setattr("gockpt_jax.storage.saving.handler.settled", lambda *_: None)
     handler = gockpt.GoCkptHandler(use_ocdbt=False)
     with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
         save(0)
         with monkeypatch.context() as patch:
-            patch.setattr(f"gockpt_jax.storage.{at}", fail)
+            patch.setattr(f"gockpt_jax.storage.writing.{at}", fail)
             with pytest.raises(OSError, match="the disk is gone"):
                 save(1)
         assert handler.window_status == "idle"

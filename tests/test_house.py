@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import gockpt_jax
-from gockpt_jax import storage
 
 PACKAGE = Path(gockpt_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -36,6 +36,10 @@ def parse(path: Path) -> ast.Module:
 def room(path: Path) -> str:
     """The first name below the package: a room, or a module of its own."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -73,18 +77,38 @@ def test_imports_run_one_way(path):
                 assert RANKS[imported] < RANKS[room(path)], f"imports {name}"
 
 
-def test_files_of_storage_import_one_way():
-    """As the room's own table of groups says, in which each file is once."""
-    groups = re.findall(r"^    \w[\w ]*: ((?:.|\n      )*)$", storage.__doc__, re.MULTILINE)
-    rank = {name: n for n, names in enumerate(groups) for name in re.findall(r"\w+", names)}
-    files = [path for path in FILES if room(path) == "storage" and path.stem != "__init__"]
-    assert len(groups) == 6
-    assert sorted(rank) == [path.stem for path in files]
-    for path in files:
+def table(package: Path) -> list[str]:
+    """The names in the table of a package's docstring, in its order."""
+    told = ast.get_docstring(parse(package / "__init__.py"))
+    return re.findall(r"^    (\w+)  +\S", told, re.MULTILINE)
+
+
+def test_storage_is_in_folders_and_imports_one_way():
+    """From what is above only: folders in the room's own table, files in that of their folder."""
+    storage = PACKAGE / "storage"
+    folders = table(storage)
+    names = [f"gockpt_jax.storage.{f}.{name}" for f in folders for name in table(storage / f)]
+    rank = {name: n for n, name in enumerate(names)}
+    modules = {path: module_name(path) for path in FILES if room(path) == "storage"}
+    assert sorted(names) == sorted(m for m in modules.values() if not m.endswith(".__init__"))
+    for path, module in modules.items():
         for name in imports(parse(path)):
-            parts = name.split(".")
-            if parts[:2] == ["gockpt_jax", "storage"]:
-                assert rank[parts[2]] <= rank[path.stem], f"{path.name} imports {name}"
+            if name.startswith("gockpt_jax.storage"):
+                imported = rank.get(".".join(name.split(".")[:4]))
+                assert imported is not None, f"{module} imports {name}: no file of a folder"
+                # An `__init__.py` imports none.
+                assert imported < rank.get(module, 0), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE.parent / "bench"], ids=lambda path: path.name)
+def test_no_files_import_each_other(folder):
+    """In a circle of any length, be it inside a function."""
+    files = {module_name(path).removesuffix(".__init__"): path for path in folder.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = {name: name.rpartition(".")[0] for name in imports(parse(path))}
+        graph[module] = {name if name in files else owner for name, owner in names.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises
 
 
 @every_file

@@ -120,7 +120,7 @@ def test_a_failed_write_fails_the_save_and_the_next_one_is_whole(tmp_path, monke
         # checkpointer goes with it.
         failing = v1.training.Checkpointer(tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr("gockpt_jax.storage.leaf_writer._check_data", fail)
+            patch.setattr("gockpt_jax.storage.writing.leaf_writer._check_data", fail)
             with pytest.raises(OSError, match="the disk is gone"):
                 failing.save_checkpointables(0, {"state": windows(state)})
         with pytest.raises(OSError, match="the disk is gone"):

@@ -15,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.cut import programs
+from bench.cut.measure import REPLAYED, STEPS, measure
 from bench.record import Record
 
-STEPS, REPLAYED = 8, 5
 ISAS = {"avx": "--xla_cpu_max_isa=AVX", "fma": ""}
 NOTES = [
     "Counts, not times: one run each.",
@@ -75,11 +76,9 @@ def _measure(*, quick: bool) -> dict[str, float]:
 
 
 def _child(isa: str, model: str, directory: str, quick: bool) -> None:
-    from bench.cut import measure, programs
-
     figures: dict[str, float] = {}
     for optimizer in programs.QUICK if quick else programs.OPTIMIZERS:
-        found = measure.measure(optimizer, model, isa, Path(directory))
+        found = measure(optimizer, model, isa, Path(directory))
         figures |= {f"{model}/{optimizer}/{name}": value for name, value in found.items()}
         print(isa, model, optimizer, flush=True)
     Path(directory, f"{isa}-{model}.json").write_text(json.dumps(figures))

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.cut import measure, programs
-from bench.cut.benchmark import STEPS
 from bench.record import Record
 from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.cut import find_cut
@@ -75,7 +74,7 @@ def _compare(both: _Both, name: str, record: Record) -> None:
     def add(figure: str, value: float) -> None:
         record.samples[f"{name}/{figure}"] = [value]
 
-    for n in range(STEPS):
+    for n in range(measure.STEPS):
         new, from_one = both.user(user, n), both.armed(user, n)
         add(f"one step/{n}/by", measure._differing(from_one[:size], new)[1])
         if n == 1 and name == "bf16":

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.cut.benchmark import REPLAYED, STEPS
 from bench.cut.order import measure_order
 from bench.cut.programs import batch, make_step
 from gockpt_jax.training.armed import with_outputs
@@ -18,6 +17,8 @@ from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import make_recipe
 from gockpt_jax.training.values import Value
 from gockpt_jax.training.walk import Leaf
+
+STEPS, REPLAYED = 8, 5
 
 Arrays = list[np.ndarray]
 

@@ -35,8 +35,8 @@ from bench.storage.contenders import (
 )
 from bench.storage.memory import extra_rss_ratio
 from bench.storage.phases import NOTE
-from gockpt_jax.storage.tree_handler import default_layout
-from gockpt_jax.storage.verify import verify_item
+from gockpt_jax.storage.inspecting.verify import verify_item
+from gockpt_jax.storage.writing.tree_handler import default_layout
 
 # Every contender saves; restores are timed of raw files, of stock's default and of ours.
 SAVED = ("ocdbt", "files", "ocdbt_zstd")

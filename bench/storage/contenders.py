@@ -15,11 +15,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from bench.storage.phases import phases, recorded
-from gockpt_jax.storage import checksum_files
-from gockpt_jax.storage.host_array import HostArray, HostShard, ShardFuture
-from gockpt_jax.storage.restore import GoCkptRestore, restore
-from gockpt_jax.storage.tree_handler import make_tree_handler
-from gockpt_jax.storage.write_budget import WriteStats, collecting
+from gockpt_jax.storage.files import checksum_files
+from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
+from gockpt_jax.storage.writing.host_array import HostArray, HostShard, ShardFuture
+from gockpt_jax.storage.writing.tree_handler import make_tree_handler
+from gockpt_jax.storage.writing.write_budget import WriteStats, collecting
 
 MIB = 2**20
 RAW_THREADS = 4

@@ -16,7 +16,7 @@ from bench.storage.contenders import (
     our_save,
     random_state,
 )
-from gockpt_jax.storage.verify import verify_item
+from gockpt_jax.storage.inspecting.verify import verify_item
 
 
 def extra_rss_ratio(what: str, layout: str, folder: Path, nbytes: int, limit_bytes: int) -> float:

@@ -3,8 +3,8 @@
 import click
 from rich.console import Console
 
-from gockpt_jax.storage.directory import look_into
-from gockpt_jax.storage.stored_item import READ_LIMIT_BYTES
+from gockpt_jax.storage.inspecting.directory import look_into
+from gockpt_jax.storage.inspecting.stored_item import READ_LIMIT_BYTES
 
 FILE_COLUMNS = 160
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gockpt_jax.cli.console import UnreadableError, make_console, read_limit, tree_at
-from gockpt_jax.storage.diff import LeafDifference, diff_items
+from gockpt_jax.storage.inspecting.diff import LeafDifference, diff_items
 
 
 @click.command()

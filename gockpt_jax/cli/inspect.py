@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from gockpt_jax.cli.console import UnreadableError, make_console
-from gockpt_jax.storage.describe import describe_item
-from gockpt_jax.storage.directory import Directory, Step, look_into, some_of
+from gockpt_jax.storage.inspecting.describe import describe_item
+from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into, some_of
 from gockpt_jax.window.cost import describe_bytes
 
 

@@ -26,7 +26,7 @@ from gockpt_jax.cli.trade import (
     trade,
 )
 from gockpt_jax.options import MOST_STEPS
-from gockpt_jax.storage.describe import describe_item
+from gockpt_jax.storage.inspecting.describe import describe_item
 from gockpt_jax.window.cost import describe_bytes
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

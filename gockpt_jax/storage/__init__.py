@@ -1,13 +1,12 @@
-"""Storage: host arrays and their way into an ordinary Orbax checkpoint.
+"""Storage: host arrays and their way into an ordinary Orbax checkpoint, and back.
 
-A file imports from its own group, or from those above it:
+A file imports from its own folder and from those above it; in its own, from the files that the
+folder's table has above it:
 
-    files: grid, aligned, pieces, syncs, bucket, database, plain_array, plain_reads, item_files,
-      checksum_files, checksums, data_file, direct
-    trees on disk: stored_item, directory, describe, diff, verify_chunks, verify
-    writing: host_array, registry, leaf_names, array_layout, database_index, spec, write_budget,
-      leaf_writer, database_writer, writer, tree_handler
-    restoring: array_reader, one_replica, target, restore, resume
-    a save: refused, taken, hand_over, commit, written, policies, handler, checkpointable
-    saves in turn: turn, waiting, in_turn, arguments
+    files       chunks in files and databases: boxes, places, checksums, reads and writes of bytes
+    inspecting  what a checkpoint on disk holds, without devices: described, compared, verified
+    writing     trees of host arrays, written as stock Orbax would, chunk by chunk as they come
+    restoring   checkpoints into arrays on devices
+    saving      one save under Orbax, from the state at hand to its commit; the handlers
+    managing    what the manager adds: saves in turn, the arguments it takes, where it resumes
 """

@@ -17,7 +17,7 @@ import pytest
 from bench.figures import make, tables, timeline, train
 from bench.record import ROOT
 from bench.timeline.spans import LANES, ORIGIN, Span, read_spans
-from gockpt_jax.storage.write_budget import WriteBudget, WriteStats
+from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.pull import start_pull
 

@@ -92,9 +92,9 @@ STAGES = {
     "stage": ("gockpt_jax.transfer.staging", "stage"),
     "pull": ("gockpt_jax.transfer.pull", "Pull.result"),
     "replay": ("gockpt_jax.replay.engine", "Replayer.apply"),
-    "write": ("gockpt_jax.storage.leaf_writer", "_check_data"),
-    "metadata": ("gockpt_jax.storage.writer", "_write_array_metadatas"),
-    "finalize": ("gockpt_jax.storage.handler", "GoCkptHandler.finalize"),
+    "write": ("gockpt_jax.storage.writing.leaf_writer", "_check_data"),
+    "metadata": ("gockpt_jax.storage.writing.writer", "_write_array_metadatas"),
+    "finalize": ("gockpt_jax.storage.saving.handler", "GoCkptHandler.finalize"),
     "rename": ("os", "rename"),
     "unlink": ("shutil", "rmtree"),
 }

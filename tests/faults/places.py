@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.storage import writer
+from gockpt_jax.storage.writing import writer
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.window.early import EarlyChunks
 

@@ -11,11 +11,11 @@ from programs import PROGRAMS
 
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.storage import leaf_writer, writer
-from gockpt_jax.storage.checksums import Checksums
-from gockpt_jax.storage.handler import GoCkptHandler
-from gockpt_jax.storage.leaf_writer import LeafWriter
-from gockpt_jax.storage.writer import HostArrayHandler
+from gockpt_jax.storage.files.checksums import Checksums
+from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.writing import leaf_writer, writer
+from gockpt_jax.storage.writing.leaf_writer import LeafWriter
+from gockpt_jax.storage.writing.writer import HostArrayHandler
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import staging
 from gockpt_jax.transfer.block import Block

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage import leaf_writer
+from gockpt_jax.storage.writing import leaf_writer
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")

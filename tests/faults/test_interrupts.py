@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage import leaf_writer
-from gockpt_jax.storage.hand_over import HandedOver
+from gockpt_jax.storage.saving.hand_over import HandedOver
+from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.window.seal import Seal
 
 from .trainer import Trainer

@@ -18,11 +18,11 @@ from bits import differing
 
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.storage import leaf_writer
-from gockpt_jax.storage.checksums import Checksums
-from gockpt_jax.storage.directory import look_into
-from gockpt_jax.storage.leaf_writer import LeafWriter
-from gockpt_jax.storage.verify import verify
+from gockpt_jax.storage.files.checksums import Checksums
+from gockpt_jax.storage.inspecting.directory import look_into
+from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.writing import leaf_writer
+from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 from gockpt_jax.window.seal import Seal
 
 from .injection import Fault, InjectedError

@@ -26,8 +26,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage import handler, leaf_writer, writer
-from gockpt_jax.storage.written import Written
+from gockpt_jax.storage.saving import handler
+from gockpt_jax.storage.saving.written import Written
+from gockpt_jax.storage.writing import leaf_writer, writer
 from gockpt_jax.transfer import staging
 from gockpt_jax.window import early, seal
 from gockpt_jax.window.host_budget import HostBudget

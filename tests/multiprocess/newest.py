@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage.written import Written
+from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.window.host_budget import HostBudget
 
 from .scenarios import FAULTY, failing, failure_of, queue_of, replaced, say

@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage import handler, leaf_writer, writer
+from gockpt_jax.storage.saving import handler
+from gockpt_jax.storage.writing import leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, replicas, staging
 from gockpt_jax.v1 import GoCkptCheckpointable

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from gockpt_jax.storage.verify import verify
+from gockpt_jax.storage.inspecting.verify import verify
 
 from .jobs import Ended, run_job
 from .training import MESHES_OF, abstract_state

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 from bits import differing
 
-from gockpt_jax.storage.verify import verify
+from gockpt_jax.storage.inspecting.verify import verify
 
 from .drawn import JobLife, drawn
 from .jobs import Ended, run_job

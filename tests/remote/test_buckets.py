@@ -15,9 +15,9 @@ import pytest
 from etils import epath
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage import bucket as bucket_lib
-from gockpt_jax.storage.directory import look_into
-from gockpt_jax.storage.verify import verify
+from gockpt_jax.storage.files import bucket as bucket_lib
+from gockpt_jax.storage.inspecting.directory import look_into
+from gockpt_jax.storage.inspecting.verify import verify
 
 from .conftest import Bucket
 from .proxy import Fault

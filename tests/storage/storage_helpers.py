@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from gockpt_jax.storage.host_array import HostArray, HostShard
+from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 
 WAIT_SECS = 200  # only ends a test that hangs
 

@@ -12,7 +12,7 @@ import tensorstore as ts
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
-from gockpt_jax.storage import bucket
+from gockpt_jax.storage.files import bucket
 
 AWS = (
     "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION",
@@ -96,7 +96,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils as stock
 from orbax.checkpoint._src.path import atomicity_defaults, gcs_utils
 from etils import epath
 from gockpt_jax import _compat
-from gockpt_jax.storage import bucket
+from gockpt_jax.storage.files import bucket
 def specs():
     path = "/a//b/../c"
     return [stock.build_kvstore_tspec(path, name="n", use_ocdbt=o) for o in (True, False)]

@@ -15,11 +15,12 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
-from gockpt_jax.storage import database_index, database_writer, direct, grid
-from gockpt_jax.storage.database import Place, values_by_array, values_of
-from gockpt_jax.storage.database_index import PlacedArray, key_of, make_index
-from gockpt_jax.storage.database_writer import DatabaseIndexes
-from gockpt_jax.storage.tree_handler import make_tree_handler
+from gockpt_jax.storage.files import direct, grid
+from gockpt_jax.storage.files.database import Place, values_by_array, values_of
+from gockpt_jax.storage.writing import database_index, database_writer
+from gockpt_jax.storage.writing.database_index import PlacedArray, key_of, make_index
+from gockpt_jax.storage.writing.database_writer import DatabaseIndexes
+from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 
 OPTIONS = {"use_ocdbt": True, "use_compression": False}
 

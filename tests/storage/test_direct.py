@@ -17,9 +17,10 @@ import pytest
 from storage_helpers import host_tree, save
 
 from gockpt_jax import GoCkptManager, GoCkptSave
-from gockpt_jax.storage import aligned, checksums, direct, grid, item_files, syncs, tree_handler
-from gockpt_jax.storage.direct import DirectFiles
-from gockpt_jax.storage.tree_handler import make_tree_handler
+from gockpt_jax.storage.files import aligned, checksums, direct, grid, item_files, syncs
+from gockpt_jax.storage.files.direct import DirectFiles
+from gockpt_jax.storage.writing import tree_handler
+from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 
 SIZES = [1, 511, 4096, 4097, 2**20, 4 * 2**20 + 1, 9 * 2**20 + 4096]
 

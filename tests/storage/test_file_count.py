@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from storage_helpers import host_tree, save
 
-from gockpt_jax.storage import array_layout, grid, writer
-from gockpt_jax.storage.database_index import PlacedArray, make_index
-from gockpt_jax.storage.tree_handler import make_tree_handler
+from gockpt_jax.storage.files import grid
+from gockpt_jax.storage.writing import array_layout, writer
+from gockpt_jax.storage.writing.database_index import PlacedArray, make_index
+from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 
 FILE_BYTES = array_layout._FILE_BYTES
 PLAIN = {"use_ocdbt": False, "use_compression": False}
@@ -121,7 +122,7 @@ def test_what_we_write_is_large_and_what_tensorstore_compresses_is_small(tmp_pat
 
 
 def test_memory_of_compressed_chunks_is_given_back(tmp_path, monkeypatch):
-    from gockpt_jax.storage import write_budget
+    from gockpt_jax.storage.writing import write_budget
 
     trims = []
     monkeypatch.setattr(write_budget, "_malloc_trim", trims.append)

@@ -20,11 +20,11 @@ from storage_helpers import (
     save,
 )
 
-from gockpt_jax.storage import array_layout
-from gockpt_jax.storage.array_layout import chunk_shape
-from gockpt_jax.storage.host_array import HostArray
-from gockpt_jax.storage.tree_handler import make_tree_handler
-from gockpt_jax.storage.writer import HostArrayHandler
+from gockpt_jax.storage.writing import array_layout
+from gockpt_jax.storage.writing.array_layout import chunk_shape
+from gockpt_jax.storage.writing.host_array import HostArray
+from gockpt_jax.storage.writing.tree_handler import make_tree_handler
+from gockpt_jax.storage.writing.writer import HostArrayHandler
 
 OPTIONS = [
     pytest.param(

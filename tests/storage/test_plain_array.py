@@ -14,13 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
-from gockpt_jax.storage import array_reader, grid, pieces, plain_reads
-from gockpt_jax.storage.aligned import aligned_empty
-from gockpt_jax.storage.database import Place
-from gockpt_jax.storage.plain_array import PlainArray
-from gockpt_jax.storage.plain_reads import PlainReads
-from gockpt_jax.storage.restore import restore
-from gockpt_jax.storage.tree_handler import make_tree_handler
+from gockpt_jax.storage.files import grid, pieces, plain_reads
+from gockpt_jax.storage.files.aligned import aligned_empty
+from gockpt_jax.storage.files.database import Place
+from gockpt_jax.storage.files.plain_array import PlainArray
+from gockpt_jax.storage.files.plain_reads import PlainReads
+from gockpt_jax.storage.restoring import array_reader
+from gockpt_jax.storage.restoring.restore import restore
+from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 
 PLAIN = {"use_ocdbt": False, "use_compression": False}
 SMALL_PIECE_BYTES = 8192

@@ -18,8 +18,8 @@ from storage_helpers import assert_same_arrays, mesh, save
 
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave
-from gockpt_jax.storage.one_replica import SingleReplicaArgs
-from gockpt_jax.storage.verify import verify
+from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
 
 P = PartitionSpec
 

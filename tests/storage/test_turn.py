@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gockpt_jax.errors import ProcessError
-from gockpt_jax.storage.turn import MARGIN_CALLS, Turn
+from gockpt_jax.storage.managing.turn import MARGIN_CALLS, Turn
 from gockpt_jax.window.processes import Processes
 
 WAIT_SECS = 60

@@ -20,10 +20,10 @@ from storage_helpers import assert_same_arrays, example_state, mesh
 
 import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
-from gockpt_jax.storage import checksum_files, checksums, item_files
-from gockpt_jax.storage.checksums import Checksums
-from gockpt_jax.storage.stored_item import StoredItem, for_each
-from gockpt_jax.storage.verify import verify, verify_item
+from gockpt_jax.storage.files import checksum_files, checksums, item_files
+from gockpt_jax.storage.files.checksums import Checksums
+from gockpt_jax.storage.inspecting.stored_item import StoredItem, for_each
+from gockpt_jax.storage.inspecting.verify import verify, verify_item
 
 LAYOUTS = {
     "ocdbt": {"use_ocdbt": True, "use_compression": False},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gockpt_jax.storage.array_layout import ReplicaLayout
+from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.transfer import pull, replicas
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.chunks import Chunk

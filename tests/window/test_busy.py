@@ -9,7 +9,7 @@ import pytest
 from window.training_loop import HoldingLoop, Options, assert_same
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
-from gockpt_jax.storage.written import Written
+from gockpt_jax.storage.saving.written import Written
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.storage.aligned import BLOCK_BYTES
+from gockpt_jax.storage.files.aligned import BLOCK_BYTES
 from gockpt_jax.transfer import block, layout, replicas
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk

@@ -22,8 +22,8 @@ from window.training_loop import (
 
 from gockpt_jax import Audit, GoCkptSave, HostBudgetError, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
-from gockpt_jax.storage import taken
-from gockpt_jax.storage.leaf_writer import LeafWriter
+from gockpt_jax.storage.saving import taken
+from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.window import host_budget, seal
 from gockpt_jax.window.host_budget import HostBudget

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gockpt_jax.storage.host_array import HostArray
+from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window import late
 from gockpt_jax.window.late import take_now

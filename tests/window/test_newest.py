@@ -27,7 +27,7 @@ from window.training_loop import (
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
-from gockpt_jax.storage.written import Written
+from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.window.early import EarlyChunks
 
 LEAF = 4 * SIZE

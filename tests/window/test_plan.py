@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import WindowOptions, _compat
-from gockpt_jax.storage.array_layout import ReplicaLayout
+from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.replicas import Replicas

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from gockpt_jax import GoCkptManager, GoCkptSave, SaveReport, WindowOptions
-from gockpt_jax.storage.written import Written
+from gockpt_jax.storage.saving.written import Written
 
 WAIT_SECS = 200  # only ends a test that hangs
 SIZE = 64

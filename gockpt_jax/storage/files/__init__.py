@@ -1,0 +1,18 @@
+"""Chunks of arrays in files, databases and buckets: where they lie, their bytes, their checksums.
+
+In the order of their imports:
+
+    grid            boxes of an array, and the cells of its chunk grid
+    aligned         memory and threads for reads and writes past the page cache
+    pieces          what of an array is read or written at once
+    syncs           files made durable beside the writes of others
+    data_file       a file that several threads write
+    database        where the values of an OCDBT database lie
+    plain_array     arrays stored as their values and nothing else
+    plain_reads     these, read past the page cache
+    bucket          buckets: drivers, how long they try, errors by name
+    item_files      the files of an item, and their digests
+    checksum_files  the files that keep the checksums
+    checksums       a checksum of every chunk, before it is written
+    direct          values written past the page cache
+"""

@@ -1,0 +1,126 @@
+"""A checksum of every chunk, made before TensorStore gets it; `checksum_files.py` keeps them.
+
+Digests are xxh3 (128 bits) of the little-endian values in C order, as stored and before
+compression: independent of the layout on disk. Large ones are made on threads, without the GIL.
+See docs/decisions/0016.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+import xxhash
+
+from gockpt_jax.storage.files import checksum_files
+from gockpt_jax.storage.files.grid import Box
+
+_PIECE_BYTES = 2**20
+# Below this a thread costs more than the digest.
+_INLINE_BYTES = 2**18
+_DIGEST_THREADS = 2
+
+
+def digest(values: np.ndarray[Any, Any]) -> str:
+    """Returns the digest of an array's values; at most 1 MiB is copied where it is not contiguous.
+
+    Example:
+      >>> import numpy as np
+      >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
+      >>> digest(x) == digest(np.asfortranarray(x)) != digest(x + 1)
+      True
+    """
+    return digest_of(_contiguous(values))
+
+
+def digest_of(pieces: Iterable[np.ndarray[Any, Any]]) -> str:
+    """Returns the digest of an array's values that come piece by piece, in C order."""
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece.reshape(-1).view(np.uint8).data)
+    return str(state.hexdigest())
+
+
+def _contiguous(values: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """Cuts an array along its first axes into pieces in C order."""
+    if values.dtype.name.endswith(("int2", "int4")):  # NumPy leaves their upper bits undefined.
+        values = values.astype(np.int8)
+    if values.flags.c_contiguous:
+        yield values
+    elif values.nbytes <= _PIECE_BYTES or values.ndim < 2:
+        yield np.ascontiguousarray(values)
+    else:
+        for row in values:
+            yield from _contiguous(row)
+
+
+class Checksums:
+    """What one process wrote of one item, chunk by chunk.
+
+    Used on the event loop of one save; `add_value` before it starts.
+    """
+
+    def __init__(self) -> None:
+        self._leaves: dict[str, dict[str, Any]] = {}
+        # Faster than a disk, and the first chunk need not wait for the digests of all others.
+        self._threads = asyncio.Semaphore(_DIGEST_THREADS)
+
+    async def add(self, name: str, box: Box, data: np.ndarray[Any, Any], dtype: Any = None) -> None:
+        """Records a chunk that is about to be written.
+
+        Args:
+          name: The leaf's parameter name.
+          box: Where the chunk is in the leaf; explicit starts and stops.
+          data: Its values.
+          dtype: What they are stored as; by default what they are.
+        """
+        if data.nbytes < _INLINE_BYTES:
+            made = _stored_digest(data, dtype)
+        else:
+            async with self._threads:
+                made = await asyncio.to_thread(_stored_digest, data, dtype)
+        self.record(name, box, data.dtype if dtype is None else np.dtype(dtype), made)
+
+    def record(self, name: str, box: Box, dtype: np.dtype[Any], made: str) -> None:
+        """Records a chunk whose digest is known, as stored with `dtype`."""
+        chunks = self._chunks(name, dtype)
+        chunks.append([[s.start for s in box], [s.stop for s in box], made])
+
+    def add_value(self, name: str, value: Any, dtype: Any = None) -> None:
+        """Records a leaf that stock writes as a whole: a NumPy array or a number."""
+        data = np.asarray(value)
+        chunks = self._chunks(name, data.dtype if dtype is None else np.dtype(dtype))
+        chunks.append([[0] * data.ndim, list(data.shape), _stored_digest(data, dtype)])
+
+    def add_values(self, tree: Any, save_args: Any = None) -> None:
+        """Records the leaves of a tree that stock writes itself, on the first process."""
+        names = ocp.tree.get_param_names(tree, include_empty_nodes=False)
+        if save_args is None:
+            save_args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
+
+        def add(name: str, leaf: Any, args: Any) -> None:
+            if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+                self.add_value(name, leaf, getattr(args, "dtype", None))
+
+        jax.tree.map(add, names, tree, save_args)
+
+    def _chunks(self, name: str, dtype: np.dtype[Any]) -> list[Any]:
+        leaf = self._leaves.setdefault(name, {"dtype": dtype.name, "chunks": []})
+        chunks: list[Any] = leaf["chunks"]
+        return chunks
+
+    def write(self, item: Any) -> None:
+        """Writes this process's file into the item, which is not visible yet."""
+        checksum_files.write_process(item, self._leaves)
+
+
+def _stored_digest(data: np.ndarray[Any, Any], dtype: Any) -> str:
+    if dtype is not None and np.dtype(dtype) != data.dtype:
+        # TensorStore's own conversion, bit for bit, NaNs included.
+        data = ts.cast(ts.array(data), np.dtype(dtype)).read().result()
+    return digest(data)

@@ -1,0 +1,148 @@
+"""Arrays whose chunks are stored as their values and nothing else: zarr v2 without compression.
+
+A chunk is a file, or lies in one, if it is an OCDBT database's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from gockpt_jax.storage.files import grid
+from gockpt_jax.storage.files.database import Place, Values
+from gockpt_jax.storage.files.pieces import piece_shape
+
+
+def is_stored_as_it_is(dtype: np.dtype[Any]) -> bool:
+    """Whether zarr v2 stores what NumPy holds; of types below a byte, parts are undefined there."""
+    is_known = dtype.kind in "biufc" or dtype.name == "bfloat16" or dtype.name.startswith("float8_")
+    return is_known and dtype.isnative and sys.byteorder == "little"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainArray:
+    """Where the values of an array lie.
+
+    Attributes:
+      shape: Of the array.
+      chunk: The shape of a chunk; those at the array's edge are stored as whole chunks, too.
+      dtype: Of its values, as stored.
+      place: Where a chunk lies, by its key.
+    """
+
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    dtype: np.dtype[Any]
+    place: Callable[[str], Place]
+
+    @classmethod
+    def found_in(cls, folder: str) -> PlainArray | None:
+        """Looks at what is stored in a folder; None where it is stored in another way."""
+        try:
+            with open(f"{folder}/.zarray", "rb") as file:
+                return cls._told(file.read(), lambda key: Place(f"{folder}/{key}"))
+        except OSError:
+            return None
+
+    @classmethod
+    def found_among(cls, values: Values) -> PlainArray | None:
+        """Looks at what a database has of an array; None where it is stored in another way."""
+        try:
+            told = values[".zarray"]
+            text = told if isinstance(told, bytes) else _content(told)
+        except (KeyError, OSError):
+            return None
+        places = {key: place for key, place in values.items() if isinstance(place, Place)}
+        array = cls._told(text, places.__getitem__)
+        if array is None:
+            return None
+        nbytes = math.prod(array.chunk) * array.dtype.itemsize
+        keys = (
+            grid.key(cell, array.chunk) for cell in grid.cells(grid.whole(array.shape), array.chunk)
+        )
+        return (
+            array if all(key in places and places[key].nbytes == nbytes for key in keys) else None
+        )
+
+    @classmethod
+    def _told(cls, text: bytes, place: Callable[[str], Place]) -> PlainArray | None:
+        try:
+            told: Mapping[str, Any] = json.loads(text)
+            dtype = jnp.dtype(str(told["dtype"]).removeprefix("<").removeprefix("|"))
+            is_plain = (
+                told["zarr_format"] == 2
+                and told["compressor"] is None
+                and not told.get("filters")
+                and told.get("order") == "C"
+                and told.get("dimension_separator", ".") == "."
+                and is_stored_as_it_is(dtype)
+            )
+            array = cls(tuple(told["shape"]), tuple(told["chunks"]), dtype, place)
+            return array if is_plain else None
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def is_chunk(self, box: grid.Box) -> bool:
+        """Whether a box is one chunk, and so all of what is stored under one key."""
+        return grid.shape_of(box) == self.chunk and grid.is_whole(box, self.chunk)
+
+    def pieces(self, boxes: Sequence[grid.Box]) -> Iterator[Piece]:
+        """Cuts the chunks that hold boxes of the array into reads of at most 4 MiB.
+
+        Args:
+          boxes: Of the array, one at least; they may overlap.
+
+        Yields:
+          Each piece of a chunk at most once, whatever the number of boxes that have part in it.
+        """
+        hull = tuple(
+            slice(min(s.start for s in axis), max(s.stop for s in axis))
+            for axis in zip(*boxes, strict=True)
+        )
+        shape = piece_shape(self.chunk, self.dtype.itemsize)
+        for cell in grid.cells(hull, self.chunk):
+            origin = tuple(s.start - s.start % n for s, n in zip(cell, self.chunk, strict=True))
+            place = self.place(grid.key(cell, self.chunk))
+            for inner in grid.cells(grid.whole(self.chunk), shape):
+                box = tuple(
+                    slice(s.start + o, s.stop + o) for s, o in zip(inner, origin, strict=True)
+                )
+                if any(grid.overlap(box, wanted) is not None for wanted in boxes):
+                    corner = tuple(s.start for s in inner)
+                    start = int(np.ravel_multi_index(corner, self.chunk)) if inner else 0
+                    offset = place.offset + start * self.dtype.itemsize
+                    nbytes = math.prod(grid.shape_of(inner)) * self.dtype.itemsize
+                    yield Piece(Place(place.path, offset, nbytes), box, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A range of a file.
+
+    Attributes:
+      place: Where its bytes lie.
+      box: Which part of the array it is; it may reach over the array's edge.
+      dtype: Of the array.
+    """
+
+    place: Place
+    box: grid.Box
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of its values."""
+        return grid.shape_of(self.box)
+
+
+def _content(place: Place) -> bytes:
+    with open(place.path, "rb") as file:
+        file.seek(place.offset)
+        return file.read(place.nbytes)

@@ -1,0 +1,165 @@
+"""What a directory of checkpoints holds: whole steps, their items, leftovers, and what is foreign.
+
+Only looks; needs no options of the manager that wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.files.item_files import FOLDER, LATER_FILES
+from gockpt_jax.storage.inspecting.stored_item import METADATA_FILE
+
+_STEP_METADATA = "_CHECKPOINT_METADATA"
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""In the names of directories that Orbax has not renamed yet: their saves are not committed."""
+# In a bucket nothing can be renamed at once: what has no such file was never committed.
+_MARKER = "commit_success.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One checkpoint: a directory with an item in each of its directories.
+
+    Attributes:
+      path: The directory.
+      items: The directories of its items by name; an item that is no part of a step is its own
+        step, and its name is empty.
+      trees: The names of those items that are trees of arrays.
+      faults: What is wrong with it beside its items.
+      metadata: The content of its `_CHECKPOINT_METADATA`.
+    """
+
+    path: epath.Path
+    items: Mapping[str, epath.Path]
+    trees: tuple[str, ...]
+    faults: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Directory:
+    """A directory that was looked into.
+
+    Attributes:
+      path: The directory.
+      kind: `item`, `step`, or `root` of any number of steps.
+      steps: In the order of their numbers; the newest is the last.
+      leftovers: Directories of saves that were never committed.
+      others: All else by name.
+    """
+
+    path: epath.Path
+    kind: str
+    steps: tuple[Step, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Says what was found, in a few words for an error."""
+        if self.kind != "root":
+            return f"it is itself the {self.kind} of a checkpoint, not a directory of steps"
+        parts = [f"the checkpoints {some_of([s.path.name for s in self.steps])}"] * bool(self.steps)
+        if self.leftovers:
+            parts.append(f"saves that never ended: {some_of(self.leftovers)}")
+        if self.others:
+            parts.append(f"what is no checkpoint of Orbax's: {some_of(self.others)}")
+        return " and ".join(parts) if parts else "nothing"
+
+
+def some_of(names: Any, most: int = 5) -> str:
+    """Names for a reader: the first of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + more
+
+
+def look_into(path: Any) -> Directory:
+    """Finds out what a directory holds.
+
+    Raises:
+      FileNotFoundError: There is no such directory.
+    """
+    bucket.prepare(path)
+    path = epath.Path(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such directory.")
+    if is_tree(path):
+        return Directory(path, "item", (Step(path, {"": path}, ("",)),))
+    # A directory of another name may be one of steps, with a tree among them to start from.
+    is_damaged_step = _number(path.name)[0] >= 0 and any(is_tree(p) for p in _folders(path))
+    if (path / _STEP_METADATA).exists() or is_damaged_step:
+        return Directory(path, "step", (_step(path),))
+    steps, leftovers, others = [], [], []
+    for entry in sorted(path.iterdir()):
+        is_step = entry.is_dir() and _looks_like_step(entry)
+        if TEMPORARY in entry.name or (is_step and not _is_committed(entry)):
+            leftovers.append(entry.name)
+        elif is_step:
+            steps.append(_step(entry))
+        else:
+            others.append(entry.name)
+    steps.sort(key=lambda step: _number(step.path.name))
+    return Directory(path, "root", tuple(steps), tuple(leftovers), tuple(others))
+
+
+def is_tree(path: epath.Path) -> bool:
+    """Whether a directory is an item that holds a tree of arrays, or what is left of one."""
+    return bool((path / METADATA_FILE).exists() or (path / FOLDER).exists())
+
+
+def _folders(path: epath.Path) -> list[epath.Path]:
+    return [p for p in sorted(path.iterdir()) if p.is_dir() and TEMPORARY not in p.name]
+
+
+def _looks_like_step(path: epath.Path) -> bool:
+    return (
+        (path / _STEP_METADATA).exists()
+        or re.search(r"(^|_)\d+$", path.name) is not None
+        or is_tree(path)
+        or any(is_tree(p) for p in _folders(path))
+    )
+
+
+def _is_committed(path: epath.Path) -> bool:
+    return not bucket.is_bucket(path) or bool((path / _MARKER).exists())
+
+
+def _number(name: str) -> tuple[int, str]:
+    digits = re.search(r"(\d+)$", name)
+    return (int(digits[1]) if digits else -1, name)
+
+
+def _step(path: epath.Path) -> Step:
+    if is_tree(path):  # saved by a checkpointer, without a manager
+        return Step(path, {"": path}, ("",))
+    items = {folder.name: folder for folder in _folders(path)}
+    trees = tuple(name for name, folder in items.items() if is_tree(folder))
+    faults: list[str] = []
+    metadata: dict[str, Any] = {}
+    try:
+        metadata = dict(json.loads((path / _STEP_METADATA).read_text()))
+        if not metadata.get("commit_timestamp_nsecs"):
+            faults.append(f"`{_STEP_METADATA}` names no time of commit: the save never ended")
+    except FileNotFoundError:
+        faults.append(f"`{_STEP_METADATA}` is missing: this is no whole checkpoint")
+    except (ValueError, TypeError) as error:
+        faults.append(f"`{_STEP_METADATA}` is damaged: {error!r}")
+    if not _is_committed(path):
+        faults.append(f"`{_MARKER}` is missing: the save never ended")
+    handlers = metadata.get("item_handlers")
+    if isinstance(handlers, Mapping):
+        faults += [f"the item `{name}` is missing" for name in sorted(handlers.keys() - items)]
+        faults += [f"`{name}` is foreign: no item" for name in sorted(items.keys() - handlers)]
+    faults += [
+        f"`{entry.name}` is foreign: no part of a checkpoint"
+        for entry in sorted(path.iterdir())
+        if not entry.is_dir() and entry.name not in LATER_FILES
+    ]
+    return Step(path, items, trees, tuple(faults), metadata)

@@ -1,0 +1,220 @@
+"""An item of a checkpoint as it lies on disk: its leaves, its layout, and reads of boxes of them.
+
+Reads what stock Orbax writes (`_METADATA`, zarr v2 or v3, plain files or OCDBT), through
+TensorStore alone: no devices, no shardings, so any host can look at any checkpoint.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from gockpt_jax.storage.files import bucket, grid
+from gockpt_jax.storage.files.database import Values, values_by_array
+from gockpt_jax.storage.files.plain_array import PlainArray
+from gockpt_jax.transfer.budget import ByteBudget
+
+METADATA_FILE = "_METADATA"
+_ARRAY_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar"})
+_STRINGS_FILE = "_strings.json"
+
+READ_LIMIT_BYTES = 256 * 2**20
+READ_THREADS = 8
+
+Array = np.ndarray[Any, Any]
+_T = TypeVar("_T")
+_Out = TypeVar("_Out")
+
+
+class StoredItemError(ValueError):
+    """A directory does not hold the metadata of a tree that Orbax has saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """One leaf, as the item's metadata tells of it.
+
+    Attributes:
+      path: Its keys from the root of the tree.
+      value_type: Orbax's name of its type: `jax.Array`, `np.ndarray`, `scalar`, `string`, ...
+      has_data: Whether anything is stored for it; empty nodes and `None` are only named.
+    """
+
+    path: tuple[str, ...]
+    value_type: str
+    has_data: bool
+
+    @property
+    def name(self) -> str:
+        """Its parameter name: the key prefix of its chunks."""
+        return ".".join(self.path)
+
+    @property
+    def is_array(self) -> bool:
+        """Whether its value is an array on disk."""
+        return self.has_data and self.value_type in _ARRAY_TYPES
+
+
+class StoredItem:
+    """An item's directory.
+
+    Args:
+      path: The directory that holds `_METADATA`.
+
+    Attributes:
+      leaves: By parameter name, in the order of the metadata.
+      use_ocdbt: Whether the chunks are in an OCDBT database; else each is a file.
+      use_zarr3: Whether the arrays are zarr v3; else v2.
+      custom_metadata: What the user, and gockpt_jax, have put beside the tree.
+
+    Raises:
+      StoredItemError: There is no `_METADATA`, or it is damaged.
+    """
+
+    def __init__(self, path: Any) -> None:
+        self.path = epath.Path(path)
+        try:
+            metadata = json.loads((self.path / METADATA_FILE).read_text())
+            entries = metadata["tree_metadata"].values()
+            leaves = [_leaf(entry) for entry in entries]
+        except FileNotFoundError:
+            raise StoredItemError(
+                f"{self.path} has no `{METADATA_FILE}`: it is no tree that Orbax has saved."
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StoredItemError(
+                f"`{METADATA_FILE}` in {self.path} is damaged: {error!r}"
+            ) from error
+        self.leaves = {leaf.name: leaf for leaf in leaves}
+        ocdbt = metadata.get("use_ocdbt")
+        has_database = (self.path / "manifest.ocdbt").exists()
+        self.use_ocdbt: bool = has_database if ocdbt is None else bool(ocdbt)
+        self.use_zarr3 = bool(metadata.get("use_zarr3"))
+        self.custom_metadata = metadata.get("custom_metadata")
+        self._context = ts.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},  # each box is read once
+                "cache_pool#ocdbt": {"total_bytes_limit": 64 * 2**20},  # nodes of its tree
+            }
+        )
+
+    @property
+    def arrays(self) -> dict[str, StoredLeaf]:
+        """The leaves whose values are arrays."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.is_array}
+
+    @functools.cached_property
+    def strings(self) -> Mapping[str, str]:
+        """The values of leaves that are strings, by parameter name."""
+        file = self.path / _STRINGS_FILE
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+
+    def open(self, name: str) -> ts.TensorStore:
+        """Opens a leaf; a chunk that is missing is an error, not a chunk of zeros.
+
+        Raises:
+          ValueError: TensorStore's error: the leaf is not there, or its metadata is damaged.
+        """
+        spec = {
+            "driver": "zarr3" if self.use_zarr3 else "zarr",
+            "kvstore": self._kvstore(name),
+            "fill_missing_data_reads": False,
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+        }
+        return ts.open(spec, open=True, read=True, context=self._context).result()
+
+    def plain(self, name: str) -> PlainArray | None:
+        """Where the values of a leaf lie; `None` where it is stored in another way."""
+        if self.use_zarr3 or bucket.is_bucket(self.path):
+            return None
+        if self.use_ocdbt:
+            return PlainArray.found_among(self._in_database.get(name, {}))
+        return PlainArray.found_in(f"{self.path.as_posix()}/{name}")
+
+    @functools.cached_property
+    def _in_database(self) -> Mapping[str, Values]:
+        return values_by_array(self.path.as_posix())
+
+    def _kvstore(self, name: str) -> Any:
+        folder = self.path.as_posix()
+        if not self.use_ocdbt:
+            return _base(f"{folder}/{name}/")
+        return {
+            "driver": "ocdbt",
+            "base": _base(f"{folder}/"),
+            "path": f"{name}/",
+            "cache_pool": "cache_pool#ocdbt",
+        }
+
+
+def _base(path: str) -> Any:
+    return bucket.kvstore(path) if bucket.is_bucket(path) else {"driver": "file", "path": path}
+
+
+def _leaf(entry: Mapping[str, Any]) -> StoredLeaf:
+    value = entry["value_metadata"]
+    keys = tuple(str(key["key"]) for key in entry["key_metadata"])
+    return StoredLeaf(keys, str(value["value_type"]), not value["skip_deserialize"])
+
+
+def chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
+    """The shape of what TensorStore decodes at once."""
+    return tuple(max(1, n or 1) for n in store.chunk_layout.read_chunk.shape or store.shape)
+
+
+def chunk_boxes(store: ts.TensorStore) -> Iterator[grid.Box]:
+    """Cuts an array into boxes that are its zarr chunks, so that each chunk is read once."""
+    return grid.cells(grid.whole(store.shape), chunk_shape(store))
+
+
+def nbytes_of(store: ts.TensorStore, box: grid.Box) -> int:
+    """Bytes of a box of an array."""
+    return math.prod(grid.shape_of(box)) * int(store.dtype.numpy_dtype.itemsize)
+
+
+def for_each(
+    jobs: Iterable[tuple[int, _T]],
+    work: Callable[[_T], _Out],
+    *,
+    limit_bytes: int = READ_LIMIT_BYTES,
+    threads: int = READ_THREADS,
+) -> Iterator[_Out]:
+    """Does jobs on threads, as many at once as their bytes allow; yields results in order.
+
+    Args:
+      jobs: Pairs of the bytes that a job holds and the job; taken from as they can be started.
+      work: Called with each job, on one of the threads.
+      limit_bytes: The most bytes at one time; a job larger than that runs alone.
+      threads: The most jobs at one time.
+    """
+    budget = ByteBudget(limit_bytes)
+
+    def run(nbytes: int, job: _T) -> _Out:
+        try:
+            return work(job)
+        finally:
+            budget.release(nbytes)
+
+    waiting: list[concurrent.futures.Future[_Out]] = []
+    with concurrent.futures.ThreadPoolExecutor(threads, "gockpt-read") as pool:
+        try:
+            for nbytes, job in jobs:
+                while len(waiting) >= 2 * threads:
+                    yield waiting.pop(0).result()
+                budget.acquire(nbytes)
+                waiting.append(pool.submit(run, nbytes, job))
+            while waiting:
+                yield waiting.pop(0).result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,230 @@
+"""Re-reads a checkpoint and compares every chunk with the checksum made before it was written.
+
+Fails closed: what is missing, foreign, damaged or of an unknown version is a fault. Chunks are
+read from disk through TensorStore, decompressed and digested, a bounded number of bytes at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from etils import epath
+
+from gockpt_jax.errors import VerifyError
+from gockpt_jax.storage.files import checksum_files, item_files
+from gockpt_jax.storage.files.checksum_files import ChecksumError, LeafChecksums
+from gockpt_jax.storage.files.plain_reads import PlainReads
+from gockpt_jax.storage.inspecting.directory import Step, look_into
+from gockpt_jax.storage.inspecting.stored_item import (
+    READ_LIMIT_BYTES,
+    READ_THREADS,
+    StoredItem,
+    StoredItemError,
+    for_each,
+)
+from gockpt_jax.storage.inspecting.verify_chunks import Read, check, reads_of
+
+State = Literal["whole", "damaged", "unchecked"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What was found in one item (or one step, for what lies beside its items).
+
+    Attributes:
+      path: The directory.
+      state: `whole`: everything is as it was before it was written. `damaged`: see `faults`.
+        `unchecked`: nothing is known to be wrong, but not everything has a checksum.
+      faults: One line each; every one of them names a file, a leaf or a box.
+      notes: What has no checksum, and why.
+      chunks: Chunks that were read and digested.
+      nbytes: Their bytes, before compression.
+    """
+
+    path: str
+    faults: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    chunks: int = 0
+    nbytes: int = 0
+
+    @property
+    def state(self) -> State:
+        """See above."""
+        if self.faults:
+            return "damaged"
+        return "unchecked" if self.notes else "whole"
+
+    def require_whole(self) -> None:
+        """Raises VerifyError unless the item is whole; it names all faults."""
+        if self.state != "whole":
+            lines = "".join(f"\n  {line}" for line in self.faults or self.notes)
+            raise VerifyError(
+                f"{self.path} is {self.state}:{lines}\nRestore another step, or from a copy."
+            )
+
+
+def verify(
+    path: Any,
+    *,
+    newest: bool = False,
+    limit_bytes: int = READ_LIMIT_BYTES,
+    threads: int = READ_THREADS,
+) -> Iterator[Verdict]:
+    """Verifies all checkpoints in a directory, and yields what was found as it goes.
+
+    Args:
+      path: A manager's directory, one step, or one item.
+      newest: Only the newest step.
+      limit_bytes: As in `verify_item`.
+      threads: As in `verify_item`.
+
+    Raises:
+      FileNotFoundError: There is no such directory.
+      VerifyError: It holds no checkpoint.
+    """
+    found = look_into(path)
+    if not found.steps:
+        raise VerifyError(f"{path} holds no checkpoint: found {found.describe()}.")
+    for step in found.steps[-1:] if newest else found.steps:
+        if found.kind != "item":
+            yield _verify_beside_items(step)
+        for name in step.trees:
+            yield verify_item(step.items[name], limit_bytes=limit_bytes, threads=threads)
+
+
+def _verify_beside_items(step: Step) -> Verdict:
+    """What a step itself must hold; items that are no trees are not looked into."""
+    faults = step.faults
+    if not step.trees:
+        faults = (*faults, "it holds no tree of arrays")
+    return Verdict(str(step.path), faults)
+
+
+def verify_item(
+    path: Any,
+    *,
+    limit_bytes: int = READ_LIMIT_BYTES,
+    threads: int = READ_THREADS,
+    share: tuple[int, int] = (0, 1),
+) -> Verdict:
+    """Verifies one item of a checkpoint.
+
+    Args:
+      path: The item's directory: the one with `_METADATA`.
+      limit_bytes: The most bytes of values that are read at one time. TensorStore decompresses
+        beside it; a chunk larger than this is read alone.
+      threads: The most reads at one time.
+      share: (i, n): read only every n-th chunk from the i-th on; the rest is for other processes.
+    """
+    path = epath.Path(path)
+    if not (path / item_files.FOLDER).exists():
+        note = "it has no checksums (not written by gockpt_jax, or by a version before they came)"
+        return Verdict(str(path), notes=(note,))
+    faults, processes = check_files(path)
+    found, leaves = _read_processes(path, processes)
+    faults += found
+    try:
+        item = StoredItem(path)
+    except StoredItemError as error:
+        return Verdict(str(path), (*faults, str(error)))
+    found, notes = _check_leaves(item, leaves)
+    faults += found
+    jobs: list[Read] = []
+    for name in sorted(leaves.keys() & item.leaves.keys()):
+        found, of_leaf = reads_of(item, name, leaves[name])
+        faults += found
+        jobs += of_leaf
+    mine = jobs[share[0] :: share[1]]
+    faults += _read(mine, limit_bytes, threads)
+    chunks, nbytes = sum(len(job.chunks) for job in mine), sum(job.nbytes for job in mine)
+    return Verdict(str(path), tuple(faults), tuple(notes), chunks, nbytes)
+
+
+def _read(jobs: Sequence[Read], limit_bytes: int, threads: int) -> list[str]:
+    """Reads what is to be read, and says what is wrong with it."""
+    sized = ((job.held_bytes, job) for job in jobs)
+    with contextlib.closing(PlainReads(past_cache=True)) as reads:
+        work = functools.partial(check, reads)
+        found = for_each(sized, work, limit_bytes=limit_bytes, threads=threads)
+        return list(itertools.chain.from_iterable(found))
+
+
+def check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
+    """Compares the item's files with the list made at its commit; returns the processes too.
+
+    Reads the small ones. Of those that hold chunks only the sizes are compared.
+    """
+    try:
+        listed, processes, is_intact = checksum_files.read_item(item)
+    except FileNotFoundError:
+        return [f"`{item_files.ITEM_FILE}` is missing"], [0]
+    except ChecksumError as error:
+        return [str(error)], [0]
+    if not is_intact:
+        return [f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"], processes
+    sizes = dict(item_files.files_of(item))
+    faults = [f"`{name}` is missing" for name in sorted(listed.keys() - sizes.keys())]
+    faults += [
+        f"`{name}` is foreign: it was not there when the checkpoint was committed"
+        for name in sorted(sizes.keys() - listed.keys())
+    ]
+    of_size = []
+    for name in sorted(listed.keys() & sizes.keys()):
+        if sizes[name] == listed[name][0]:
+            of_size.append(name)
+        else:
+            faults.append(f"`{name}` has {sizes[name]} bytes, {listed[name][0]} were written")
+    small = [name for name in of_size if listed[name][1]]
+    for name, digest in zip(small, item_files.file_digests(item, small), strict=True):
+        if digest != listed[name][1]:
+            faults.append(f"`{name}` is damaged: its content has changed")
+    return faults, processes
+
+
+def _read_processes(
+    item: epath.Path, processes: Sequence[int]
+) -> tuple[list[str], dict[str, LeafChecksums]]:
+    """Reads the files of all processes; a leaf's chunks may come from several."""
+    faults: list[str] = []
+    leaves: dict[str, LeafChecksums] = {}
+    for process in processes:
+        where = checksum_files.process_file(process)
+        try:
+            found = checksum_files.read_process(item, process)
+        except FileNotFoundError:
+            faults.append(f"process {process} is missing: there is no `{where}`")
+            continue
+        except ChecksumError as error:
+            faults.append(str(error))
+            continue
+        if found.process != process:
+            faults.append(f"`{where}` is foreign: process {found.process} wrote it")
+        for name, (dtype, chunks) in found.leaves.items():
+            leaf = leaves.setdefault(name, LeafChecksums(dtype, []))
+            leaf.chunks.extend(chunks)
+            if leaf.dtype != dtype:
+                faults.append(f"`{name}`: the processes disagree on its dtype")
+    return faults, leaves
+
+
+def _check_leaves(
+    item: StoredItem, leaves: Mapping[str, LeafChecksums]
+) -> tuple[list[str], list[str]]:
+    """The leaves with checksums are the tree's leaves; those of unknown types are noted."""
+    faults = [
+        f"`{name}` was written but is not in the tree's `_METADATA`"
+        for name in sorted(leaves.keys() - item.leaves.keys())
+    ]
+    notes = []
+    for name in sorted(item.leaves.keys() - leaves.keys()):
+        leaf = item.leaves[name]
+        if leaf.is_array:
+            faults.append(f"`{name}` has no checksums, so it was not written with this checkpoint")
+        elif leaf.has_data and leaf.value_type != "string":
+            notes.append(f"`{name}` has no checksums: it is a `{leaf.value_type}`")
+    return faults, notes

@@ -1,0 +1,10 @@
+"""What the manager adds to the handler: which save's turn it is, its arguments, where it resumes.
+
+In the order of their imports:
+
+    resume     where a manager resumes from, or an error that says what is there
+    turn       at which call a save that waits begins, the same on all processes
+    waiting    a save that waits on the host for the one before it
+    arguments  what a manager is given, as stock's takes it
+    in_turn    one save at a time: how it begins, and what became of it
+"""

@@ -1,0 +1,197 @@
+"""A save that waits on the host until the previous one has been written: `on_busy="newest"`.
+
+There is one place to wait in. Labels are committed in their order, so of two saves that wait the
+older would have to be written first, or not at all; and whoever asks for the newest wants it not to
+be late. So a newer save takes the place of the one that waits, as in PCcheck (Strati et al., ASPLOS
+2025), whose slots are on the storage: there several are written at once, and here one is.
+"""
+
+import copy
+import dataclasses
+import datetime
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.saving.taken import TakenSave
+from gockpt_jax.telemetry.save_record import PendingReport
+
+_log = logging.getLogger("gockpt_jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class WaitingSave:
+    """An accepted save of which Orbax does not know yet. To policies it is a save like others.
+
+    Attributes:
+      step: Its label.
+      time: When it was accepted.
+      arguments: For `ocp.CheckpointManager.save`; nothing in them changes any more.
+    """
+
+    step: int
+    time: datetime.datetime
+    arguments: Mapping[str, Any]
+
+    @property
+    def metrics(self) -> Any:
+        """As they were given to `save`."""
+        return self.arguments.get("metrics")
+
+    @property
+    def num_bytes(self) -> int:
+        """What it holds on the host."""
+        return self.pending.record.state_bytes
+
+    @property
+    def taken(self) -> list[TakenSave]:
+        """Its trees of arrays."""
+        return [x for x in self.arguments["args"].values() if isinstance(x, TakenSave)]
+
+    @property
+    def pending(self) -> PendingReport:
+        """Its report."""
+        return self.taken[0].pending
+
+    def release(self) -> None:
+        """Gives its bytes back, those on their way as soon as they have landed."""
+        for item in self.taken:
+            item.release()
+
+
+class WaitingRoom:
+    """Where a save waits.
+
+    Args:
+      handler: Takes states, and writes them later.
+      registry: Of the manager's handlers.
+
+    Attributes:
+      occupant: The save that waits; `None` if none does.
+    """
+
+    def __init__(self, handler: GoCkptHandler, registry: Any):
+        self.occupant: WaitingSave | None = None
+        self._handler = handler
+        self._registry = registry
+
+    @property
+    def occupied(self) -> WaitingSave:
+        """The save that waits, where it is known that one does."""
+        assert self.occupant is not None, "nobody waits"
+        return self.occupant
+
+    def take(self, step: int, arguments: Mapping[str, Any]) -> str | None:
+        """Takes a save's state, and has it wait in the place of the one that does.
+
+        It waits on every process or on none: what one has no room for, all skip.
+
+        Args:
+          step: Its label.
+          arguments: Those of `ocp.CheckpointManager.save`; `args` is a `Composite`.
+
+        Returns:
+          Why it cannot wait; `None` if it does.
+
+        Raises:
+          ValueError: if the state has been donated to a later step.
+          HostBudgetError: if the user's host budget cannot hold it even alone.
+        """
+        items = dict(arguments["args"].items())
+        if (why_not := self._why_not(step, items)) is not None:
+            return why_not
+        # `force` was for the policy, which has accepted it.
+        rest = arguments.keys() - {"args", "force"}
+        others = {key: copy.deepcopy(arguments[key]) for key in rest}
+        items = {name: _own(args) for name, args in items.items()}
+        # What cannot be copied has been refused: the save that waits is still there.
+        if self._why_no_room(items) is not None:
+            self.supersede(step)  # that makes the room
+        taken = self._take(items)
+        self.supersede(step)
+        now = datetime.datetime.now(tz=datetime.UTC)
+        self.occupant = WaitingSave(step, now, {**others, "args": ocp.args.Composite(**taken)})
+        return None
+
+    def _take(self, items: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes the trees of arrays, all or none; other items are left as they are."""
+        taken: dict[str, Any] = {}
+        try:
+            for name, args in items.items():
+                taken[name] = self._handler.take(args) if self.is_ours(name, args) else args
+        except BaseException:
+            for args in taken.values():
+                if isinstance(args, TakenSave):
+                    args.release()
+            raise
+        return taken
+
+    def leave(self) -> WaitingSave:
+        """The save that waits goes to be written."""
+        waiting, self.occupant = self.occupied, None
+        record = waiting.pending.record
+        record.waiting_secs = time.perf_counter() - record.sealed_at
+        return waiting
+
+    def supersede(self, step: int) -> None:
+        """Drops the save that waits, if it is older than this one; a report says so."""
+        waiting = self.occupant
+        if waiting is None or waiting.step >= step:
+            return
+        self.occupant = None
+        error = next((e for item in waiting.taken if (e := item.failure()) is not None), None)
+        waiting.release()
+        if error is None:
+            waiting.pending.superseded(step)
+        else:
+            _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
+            waiting.pending.failed(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Drops the save that waits, if there is one: it cannot be written any more."""
+        waiting, self.occupant = self.occupant, None
+        if waiting is not None:
+            waiting.release()
+            waiting.pending.failed(error)
+
+    def _why_not(self, step: int, items: Mapping[str, Any]) -> str | None:
+        """Why they cannot be taken before they are written; the same on every process."""
+        if self.occupant is not None and self.occupant.step >= step:
+            return f"a newer save waits, of step {self.occupant.step}"
+        for name, args in items.items():
+            if not self.is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
+                return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"
+        if not any(self.is_ours(name, args) for name, args in items.items()):
+            return "there is no tree of arrays in it"
+        freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
+        no_room = self._why_no_room(items, freed_bytes)
+        return self._handler._gockpt_session.processes.objection("room", no_room)
+
+    def _why_no_room(self, items: Mapping[str, Any], freed_bytes: int = 0) -> str | None:
+        """Why this process's host budget cannot hold them; `None` if it can."""
+        session = self._handler._gockpt_session
+        if session.has_due_window:  # was admitted when the window opened
+            return None
+        ours = [args.item for name, args in items.items() if self.is_ours(name, args)]
+        arrays = [x for x in jax.tree.leaves(ours) if isinstance(x, jax.Array)]
+        num_bytes = sum(session.replicas.owned_bytes(a) for a in arrays if not a.is_deleted())
+        return session.host.why_no_room(num_bytes, freed_bytes=freed_bytes)
+
+    def is_ours(self, name: str, args: Any) -> bool:
+        """Whether an item is a tree that our handler takes."""
+        keys = ((key, args) for key in (name, None))
+        found = next((self._registry.get(*key) for key in keys if self._registry.has(*key)), None)
+        return found is self._handler
+
+
+def _own(args: Any) -> Any:
+    """Arguments that the loop cannot change any more; arrays on devices are those given."""
+    if isinstance(args, ocp.args.JsonSave):
+        return copy.deepcopy(args)
+    item = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else copy.deepcopy(x), args.item)
+    return dataclasses.replace(args, item=item, custom_metadata=copy.deepcopy(args.custom_metadata))

@@ -1,0 +1,9 @@
+"""Checkpoints into arrays on devices, as stock restores them.
+
+In the order of their imports:
+
+    array_reader  arrays read without TensorStore, inside Orbax's restore
+    one_replica   one replica reads, and sends to the others
+    target        whether checkpoint and target fit together
+    restore       the restore itself, and its arguments
+"""

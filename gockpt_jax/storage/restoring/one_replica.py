@@ -1,0 +1,75 @@
+"""Restoring where one replica reads and sends to the others what they would read again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from gockpt_jax.storage.writing.registry import RegistryView, look_up
+
+SingleReplicaArgs = ocp.type_handlers.SingleReplicaArrayRestoreArgs
+
+
+def single_replica_args(target: Any) -> Any:
+    """Restore arguments with which one replica reads what is replicated over the first mesh axis.
+
+    Args:
+      target: A tree of arrays or `ShapeDtypeStruct`s with `NamedSharding`s.
+    """
+
+    def args(leaf: Any, plain: Any) -> Any:
+        if not isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
+            return plain
+        return SingleReplicaArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=plain.strict
+        )
+
+    return jax.tree.map(args, target, ocp.checkpoint_utils.construct_restore_args(target))
+
+
+def without_keys(args: Any) -> Any:
+    """Typed PRNG keys are read by all: stock's handler of single replicas does not know them."""
+    if args.item is None:
+        return args.restore_args
+    plain = ocp.checkpoint_utils.construct_restore_args(args.item)
+
+    def choose(leaf: Any, given: Any, other: Any) -> Any:
+        is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+        return other if is_key else given
+
+    return jax.tree.map(choose, args.item, args.restore_args, plain)
+
+
+def one_replica_reads(others: Any = None) -> RegistryView:
+    """Returns a registry view in which arrays are read by the handler below.
+
+    Args:
+      others: The registry for all other types; Orbax's global one by default.
+    """
+    reader = _ReplicaReader(look_up(others)("jax.Array"))
+    return RegistryView(jax.Array, reader, others, by_name=True)
+
+
+class _ReplicaReader(ocp.type_handlers.SingleReplicaArrayHandler):  # type: ignore[misc]
+    """Stock's, for the leaves that ask for it; the others go to another handler."""
+
+    def __init__(self, others: Any) -> None:
+        super().__init__()
+        is_like_us = isinstance(others, ocp.type_handlers.SingleReplicaArrayHandler)
+        self._others = ocp.type_handlers.ArrayHandler() if is_like_us else others
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
+        """Reads arrays; the results are in the order of `infos`."""
+        args = list(args or [ocp.RestoreArgs()] * len(infos))
+        restored: dict[int, Any] = {}
+        for read, wanted in ((super().deserialize, True), (self._others.deserialize, False)):
+            mine = [i for i, x in enumerate(args) if isinstance(x, SingleReplicaArgs) == wanted]
+            if mine:
+                arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
+                restored.update(zip(mine, arrays, strict=True))
+        return [restored[i] for i in range(len(infos))]

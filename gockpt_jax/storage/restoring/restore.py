@@ -1,0 +1,258 @@
+"""Restores trees as stock does, after looking whether checkpoint and target fit together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from gockpt_jax.errors import TargetError, VerifyError
+from gockpt_jax.storage.files import item_files
+from gockpt_jax.storage.inspecting.verify import Verdict, check_files, verify_item
+from gockpt_jax.storage.restoring.array_reader import LIMIT_BYTES, direct_reads
+from gockpt_jax.storage.restoring.one_replica import (
+    SingleReplicaArgs,
+    one_replica_reads,
+    single_replica_args,
+    without_keys,
+)
+from gockpt_jax.storage.restoring.target import check_target, explained, shapes_told
+
+# Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
+# memory. Not tuned by a benchmark yet.
+_CONCURRENT_GB = 16
+
+
+def require_whole(item: Any) -> None:
+    """Verifies an item before it is restored; each process reads its share.
+
+    Raises:
+      VerifyError: It is damaged, or has no checksums. All processes raise.
+    """
+    index, count = jax.process_index(), jax.process_count()
+    verdict = verify_item(item, share=(index, count))
+    if count > 1:
+        whole = multihost_utils.process_allgather(np.asarray(verdict.state == "whole"))
+        elsewhere = [i for i, ok in enumerate(np.ravel(whole)) if not ok and i != index]
+        if elsewhere and verdict.state == "whole":
+            raise VerifyError(f"{item} is not whole: processes {elsewhere} say why.")
+    verdict.require_whole()
+
+
+def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    """Restores with stock's tree handler.
+
+    Args:
+      directory: The item's.
+      args: `ocp.args.PyTreeRestore`. Leaves with `SingleReplicaArrayRestoreArgs` are read by one
+        replica, which sends them to the others, without a handler registered for that.
+      options: Of `ocp.PyTreeCheckpointHandler`.
+    """
+    limit_gb = options.get("restore_concurrent_gb")
+    limit_bytes = int(limit_gb * 10**9) if limit_gb else LIMIT_BYTES
+    registry = direct_reads(options.get("type_handler_registry"), limit_bytes)
+    leaves = jax.tree.leaves(args.restore_args)
+    if any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves):
+        registry = one_replica_reads(registry)
+        args = dataclasses.replace(args, restore_args=without_keys(args))
+    handler = ocp.PyTreeCheckpointHandler(
+        **{
+            **options,
+            "type_handler_registry": registry,
+            "restore_concurrent_gb": limit_gb or _concurrent_gb(directory),
+        }
+    )
+    with contextlib.closing(handler):
+        return handler.restore(epath.Path(directory), args=args)
+
+
+def _restore_into(
+    directory: Any,
+    target: Any,
+    options: Mapping[str, Any],
+    *,
+    strict: bool,
+    partial: bool = False,
+    single_replica: bool = False,
+) -> Any:
+    """Restores with stock's tree handler what a target names, to where it says."""
+    make_args = (
+        single_replica_args if single_replica else ocp.checkpoint_utils.construct_restore_args
+    )
+    restore_args = make_args(target)
+    if not strict:
+        restore_args = jax.tree.map(_padded, restore_args)
+    args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
+    return _restore_tree(directory, args, options)
+
+
+def _padded(args: Any) -> Any:
+    return dataclasses.replace(args, strict=False) if hasattr(args, "strict") else args
+
+
+def _restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    """Restores with stock's standard handler; args is `ocp.args.StandardRestore`.
+
+    Where the target says of all arrays where they shall lie, the tree handler does the same.
+    """
+    if args.item is not None and not args.support_layout and _says_where(args.item):
+        return _restore_into(directory, args.item, options, strict=args.strict)
+    limit = options.get("restore_concurrent_gb") or _concurrent_gb(directory)
+    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
+    with contextlib.closing(handler):
+        return handler.restore(epath.Path(directory), args=args)
+
+
+def _says_where(target: Any) -> bool:
+    """Whether all leaves are such as stock's standard handler takes, with shardings."""
+    leaves = jax.tree.leaves(target)
+    return all(
+        isinstance(leaf, np.ndarray | int | float | str)
+        or (isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and leaf.sharding is not None)
+        for leaf in leaves
+    )
+
+
+def _concurrent_gb(directory: Any) -> int:
+    """Stock's limit in its own unit; stock refuses leaves that are larger than its limit."""
+    try:
+        arrays = shapes_told(epath.Path(directory))
+    except (OSError, ValueError, TypeError, KeyError):
+        return 96
+    sizes = (math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in arrays.values())
+    return max(_CONCURRENT_GB, int(max(sizes, default=0) / 1e9) + 2)
+
+
+def _stand_in_sharding() -> jax.sharding.Sharding | None:
+    """Where arrays go whose devices do not exist here: the host's memory, where that is all."""
+    if jax.process_count() == 1 and jax.default_backend() == "cpu":
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return None
+
+
+@dataclasses.dataclass
+class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What to restore: arguments of `GoCkptManager.restore`, like `ocp.args.StandardRestore`.
+
+    Checkpoint and target are compared before anything is read, and one `TargetError` names all
+    leaves that do not fit.
+
+    Attributes:
+      item: A tree of arrays or `jax.ShapeDtypeStruct`s to restore into, with their shardings;
+        `None`: as it was saved.
+      strict: Whether a stored shape other than the target's is an error (or padded, truncated).
+      support_layout: Whether to restore device layouts.
+      fallback_sharding: Placement of arrays whose stored sharding does not exist here. `None`: the
+        first device, where one process runs on CPUs; an error elsewhere.
+      partial_restore: Whether to leave out what the target does not name, such as all but the
+        parameters.
+      cast: Whether a stored dtype other than the target's is converted (or an error). Stock's
+        arguments always convert.
+      single_replica: Whether one replica reads and sends to the others what is replicated over the
+        first axis of the mesh, as with `ocp.type_handlers.SingleReplicaArrayRestoreArgs`.
+      verify: Whether to re-read the item and compare it with its checksums first.
+    """
+
+    item: Any = None
+    strict: bool = True
+    support_layout: bool = False
+    fallback_sharding: jax.sharding.Sharding | None = None
+    partial_restore: bool = False
+    cast: bool = False
+    single_replica: bool = False
+    verify: bool = False
+
+    def as_stock(self) -> ocp.args.StandardRestore:
+        """The stock arguments with the same meaning."""
+        fallback = self.fallback_sharding or _stand_in_sharding()
+        return ocp.args.StandardRestore(self.item, self.strict, self.support_layout, fallback)
+
+    def run(self, directory: Any, options: Mapping[str, Any]) -> Any:
+        """Restores an item; options are those of `ocp.PyTreeCheckpointHandler`."""
+        if any(isinstance(x, np.generic) for x in jax.tree.leaves(self.item)):
+            arrays = jax.tree.map(_as_saved, self.item)
+            return dataclasses.replace(self, item=arrays).run(directory, options)
+        if self.verify:
+            require_whole(directory)
+        rules = {"strict": self.strict, "cast": self.cast, "partial": self.partial_restore}
+        if self.item is not None:
+            check_target(directory, self.item, **rules)
+        if not (self.partial_restore or self.single_replica):
+            return _restore_standard(directory, self.as_stock(), options)
+        if self.item is None:
+            raise ValueError(
+                "`partial_restore` and `single_replica` need a target: what is to be restored, and "
+                "where. Pass `GoCkptRestore(target, ...)`."
+            )
+        return _restore_into(
+            directory, self.item, options, strict=self.strict,
+            partial=self.partial_restore, single_replica=self.single_replica,
+        )  # fmt: skip
+
+
+def _as_saved(leaf: Any) -> Any:
+    """NumPy's scalars are saved as arrays, so that is what they are restored into."""
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+
+
+def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    """Restores an item as any of the arguments says.
+
+    Args:
+      directory: The item's.
+      args: `GoCkptRestore`, or stock's `StandardRestore` or `PyTreeRestore`.
+      options: Of `ocp.PyTreeCheckpointHandler`.
+
+    Raises:
+      TargetError: Checkpoint and target do not fit together; names all leaves.
+      TypeError: These are no arguments of a restore.
+      VerifyError: The checkpoint is not what was written: if the arguments ask for that, or it
+        cannot be read.
+    """
+    if not isinstance(args, GoCkptRestore | ocp.args.PyTreeRestore | ocp.args.StandardRestore):
+        raise TypeError(
+            f"`restore` takes arguments of a restore, such as `GoCkptRestore(target)`, got a "
+            f"`{type(args).__name__}`."
+        )
+    try:
+        return _restore(directory, args, options)
+    except (TargetError, VerifyError):
+        raise
+    except Exception as error:
+        if (damage := _damage(directory)) is not None:
+            raise damage from error
+        raise
+
+
+def _damage(directory: Any) -> VerifyError | None:
+    """The error for an item whose files are not those that were committed."""
+    path = epath.Path(directory)
+    if not (path / item_files.FOLDER).exists():
+        return None
+    faults, _ = check_files(path)
+    try:
+        Verdict(str(path), tuple(faults)).require_whole()
+    except VerifyError as damage:
+        return damage
+    return None
+
+
+def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    if isinstance(args, GoCkptRestore):
+        return args.run(directory, options)
+    if isinstance(args, ocp.args.PyTreeRestore):
+        plain = args.transforms is None and args.legacy_transform_fn is None
+        rules = {"cast": True, "strict": False, "partial": args.partial_restore}
+        with explained(directory, args.item if plain else None, **rules):
+            return _restore_tree(directory, args, options)
+    with explained(directory, args.item, cast=True, strict=args.strict):
+        return _restore_standard(directory, args, options)

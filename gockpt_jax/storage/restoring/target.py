@@ -1,0 +1,175 @@
+"""Whether a checkpoint and the target to restore it into fit together, leaf by leaf."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from gockpt_jax.errors import TargetError
+from gockpt_jax.storage.files import checksum_files
+from gockpt_jax.storage.inspecting.stored_item import StoredItem, for_each
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What is known of a stored array without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def check_target(
+    directory: Any, target: Any, *, strict: bool = True, cast: bool = False, partial: bool = False
+) -> None:
+    """Compares a target's leaves with a checkpoint's.
+
+    Args:
+      directory: The item's.
+      target: A tree of arrays, `ShapeDtypeStruct`s or numbers.
+      strict: Whether other shapes are errors.
+      cast: Whether other dtypes are none.
+      partial: Whether leaves that the target does not name are none.
+
+    Raises:
+      TargetError: They do not fit; the message names all leaves.
+    """
+    item = StoredItem(directory)
+    stored = _stored_arrays(item)
+    kept = {name for name, leaf in item.leaves.items() if leaf.has_data}
+    wanted = _named(target)
+    found = {
+        "in the target, but not in the checkpoint": [
+            f"{name}: {_told(wanted[name])}" for name in sorted(wanted.keys() - kept)
+        ],
+        "in the checkpoint, but not in the target": [
+            f"{name}: {stored.get(name, item.leaves[name].value_type)}"
+            for name in sorted(kept - wanted.keys())
+            if not partial
+        ],
+    }
+    found |= _other_arrays(item, stored, wanted, strict=strict, cast=cast)
+    if any(found.values()):
+        raise TargetError(_message(item.path, found))
+
+
+def _other_arrays(
+    item: StoredItem,
+    stored: Mapping[str, Stored],
+    wanted: Mapping[str, Any],
+    *,
+    strict: bool,
+    cast: bool,
+) -> dict[str, list[str]]:
+    """The leaves that are there, but not as the target has them."""
+    kinds: list[str] = []
+    shapes: list[str] = []
+    dtypes: list[str] = []
+    for name in sorted(wanted.keys() & stored.keys()):
+        want, have = _as_stored(wanted[name]), stored[name]
+        line = f"{name}: {have} in the checkpoint, {_told(wanted[name])} in the target"
+        if want is None:
+            if have.shape or not isinstance(wanted[name], int | float):
+                kinds.append(line)
+            continue
+        if strict and want.shape != have.shape:
+            shapes.append(line)
+        elif not cast and want.dtype != have.dtype and item.leaves[name].value_type != "scalar":
+            dtypes.append(line)
+    return {"of another kind": kinds, "of another shape": shapes, "of another dtype": dtypes}
+
+
+def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:
+    advice = {
+        "in the checkpoint, but not in the target": "`partial_restore=True` leaves out what the"
+        " target does not name",
+        "of another shape": "`strict=False` pads or truncates",
+        "of another dtype": "`cast=True` converts",
+    }
+    text = [f"The checkpoint {path} does not fit the target."]
+    for what, leaves in found.items():
+        if leaves:
+            text.append(f"{len(leaves)} {'leaf' if len(leaves) == 1 else 'leaves'} {what}:")
+            text += [f"  {line}" for line in leaves]
+    hints = [hint for what, hint in advice.items() if found.get(what)]
+    text.append("Build the target from the model and optimizer that were saved" + (
+        f"; or in `GoCkptRestore`: {', '.join(hints)}." if hints else "."
+    ))  # fmt: skip
+    return "\n".join(text)
+
+
+def _named(target: Any) -> dict[str, Any]:
+    """The target's leaves by parameter name, without those that shall not be restored."""
+    names = jax.tree.leaves(ocp.tree.get_param_names(target, include_empty_nodes=False))
+    return {
+        name: leaf
+        for name, leaf in zip(names, jax.tree.leaves(target), strict=True)
+        if leaf is not ocp.PLACEHOLDER
+    }
+
+
+def _as_stored(leaf: Any) -> Stored | None:
+    """How a target's leaf would lie on disk; `None` for what has no dtype of its own."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return None
+    if isinstance(leaf, jax.core.Tracer):
+        return None
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return Stored(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+
+
+def _told(leaf: Any) -> str:
+    return str(_as_stored(leaf) or type(leaf).__name__)
+
+
+def _stored_arrays(item: StoredItem) -> dict[str, Stored]:
+    """Shapes and dtypes: from the checksums, or else from the metadata of every array."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        told = shapes_told(item.path)
+        if told.keys() == item.arrays.keys():
+            return told
+
+    def look(name: str) -> tuple[str, Stored]:
+        store = item.open(name)
+        return name, Stored(tuple(store.shape), store.dtype.numpy_dtype.name)
+
+    return dict(for_each(((1, name) for name in item.arrays), look))
+
+
+def shapes_told(item: epath.Path) -> dict[str, Stored]:
+    """One file per process instead of one read per array."""
+    told: dict[str, Stored] = {}
+    for process in checksum_files.read_item(item).processes:
+        for name, (dtype, chunks) in checksum_files.read_process(item, process).leaves.items():
+            corners = [chunk.stop for chunk in chunks]
+            if name in told:
+                corners.append(told[name].shape)
+            told[name] = Stored(tuple(map(max, zip(*corners, strict=True))), dtype)
+    return told
+
+
+@contextlib.contextmanager
+def explained(directory: Any, target: Any, **rules: bool) -> Iterator[None]:
+    """Has stock's error about a target that does not fit say of all leaves why."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        if target is not None:
+            try:
+                check_target(directory, target, **rules)
+            except TargetError as explained:
+                raise explained from error
+            except ValueError:
+                pass  # Not a tree that we can read: stock's own error says more.
+        raise

@@ -1,0 +1,13 @@
+"""One save under Orbax: the state is taken from the devices, handed over, written, committed.
+
+In the order of their imports:
+
+    policies        what a save policy says about saves to come
+    commit          a save of several processes: all of it, or an error
+    refused         what no checkpoint can hold
+    taken           an item that is on its way from the devices
+    hand_over       handing it to stock, away from the trainer's thread
+    written         what Orbax waits for before it commits
+    handler         the handler for stock's managers and ours
+    checkpointable  the same for Orbax's v1
+"""

@@ -1,0 +1,143 @@
+"""The face for Orbax's v1: a checkpointable whose saves leave the device through windows."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import v1
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage.saving.commit import vote
+from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
+from gockpt_jax.telemetry.save_record import PendingReport
+from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.processes import PATIENCE_SECS
+
+
+class GoCkptCheckpointable(WindowFace):
+    """A state that `orbax.checkpoint.v1.training.Checkpointer` saves through windows.
+
+    One for the whole run, under one name. Call it with the tree to save, or with the target to load
+    into. It hears of accepted saves only, so it foresees them by `expect_save`, by the policy given
+    here, or by their period. What it writes, v1 and v0 load without us.
+
+    Args:
+      window: How the state leaves the device.
+      save_decision_policy: The policy that the `Checkpointer` was given.
+      **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
+
+    Attributes:
+      item: The tree of the last call; what was loaded, after a load.
+
+    Raises:
+      TypeError: if `window` is not a `WindowOptions`.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp
+      >>> from orbax.checkpoint import v1
+      >>> with (
+      ...     v1.training.Checkpointer(tempfile.mkdtemp()) as checkpointer,
+      ...     GoCkptCheckpointable() as windows,
+      ... ):
+      ...     step = windows.wrap(jax.jit(lambda state: {"w": state["w"] * 0.5}))
+      ...     state = step({"w": jnp.ones(2)})
+      ...     saved = checkpointer.save_checkpointables(0, {"state": windows(state)})
+      ...     loaded = checkpointer.load_checkpointables(0, {"state": windows(state)})
+      >>> loaded["state"].item["w"].tolist(), windows.last_report.kind
+      ([0.5, 0.5], 'snapshot')
+    """
+
+    def __init__(
+        self,
+        *,
+        window: WindowOptions | None = None,
+        save_decision_policy: Any = None,
+        **options: Any,
+    ):
+        self._handler = GoCkptHandler(
+            window=window, save_decision_policy=save_decision_policy, **options
+        )
+        self._share_windows(self._handler)
+        self.item: Any = None
+
+    def __call__(self, item: Any) -> "GoCkptCheckpointable":
+        """Takes the tree to save, or the target to load into (`jax.ShapeDtypeStruct`s will do)."""
+        self.item = item
+        return self
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Seals the window (or takes a snapshot); what it returns waits until all is written.
+
+        Args:
+          directory: Of the checkpointable; it may not exist yet.
+        """
+        path = directory.path
+        futures = await self._handler.async_save(path, GoCkptSave(self.item))
+
+        label = self._handler.label
+
+        async def write() -> None:
+            await directory.await_creation()
+            for future in futures:
+                await asyncio.to_thread(future.result)
+            # v1 asks nobody to finalize. The others would wait for one that fails in it.
+            error = None
+            if ocp.multihost.is_primary_host(0):
+                try:
+                    await asyncio.to_thread(self._handler.finalize, path)
+                except Exception as failed:
+                    error = failed
+            await asyncio.to_thread(self._agree, label, error)
+
+        return write()
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        """Loads into the target, or as it was saved if there is none."""
+        self._gockpt_session.abandon("a checkpoint was loaded")
+        target = jax.tree.map(_as_target, self.item)
+        self.item = self._handler.restore(directory, GoCkptRestore(target))
+
+        async def nothing_left() -> None:
+            pass
+
+        return nothing_left()
+
+    def close(self) -> None:
+        """Drops an open window and ends the worker thread. Close the `Checkpointer` first."""
+        self._handler.close()
+
+    def __enter__(self) -> "GoCkptCheckpointable":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _agree(self, label: int, error: Exception | None) -> None:
+        """Raises what has failed in finalizing, on every process."""
+        processes = self._gockpt_session.processes
+        if processes.several:
+            failure = vote(processes, "finalized", label, error, PATIENCE_SECS)
+            if failure is not None:
+                raise failure from error
+        elif error is not None:
+            raise error
+
+    @property
+    def _gockpt_pending(self) -> PendingReport | None:
+        return self._handler.pending
+
+
+def _as_target(leaf: Any) -> Any:
+    """A leaf of a v1 target in v0's words: v1 takes types of scalars, and arrays by protocol."""
+    if isinstance(leaf, type):
+        return leaf()
+    if isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return leaf
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        return leaf
+    if getattr(leaf, "sharding", None) is None:  # NumPy's
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return v1.arrays.to_shape_dtype_struct(leaf)

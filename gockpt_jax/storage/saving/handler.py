@@ -1,0 +1,292 @@
+"""The checkpoint handler: seals the window inside Orbax's own save, and lets stock do the rest."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage.files import bucket, checksum_files
+from gockpt_jax.storage.inspecting.directory import TEMPORARY
+from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
+from gockpt_jax.storage.saving.commit import CommitVotes
+from gockpt_jax.storage.saving.hand_over import (
+    BegunItem,
+    BegunSave,
+    HandedOver,
+    run_to_its_end,
+    settled,
+)
+from gockpt_jax.storage.saving.policies import labels_of_policy
+from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save, host_array, leaves_to_save
+from gockpt_jax.storage.saving.written import Failed, Reported, Voting, Written
+from gockpt_jax.storage.writing.array_layout import ReplicaLayout
+from gockpt_jax.storage.writing.registry import look_up
+from gockpt_jax.storage.writing.tree_handler import TreeHandlers
+from gockpt_jax.storage.writing.write_budget import WriteStats, collecting
+from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
+from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.slots import give_back
+
+# Options of the tree handler that matter when it reads.
+_READING = (
+    "type_handler_registry", "restore_concurrent_gb", "multiprocessing_options",
+    "pytree_metadata_options",
+)  # fmt: skip
+
+
+class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+    """Saves trees of arrays through a window; restores like `ocp.StandardCheckpointHandler`.
+
+    For a stock manager: `ocp.CheckpointManager(directory, item_handlers={"state": handler})`, or
+    the handler alone, and `handler.wrap(train_step)`. It hears of accepted saves only, so it
+    foresees them by `expect_save`, by the policy given here, or by their period.
+
+    Args:
+      window: How the state leaves the device.
+      save_decision_policy: The policy that the manager was given.
+      processes: Those that save together; `None`: those of `multiprocessing_options`.
+      **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
+
+    Raises:
+      TypeError: if `window` is not a `WindowOptions`.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp
+      >>> handler = GoCkptHandler()
+      >>> with ocp.CheckpointManager(tempfile.mkdtemp(), item_handlers=handler) as manager:
+      ...     step = handler.wrap(jax.jit(lambda state: {"w": state["w"] * 0.5}))
+      ...     state = step({"w": jnp.ones(2)})
+      ...     saved = manager.save(0, args=GoCkptSave(state))
+      ...     restored = manager.restore(0, args=GoCkptRestore(state))
+      >>> restored["w"].tolist(), handler.last_report.kind
+      ([0.5, 0.5], 'snapshot')
+    """
+
+    def __init__(
+        self,
+        *,
+        window: WindowOptions | None = None,
+        save_decision_policy: Any = None,
+        processes: Processes | None = None,
+        **options: Any,
+    ):
+        together = options.setdefault(
+            "multiprocessing_options", ocp.options.MultiprocessingOptions()
+        )
+        self._primary_host = together.primary_host  # `None`: each has storage of its own
+        # What a process takes is what Orbax has it write.
+        replicas = Replicas(ReplicaLayout.of(**options).write_shape)
+        self._open_windows(window, processes or Processes(together.active_processes), replicas)
+        predictor = self._gockpt_session.predictor
+        predictor.is_save_label = labels_of_policy(save_decision_policy)
+        predictor.sees_every_call = False
+        limit, host = self._gockpt_window_options.write_limit_bytes, self._gockpt_session.host
+        self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
+        self._look_up = look_up(options.get("type_handler_registry"))
+        self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
+        self._restore_options = {key: options[key] for key in _READING if key in options}
+        # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
+        self.typestr = ocp.StandardCheckpointHandler.typestr
+        self.has_manager = False  # of ours, which knows labels, refused saves and commits
+        self.votes: CommitVotes | None = None  # at the commit, if a manager of ours takes them
+        self.label = -1  # of the save that is about to begin
+        self.pending: PendingReport | None = None  # of the last save that began
+        self.begun = BegunSave()
+        self._taking: PendingReport | None = None  # of the save that was taken last
+
+    @property
+    def _gockpt_pending(self) -> PendingReport | None:
+        return self.pending
+
+    async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
+        """Seals the window (or takes a snapshot) and starts writing what becomes final.
+
+        Beside other processes it raises nothing: they would wait for this one. The save fails at
+        its commit instead, on all of them.
+
+        Args:
+          directory: Of the item, within the save's temporary directory.
+          args: `GoCkptSave`, or stock's `StandardSave` or `PyTreeSave`.
+        """
+        entered_at = time.perf_counter()
+        bucket.prepare(directory)
+        self._begin(directory)
+        written: ocp.future.Future
+        try:
+            taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
+            self.pending = taken.pending
+            written = await self._write(directory, taken, self.begun.add(directory, taken.arrays))
+        except Exception as error:
+            if not self._gockpt_session.processes.several:
+                raise
+            written = Failed(error)
+        if not self.has_manager:
+            self._gockpt_session.predictor.observe(
+                self._gockpt_session.version, self.label, accepted=True
+            )
+            if self.pending is not None:
+                self.pending.returned(entered_at)
+        return [self._told(written)]
+
+    def leaves_to_save(self, args: Any) -> tuple[list[Any], Any]:
+        """The leaves of a tree as they shall be saved, and its structure; raises if they cannot."""
+        return leaves_to_save(args, self._look_up)
+
+    def take(self, args: Any, entered_at: float | None = None) -> TakenSave:
+        """Seals the window (or takes a snapshot): no step can change any more what is written.
+
+        Beside other processes it raises nothing: what went wrong is raised when it is written.
+
+        Args:
+          args: As in `async_save`.
+          entered_at: When the save has come so far; `None`: now.
+        """
+        entered_at = time.perf_counter() if entered_at is None else entered_at
+        try:
+            return self._take(args, entered_at)
+        except BaseException as error:
+            refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
+            pending = PendingReport(refused, self.label, entered_at, self._gockpt_log)
+            pending.failed(error)
+            if not (self._gockpt_session.processes.several and isinstance(error, Exception)):
+                raise
+            return TakenSave(ocp.args.PyTreeSave({}), pending, error)
+
+    def _take(self, args: Any, entered_at: float) -> TakenSave:
+        leaves, tree = self.leaves_to_save(args)
+        positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
+        host = self._gockpt_session.host
+        owners = {id(promised): i for i, promised in enumerate(slots)}  # arrays may be there twice
+        try:
+            if self._taking is None or self._taking.record is not record:
+                self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
+            for i, promised in enumerate(slots):
+                account = host if owners[id(promised)] == i else None
+                leaves[positions[i]] = host_array(leaves[positions[i]], promised, account)
+            stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
+            return TakenSave(stock, self._taking)
+        except BaseException:  # an interrupt, or metadata that cannot be copied
+            give_back([slot for i in owners.values() for slot in slots[i]], host)
+            raise
+
+    async def _write(self, directory: Any, taken: TakenSave, begun: BegunItem) -> ocp.future.Future:
+        """Has what becomes final written: begun on another thread, if `save` may return before."""
+        if taken.error is not None:
+            raise taken.error
+        save = settled(taken.save)
+        if save is None:
+            return await self._begin_writing(directory, taken, begun.stats)
+        settled_save = dataclasses.replace(taken, save=save)
+        begun.handed_over = HandedOver(self._begin_writing(directory, settled_save, begun.stats))
+        return begun.handed_over
+
+    async def _begin_writing(
+        self, directory: Any, taken: TakenSave, stats: WriteStats
+    ) -> ocp.future.Future:
+        """Has stock begin to write."""
+        try:
+            tree = self._trees.of(taken.save.item)
+            if ocp.multihost.is_primary_host(self._primary_host):
+                stats.checksums.add_values(taken.save.item, taken.save.save_args)
+            with collecting(stats):
+                futures = await tree.async_save(directory, args=taken.save)
+        except BaseException as error:
+            taken.release()
+            if not self.has_manager:
+                taken.pending.failed(error)
+            error.add_note(f"gockpt_jax: while {directory} was handed to Orbax.")
+            raise
+        return Written(futures or (), taken.pending.record, stats, directory)
+
+    def _told(self, written: ocp.future.Future) -> ocp.future.Future:
+        """The same writes, of which a manager that is not ours tells nobody how they ended."""
+        processes = self._gockpt_session.processes
+        if self.votes is None and processes.several:
+            written = Voting(written, processes, self.pending, self.label)
+        if self.has_manager or self.pending is None:
+            return written
+        return Reported(written, self.pending)
+
+    def _begin(self, directory: Any) -> None:
+        """Items of one save lie in one directory, each once; whatever else comes is another save.
+
+        So is one in the place of a save that has failed, or been deleted.
+        """
+        item = str(directory)
+        folder, _, name = item.rpartition("/")
+        # Without a manager the item is the save.
+        save = item if TEMPORARY in name and TEMPORARY not in folder else folder
+        if self.begun.is_another(save, item):
+            self._gockpt_session.end_save()
+            if not self.has_manager:
+                digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
+                self.label = int(digits[-1]) if digits else -1
+            if self.votes is not None:
+                self.votes.begin(self.label)
+
+    def save(self, directory: Any, args: Any) -> None:
+        """Saves and waits; used where asynchronous checkpointing is switched off."""
+
+        async def save_and_wait() -> None:
+            for future in await self.async_save(directory, args):
+                future.result()
+
+        run_to_its_end(save_and_wait())
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        """Restores as stock does; without a target, as it was saved.
+
+        Raises:
+          TargetError: if checkpoint and target do not fit together; names all leaves.
+          VerifyError: if `verify=True` and the checkpoint is not what was written.
+        """
+        bucket.prepare(directory)
+        args = GoCkptRestore() if args is None else args
+        return restore(directory, args, self._restore_options)
+
+    def metadata(self, directory: Any) -> Any:
+        """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
+        return self._standard.metadata(directory)
+
+    def finalize(self, directory: Any) -> None:
+        """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
+        self._trees.finalize(directory)
+        checksum_files.seal_item(directory, shared=self._primary_host is not None)
+        if not self.has_manager and self.pending is not None:
+            self.pending.committed()  # but for the rename
+
+    def close(self) -> None:
+        """Closes the stock handlers inside; drops an open window and ends the worker thread."""
+        if not self.has_manager:
+            self._gockpt_session.close()
+        self._trees.close()
+        self._standard.close()
+
+
+@ocp.args.register_with_handler(GoCkptHandler, for_save=True)
+@dataclasses.dataclass
+class GoCkptSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What to save: arguments of `GoCkptManager.save`, like `ocp.args.StandardSave`.
+
+    Attributes:
+      item: Any tree. Arrays that the last wrapped step returned leave through the window; all other
+        leaves are saved as stock saves them.
+      save_args: A tree of `ocp.SaveArgs`, as in `ocp.args.PyTreeSave`.
+      custom_metadata: JSON to store beside the tree, as in `ocp.args.PyTreeSave`.
+    """
+
+    item: Any
+    save_args: Any = None
+    custom_metadata: Any = None
+
+
+ocp.args.register_with_handler(GoCkptHandler, for_save=True)(TakenSave)
+ocp.args.register_with_handler(GoCkptHandler, for_restore=True)(GoCkptRestore)
