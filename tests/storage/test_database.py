@@ -1,6 +1,7 @@
 """OCDBT databases whose values are written and read past TensorStore."""
 
 import dataclasses
+import importlib.metadata
 import os
 import resource
 from concurrent.futures import Future
@@ -227,6 +228,38 @@ def test_arrays_of_both_ways_are_in_one_database(tmp_path):
     assert is_direct == {
         "ours": True, "cast": False, "int4": False, "numpy": False, "scalar": False
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["overlapping", "lacking", "unread"])
+def test_tensorstore_writes_where_an_index_is_not_as_expected(tmp_path, monkeypatch, caplog, way):
+    """As some later version might lay values out; it is said once, and the checkpoint is whole."""
+
+    def otherwise(files, *folder):
+        values = dict(values_of(files, *folder))
+        if way == "unread":
+            return {}
+        first, second = list(values)[:2]
+        values[first] = values[second]
+        if way == "lacking":
+            del values[first]
+        return values
+
+    monkeypatch.setattr(database_index, "values_of", otherwise)
+    handler = make_tree_handler(**OPTIONS)
+    tree = {name: jnp.arange(2048.0) + n for n, name in enumerate("abc")}
+    with caplog.at_level("WARNING", logger="gockpt_jax"):
+        for n in range(2):
+            save(handler, tmp_path / f"{n}", host_tree(tree))
+    (said,) = [record.message for record in caplog.records if "lays values out" in record.message]
+    assert importlib.metadata.version("tensorstore") in said
+    monkeypatch.undo()
+    for n in range(2):
+        assert_same_arrays(stock_restore(tmp_path / f"{n}", tree), tree)
+        places = values_by_array(str(tmp_path / f"{n}"))
+        assert not any(
+            "/direct/" in place.path
+            for of in places.values() for place in of.values() if isinstance(place, Place)
+        )  # fmt: skip
 
 
 def test_small_leaves_share_files(tmp_path):

@@ -7,6 +7,8 @@ own in there, and its index joins that of the other, as Orbax does with those of
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +26,7 @@ from gockpt_jax.storage.writing.database_index import (
 )
 from gockpt_jax.storage.writing.leaf_writer import Places, to_the_end
 
+_LOG = logging.getLogger("gockpt_jax")
 _FOLDER = "direct/"
 _KEPT = 4  # indexes
 
@@ -76,5 +79,12 @@ class DatabaseIndexes:
             if made_of == [arrays, data_file_bytes]:
                 return index
         index = make_index(arrays, data_file_bytes)
+        if index is None:
+            _LOG.warning(
+                "TensorStore %s lays values out in a database otherwise than gockpt_jax knows, so it"
+                " writes them itself: checkpoints are the same, saves take longer. Plain files do"
+                " not (`use_ocdbt=False`).",
+                importlib.metadata.version("tensorstore"),
+            )
         self._known = ((arrays, data_file_bytes, index), *self._known[: _KEPT - 1])
         return index
