@@ -102,17 +102,22 @@ $(REMOTE_VENV)/.installed: pyproject.toml Makefile
 		-e '.[test,gs,s3,test-remote]'
 	@touch $@
 
+# From which seed to which: other ones are other programs, lives and faults.
+KILLS ?= 0:25
+LIVES ?= 0:94
+JOBS ?= 0:60
+PROGRAMS ?= 100:150
+PARITY ?= 1:61
+
 kills: $(STAMP)
-	@GOCKPT_KILL_CHAINS=25 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
+	@GOCKPT_KILLS=$(KILLS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
 
 lives: $(STAMP)
-	@GOCKPT_LIVES=94 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py
+	@GOCKPT_LIVES=$(LIVES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py
 
 jobs: $(STAMP)
-	@GOCKPT_JOBS=60 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/multiprocess/test_lives.py
+	@GOCKPT_JOBS=$(JOBS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/multiprocess/test_lives.py
 
-# From which seed to which: other ones are other programs.
-PROGRAMS ?= 100:150
 programs: $(STAMP)
 	@GOCKPT_PROGRAMS=$(PROGRAMS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_programs.py
 
@@ -123,7 +128,7 @@ pretended: $(STAMP)
 	@GOCKPT_TEST_PLATFORM=pretended $(BIN)/python -m pytest $(PYTEST_FLAGS) $(addprefix tests/,invariants faults window transfer)
 
 parity: $(STAMP)
-	@GOCKPT_PARITY=60 $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_parity.py
+	@GOCKPT_PARITY=$(PARITY) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_parity.py
 
 scale: $(STAMP)
 	@$(BIN)/python -m bench.scale

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from campaigns import seeds
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import checkpoint_managers as policies
 
 from gockpt_jax import GoCkptManager
 
-LIVES = int(os.environ.get("GOCKPT_PARITY", "1"))
+LIVES = seeds("PARITY") or (1,)  # the first is one of trees
 A = ocp.args
 P = PartitionSpec
 
@@ -182,7 +182,7 @@ def said(x: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided", "ignore:.*metrics.*")
-@pytest.mark.parametrize("seed", range(1, 1 + LIVES))  # the first is one of trees
+@pytest.mark.parametrize("seed", LIVES)
 def test_random_lives(seed: int, tmp_path: Path) -> None:
     stock = Life(seed, ocp.CheckpointManager, tmp_path / "stock").told()
     ours = Life(seed, GoCkptManager, tmp_path / "ours").told()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns import seeds
 from programs import PROGRAMS
 
 from .child import STAGES
@@ -25,7 +26,7 @@ from .trainer import DEVICES, INTERVAL, LIMIT_SECS, PROGRAM
 
 STEPS = 18
 KILLS_PER_CHAIN = 4
-CHAINS = range(int(os.environ.get("GOCKPT_KILL_CHAINS", "2")))  # `make kills` runs 25
+CHAINS = seeds("KILLS") or range(2)  # `make kills` runs 25
 # Calls of each stage in one run, roughly: a kill at a later call would never come.
 CALLS = {
     "stage": 12, "pull": 200, "replay": 100, "write": 150, "metadata": 4, "finalize": 4,

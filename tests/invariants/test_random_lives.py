@@ -5,23 +5,23 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
 import orbax.checkpoint as ocp
 import pytest
 from bits import differing
+from campaigns import seeds
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
 
 from .life import Life, check_checkpoints, host
 
-LIVES = int(os.environ.get("GOCKPT_LIVES", "0"))
+LIVES = seeds("LIVES")
 # Arrays without elements cannot be saved.
 NAMES = sorted(PROGRAMS.keys() - {"zero_size"})
-CASES = [(seed, NAMES[seed % len(NAMES)], (1, 8)[seed // len(NAMES) % 2]) for seed in range(LIVES)]
+CASES = [(seed, NAMES[seed % len(NAMES)], (1, 8)[seed // len(NAMES) % 2]) for seed in LIVES or ()]
 CASES = CASES or [(7, "adamw", 1), (8, "adamw", 1)]  # leaves are edited behind those that left
 
 

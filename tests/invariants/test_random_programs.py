@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 import pytest
 from bits import differing
+from campaigns import seeds
 from programs.random_program import RandomProgram
 
 import gockpt_jax as gockpt
@@ -23,10 +23,9 @@ from gockpt_jax.window import late, units
 
 from .life import MORE_EVENTS, Life, check_checkpoints, host
 
-ASKED = os.environ.get("GOCKPT_PROGRAMS")  # "100:200"
+ASKED = seeds("PROGRAMS")
 # Seed, devices, lives. Of those of `make test` it is known that parts leave early.
-CASES = [(s, d, 3) for s in range(*map(int, ASKED.split(":"))) for d in (1, 8)] if ASKED else []
-CASES = CASES or [(2, 1, 1), (4, 1, 1), (2, 8, 1)]
+CASES = [(s, d, 3) for s in ASKED or () for d in (1, 8)] or [(2, 1, 1), (4, 1, 1), (2, 8, 1)]
 SAVE_ARGS = (gockpt.GoCkptSave, ocp.args.StandardSave, ocp.args.PyTreeSave)
 
 

@@ -21,15 +21,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from bits import differing
+from campaigns import seeds
 
 from gockpt_jax.storage.inspecting.verify import verify
 
 from .drawn import JobLife, drawn
 from .jobs import Ended, run_job
 
-LIVES = int(os.environ.get("GOCKPT_JOBS", "0"))
+LIVES = seeds("JOBS")
 # One that is known: with a slow process and a window that fails in it, while a save may wait.
-SEEDS = range(LIVES) if LIVES else (239,)
+SEEDS = LIVES or (239,)
 ALL_ENDED_SECS = 250  # though one process is gone; without such limits it would be many minutes
 
 
