@@ -76,6 +76,14 @@ class PlainArrayReader(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             arrays.update(zip(found, read, strict=True))
         return [arrays[i] for i in range(len(infos))]
 
+    def memory_size(self, values: Sequence[jax.Array]) -> list[tuple[int, int]]:
+        """Returns the bytes to write and to read per value, which Orbax before 0.12.2 asks for.
+
+        Stock's own fails at an array of which nothing is here.
+        """
+        sizes = (sum(s.data.nbytes for s in v.addressable_shards) for v in values)
+        return [(nbytes, nbytes) for nbytes in sizes]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
