@@ -250,7 +250,7 @@ def test_tensorstore_writes_where_an_index_is_not_as_expected(tmp_path, monkeypa
     with caplog.at_level("WARNING", logger="gockpt_jax"):
         for n in range(2):
             save(handler, tmp_path / f"{n}", host_tree(tree))
-    (said,) = [record.message for record in caplog.records if "lays values out" in record.message]
+    (said,) = [record.message for record in caplog.records if "lays out values" in record.message]
     assert importlib.metadata.version("tensorstore") in said
     monkeypatch.undo()
     for n in range(2):

@@ -81,9 +81,9 @@ class DatabaseIndexes:
         index = make_index(arrays, data_file_bytes)
         if index is None:
             _LOG.warning(
-                "TensorStore %s lays values out in a database otherwise than gockpt_jax knows, and so"
-                " it writes them: checkpoints are the same, saves take longer. Those of plain files"
-                " do not (`use_ocdbt=False`).",
+                "TensorStore %s lays out values in a database otherwise than gockpt_jax knows, so"
+                " it has to write them: checkpoints are the same, saves take longer. Those of plain"
+                " files do not (`use_ocdbt=False`).",
                 importlib.metadata.version("tensorstore"),
             )
         self._known = ((arrays, data_file_bytes, index), *self._known[: _KEPT - 1])
