@@ -101,7 +101,7 @@ def _compiled_steps(step: Any, args: tuple[Any, ...], program: StepProgram) -> d
     unarmed = read_program(step.lower(*args).compile())
     unarmed_secs = time.perf_counter() - start
     start = time.perf_counter()
-    program.arm(None)
+    program.arm()
     armed = read_program(program.executable())
     armed_secs = time.perf_counter() - start
     return {

@@ -199,14 +199,19 @@ def _scalar_constant(value: Value) -> Any:
 
 
 def _is_infinite(number: Any) -> bool:
-    return number is not None and bool(np.isinf(np.float64(number)))
+    return number is not None and bool(np.isinf(_as_double(number)))
 
 
 def _is_power_of_two(number: Any) -> bool:
-    if number is None or not np.isfinite(np.float64(number)):
+    if number is None or not np.isfinite(_as_double(number)):
         return False
-    mantissa, exponent = np.frexp(np.abs(np.float64(number)))
+    mantissa, exponent = np.frexp(np.abs(_as_double(number)))
     return bool(mantissa == 0.5 and abs(exponent) < 120)
+
+
+def _as_double(number: Any) -> np.float64:
+    """A number of any type; NaN for a complex one, of which nothing is taken for granted."""
+    return np.float64(np.nan if np.iscomplexobj(number) else number)
 
 
 def _divides_by_power_of_two(op: Op) -> bool:

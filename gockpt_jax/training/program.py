@@ -68,6 +68,9 @@ class StepProgram:
         _refuse_no_state(traced, self.positions)
         self._even_for_nothing = even_for_nothing
         self._donated = _compat.donated(traced)
+        self._out_shardings: tuple[Any, ...] = (
+            _compat.specified_shardings(traced, "out_shardings") or ()
+        )
         self._analyse(exact=True)
 
     def _analyse(self, *, exact: bool) -> None:
@@ -112,15 +115,22 @@ class StepProgram:
         other._analyse(exact=False)
         return other
 
-    def arm(self, result: Any | None) -> None:
+    def returns_at(self, placed: Sequence[Any]) -> None:
+        """The armed step is to put its results where the user's own executable did.
+
+        Without it, where the user told `jax.jit`.
+
+        Args:
+          placed: The `placements` of the result of the call that was traced. Those of another call
+            may be others, and the armed step would move the state there.
+        """
+        self._out_shardings = tuple(placed)
+
+    def arm(self) -> None:
         """Lowers the armed step on this thread and compiles it on another.
 
         Matmul precision, dtype promotion and `set_mesh` are thread-local, so lowering stays on the
         trainer's thread.
-
-        Args:
-          result: A result of the user's own executable: the armed one returns the same placements.
-            `None`: those the user gave to `jax.jit`.
         """
         self.is_armed = True
         settings = self._form.settings
@@ -128,7 +138,7 @@ class StepProgram:
             with_outputs(self._traced.jaxpr, self._sites),
             donate_argnums=self._donated,
             keep_unused=settings.keep_unused,
-            **self._out_shardings(result),
+            **self._placements(),
         )
         with warnings.catch_warnings():  # the user's own step tells of it, if it is so
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
@@ -252,15 +262,16 @@ class StepProgram:
             for aval, sharding, leaf in zip(avals, self._in_shardings, self._flat, strict=True)
         ]
 
-    def _out_shardings(self, result: Any | None) -> dict[str, Any]:
-        if result is None:
-            shardings = _compat.specified_shardings(self._traced, "out_shardings") or ()
-        else:
-            shardings = tuple(_committed_sharding(x) for x in jax.tree.leaves(result))
-        if not any(s is not None for s in shardings):
+    def _placements(self) -> dict[str, Any]:
+        if all(s is None for s in self._out_shardings or ()):
             return {}
         # The compiler places the cut values: asking for another place could change the step.
-        return {"out_shardings": [*shardings, *(None,) * len(self._sites)]}
+        return {"out_shardings": [*self._out_shardings, *(None,) * len(self._sites)]}
+
+
+def placements(result: Any) -> list[Any]:
+    """The sharding of each leaf of a result; `None` for one that may be moved."""
+    return [_committed_sharding(x) for x in jax.tree.leaves(result)]
 
 
 def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:

@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import jax
-
 from gockpt_jax import _compat, errors
 from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.program import CannotArmError, StepProgram
+from gockpt_jax.training.program import CannotArmError, StepProgram, placements
 from gockpt_jax.training.stand_in import StandIn
 
 _log = logging.getLogger("gockpt_jax")
@@ -63,7 +61,6 @@ class WrappedStep(StandIn):
         self._form = form
         self._always = arm == "always"
         self._even_for_nothing = even_for_nothing
-        self._last_shardings: list[Any] | None = None
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0
         self._untraced: str | None = None  # why this call could not be traced
@@ -74,9 +71,9 @@ class WrappedStep(StandIn):
         """Runs one update, exactly as the jitted function would."""
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
-        if self.program is None and self.why_not is None:
-            self._prepare(args, kwargs)
         flat = self._observer.before_update(self, args, kwargs)
+        if self._always and self.last_result is None:
+            self._take(self._trace(args, kwargs))
         armed = None
         if flat is not None or (self._always and self.program is not None):
             try:
@@ -85,12 +82,7 @@ class WrappedStep(StandIn):
                 if flat is not None:
                     self._observer.no_update(self, f"the step raised {_brief(error)}")
                 raise
-        if armed is not None:
-            result = armed.result
-        else:
-            result = self.step(*args, **kwargs)
-            if self._untraced is not None:
-                self.give_up(self._untraced)
+        result = self._run_unarmed(args, kwargs) if armed is None else armed.result
         self.last_result = result
         self._observer.after_update(self, None if flat is None else armed)
         return result
@@ -105,12 +97,26 @@ class WrappedStep(StandIn):
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
             if flat is not None:
                 self._observer.no_update(self, f"the call changed: {_brief(error)}")
-            self.call_changed(args, kwargs)
+            self.call_changed()
             return None
         self._refused = 0
         if not self._always:
             self._programs_left = _MAX_PROGRAMS
         return armed
+
+    def _run_unarmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the user's own executable returns; as it is run, so the armed one is to be."""
+        is_first = self.last_result is None  # its arguments seldom lie where later ones do
+        traced = None if is_first else self._trace(args, kwargs)
+        result = self.step(*args, **kwargs)
+        if self._untraced is not None:
+            self.give_up(self._untraced)
+        elif traced is not None:
+            placed = placements(result)
+            if self._always or placed == placements(self.last_result):  # they have settled
+                traced.returns_at(placed)
+                self._take(traced)
+        return result
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the state in a call, arrays or not; traced or not."""
@@ -122,67 +128,56 @@ class WrappedStep(StandIn):
             return f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
         return self.program.explain()
 
-    def call_changed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def call_changed(self) -> None:
         """Told of a call that the program was not made for; enough of them are a new program."""
         self._refused += 1
-        if self._refused == _PATIENCE or self._always:
+        # With "always" at once, so that few steps run by another executable than the others.
+        if self._programs_left > 0 if self._always else self._refused == _PATIENCE:
             self._refused = 0
-            self._renew(args, kwargs)
-
-    def _renew(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Traces the step anew for its changed arguments.
-
-        With `arm="always"` at once, so that the first steps, whose placement has not settled, are
-        the only ones that another executable runs; a later odd batch runs unarmed.
-        """
-        if not self._always or not self._form.can_locate:
             self.program = None
-        elif self._programs_left > 0:
-            self._prepare(args, kwargs)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Traces, cuts and arms the step once the placement of its results has settled."""
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
+        """The program of a call, cut, if the step has none and one can be made."""
         self._untraced = None
-        if not self._form.can_locate:
-            return
-        if not self._always:
-            if self.last_result is None:
-                return
-            shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(self.last_result)]
-            settled, self._last_shardings = shardings == self._last_shardings, shardings
-            if not settled:
-                return
+        if self.program is not None or self.why_not is not None or not self._form.can_locate:
+            return None
         if self._programs_left == 0:
             self.give_up(
                 f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times; "
                 "keep them the same from call to call"
             )
-            return
+            return None
         step: Any = self.step
         try:
             step.trace(*args, **kwargs)  # which is remembered
         except Exception as error:  # as the step itself will raise: it says nothing of other calls
             self._untraced = f"tracing it failed with {_brief(error)}"
-            return
+            return None
         self._programs_left -= 1
         with self._giving_up_on_errors():
-            self.program = StepProgram(
+            program = StepProgram(
                 self.step, self._form, args, kwargs,
                 even_for_nothing=self._even_for_nothing, before=self.last_result,
             )  # fmt: skip
-            _log.debug("analysed %s:\n%s", self.__name__, self.program.explain())
-            if self._always:
-                self.arm()
+            _log.debug("analysed %s:\n%s", self.__name__, program.explain())
+            return program
+        return None
+
+    def _take(self, program: StepProgram | None) -> None:
+        """From now on this is the step's program, if there is one."""
+        self.program = program
+        if self._always:
+            self.arm()
 
     def arm(self) -> None:
         """Starts compiling the armed step, unless that has been done."""
         if self.program is None or self.program.is_armed:
             return
         if not self.program.is_of_these_settings():
-            self.program = None  # the next call traces it anew
+            self.program = None  # this call traces it anew
         else:
             with self._giving_up_on_errors():
-                self.program.arm(self.last_result)
+                self.program.arm()
 
     def accept_rounding(self, is_worth_it: Callable[[StepProgram], bool]) -> None:
         """Cuts the step anew: leaves may leave early that the host repeats but for rounding.

@@ -119,7 +119,7 @@ class Session:
             flat = program.flat_call(args, kwargs)
         except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
             self.abandon(f"the call changed: {error}")
-            step.call_changed(args, kwargs)
+            step.call_changed()
             return None
         window.program = program
         try:

@@ -96,6 +96,7 @@ def scaled(turns, unroll, x, y):
         pytest.param(lambda x, y: jnp.square(x), False, id="square"),
         pytest.param(lambda x, y: x / 10.0, False, id="division by a constant"),
         pytest.param(lambda x, y: x / jnp.full((4,), 10.0), False, id="by a constant array"),
+        pytest.param(lambda x, y: jnp.real(x * (2 + 3j)), False, id="product with a complex one"),
         pytest.param(lambda x, y: x / y, True, id="division"),
         pytest.param(lambda x, y: x * y + y, True, id="what a product feeds"),
         pytest.param(lambda x, y: jnp.where(x > 0, x * y, y), True, id="a select"),

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import StepMismatchError, _compat
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.program import StepProgram, placements
 
 
 def update(state, x, scale=1.0):
@@ -27,7 +27,9 @@ def arm(jitted, *args, result=None, **kwargs):
     settings = _compat.jit_settings(jitted)
     form = CallForm(jitted, 0, settings)
     program = StepProgram(jitted, form, args, kwargs, even_for_nothing=False)
-    program.arm(result)
+    if result is not None:
+        program.returns_at(placements(result))
+    program.arm()
     program.wait_until_ready()
     assert program.failure() is None
     return program
@@ -212,7 +214,7 @@ def test_failure_to_compile_is_kept_for_who_asks():
         jitted, CallForm(jitted, 0, settings), (fresh(), X), {},
         even_for_nothing=False,
     )  # fmt: skip
-    program.arm(None)
+    program.arm()
     program.wait_until_ready()
     assert program.is_ready()
     assert "xla_no_such_option" in str(program.failure())

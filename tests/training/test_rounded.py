@@ -80,7 +80,7 @@ def test_a_rounded_program_has_the_same_trace_and_another_cut():
     rounded = program.rounded()
     assert (program.is_exact, rounded.is_exact) == (True, False)
     assert [len(p.groups[0].leaves) for p in (program, rounded)] == [2, 3]
-    rounded.arm(None)
+    rounded.arm()
     rounded.wait_until_ready()
     assert rounded.failure() is None
     assert not program.is_armed

@@ -62,7 +62,7 @@ def placed(spec):
 def program_of(jitted, *args):
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
-    program.arm(None)
+    program.arm()
     program.wait_until_ready()
     assert program.failure() is None
     return program

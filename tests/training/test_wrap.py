@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gockpt_jax as gockpt
 from gockpt_jax.training.nested import wrap_step
@@ -47,7 +49,7 @@ class Observer:
         try:
             return step.program.flat_call(args, kwargs)
         except TypeError:
-            step.call_changed(args, kwargs)
+            step.call_changed()
             return None
 
     def after_update(self, step, armed):
@@ -113,14 +115,15 @@ def test_the_users_executable_is_compiled_once():
     assert jitted._cache_size() == 1
 
 
-def test_not_armed_before_placements_settle():
+@pytest.mark.parametrize(("moves", "known"), [(False, 1), (True, 2)])
+def test_not_armed_before_placements_settle(moves, known):
     """The second call may still see other shardings than the third."""
     step = wrap(jax.jit(update, donate_argnums=0))
     state, armed = fresh(), []
     for n in range(4):
-        state = step(state, X * n)
+        state = step(state, jax.device_put(X * n, jax.devices()[0]) if moves and n else X * n)
         armed.append(step.program is not None)
-    assert armed == [False, False, True, True]
+    assert armed == [n >= known for n in range(4)]
 
 
 def test_changed_call_falls_back_to_the_users_step():
@@ -148,8 +151,8 @@ def test_another_program_of_the_same_shapes_is_the_users():
 
     observer = Observer(range(3, 10))
     assert_same(train(wrap(jitted, observer)), train(jitted))
-    assert observer.cuts == [n in (3, 4, 5, 6, 9) for n in range(10)]
-    assert len(observer.refusals) == 2
+    assert observer.cuts == [n in (3, 4, 5, 6) for n in range(10)]
+    assert len(observer.refusals) == 3  # the second is a new program, of a call like no other
 
 
 def test_armed_under_other_settings_than_it_was_traced_for():
@@ -166,6 +169,29 @@ def test_armed_under_other_settings_than_it_was_traced_for():
 
     assert_same(train(wrap(jitted, observer)), train(jitted))
     assert observer.cuts[4:6] == [False, True]
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("moved_at", range(1, 9))
+def test_a_state_moved_between_calls_stays_where_it_was_put(arm, moved_at):
+    """The armed step returns placements of a call like its own, whenever it was traced."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    spread, folded = (NamedSharding(mesh, P(*axes)) for axes in (("a", "b"), (None, "a")))
+
+    def train(step):
+        state, places = jax.device_put(fresh((8, 8)), spread), []
+        for n in range(16):
+            state = jax.device_put(state, folded) if n == moved_at else state
+            state = step(state, jnp.ones((8, 8)) * n)
+            places.append([x.sharding for x in jax.tree.leaves(state)])
+        return places, state
+
+    observer, jitted = Observer((3, 4, 5, 6, 12, 13, 14, 15)), jax.jit(update, donate_argnums=0)
+    places, state = train(wrap(jitted, observer, arm=arm))
+    alone_places, alone = train(jitted)
+    assert places == alone_places
+    assert_same(state, alone)
+    assert observer.cuts[15]
 
 
 def test_shapes_that_never_settle_end_in_one_warning():
