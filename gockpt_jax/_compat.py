@@ -236,6 +236,16 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
+def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> None:
+    """Puts another deleter in the place of a `CheckpointManager`'s, which no option names.
+
+    Args:
+      manager: Of Orbax 0.11.33 to 0.12.
+      around: Gives the new one, of the `ocp.path.deleter.CheckpointDeleter` that it has.
+    """
+    manager._checkpoint_deleter = around(manager._checkpoint_deleter)
+
+
 def route_buckets(schemes: tuple[str, ...], kvstore: Callable[[str], dict[str, Any]]) -> bool:
     """Has Orbax keep arrays in buckets by TensorStore's drivers, with specs of ours.
 

@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--cache", required=True)
     parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--kill", default="", help="stage:n, the n-th call of a stage dies")
+    parser.add_argument("--keep", type=int, help="max_to_keep")
+    parser.add_argument("--remove", default="", help="dies when a file of this name is removed")
     parser.add_argument("--ending", default="", help="where:how, or 'full' for a full disk")
     options = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", options.cache)
@@ -39,7 +41,9 @@ def main() -> None:
     else:
         if options.kill:
             die_at(*options.kill.split(":"))
-        train(options.directory, options.steps)
+        if options.remove:
+            die_removing(options.remove)
+        train(options.directory, options.steps, max_to_keep=options.keep)
 
 
 def say(*words: Any) -> None:
@@ -61,7 +65,7 @@ def note(path: pathlib.Path, text: str) -> None:
 # --- Random kills --------------------------------------------------------------------------------
 
 
-def train(directory: pathlib.Path, steps: int) -> None:
+def train(directory: pathlib.Path, steps: int, **options: Any) -> None:
     """Trains to the end, from the newest checkpoint if there is one."""
     import gockpt_jax as gockpt
 
@@ -69,7 +73,7 @@ def train(directory: pathlib.Path, steps: int) -> None:
     from .trainer import Trainer
 
     side = directory.with_name(directory.name + "_given")
-    with Trainer(directory) as trainer:
+    with Trainer(directory, **options) as trainer:
         latest = trainer.manager.latest_step()
         if latest is not None:
             trainer.state = trainer.manager.restore(
@@ -121,6 +125,18 @@ def die_at(stage: str, nth: str) -> None:
     import gockpt_jax  # noqa: F401  All modules that hold the function by name.
 
     replace(pytest.MonkeyPatch(), owner, name, deadly)
+
+
+def die_removing(name: str) -> None:
+    """Lets the removal of a file of some name, such as old checkpoints have, kill this process."""
+    unlink = os.unlink
+
+    def deadly(path: Any, *args: Any, **kwargs: Any) -> None:
+        unlink(path, *args, **kwargs)
+        if os.path.basename(path) == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.unlink = deadly
 
 
 # --- A full disk ---------------------------------------------------------------------------------

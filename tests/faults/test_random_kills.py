@@ -19,6 +19,8 @@ import pytest
 from campaigns import seeds
 from programs import PROGRAMS
 
+from gockpt_jax.storage.inspecting.directory import TEMPORARY
+
 from .child import STAGES
 from .processes import run_child, said, start_child
 from .states import abstract, digest_of, stock_restore, stock_steps
@@ -118,3 +120,22 @@ def test_killed_at_random(
     assert given_digests(directory)["final"] == undisturbed["final"]
     resumed_at = int(said(last.stdout, "start")[0][0])
     assert resumed_at % INTERVAL in (0, 1)
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"])
+def test_killed_while_an_old_checkpoint_is_deleted(
+    tmp_path: Path, cache: Path, target: Any, undisturbed: dict[str, str], name: str
+) -> None:
+    """It is whole as long as it is listed, and no longer listed then."""
+    directory = tmp_path / "run"
+    killed = run_child(directory, cache, steps=str(STEPS), keep="1", remove=name)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    check(directory, target, undisturbed)
+    assert stock_steps(directory) == [INTERVAL]
+    (half,) = [path.name for path in directory.iterdir() if path.name.startswith("0")]
+    assert half == f"0{TEMPORARY}"
+    last = run_child(directory, cache, steps=str(STEPS), keep="1")
+    assert last.returncode == 0, last.stderr
+    assert said(last.stdout, "start") == [[str(INTERVAL + 1)]]
+    check(directory, target, undisturbed)
+    assert given_digests(directory)["final"] == undisturbed["final"]

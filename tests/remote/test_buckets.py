@@ -184,6 +184,15 @@ def test_without_its_marker_a_save_is_invisible(run: Run, bucket: Bucket) -> Non
         assert another.latest_step() == 0
 
 
+def test_a_deletion_that_is_cut_short_leaves_nothing_that_is_listed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.finish(PERIOD)
+    monkeypatch.setattr(run.manager._checkpoint_deleter._stock, "delete", lambda step: None)
+    run.manager.delete(PERIOD)
+    run.assert_intact(0)
+
+
 def test_a_failed_save_is_warned_of(bucket: Bucket) -> None:
     run = Run(bucket.directory(), on_save_error="warn")
     run.finish(0)

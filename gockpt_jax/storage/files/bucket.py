@@ -18,6 +18,9 @@ from gockpt_jax.errors import StorageError, storage_error
 
 Json = dict[str, Any]
 
+MARKER = "commit_success.txt"
+"""In a bucket nothing can be renamed at once: what has no such file was never committed."""
+
 # TensorStore waits initial_delay * 2**i, at most max_delay, between tries: 0.5 + 1 + 2 + 4 + 8 and
 # five times 16 s, about a minute and a half. That outlives a throttled or restarted server. Its own
 # default, 32 retries up to 32 s apart, is a quarter of an hour in which no later save can begin.

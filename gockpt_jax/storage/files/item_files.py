@@ -18,7 +18,7 @@ FOLDER = "_gockpt_checksums"
 ITEM_FILE = f"{FOLDER}/item.json"
 
 # Orbax writes these into the item itself, after its commit, where the item is no part of a step.
-LATER_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
+LATER_FILES = frozenset({"_CHECKPOINT_METADATA", bucket.MARKER})
 # Files in the folders of leaves, and of OCDBT's databases, that hold no chunks.
 _SMALL_FILES = frozenset({".zarray", ".zattrs", "zarr.json", "manifest.ocdbt"})
 _SMALL_FOLDERS = frozenset({"", "array_metadatas", FOLDER})

@@ -20,8 +20,6 @@ from gockpt_jax.storage.inspecting.stored_item import METADATA_FILE
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the names of directories that Orbax has not renamed yet: their saves are not committed."""
-# In a bucket nothing can be renamed at once: what has no such file was never committed.
-_MARKER = "commit_success.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +126,7 @@ def _looks_like_step(path: epath.Path) -> bool:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    return not bucket.is_bucket(path) or bool((path / _MARKER).exists())
+    return not bucket.is_bucket(path) or bool((path / bucket.MARKER).exists())
 
 
 def _number(name: str) -> tuple[int, str]:
@@ -152,7 +150,7 @@ def _step(path: epath.Path) -> Step:
     except (ValueError, TypeError) as error:
         faults.append(f"`{_STEP_METADATA}` is damaged: {error!r}")
     if not _is_committed(path):
-        faults.append(f"`{_MARKER}` is missing: the save never ended")
+        faults.append(f"`{bucket.MARKER}` is missing: the save never ended")
     handlers = metadata.get("item_handlers")
     if isinstance(handlers, Mapping):
         faults += [f"the item `{name}` is missing" for name in sorted(handlers.keys() - items)]

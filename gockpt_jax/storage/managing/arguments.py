@@ -166,15 +166,18 @@ def root_of(directory: Any) -> Any:
 
 def step_path(root: Any, step: int, options: ocp.CheckpointManagerOptions) -> Any:
     """Where a step is, or would be."""
-    names = options.step_name_format
-    if names is not None:  # it may read by other names than it writes
+    if options.step_name_format is not None:  # it may read by other names than it writes
         with contextlib.suppress(ValueError):
-            return epath.Path(names.find_step(root, step).path)
-    names = names or ocp.path.step.standard_name_format(
+            return epath.Path(options.step_name_format.find_step(root, step).path)
+    return ocp.path.step.build_step_path(epath.Path(root), step_names(options), step)
+
+
+def step_names(options: ocp.CheckpointManagerOptions) -> Any:
+    """Orbax's `NameFormat` of the steps."""
+    return options.step_name_format or ocp.path.step.standard_name_format(
         step_prefix=options.step_prefix,
         step_format_fixed_length=options.step_format_fixed_length,
     )
-    return ocp.path.step.build_step_path(epath.Path(root), names, step)
 
 
 def as_label(step: Any) -> int:

@@ -7,9 +7,11 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from gockpt_jax import _compat
 from gockpt_jax.errors import AuditError, ProcessError, ReplayError
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing.arguments import Naming
+from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn, told_of_turns
 from gockpt_jax.storage.managing.waiting import WaitingRoom
 from gockpt_jax.storage.saving.commit import with_word_of_commits
@@ -68,6 +70,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             if self._gockpt_window_options.on_busy == "newest":
                 options = told_of_turns(options, self._gockpt_turn)
         super().__init__(root, options=options, handler_registry=naming.registry, **stock)
+        _compat.replace_deleter(self, lambda stock: Deleter(stock, self.directory, options))
         self._gockpt_quiet = False
 
     def _save_in_turn(self, step: int, arguments: dict[str, Any], started_at: float) -> bool:
@@ -259,8 +262,12 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         return steps if waiting is None else sorted([*steps, waiting.step])
 
     def delete(self, step: int) -> None:
-        """Deletes a checkpoint, as stock does; one that is still to be written is waited for."""
-        if self._gockpt_waiting.occupant is not None:
+        """Deletes a checkpoint, as stock does; the save of it that is under way is waited for.
+
+        So is one that waits behind another (`on_busy="newest"`), whichever is deleted.
+        """
+        is_being_written = self._gockpt_unheard and self._gockpt_handler.label == step
+        if is_being_written or self._gockpt_waiting.occupant is not None:
             self._finish_saves()
         super().delete(step)
 

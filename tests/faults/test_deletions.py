@@ -1,0 +1,128 @@
+"""Deleting: what is listed is whole, and what is being written is not taken from its writers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax.storage.managing.deleting import Deleter
+
+from .injection import InjectedError
+from .places import at_place
+from .trainer import LIMIT_SECS, Trainer, within_limit
+
+step_names = ocp.path.step
+
+
+@pytest.mark.parametrize("place", ["draining", "just_saved"])
+def test_a_save_under_way_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    with Trainer(tmp_path) as trainer, at_place(trainer, place, monkeypatch) as release:
+        stuck, found = threading.Event(), []
+        wait, delete = ocp.CheckpointManager.wait_until_finished, Deleter.delete
+
+        def waits(manager: Any) -> None:
+            stuck.set()
+            wait(manager)
+
+        def deletes(deleter: Deleter, step: int) -> None:
+            found.append(trainer.manager.is_saving_in_progress())
+            stuck.set()
+            delete(deleter, step)
+
+        monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", waits)
+        monkeypatch.setattr(Deleter, "delete", deletes)
+
+        def let_go() -> None:
+            assert stuck.wait(LIMIT_SECS)
+            release()
+
+        assert within_limit(lambda: trainer.manager.delete(8), meanwhile=let_go) is None
+        assert found == [False]
+        trainer.given.pop(8)
+        trainer.assert_intact()
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+
+
+def test_another_checkpoint_is_deleted_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Trainer(tmp_path) as trainer, at_place(trainer, "draining", monkeypatch) as release:
+        assert within_limit(lambda: trainer.manager.delete(4)) is None
+        assert trainer.manager.is_saving_in_progress()
+        release()
+        trainer.given.pop(4)
+        trainer.assert_intact()
+
+
+def test_a_save_that_failed_is_told_and_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Trainer(tmp_path) as trainer,
+        at_place(trainer, "sealed_and_failed", monkeypatch) as release,
+    ):
+        release()
+        with pytest.raises(InjectedError):  # on this thread: Orbax tells each of them once
+            trainer.manager.delete(8)
+        with pytest.raises(FileNotFoundError, match="non-existent step: 8"):
+            trainer.manager.delete(8)
+        trainer.assert_intact()
+
+
+NAMES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefix": {"step_prefix": "run", "step_format_fixed_length": 6},
+    "format": {
+        "step_name_format": step_names.composite_name_format(
+            step_names.standard_name_format(step_prefix="new"),
+            [step_names.standard_name_format(step_prefix=p) for p in ("new", "old")],
+        )
+    },
+    "background": {"enable_background_delete": True},
+    "moved away": {"todelete_subdir": "bin"},
+}
+
+
+@pytest.mark.parametrize("options", NAMES.values(), ids=NAMES)
+def test_nothing_is_left_of_it(tmp_path: Path, options: dict[str, Any]) -> None:
+    """By whatever names steps are read and written; also where a save had been killed before."""
+
+    def open_manager(**given: Any) -> gockpt.GoCkptManager:
+        return gockpt.GoCkptManager(tmp_path, options=ocp.CheckpointManagerOptions(**given))
+
+    def save(manager: gockpt.GoCkptManager, step: int) -> None:
+        manager.save(step, args=gockpt.GoCkptSave({"w": jnp.ones(2) * step}))
+        manager.wait_until_finished()
+
+    if "step_name_format" in options:
+        with open_manager(step_prefix="old") as old:
+            save(old, 1)
+    with open_manager(max_to_keep=2, **options) as manager:
+        for step in set(range(1, 5)) - set(manager.all_steps()):
+            save(manager, step)
+        name = step_names.build_step_path(tmp_path, _names(options), 4).name
+        (tmp_path / f"{name}.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+        assert manager.all_steps() == [3, 4]
+        manager.delete(4)
+        assert manager.restore(None)["w"].tolist() == [3.0, 3.0]
+    expected = {step_names.build_step_path(tmp_path, _names(options), 3).name}
+    if "todelete_subdir" in options:
+        expected.add("bin")
+        assert sorted(p.name for p in (tmp_path / "bin").iterdir()) == ["1", "2", "4"]
+        assert (tmp_path / "bin" / "4" / "_CHECKPOINT_METADATA").exists()
+    assert {p.name for p in tmp_path.iterdir()} == expected
+
+
+def _names(options: dict[str, Any]) -> Any:
+    return options.get("step_name_format") or step_names.standard_name_format(
+        **{k: v for k, v in options.items() if k.startswith("step_")}
+    )
