@@ -19,7 +19,7 @@ import pytest
 from campaigns import seeds
 from programs import PROGRAMS
 
-from gockpt_jax.storage.inspecting.directory import TEMPORARY
+from gockpt_jax.storage.files.item_files import TEMPORARY
 
 from .child import STAGES
 from .processes import run_child, said, start_child

@@ -193,6 +193,19 @@ def test_a_deletion_that_is_cut_short_leaves_nothing_that_is_listed(
     run.assert_intact(0)
 
 
+def test_what_lies_beside_the_tree_is_verified(bucket: Bucket) -> None:
+    items = ocp.args.Composite(
+        state=gockpt.GoCkptSave(first_state()), cursor=ocp.args.JsonSave({"position": 12345})
+    )
+    root = epath.Path(bucket.directory())
+    with gockpt.GoCkptManager(root) as manager:
+        manager.save(0, args=items, custom_metadata={"lr": 0.5})
+    assert {verdict.state for verdict in verify(root)} == {"whole"}
+    (root / "0/cursor/metadata").write_text('{"position": 92345}')
+    faults = [fault for verdict in verify(root) for fault in verdict.faults]
+    assert faults == ["`cursor/metadata` is damaged: its content has changed"]
+
+
 def test_a_failed_save_is_warned_of(bucket: Bucket) -> None:
     run = Run(bucket.directory(), on_save_error="warn")
     run.finish(0)

@@ -12,6 +12,7 @@ In the order of their imports:
     plain_reads     these, read past the page cache
     bucket          buckets: drivers, how long they try, errors by name
     item_files      the files of an item, and their digests
+    beside          what else is in an item's step, and its digests
     checksum_files  the files that keep the checksums
     checksums       a checksum of every chunk, before it is written
     direct          values written past the page cache

@@ -4,7 +4,8 @@ An item of a checkpoint holds, beside what stock Orbax wrote:
 
     _gockpt_checksums/process_N.json   of each process: leaf, box, dtype and digest of its chunks
     _gockpt_checksums/item.json        of the primary one, before the commit: every file of the
-                                       item with its size; the digest of those that are not data
+                                       item with its size; the digest of those that are not data,
+                                       and of what lies beside the item in its step
 
 Stock never looks into this folder.
 """
@@ -20,6 +21,7 @@ import jax
 import xxhash
 from etils import epath
 
+from gockpt_jax.storage.files.beside import Beside, what_lies_beside
 from gockpt_jax.storage.files.grid import Box
 from gockpt_jax.storage.files.item_files import (
     FOLDER,
@@ -70,11 +72,13 @@ class ItemFile(NamedTuple):
       files: Size and digest of every file of the item; no digest of those that hold chunks.
       processes: Those that wrote chunks.
       is_intact: Whether it has its own digest.
+      beside: What it knows of its step.
     """
 
     files: Mapping[str, tuple[int, str | None]]
     processes: list[int]
     is_intact: bool
+    beside: Beside
 
 
 class LeafChecksums(NamedTuple):
@@ -146,7 +150,13 @@ def seal_item(item: Any, *, shared: bool) -> None:
     small = [name for name in sizes if not holds_chunks(name)]
     digests = dict(zip(small, file_digests(item, small), strict=True))
     files = {name: [length, digests.get(name)] for name, length in sizes.items()}
-    content = {"format": _FORMAT, "version": VERSION, "processes": [*expected], "files": files}
+    content = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "processes": [*expected],
+        "files": files,
+        "beside": what_lies_beside(item)._asdict(),
+    }
     content["digest"] = self_digest(content)
     (item / ITEM_FILE).write_text(json.dumps(content))
     sync_small(item)
@@ -169,7 +179,8 @@ def read_item(item: epath.Path) -> ItemFile:
     try:
         files = {name: (size, made) for name, (size, made) in content["files"].items()}
         is_intact = self_digest(content) == content["digest"]
-        return ItemFile(files, list(content["processes"]), is_intact)
+        beside = Beside.of(content.get("beside", {}))
+        return ItemFile(files, list(content["processes"]), is_intact, beside)
     except _MALFORMED as error:
         raise ChecksumError(f"`{ITEM_FILE}` is damaged: {error!r}") from error
 

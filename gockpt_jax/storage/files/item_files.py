@@ -17,8 +17,12 @@ from gockpt_jax.storage.files.syncs import Syncs
 FOLDER = "_gockpt_checksums"
 ITEM_FILE = f"{FOLDER}/item.json"
 
+STEP_METADATA = "_CHECKPOINT_METADATA"
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""In the names of directories that Orbax has not renamed yet: their saves are not committed."""
+
 # Orbax writes these into the item itself, after its commit, where the item is no part of a step.
-LATER_FILES = frozenset({"_CHECKPOINT_METADATA", bucket.MARKER})
+LATER_FILES = frozenset({STEP_METADATA, bucket.MARKER})
 # Files in the folders of leaves, and of OCDBT's databases, that hold no chunks.
 _SMALL_FILES = frozenset({".zarray", ".zattrs", "zarr.json", "manifest.ocdbt"})
 _SMALL_FOLDERS = frozenset({"", "array_metadatas", FOLDER})

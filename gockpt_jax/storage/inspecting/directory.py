@@ -14,12 +14,8 @@ from typing import Any
 from etils import epath
 
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.files.item_files import FOLDER, LATER_FILES
+from gockpt_jax.storage.files.item_files import FOLDER, LATER_FILES, STEP_METADATA, TEMPORARY
 from gockpt_jax.storage.inspecting.stored_item import METADATA_FILE
-
-_STEP_METADATA = "_CHECKPOINT_METADATA"
-TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the names of directories that Orbax has not renamed yet: their saves are not committed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +88,7 @@ def look_into(path: Any) -> Directory:
         return Directory(path, "item", (Step(path, {"": path}, ("",)),))
     # A directory of another name may be one of steps, with a tree among them to start from.
     is_damaged_step = _number(path.name)[0] >= 0 and any(is_tree(p) for p in _folders(path))
-    if (path / _STEP_METADATA).exists() or is_damaged_step:
+    if (path / STEP_METADATA).exists() or is_damaged_step:
         return Directory(path, "step", (_step(path),))
     steps, leftovers, others = [], [], []
     for entry in sorted(path.iterdir()):
@@ -118,7 +114,7 @@ def _folders(path: epath.Path) -> list[epath.Path]:
 
 def _looks_like_step(path: epath.Path) -> bool:
     return (
-        (path / _STEP_METADATA).exists()
+        (path / STEP_METADATA).exists()
         or re.search(r"(^|_)\d+$", path.name) is not None
         or is_tree(path)
         or any(is_tree(p) for p in _folders(path))
@@ -142,13 +138,13 @@ def _step(path: epath.Path) -> Step:
     faults: list[str] = []
     metadata: dict[str, Any] = {}
     try:
-        metadata = dict(json.loads((path / _STEP_METADATA).read_text()))
+        metadata = dict(json.loads((path / STEP_METADATA).read_text()))
         if not metadata.get("commit_timestamp_nsecs"):
-            faults.append(f"`{_STEP_METADATA}` names no time of commit: the save never ended")
+            faults.append(f"`{STEP_METADATA}` names no time of commit: the save never ended")
     except FileNotFoundError:
-        faults.append(f"`{_STEP_METADATA}` is missing: this is no whole checkpoint")
+        faults.append(f"`{STEP_METADATA}` is missing: this is no whole checkpoint")
     except (ValueError, TypeError) as error:
-        faults.append(f"`{_STEP_METADATA}` is damaged: {error!r}")
+        faults.append(f"`{STEP_METADATA}` is damaged: {error!r}")
     if not _is_committed(path):
         faults.append(f"`{bucket.MARKER}` is missing: the save never ended")
     handlers = metadata.get("item_handlers")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from etils import epath
 
 from gockpt_jax.errors import VerifyError
-from gockpt_jax.storage.files import checksum_files, item_files
+from gockpt_jax.storage.files import beside, checksum_files, item_files
 from gockpt_jax.storage.files.checksum_files import ChecksumError, LeafChecksums
 from gockpt_jax.storage.files.plain_reads import PlainReads
 from gockpt_jax.storage.inspecting.directory import Step, look_into
@@ -92,17 +92,38 @@ def verify(
         raise VerifyError(f"{path} holds no checkpoint: found {found.describe()}.")
     for step in found.steps[-1:] if newest else found.steps:
         if found.kind != "item":
-            yield _verify_beside_items(step)
+            yield verify_step(step)
         for name in step.trees:
             yield verify_item(step.items[name], limit_bytes=limit_bytes, threads=threads)
 
 
-def _verify_beside_items(step: Step) -> Verdict:
-    """What a step itself must hold; items that are no trees are not looked into."""
-    faults = step.faults
+def verify_step(step: Step) -> Verdict:
+    """Verifies a step's metadata, and those of its items that are no trees.
+
+    By what its trees know of them; a checkpoint that was written before they knew is `unchecked`.
+    """
+    faults, notes = list(step.faults), []
     if not step.trees:
-        faults = (*faults, "it holds no tree of arrays")
-    return Verdict(str(step.path), faults)
+        faults.append("it holds no tree of arrays")
+    known = beside.Beside.together(_known_by(step))
+    made = beside.metadata_digests(step.metadata)
+    faults += [
+        f"`{item_files.STEP_METADATA}` is damaged: its `{key}` has changed"
+        for key, digest in known.metadata.items()
+        if step.metadata and made.get(key) != digest
+    ]
+    for name in sorted(step.items.keys() - set(step.trees)):
+        if name in known.items:
+            faults += _compare(step.items[name], known.items[name], f"{name}/")
+        else:
+            notes.append(f"the item `{name}` has no checksums")
+    return Verdict(str(step.path), tuple(faults), tuple(notes))
+
+
+def _known_by(step: Step) -> Iterator[beside.Beside]:
+    for name in step.trees:
+        with contextlib.suppress(FileNotFoundError, ChecksumError):  # it is told of the tree
+            yield checksum_files.read_item(step.items[name]).beside
 
 
 def verify_item(
@@ -160,17 +181,25 @@ def check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
     Reads the small ones. Of those that hold chunks only the sizes are compared.
     """
     try:
-        listed, processes, is_intact = checksum_files.read_item(item)
+        sealed = checksum_files.read_item(item)
     except FileNotFoundError:
         return [f"`{item_files.ITEM_FILE}` is missing"], [0]
     except ChecksumError as error:
         return [str(error)], [0]
-    if not is_intact:
-        return [f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"], processes
+    if sealed.is_intact:
+        return _compare(item, sealed.files), sealed.processes
+    own = f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"
+    return [own], sealed.processes
+
+
+def _compare(
+    item: epath.Path, listed: Mapping[str, tuple[int, str | None]], below: str = ""
+) -> list[str]:
+    """What has become of an item's files; `below` stands before their names."""
     sizes = dict(item_files.files_of(item))
-    faults = [f"`{name}` is missing" for name in sorted(listed.keys() - sizes.keys())]
+    faults = [f"`{below}{name}` is missing" for name in sorted(listed.keys() - sizes.keys())]
     faults += [
-        f"`{name}` is foreign: it was not there when the checkpoint was committed"
+        f"`{below}{name}` is foreign: it was not there when the checkpoint was committed"
         for name in sorted(sizes.keys() - listed.keys())
     ]
     of_size = []
@@ -178,12 +207,13 @@ def check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
         if sizes[name] == listed[name][0]:
             of_size.append(name)
         else:
-            faults.append(f"`{name}` has {sizes[name]} bytes, {listed[name][0]} were written")
+            had = f"{sizes[name]} bytes, {listed[name][0]} were written"
+            faults.append(f"`{below}{name}` has {had}")
     small = [name for name in of_size if listed[name][1]]
     for name, digest in zip(small, item_files.file_digests(item, small), strict=True):
         if digest != listed[name][1]:
-            faults.append(f"`{name}` is damaged: its content has changed")
-    return faults, processes
+            faults.append(f"`{below}{name}` is damaged: its content has changed")
+    return faults
 
 
 def _read_processes(

@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.managing.arguments import step_names, step_path
 
 
@@ -54,7 +55,7 @@ class Deleter:
             if not is_moved:
                 (path / bucket.MARKER).unlink(missing_ok=True)
         elif path.exists():
-            unfinished = step_names(options).build_name(step) + ocp.path.step.TMP_DIR_SUFFIX
+            unfinished = step_names(options).build_name(step) + TEMPORARY
             hidden = self._root / unfinished
             if hidden.exists():  # by a killed save: stock's would take it for the step
                 hidden.rmtree()

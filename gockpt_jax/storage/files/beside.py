@@ -1,0 +1,91 @@
+"""What lies beside an item in its step: the items of other handlers, and the step's metadata.
+
+An item's `item.json` keeps their digests too, so that `verify` knows of a step what it knows of a
+tree. They are made on the primary process when every process has written its part of all items,
+which is before the first of them is committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import xxhash
+from etils import epath
+
+from gockpt_jax.storage.files.item_files import STEP_METADATA, TEMPORARY, file_digests, files_of
+
+Json = dict[str, Any]
+
+# Their files are what they will be before any item is finalized; of the user's own nobody knows.
+_WRITTEN_BY_THEN = frozenset({"JsonCheckpointHandler", "ProtoCheckpointHandler"})
+# Orbax adds the time of the commit to the others.
+_OF_METADATA = ("custom_metadata", "item_handlers")
+
+
+class Beside(NamedTuple):
+    """What an item knows of its step.
+
+    Attributes:
+      items: Of other items, by name: size and digest of each file.
+      metadata: Digests of parts of the step's metadata, by their key in it.
+    """
+
+    items: Mapping[str, Mapping[str, tuple[int, str]]]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def of(cls, content: Json) -> Beside:
+        """From what `item.json` says."""
+        items = {
+            name: {file: (size, made) for file, (size, made) in files.items()}
+            for name, files in content.get("items", {}).items()
+        }
+        return cls(items, dict(content.get("metadata", {})))
+
+    @classmethod
+    def together(cls, several: Iterable[Beside]) -> Beside:
+        """What several items know of their step."""
+        items: dict[str, Mapping[str, tuple[int, str]]] = {}
+        metadata: dict[str, str] = {}
+        for one in several:
+            items.update(one.items)
+            metadata.update(one.metadata)
+        return cls(items, metadata)
+
+
+def what_lies_beside(item: epath.Path) -> Beside:
+    """Looks around in the step, if the item is part of one.
+
+    Args:
+      item: Its directory, which is not visible yet.
+    """
+    step, metadata = item.parent, {}
+    with contextlib.suppress(OSError, ValueError):  # it may be no step
+        metadata = json.loads((step / STEP_METADATA).read_text())
+    handlers = metadata.get("item_handlers")
+    if not isinstance(handlers, Mapping) or _final_name(item) not in handlers:
+        return Beside({}, {})
+    folders = {_final_name(path): path for path in step.iterdir() if path.is_dir()}
+    items = {}
+    for name, handler in handlers.items():
+        if str(handler).rpartition(".")[2] in _WRITTEN_BY_THEN and name in folders:
+            sizes = dict(files_of(folders[name]))
+            digests = file_digests(folders[name], list(sizes))
+            items[name] = dict(zip(sizes, zip(sizes.values(), digests, strict=True), strict=True))
+    return Beside(items, metadata_digests(metadata))
+
+
+def metadata_digests(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Of those parts of a step's metadata that are final before its commit."""
+    return {
+        key: str(xxhash.xxh3_128_hexdigest(json.dumps(metadata[key], sort_keys=True).encode()))
+        for key in _OF_METADATA
+        if key in metadata
+    }
+
+
+def _final_name(path: epath.Path) -> str:
+    return str(path.name).partition(TEMPORARY)[0]

@@ -1,0 +1,134 @@
+"""`verify` of what lies beside the trees of a step: other items, and the step's own metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from click.testing import CliRunner
+
+import gockpt_jax as gockpt
+from gockpt_jax.cli.main import main
+from gockpt_jax.storage.inspecting.verify import verify
+
+ITEMS = {"state": "state", "cursor": "metadata", "metrics": "metrics"}
+
+
+class NotesHandler(ocp.CheckpointHandler):
+    """A user's own, which writes its last word as it is finalized."""
+
+    def save(self, directory: Any, args: Any) -> None:
+        (directory / "notes.txt").write_text(args.text)
+
+    def finalize(self, directory: Any) -> None:
+        (directory / "notes.txt").write_text("finalized")
+
+    def restore(self, directory: Any, args: Any) -> str:
+        return str((directory / "notes.txt").read_text())
+
+
+@ocp.args.register_with_handler(NotesHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class Notes(ocp.args.CheckpointArgs):
+    """What it is given."""
+
+    text: str = ""
+
+
+def save(root: Path, *, is_async: bool = True, **more: Any) -> None:
+    options = ocp.CheckpointManagerOptions(
+        best_fn=lambda metrics: metrics["loss"], enable_async_checkpointing=is_async
+    )
+    items = ocp.args.Composite(
+        state=gockpt.GoCkptSave({"w": jnp.ones(4)}),
+        cursor=ocp.args.JsonSave({"epoch": 3, "position": 12345}),
+        **more,
+    )
+    with gockpt.GoCkptManager(root, options=options) as manager:
+        metadata = {"lr": 0.5, "notes": ["é", None, float("inf")]}
+        manager.save(7, args=items, metrics={"loss": 1.5}, custom_metadata=metadata)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saved") / "run"
+    save(root)
+    return root
+
+
+@pytest.fixture
+def root(saved: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def found(root: Path) -> tuple[int, list[str]]:
+    """The exit code, and what is told."""
+    code = CliRunner().invoke(main, ["verify", str(root)]).exit_code
+    return code, [line for v in verify(root) for line in (*v.faults, *v.notes)]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_whole(tmp_path: Path, is_async: bool) -> None:
+    save(tmp_path / "run", is_async=is_async)
+    assert found(tmp_path / "run") == (0, [])
+
+
+def test_another_items_content(root: Path) -> None:
+    file = root / "7/cursor/metadata"
+    file.write_text(file.read_text().replace("12345", "92345"))
+    told = "`cursor/metadata` is damaged: its content has changed"
+    assert found(root) == (1, [told])
+    with (
+        gockpt.GoCkptManager(root) as manager,
+        pytest.raises(gockpt.VerifyError, match="cursor/metadata"),
+    ):
+        manager.restore(7, args=ocp.args.Composite(cursor=ocp.args.JsonRestore()), verify=True)
+
+
+def test_another_items_files(root: Path) -> None:
+    (root / "7/cursor/metadata").unlink()
+    (root / "7/cursor/other").write_text("{}")
+    (root / "7/metrics/metrics").write_text("{")
+    code, told = found(root)
+    assert code == 1
+    assert [line.partition(" (")[0] for line in told] == [
+        "`cursor/metadata` is missing",
+        "`cursor/other` is foreign: it was not there when the checkpoint was committed",
+        "`metrics/metrics` has 1 bytes, 13 were written",
+    ]
+    shutil.rmtree(root / "7/cursor")
+    assert found(root)[1][0] == "the item `cursor` is missing"
+
+
+@pytest.mark.parametrize("key", ["custom_metadata", "item_handlers"])
+def test_the_steps_metadata(root: Path, key: str) -> None:
+    file = root / "7/_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())
+    content[key] = {**content[key], "state": "other"}
+    file.write_text(json.dumps(content))
+    told = f"`_CHECKPOINT_METADATA` is damaged: its `{key}` has changed"
+    assert found(root) == (1, [told])
+
+
+def test_an_item_of_a_handler_of_the_users(tmp_path: Path) -> None:
+    """It may write until its own end: nobody can say what it wrote."""
+    save(tmp_path / "run", notes=Notes("as it was given"))
+    assert found(tmp_path / "run") == (3, ["the item `notes` has no checksums"])
+    with gockpt.GoCkptManager(tmp_path / "run") as manager:
+        assert manager.restore(7, verify=True)["state"]["w"].tolist() == [1.0] * 4
+
+
+def test_a_tree_that_is_no_part_of_a_step(saved: Path, tmp_path: Path) -> None:
+    """Though it lies in the directory of one."""
+    step = Path(shutil.copytree(saved / "7", tmp_path / "7"))
+    with ocp.Checkpointer(gockpt.GoCkptHandler()) as checkpointer:
+        checkpointer.save(step / "copy", args=gockpt.GoCkptSave({"w": jnp.zeros(2)}))
+    (step / "cursor/metadata").write_text("{}")
+    assert found(step / "copy") == (0, [])
