@@ -68,7 +68,7 @@ OLDEST := orbax-checkpoint==0.11.33 jax==0.7.2 flax==0.12.0 tensorstore==0.1.78
 NEWEST := orbax-checkpoint jax flax optax tensorstore
 COMPAT_VENV ?= .venv-compat
 COMPAT_TESTS := tests/training tests/transfer tests/replay tests/window tests/storage tests/faults \
-	tests/multiprocess tests/test_manager.py tests/test_every_manager.py tests/test_v1.py \
+	tests/multiprocess tests/integrations tests/test_manager.py tests/test_every_manager.py tests/test_v1.py \
 	tests/test_docs.py tests/test_example.py tests/test_nnx_example.py
 
 test-compat: test-compat-oldest test-compat-newest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from integrations.loops import WINDOW, run_both
@@ -45,12 +46,16 @@ def plain(params, opt_state, x, y):
     return *apply_gradients(params, opt_state, grads), loss
 
 
+def varying(array):
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(array, "data", to="varying")
+    return jax.lax.pvary(array, "data")  # jax 0.7
+
+
 def mapped_gradients(params, x, y):
     """Each device differentiates its own examples; then the mean over devices."""
     value_and_grad = jax.value_and_grad(lambda p: mean_loss(p, x, y))
-    loss, grads = value_and_grad(
-        jax.tree.map(lambda a: jax.lax.pcast(a, "data", to="varying"), params)
-    )
+    loss, grads = value_and_grad(jax.tree.map(varying, params))
     return jax.lax.pmean((loss, grads), "data")
 
 
@@ -85,15 +90,15 @@ LAYOUTS = {
 
 def train(directory, gockpt, *, step_fn):
     params = init_params()
-    batch_sharding = None
+    batch_sharding, in_mesh = None, contextlib.nullcontext()
     if LAYOUTS[step_fn] is not None:
         specs, batch_spec = LAYOUTS[step_fn]
-        mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])  # its axes are Explicit
-        jax.set_mesh(mesh)
+        kinds = (AxisType.Explicit,)  # the default, since jax 0.8
+        mesh = jax.make_mesh((4,), ("data",), kinds, devices=jax.devices()[:4])
         params = {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in params.items()}
-        batch_sharding = NamedSharding(mesh, batch_spec)
-    opt_state = jax.jit(TX.init)(params)
-    with gockpt.GoCkptManager(directory, options=OPTIONS, window=WINDOW) as manager:
+        batch_sharding, in_mesh = NamedSharding(mesh, batch_spec), jax.set_mesh(mesh)
+    with in_mesh, gockpt.GoCkptManager(directory, options=OPTIONS, window=WINDOW) as manager:
+        opt_state = jax.jit(TX.init)(params)
         update = manager.wrap(step_fn, state=("params", "opt_state"))  # new
         for step in range(STEPS):
             rng = np.random.default_rng(step)
@@ -103,12 +108,6 @@ def train(directory, gockpt, *, step_fn):
             state = {"params": params, "opt_state": opt_state}
             manager.save(step, args=ocp.args.StandardSave(state))
     return state, loss
-
-
-@pytest.fixture(autouse=True)
-def no_mesh_afterwards():
-    yield
-    jax.set_mesh(None)
 
 
 @pytest.mark.parametrize("step_fn", LAYOUTS, ids=lambda f: f.__name__)
