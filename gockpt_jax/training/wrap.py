@@ -132,7 +132,8 @@ class WrappedStep(StandIn):
         """Told of a call that the program was not made for; enough of them are a new program."""
         self._refused += 1
         # With "always" at once, so that few steps run by another executable than the others.
-        if self._programs_left > 0 if self._always else self._refused == _PATIENCE:
+        is_over = self._programs_left > 0 if self._always else self._refused == _PATIENCE
+        if is_over:
             self._refused = 0
             self.program = None
 

@@ -62,10 +62,10 @@ def what_lies_beside(item: epath.Path) -> Beside:
     Args:
       item: Its directory, which is not visible yet.
     """
-    step, metadata = item.parent, {}
-    with contextlib.suppress(OSError, ValueError):  # it may be no step
+    step, metadata, handlers = item.parent, {}, None
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be no step
         metadata = json.loads((step / STEP_METADATA).read_text())
-    handlers = metadata.get("item_handlers")
+        handlers = metadata.get("item_handlers")
     if not isinstance(handlers, Mapping) or _final_name(item) not in handlers:
         return Beside({}, {})
     folders = {_final_name(path): path for path in step.iterdir() if path.is_dir()}

@@ -15,9 +15,9 @@ class Deleter:
     """Stock's deleter, for steps that nobody lists any more.
 
     Stock's removes the files of a step that is listed until the last of them is gone: a process
-    that is killed meanwhile leaves a torn checkpoint, and `best_fn` or a copy without checksums may
-    make it the one to resume from. Here it bears the name of a save that never ended first, which
-    is what stock's looks for first, and what `cleanup_tmp_directories` cleans up.
+    that is killed meanwhile leaves a torn checkpoint, which `best_fn` may make the one to resume
+    from. Here it first takes the name of a save that never ended, which is what stock's looks for
+    first, and what `cleanup_tmp_directories` cleans up.
 
     Args:
       stock: Orbax's `CheckpointDeleter`.
