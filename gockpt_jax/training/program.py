@@ -132,7 +132,6 @@ class StepProgram:
         Matmul precision, dtype promotion and `set_mesh` are thread-local, so lowering stays on the
         trainer's thread.
         """
-        self.is_armed = True
         settings = self._form.settings
         armed = jax.jit(
             with_outputs(self._traced.jaxpr, self._sites),
@@ -143,6 +142,7 @@ class StepProgram:
         with warnings.catch_warnings():  # the user's own step tells of it, if it is so
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             lowered = armed.lower(*self._input_specs())
+        self.is_armed = True  # not before: an interrupt would leave it to wait for ever
         del self._traced, self._flat  # the first holds constants, the second the user's arrays
 
         thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")

@@ -71,9 +71,11 @@ class WrappedStep(StandIn):
         """Runs one update, exactly as the jitted function would."""
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
+        if self._always:  # now: whoever is interrupted after the step has lost its result
+            if self.program is None and self.last_result is None:
+                self.program = self._trace(args, kwargs)
+            self.arm()
         flat = self._observer.before_update(self, args, kwargs)
-        if self._always and self.last_result is None:
-            self._take(self._trace(args, kwargs))
         armed = None
         if flat is not None or (self._always and self.program is not None):
             try:
@@ -108,14 +110,18 @@ class WrappedStep(StandIn):
         """What the user's own executable returns; as it is run, so the armed one is to be."""
         is_first = self.last_result is None  # its arguments seldom lie where later ones do
         traced = None if is_first else self._trace(args, kwargs)
-        result = self.step(*args, **kwargs)
+        try:
+            result = self.step(*args, **kwargs)
+        except BaseException:
+            self._programs_left += traced is not None  # it says nothing of the arguments
+            raise
         if self._untraced is not None:
             self.give_up(self._untraced)
         elif traced is not None:
             placed = placements(result)
             if self._always or placed == placements(self.last_result):  # they have settled
                 traced.returns_at(placed)
-                self._take(traced)
+                self.program = traced
         return result
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -163,12 +169,6 @@ class WrappedStep(StandIn):
             _log.debug("analysed %s:\n%s", self.__name__, program.explain())
             return program
         return None
-
-    def _take(self, program: StepProgram | None) -> None:
-        """From now on this is the step's program, if there is one."""
-        self.program = program
-        if self._always:
-            self.arm()
 
     def arm(self) -> None:
         """Starts compiling the armed step, unless that has been done."""

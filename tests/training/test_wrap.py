@@ -15,7 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gockpt_jax as gockpt
+from gockpt_jax.training import program as program_module
 from gockpt_jax.training.nested import wrap_step
+from gockpt_jax.training.program import StepProgram
 
 X = jnp.arange(8.0)
 
@@ -218,6 +220,82 @@ def test_a_call_that_the_step_refuses_says_nothing_of_others(arm, at):
         state = step(state, X * n)
     assert step.why_not is None
     assert observer.cuts[6:] == [True, True]
+
+
+class Failing:
+    """A jitted step whose next calls fail as they run: out of memory, say."""
+
+    def __init__(self, jitted, times=0):
+        self.jitted, self.times = jitted, times
+
+    def __getattr__(self, name):
+        return getattr(self.jitted, name)
+
+    def __call__(self, *args):
+        if self.times:
+            self.times -= 1
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return self.jitted(*args)
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_a_step_that_fails_as_it_runs_says_nothing_of_its_arguments(monkeypatch, arm):
+    """However often it does, where it would have been traced."""
+    observer, state, jitted = Observer((6, 7)), fresh(), jax.jit(update, donate_argnums=0)
+    step = wrap(jitted, observer, arm=arm)
+    batches = (X[:1], X) if arm == "always" else (X, X)
+    state = step(state, batches[0])
+    monkeypatch.setattr(step, "step", Failing(jitted, times=5))
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="EXHAUSTED"):
+            step(state, batches[1])
+    for _ in range(7):
+        state = step(state, X)
+    assert observer.cuts[6:] == [True, True]
+
+
+def test_a_first_call_that_fails_is_tried_again_by_the_same_executable(monkeypatch):
+    calls, call = [], StepProgram.call
+
+    def fails_once(program, *args):
+        calls.append(program)
+        if len(calls) == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return call(program, *args)
+
+    monkeypatch.setattr(StepProgram, "call", fails_once)
+    step, state = wrap(jax.jit(update, donate_argnums=0), arm="always"), fresh()
+    with pytest.raises(RuntimeError, match="EXHAUSTED"):
+        step(state, X)
+    run(step, state, 2)
+    assert calls == [step.program] * 3
+
+
+def test_an_interrupt_while_it_is_armed_loses_no_state(monkeypatch):
+    """At the first call, and where a batch of another shape makes another program."""
+    step = wrap(jax.jit(update, donate_argnums=0), arm="always")
+    lowered, with_outputs = [], program_module.with_outputs
+
+    def interrupted_once_each(jaxpr, sites):
+        lowered.append(id(jaxpr))
+        if lowered.count(id(jaxpr)) == 1:
+            raise KeyboardInterrupt
+        return with_outputs(jaxpr, sites)
+
+    def tried_again(state, x):
+        try:
+            return step(state, x)
+        except KeyboardInterrupt:
+            return step(state, x)
+
+    def batches(n):
+        return X[:1] * n if n else X
+
+    monkeypatch.setattr(program_module, "with_outputs", interrupted_once_each)
+    state = run(tried_again, fresh(), 5, batches)
+    assert_same(state, run(jax.jit(update), fresh(), 5, batches))
+    assert len(lowered) == 4
+    assert step.program.is_armed
 
 
 def test_what_jax_says_of_donation_it_says_of_the_users_step_alone():
