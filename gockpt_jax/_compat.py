@@ -236,14 +236,23 @@ def coordination_client() -> Any | None:
     return distributed.global_state.client
 
 
-def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> None:
+def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> Any:
     """Puts another deleter in the place of a `CheckpointManager`'s, which no option names.
 
     Args:
       manager: Of Orbax 0.11.33 to 0.12.
       around: Gives the new one, of the `ocp.path.deleter.CheckpointDeleter` that it has.
     """
-    manager._checkpoint_deleter = around(manager._checkpoint_deleter)
+    manager._checkpoint_deleter = deleter = around(manager._checkpoint_deleter)
+    return deleter
+
+
+def deleting_thread(deleter: Any) -> Any | None:
+    """The thread of an `ocp.path.deleter.ThreadedCheckpointDeleter`; `None` of another deleter.
+
+    Which step it is at, nobody is told. Of Orbax 0.11.33 to 0.12.
+    """
+    return getattr(deleter, "_delete_thread", None)
 
 
 def route_buckets(schemes: tuple[str, ...], kvstore: Callable[[str], dict[str, Any]]) -> bool:

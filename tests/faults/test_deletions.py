@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
+from gockpt_jax import _compat
 from gockpt_jax.storage.managing.deleting import Deleter
 
 from .injection import InjectedError
@@ -18,6 +19,7 @@ from .places import at_place
 from .trainer import LIMIT_SECS, Trainer, within_limit
 
 step_names = ocp.path.step
+Composite = ocp.CompositeCheckpointHandler
 
 
 @pytest.mark.parametrize("place", ["draining", "just_saved"])
@@ -78,6 +80,51 @@ def test_a_save_that_failed_is_told_and_not_deleted(
         trainer.assert_intact()
 
 
+@pytest.mark.parametrize("options", [{}, {"todelete_subdir": "bin"}], ids=["deleted", "moved"])
+def test_a_label_is_saved_again_when_its_files_have_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Stock's thread would take those of the new save, which have the same name until its end."""
+    go, gone = threading.Event(), threading.Event()
+    delete, finalize = ocp.path.deleter.StandardCheckpointDeleter.delete, Composite.finalize
+
+    class Thread:
+        """Stock's, which begins when it is waited for."""
+
+        def __init__(self, real: Any):
+            self._real, self.is_alive = real, real.is_alive
+
+        def join(self, timeout: float) -> None:
+            go.set()
+            self._real.join(timeout)
+
+    def deletes(deleter: Any, step: int) -> None:
+        assert go.wait(LIMIT_SECS)
+        delete(deleter, step)
+        gone.set()
+
+    def finalizes(handler: Any, directory: Any) -> None:
+        if deleted:  # and nobody has waited: it comes when the save is written, but for its end
+            go.set()
+            assert gone.wait(LIMIT_SECS)
+        finalize(handler, directory)
+
+    thread = _compat.deleting_thread
+    monkeypatch.setattr(_compat, "deleting_thread", lambda stock: Thread(thread(stock)))
+    monkeypatch.setattr(ocp.path.deleter.StandardCheckpointDeleter, "delete", deletes)
+    monkeypatch.setattr(Composite, "finalize", finalizes)
+    manager_options = ocp.CheckpointManagerOptions(enable_background_delete=True, **options)
+    deleted = False
+    with gockpt.GoCkptManager(tmp_path, options=manager_options) as manager:
+        for value in (1.0, 2.0):
+            manager.save(3, args=gockpt.GoCkptSave({"w": jnp.full(2, value)}))
+            manager.wait_until_finished()
+            if not deleted:
+                manager.delete(3)
+                deleted = True
+        assert manager.restore(3)["w"].tolist() == [2.0, 2.0]
+
+
 NAMES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefix": {"step_prefix": "run", "step_format_fixed_length": 6},
@@ -88,6 +135,7 @@ NAMES: dict[str, dict[str, Any]] = {
         )
     },
     "background": {"enable_background_delete": True},
+    "marked": {"temporary_path_class": ocp.path.atomicity.CommitFileTemporaryPath},
     "moved away": {"todelete_subdir": "bin"},
 }
 

@@ -6,9 +6,13 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
+from gockpt_jax import _compat
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.managing.arguments import step_names, step_path
+
+_LOOK_SECS = 0.05
+"""Between two looks at what stock's thread, which tells of nothing, still has to delete."""
 
 
 class Deleter:
@@ -29,6 +33,8 @@ class Deleter:
         self._stock = stock
         self._root = epath.Path(root)
         self._options = options
+        self._thread: Any = _compat.deleting_thread(stock)  # with `enable_background_delete`
+        self._leaving: dict[int, Any] = {}  # where it found, or will find, each step's files
 
     def delete(self, step: int) -> None:
         """Deletes a step, on this thread or on one of stock's."""
@@ -41,6 +47,12 @@ class Deleter:
             self._hide(step)
         self._stock.delete_steps(steps)
 
+    def make_way(self, step: int) -> None:
+        """Waits until a deleted step's files have gone; those of its next save would go too."""
+        path = self._leaving.pop(step, None)
+        while path is not None and self._thread.is_alive() and path.exists():
+            self._thread.join(_LOOK_SECS)
+
     def close(self) -> None:
         """Waits for stock's thread, if there is one."""
         self._stock.close()
@@ -49,15 +61,18 @@ class Deleter:
         options = self._options
         if not ocp.multihost.is_primary_host(options.multiprocessing_options.primary_host):
             return
-        path = step_path(self._root, step, options)
+        path = last = step_path(self._root, step, options)
         is_moved = options.todelete_subdir is not None or options.todelete_full_path is not None
         if bucket.is_bucket(path):
             if not is_moved:
                 (path / bucket.MARKER).unlink(missing_ok=True)
         elif path.exists():
-            unfinished = step_names(options).build_name(step) + TEMPORARY
-            hidden = self._root / unfinished
+            hidden = self._root / (step_names(options).build_name(step) + TEMPORARY)
             if hidden.exists():  # by a killed save: stock's would take it for the step
                 hidden.rmtree()
             if not is_moved:
                 path.rename(hidden)
+                last = hidden
+                (hidden / bucket.MARKER).unlink(missing_ok=True)  # some saves on disks have one
+        if self._thread is not None:
+            self._leaving[step] = last

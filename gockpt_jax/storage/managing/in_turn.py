@@ -70,7 +70,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             if self._gockpt_window_options.on_busy == "newest":
                 options = told_of_turns(options, self._gockpt_turn)
         super().__init__(root, options=options, handler_registry=naming.registry, **stock)
-        _compat.replace_deleter(self, lambda stock: Deleter(stock, self.directory, options))
+        self._gockpt_deleter = _compat.replace_deleter(
+            self, lambda stock: Deleter(stock, self.directory, options)
+        )
         self._gockpt_quiet = False
 
     def _save_in_turn(self, step: int, arguments: dict[str, Any], started_at: float) -> bool:
@@ -124,6 +126,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
         before = self._gockpt_pending
         self._gockpt_handler.begun.wait_for_what_was_left()
+        self._gockpt_deleter.make_way(step)
         self._gockpt_handler.label = step
         self._gockpt_turn.begin()
         self._gockpt_quiet = True
