@@ -33,12 +33,22 @@ class NotesHandler(ocp.CheckpointHandler):
         return str((directory / "notes.txt").read_text())
 
 
+class JsonCheckpointHandler(NotesHandler):
+    """Likewise, by a name of Orbax's."""
+
+
 @ocp.args.register_with_handler(NotesHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class Notes(ocp.args.CheckpointArgs):
     """What it is given."""
 
     text: str = ""
+
+
+@ocp.args.register_with_handler(JsonCheckpointHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class JsonNotes(Notes):
+    """Likewise."""
 
 
 def save(root: Path, *, is_async: bool = True, **more: Any) -> None:
@@ -117,9 +127,10 @@ def test_the_steps_metadata(root: Path, key: str) -> None:
     assert found(root) == (1, [told])
 
 
-def test_an_item_of_a_handler_of_the_users(tmp_path: Path) -> None:
+@pytest.mark.parametrize("notes", [Notes, JsonNotes])
+def test_an_item_of_a_handler_of_the_users(tmp_path: Path, notes: type[Notes]) -> None:
     """It may write until its own end: nobody can say what it wrote."""
-    save(tmp_path / "run", notes=Notes("as it was given"))
+    save(tmp_path / "run", notes=notes("as it was given"))
     assert found(tmp_path / "run") == (3, ["the item `notes` has no checksums"])
     with gockpt.GoCkptManager(tmp_path / "run") as manager:
         assert manager.restore(7, verify=True)["state"]["w"].tolist() == [1.0] * 4

@@ -71,7 +71,9 @@ def what_lies_beside(item: epath.Path) -> Beside:
     folders = {_final_name(path): path for path in step.iterdir() if path.is_dir()}
     items = {}
     for name, handler in handlers.items():
-        if str(handler).rpartition(".")[2] in _WRITTEN_BY_THEN and name in folders:
+        module, _, kind = str(handler).rpartition(".")
+        is_known = module.startswith("orbax.") and kind in _WRITTEN_BY_THEN
+        if is_known and name in folders:
             sizes = dict(files_of(folders[name]))
             digests = file_digests(folders[name], list(sizes))
             items[name] = dict(zip(sizes, zip(sizes.values(), digests, strict=True), strict=True))
