@@ -127,6 +127,19 @@ def test_the_steps_metadata(root: Path, key: str) -> None:
     assert found(root) == (1, [told])
 
 
+@pytest.mark.parametrize("name", ["a.b", "state.x", "sta", "x.orbax-checkpoint-tmp"])
+def test_names_of_items(tmp_path: Path, name: str) -> None:
+    """A save that was committed is whole, whatever Orbax calls those that were not."""
+    tree = gockpt.GoCkptSave({"w": jnp.zeros(2)})
+    save(tmp_path / "run", **{name: ocp.args.JsonSave({"a": 1}), f"{name}2": tree})
+    assert found(tmp_path / "run") == (0, [])
+    (tmp_path / "run/7" / name / "metadata").write_text('{"a": 2}')
+    assert found(tmp_path / "run") == (
+        1,
+        [f"`{name}/metadata` is damaged: its content has changed"],
+    )
+
+
 @pytest.mark.parametrize("notes", [Notes, JsonNotes])
 def test_an_item_of_a_handler_of_the_users(tmp_path: Path, notes: type[Notes]) -> None:
     """It may write until its own end: nobody can say what it wrote."""

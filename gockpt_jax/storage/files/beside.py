@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import xxhash
@@ -66,9 +66,9 @@ def what_lies_beside(item: epath.Path) -> Beside:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # it may be no step
         metadata = json.loads((step / STEP_METADATA).read_text())
         handlers = metadata.get("item_handlers")
-    if not isinstance(handlers, Mapping) or _final_name(item) not in handlers:
+    if not isinstance(handlers, Mapping) or _final_name(item, handlers) not in handlers:
         return Beside({}, {})
-    folders = {_final_name(path): path for path in step.iterdir() if path.is_dir()}
+    folders = {_final_name(path, handlers): path for path in step.iterdir() if path.is_dir()}
     items = {}
     for name, handler in handlers.items():
         module, _, kind = str(handler).rpartition(".")
@@ -89,5 +89,6 @@ def metadata_digests(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _final_name(path: epath.Path) -> str:
-    return str(path.name).partition(TEMPORARY)[0]
+def _final_name(path: epath.Path, items: Container[str]) -> str:
+    name = str(path.name)
+    return name if name in items else name.rpartition(TEMPORARY)[0]

@@ -133,8 +133,6 @@ def _number(name: str) -> tuple[int, str]:
 def _step(path: epath.Path) -> Step:
     if is_tree(path):  # saved by a checkpointer, without a manager
         return Step(path, {"": path}, ("",))
-    items = {folder.name: folder for folder in _folders(path)}
-    trees = tuple(name for name, folder in items.items() if is_tree(folder))
     faults: list[str] = []
     metadata: dict[str, Any] = {}
     try:
@@ -148,6 +146,10 @@ def _step(path: epath.Path) -> Step:
     if not _is_committed(path):
         faults.append(f"`{bucket.MARKER}` is missing: the save never ended")
     handlers = metadata.get("item_handlers")
+    named = handlers if isinstance(handlers, Mapping) else {}
+    folders = {p.name: p for p in sorted(path.iterdir()) if p.is_dir()}
+    items = {name: p for name, p in folders.items() if name in named or TEMPORARY not in name}
+    trees = tuple(name for name, folder in items.items() if is_tree(folder))
     if isinstance(handlers, Mapping):
         faults += [f"the item `{name}` is missing" for name in sorted(handlers.keys() - items)]
         faults += [f"`{name}` is foreign: no item" for name in sorted(items.keys() - handlers)]

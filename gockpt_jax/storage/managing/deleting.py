@@ -71,8 +71,9 @@ class Deleter:
             if hidden.exists():  # by a killed save: stock's would take it for the step
                 hidden.rmtree()
             if not is_moved:
+                # Some have one on disks, and Orbax 0.11.33 believes it, whatever their name.
+                (path / bucket.MARKER).unlink(missing_ok=True)
                 path.rename(hidden)
                 last = hidden
-                (hidden / bucket.MARKER).unlink(missing_ok=True)  # some saves on disks have one
         if self._thread is not None:
             self._leaving[step] = last
