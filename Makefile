@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills lives programs jobs parity merges pretended scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives programs jobs parity merges pretended scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-compat  the library and its examples with the oldest and the newest versions'
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
+	@echo 'make interrupts  Ctrl-C at random lines of the library: 90 lives, a few interrupts in each'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make jobs    random lives of jobs of several processes, with faults: 60 of them, slow'
 	@echo 'make programs  random training programs in random lives: 50 of them, three lives each on 1 and 8 devices'
@@ -104,6 +105,7 @@ $(REMOTE_VENV)/.installed: pyproject.toml Makefile
 
 # From which seed to which: other ones are other programs, lives and faults.
 KILLS ?= 0:25
+INTERRUPTS ?= 0:90
 LIVES ?= 0:94
 JOBS ?= 0:60
 PROGRAMS ?= 100:150
@@ -111,6 +113,9 @@ PARITY ?= 1:61
 
 kills: $(STAMP)
 	@GOCKPT_KILLS=$(KILLS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
+
+interrupts: $(STAMP)
+	@GOCKPT_INTERRUPTS=$(INTERRUPTS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_interrupted_anywhere.py
 
 lives: $(STAMP)
 	@GOCKPT_LIVES=$(LIVES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py

@@ -225,6 +225,11 @@ def before_shutdown(callback: Callable[[], None]) -> None:
         register(lambda: callback() if os.getpid() == process else None)
 
 
+def is_held(lock: Any) -> bool:
+    """Whether this thread holds a `threading.RLock`, which tells only conditions (3.11 to 3.14)."""
+    return bool(lock._is_owned())
+
+
 def coordination_client() -> Any | None:
     """The client of the coordination service; `None` before `jax.distributed.initialize`.
 
@@ -234,6 +239,15 @@ def coordination_client() -> Any | None:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def commit_thread(manager: Any) -> Any | None:
+    """The thread that ends a `CheckpointManager`'s last save; `None` before the first.
+
+    Its attribute `exception` is what it has failed with, and what those who wait for it raise. Of
+    Orbax 0.11.33 to 0.12.
+    """
+    return manager._finalize_thread.get()
 
 
 def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> Any:

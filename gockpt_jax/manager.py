@@ -122,7 +122,8 @@ class GoCkptManager(SavesInTurn):
         Raises:
           HostBudgetError: if the host budget cannot hold the state.
           StorageError: if the storage refuses this save, or has refused the one before.
-          RuntimeError: if the manager is closed.
+          RuntimeError: if the manager is closed, or a signal handler calls in the middle of a step
+            or of another call.
           TypeError: if the state is not given as `args`, or the label is no integer.
           ValueError: if the label is negative, or the state has been donated to a later step.
         """
@@ -135,8 +136,10 @@ class GoCkptManager(SavesInTurn):
             )
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
-        self._gockpt_naming.note(kwargs.get("args"))
-        return self._save_in_turn(step, kwargs, started_at)
+        self._gockpt_calls.refuse_inside(f"save of step {step}")
+        with self._gockpt_calls.saving:
+            self._gockpt_naming.note(kwargs.get("args"))
+            return self._save_in_turn(step, kwargs, started_at)
 
     def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:
         """Restores a step; arguments and result are those of `ocp.CheckpointManager`.
@@ -164,7 +167,8 @@ class GoCkptManager(SavesInTurn):
                 "args=GoCkptRestore(state))`; got a "
                 f"`{type(args[0] if args else kwargs['items']).__name__}` without."
             )
-        self._gockpt_session.abandon("a checkpoint was restored")
+        self._gockpt_calls.refuse_inside("restore")
+        self._gockpt_session.state_replaced()
         self._finish_saves()  # as stock does; a window's failure is no matter of theirs
         wanted, elsewhere = kwargs.get("args"), kwargs.get("directory")
         is_named = wanted is None or isinstance(wanted, ocp.args.Composite)
@@ -204,7 +208,7 @@ class GoCkptManager(SavesInTurn):
             would start anew beside them. Saves that never ended are only logged.
         """
         latest = super().latest_step()
-        if latest is None and not self._gockpt_quiet and not self._gockpt_looked:
+        if latest is None and not self._gockpt_calls.is_inside and not self._gockpt_looked:
             resume.refuse_fresh_start(self.directory)
             self._gockpt_looked = True  # what this manager saves later is no surprise
         return latest
@@ -235,11 +239,11 @@ class GoCkptManager(SavesInTurn):
         try:
             self._finish_saves()
         finally:
-            self._gockpt_quiet = True
-            try:
-                super().close()
-            finally:
-                self._gockpt_session.close()
+            with self._gockpt_calls.saving:
+                try:
+                    super().close()
+                finally:
+                    self._gockpt_session.close()
 
 
 def _finish_saves(manager: "weakref.ref[GoCkptManager]") -> None:

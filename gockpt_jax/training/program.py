@@ -142,14 +142,13 @@ class StepProgram:
         with warnings.catch_warnings():  # the user's own step tells of it, if it is so
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             lowered = armed.lower(*self._input_specs())
-        self.is_armed = True  # not before: an interrupt would leave it to wait for ever
-        del self._traced, self._flat  # the first holds constants, the second the user's arrays
-
         thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")
         self._executable = thread.submit(
             lowered.compile, compiler_options=settings.compiler_options
         )
         thread.shutdown(wait=False)  # it ends when that is done
+        self.is_armed = True  # not before: an interrupt would leave it to wait for ever
+        del self._traced, self._flat  # the first holds constants, the second the user's arrays
 
     def is_ready(self) -> bool:
         """Whether the armed step has been compiled (or has failed to)."""

@@ -74,6 +74,7 @@ class WrappedStep(StandIn):
         if self._always:  # now: whoever is interrupted after the step has lost its result
             if self.program is None and self.last_result is None:
                 self.program = self._trace(args, kwargs)
+                self._programs_left -= self.program is not None
             self.arm()
         flat = self._observer.before_update(self, args, kwargs)
         armed = None
@@ -110,14 +111,11 @@ class WrappedStep(StandIn):
         """What the user's own executable returns; as it is run, so the armed one is to be."""
         is_first = self.last_result is None  # its arguments seldom lie where later ones do
         traced = None if is_first else self._trace(args, kwargs)
-        try:
-            result = self.step(*args, **kwargs)
-        except BaseException:
-            self._programs_left += traced is not None  # it says nothing of the arguments
-            raise
+        result = self.step(*args, **kwargs)  # if it fails, that says nothing of its arguments
         if self._untraced is not None:
             self.give_up(self._untraced)
         elif traced is not None:
+            self._programs_left -= 1
             placed = placements(result)
             if self._always or placed == placements(self.last_result):  # they have settled
                 traced.returns_at(placed)
@@ -160,7 +158,6 @@ class WrappedStep(StandIn):
         except Exception as error:  # as the step itself will raise: it says nothing of other calls
             self._untraced = f"tracing it failed with {_brief(error)}"
             return None
-        self._programs_left -= 1
         with self._giving_up_on_errors():
             program = StepProgram(
                 self.step, self._form, args, kwargs,

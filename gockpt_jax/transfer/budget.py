@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -61,6 +61,19 @@ class ByteBudget:
         with self._changed:
             self.used_bytes -= num_bytes
             self._changed.notify_all()
+
+    def giving_back(self, num_bytes: int) -> Callable[[], None]:
+        """What gives bytes back that have been taken; the second and later calls do nothing.
+
+        For those that an interrupt may keep from whoever was to give them back, or may not.
+        """
+        owed = [num_bytes]
+
+        def give_back() -> None:
+            if owed:
+                self.release(owed.pop())
+
+        return give_back
 
     def reset_peak(self) -> None:
         """Measures the peak from now on."""

@@ -132,18 +132,19 @@ class Auditor:
         probes = _probes(pairs)
         num_bytes = sample_bytes(probes)
         self._device.acquire(num_bytes)
-        try:
-            sample = start_sample(probes)
-        except BaseException:
-            self._device.release(num_bytes)
-            raise
+        give_back = self._device.giving_back(num_bytes)
         boxes = [box for box, _ in pairs]  # the worker must not keep the state alive
 
         def land() -> None:
             pending.land(boxes, sample)
-            self._device.release(num_bytes)
+            give_back()
 
-        self._worker.submit(land)
+        try:
+            sample = start_sample(probes)
+            self._worker.submit(land)
+        except BaseException:
+            give_back()
+            raise
 
     def _demote(self, path: str) -> bool:
         """Makes a leaf late from now on; False if it must not be."""

@@ -48,10 +48,7 @@ def take_now(
     slots = [make_slots(replicas.boxes(a)) for a in arrays]
     landings = [Landing() for _ in arrays]
     chunks = late_chunks(arrays, device.limit_bytes, replicas)
-
-    # From now on, not from when they land: a window that opens meanwhile must not take their room.
     held_bytes = [replicas.owned_bytes(a) for a in arrays]
-    host.add(sum(held_bytes))
     lost: set[int] = set()
 
     def land(position: int, found: Sequence[HostChunk]) -> None:
@@ -71,12 +68,15 @@ def take_now(
     def forget() -> None:  # nobody will write these
         host.release(sum(num_bytes for n, num_bytes in enumerate(held_bytes) if n not in lost))
 
+    promised = {id(a): found for a, found in zip(arrays, slots, strict=True)}
+    # From now on, not from when they land: a window that opens meanwhile must not take their room.
+    host.add(sum(held_bytes))
     try:
         send_late([(arrays[n], chunk) for n, chunk in chunks], land, failed, worker, device)
     except BaseException:
         worker.submit(forget)
         raise
-    return {id(a): found for a, found in zip(arrays, slots, strict=True)}
+    return promised
 
 
 def send_late(
@@ -98,18 +98,19 @@ def send_late(
     numbered = [(id(array), chunk) for array, chunk in chunks]
     for positions, block in late_blocks(numbered, device.limit_bytes):
         device.acquire(block.staged_bytes)
+        give_back = device.giving_back(block.staged_bytes)
         try:
             pull = stage_and_pull(block, [chunks[n][0] for n in positions])
+            worker.submit(_landing(positions, pull, land, failed, give_back))
         except BaseException:
-            device.release(block.staged_bytes)
+            give_back()
             raise
-        worker.submit(_landing(positions, pull, land, failed, block.staged_bytes, device))
 
 
 def _landing(
     positions: Sequence[int], pull: Pull[list[list[HostChunk]]],
     land: Callable[[int, Sequence[HostChunk]], None], failed: Callable[[int, BaseException], None],
-    num_bytes: int, device: ByteBudget,
+    has_landed: Callable[[], None],
 ) -> Callable[[], None]:  # fmt: skip
     pulls = [pull]
 
@@ -118,7 +119,7 @@ def _landing(
             try:
                 found = pulls.pop().result()
             finally:  # nothing holds the staged copies any more
-                device.release(num_bytes)
+                has_landed()
             for n, chunk in zip(positions, found, strict=True):
                 land(n, chunk)
         except BaseException as error:

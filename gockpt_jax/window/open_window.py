@@ -1,5 +1,6 @@
 """One open window, on the trainer's thread: what leaves, what follows, what is sealed."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -142,15 +143,14 @@ class OpenWindow:
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
         num_bytes = block.state.staged_bytes
         self._device.acquire(num_bytes)
+        give_back = self._device.giving_back(num_bytes)
         try:
             pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
+            land = functools.partial(self._early.land, block.leaves, block.state.chunks, pull)
+            self._land(land, give_back)
         except BaseException:
-            self._device.release(num_bytes)
+            give_back()
             raise
-        self._land(
-            lambda: self._early.land(block.leaves, block.state.chunks, pull),
-            lambda: self._device.release(num_bytes),
-        )
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
@@ -180,7 +180,11 @@ class OpenWindow:
             self._room.dispatched(has_run, 0)
             return
         pulled = self._room.dispatched(has_run, left.cut.held_bytes)
-        self._land(lambda: self._early.take_in(pull), pulled)
+        try:
+            self._land(lambda: self._early.take_in(pull), pulled)
+        except BaseException:  # an interrupt
+            self._worker.submit(pulled)
+            raise
 
     def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
         # The compiler may have put them elsewhere than the leaves.
@@ -252,13 +256,6 @@ class OpenWindow:
         self.record.late_leaves = tuple(self._late.values())
         paths = self.program.positions.paths
         audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
-        self._handed_over.update(slots)
-        rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]
-        send_late(
-            [(arrays[j], chunk) for j, chunk in rest],
-            lambda n, found: self._pass_on(self._early.land_rows(*rest[n], found)),
-            lambda _, error: self._early.failed(error), self._worker, self._device,
-        )  # fmt: skip
 
         def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
             if audit is not None:
@@ -277,7 +274,19 @@ class OpenWindow:
                 if audit is not None:
                     audit.drop()
 
-        self._worker.submit_behind(finish)
+        try:
+            self._handed_over.update(slots)
+            rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]
+            send_late(
+                [(arrays[j], chunk) for j, chunk in rest],
+                lambda n, found: self._pass_on(self._early.land_rows(*rest[n], found)),
+                lambda _, error: self._early.failed(error), self._worker, self._device,
+            )  # fmt: skip
+            self._worker.submit_behind(finish)
+        except BaseException:  # an interrupt
+            if audit is not None:
+                self._worker.submit_behind(audit.drop)
+            raise
         return slots, None if audit is None else audit.metadata
 
     def _followed(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[Chunk]]:

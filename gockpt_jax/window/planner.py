@@ -78,6 +78,9 @@ class Planner:
         self._is_limited = False
         self._review_due = False
         self._plans: weakref.WeakKeyDictionary[StepProgram, _Planned] = weakref.WeakKeyDictionary()
+        self._ready: weakref.WeakSet[StepProgram] = (
+            weakref.WeakSet()
+        )  # all is compiled, or being so
         self._departures: weakref.WeakKeyDictionary[StepProgram, dict[Any, list[Departure]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -97,11 +100,12 @@ class Planner:
         program = step.program
         if program is None:
             return False
-        if program in self._plans:
+        if program in self._ready:
             return self._review_due and self._review(step, program)
         self.limit_device(stepped=True)
         leaves = program.new_state_leaves(step.last_result)
-        planned = self._plan(program, leaves)
+        # It has one if making it ready was interrupted: all processes make a plan at the same call.
+        planned = self._plans.get(program) or self._plan(program, leaves)
         finds_no_room = (
             planned.plan.steps == 1
             and why_one_copy(planned.size.sent, self._device.limit_bytes) is None
@@ -112,6 +116,7 @@ class Planner:
         if program is not None:
             _log.debug("planned %s", self._plans[program].plan)
             self._make_ready(step, program, leaves)
+            self._ready.add(program)
         return True
 
     def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> _Planned:

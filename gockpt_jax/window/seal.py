@@ -64,23 +64,23 @@ class Seal:
             wanted = {id(a) for a in arrays}
             early, audit = self._window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
             slots = {id(new[j]): found for j, found in early.items()}
-            record.early_leaves += len(early)
-        record.state_bytes += state_bytes
-        record.early_bytes += sum(owned[id(a)] for a in arrays if id(a) in slots)
-        record.host_budget_bytes = to.host.limit_bytes
-        with events.span(events.SPAN_SEAL):
-            # Of an array on other processes' devices alone there is nothing to take.
-            slots.update((id(a), []) for a in arrays if not a.sharding.addressable_devices)
-            late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
-            try:
+        try:
+            record.early_leaves += len(slots)
+            record.state_bytes += state_bytes
+            record.early_bytes += sum(owned[id(a)] for a in arrays if id(a) in slots)
+            record.host_budget_bytes = to.host.limit_bytes
+            with events.span(events.SPAN_SEAL):
+                # Of an array on other processes' devices alone there is nothing to take.
+                slots.update((id(a), []) for a in arrays if not a.sharding.addressable_devices)
+                late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
                 slots |= take_now(
                     late, to.worker, device=to.device, host=to.host, replicas=to.replicas
                 )
-            except BaseException:  # nobody will write what has left early
-                give_back([slot for found in slots.values() for slot in found], to.host)
-                raise
-        to.worker.submit(record.drained)
-        return record, [slots[id(a)] for a in arrays], audit
+            to.worker.submit(record.drained)
+            return record, [slots[id(a)] for a in arrays], audit
+        except BaseException:  # nobody will write what has been taken
+            give_back([slot for found in slots.values() for slot in found], to.host)
+            raise
 
     def end(self) -> None:
         """All items have been taken; what the save did not ask for is forgotten."""

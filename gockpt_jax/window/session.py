@@ -15,9 +15,14 @@ Beside other processes, a window is open everywhere or nowhere, for all run the 
 (`processes.py`). One process may give up its part: it runs the armed steps beside the others, and
 takes a snapshot at the seal. Nothing it finds wrong is raised between two commits, where the
 others would wait for it in vain.
+
+Other threads may ask and wait as the trainer's does, and a signal handler may interrupt any line of
+it. A step that was interrupted is the end of its window: nobody can tell whether
+the loop goes on from its result or from its arguments.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +66,7 @@ class Session:
       predictor: Of saves.
       planner: Of windows.
       between_steps: Called on the trainer's thread before each update; may raise.
+      lock: Held by whoever tells or asks something.
     """
 
     def __init__(self, options: WindowOptions, processes: Processes, replicas: Replicas):
@@ -70,8 +76,11 @@ class Session:
         self.host, self.replicas = resources.host, replicas
         self.predictor = SavePredictor()
         self.between_steps: Callable[[], None] = lambda: None
+        self.lock = threading.RLock()
+        self._trainer: int | None = None  # the thread that steps
         self._options = options
         self._window: OpenWindow | None = None
+        self._is_stepping = False  # since a block has left, until its update has been followed
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
         self.planner = Planner(options, processes, resources)
@@ -96,9 +105,15 @@ class Session:
           ReplayError: if a window failed since the last call. Nothing has been dispatched, the
             state is alive, and the next call goes on.
         """
-        self.end_save()
-        self.surface_failure()
-        self.between_steps()
+        with self.lock:
+            self._trainer = threading.get_ident()
+            self.end_save()
+            self.surface_failure()
+            self._end_interrupted_step()
+            self.between_steps()
+            return self._begin_update(step, args, kwargs)
+
+    def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> list[Any] | None:
         start = time.perf_counter()
         if self._window is None:
             self.planner.clock.tick(start)
@@ -122,6 +137,7 @@ class Session:
             step.call_changed()
             return None
         window.program = program
+        self._is_stepping = True
         try:
             self._stage(window, program.state_leaves(flat))
         except BaseException as error:  # an interrupt: it may have waited for room
@@ -129,6 +145,14 @@ class Session:
             raise
         window.record.stall_secs += time.perf_counter() - start
         return None if self._window is None else flat
+
+    def _end_interrupted_step(self) -> None:
+        """The step before did not come to its end, if a window is in the middle of one."""
+        if self._is_stepping:
+            self._is_stepping = False
+            if self._window is not None:
+                self._window.give_back_room()
+                self.abandon("a step was interrupted")
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
@@ -145,23 +169,30 @@ class Session:
     def no_update(self, step: WrappedStep, reason: str) -> None:
         """The armed step did not run: it refused the call, or raised. The window is over."""
         del step
-        if self._window is not None:
-            self._window.give_back_room()
-            self.abandon(reason)
+        with self.lock:
+            self._is_stepping = False
+            if self._window is not None:
+                self._window.give_back_room()
+                self.abandon(reason)
 
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
         """Counts the update and sends its cut after what has left."""
-        self.version += 1
-        self._last_step = step
-        if self._window is not None and armed is not None:
-            start = time.perf_counter()
-            try:
-                self._window.follow(armed.state, armed.cut)
-            except Exception as error:  # the old state is donated: the caller must get the new one
-                _log.warning("a window was given up, training is not affected: %r", error)
-                self._give_up(f"its cut could not be pulled: {error!r}")
-                return
-            self._window.record.stall_secs += time.perf_counter() - start
+        with self.lock:
+            self.version += 1
+            self._last_step = step
+            if self._window is not None and armed is not None:
+                self._follow(self._window, armed)
+            self._is_stepping = False
+
+    def _follow(self, window: OpenWindow, armed: ArmedResult) -> None:
+        start = time.perf_counter()
+        try:
+            window.follow(armed.state, armed.cut)
+        except Exception as error:  # the old state is donated: the caller must get the new one
+            _log.warning("a window was given up, training is not affected: %r", error)
+            self._give_up(f"its cut could not be pulled: {error!r}")
+            return
+        window.record.stall_secs += time.perf_counter() - start
 
     # Opening and abandoning.
 
@@ -175,22 +206,25 @@ class Session:
 
     def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
-        if self._window is None:
-            return
-        if self._window.error is not None:
-            reason = f"it failed: {self._window.error!r}"
-        self._tell(self._window, "abandoned", reason)
-        self._why_snapshot = f"its window was abandoned: {reason}"
-        self._window.drop()
-        self._window = self._given_up = None
-        if self.processes.several:
-            self._failure = None  # its save does not come, so there is nothing to fail
-        if mispredicted:
-            self.predictor.abandoned()
+        with self.lock:
+            window = self._window
+            if window is None:
+                return
+            window.drop()
+            self._window = self._given_up = None
+            if window.error is not None:
+                reason = f"it failed: {window.error!r}"
+            self._tell(window, "abandoned", reason)
+            self._why_snapshot = f"its window was abandoned: {reason}"
+            if self.processes.several:
+                self._failure = None  # its save does not come, so there is nothing to fail
+            if mispredicted:
+                self.predictor.abandoned()
 
     def _give_up(self, reason: str) -> None:
         """This process's part of the open window is over; so is the window, unless others go on."""
-        assert self._window is not None
+        if self._window is None:  # a signal handler's `close` came first
+            return
         if not self.processes.several:
             self.abandon(reason)
             return
@@ -213,10 +247,11 @@ class Session:
         Raises:
           ReplayError: from the original error.
         """
-        window = self._window
-        if window is not None and window.error is not None and self._given_up is None:
-            self._failure = window.error
-            self._give_up(f"it failed: {self._failure!r}")
+        with self.lock:
+            window = self._window
+            if window is not None and window.error is not None and self._given_up is None:
+                self._failure = window.error
+                self._give_up(f"it failed: {self._failure!r}")
         if not self.processes.several:
             self._raise_failure()
 
@@ -234,10 +269,11 @@ class Session:
           HostBudgetError: if the user's host budget cannot hold the save even alone.
           ReplayError: beside other processes, if this save's window has failed here.
         """
-        if self._seal is None:
-            self._seal = self._begin_save()
-            self._window = None  # not before: an interrupt would leave it to nobody
-        return self._seal.take(arrays)
+        with self.lock:
+            if self._seal is None:
+                self._seal = self._begin_save()
+                self._window = None  # not before: an interrupt would leave it to nobody
+            return self._seal.take(arrays)
 
     def _begin_save(self) -> Seal:
         """Ends the open window, if there is one: in the save, or without it."""
@@ -245,6 +281,7 @@ class Session:
         self.planner.limit_device(stepped=self.version > 0)
         self.planner.save_ended()
         self._sealed_at = self.version
+        self._end_interrupted_step()
         window = self._sealing_window()
         if self.processes.several:
             self._raise_failure()
@@ -259,9 +296,10 @@ class Session:
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
-        seal, self._seal = self._seal, None
-        if seal is not None:
-            seal.end()
+        with self.lock:
+            if self._seal is not None:
+                self._seal.end()
+            self._seal = None
 
     def _sealing_window(self) -> OpenWindow | None:
         """The open window, if this is the version it was opened for and it is sound."""
@@ -302,6 +340,11 @@ class Session:
     def explain(self) -> str:
         """What saves are planned to be, what leaves early, what is retained, what is late."""
         return self.planner.explain(self._last_step) if self._last_step else f"{_NOT_WRAPPED}."
+
+    def state_replaced(self) -> None:
+        """A checkpoint was restored; on another thread than the trainer's, to be looked at."""
+        if threading.get_ident() == self._trainer:
+            self.abandon("a checkpoint was restored")
 
     def close(self) -> None:
         """Drops the open window and ends the threads."""

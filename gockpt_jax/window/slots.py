@@ -17,10 +17,12 @@ class ChunkSlot:
     Attributes:
       index: Its position in the leaf's global array.
       data: Resolved with its elements once it is final, or with what went wrong.
+      owed: One `None` as long as its bytes have not been given back.
     """
 
     index: Box
     data: concurrent.futures.Future[np.ndarray]
+    owed: list[None] = dataclasses.field(default_factory=lambda: [None])
 
 
 def make_slots(indices: Sequence[Box]) -> list[ChunkSlot]:
@@ -41,11 +43,16 @@ def fill(slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk]) -> None:
 
 
 def give_back(slots: Sequence[ChunkSlot], host: ByteBudget) -> None:
-    """Gives the host's bytes of chunks back that nobody reads any more, once they have landed."""
+    """Gives the host's bytes of chunks back that nobody reads any more, once they have landed.
+
+    Those that have been given back before are left out.
+    """
     for slot in slots:
-        slot.data.add_done_callback(
-            lambda future: None if future.exception() else host.release(future.result().nbytes)
-        )
+        if slot.owed:
+            slot.owed.pop()
+            slot.data.add_done_callback(
+                lambda future: None if future.exception() else host.release(future.result().nbytes)
+            )
 
 
 def fail(slots: Sequence[ChunkSlot], error: BaseException) -> None:

@@ -53,20 +53,26 @@ class StepRoom:
         """
         # More than was taken, if the compiler has put a value elsewhere than was foreseen.
         self._device.add(max(0, following_bytes - self._taken_bytes))
-        passing_bytes = max(0, self._taken_bytes - following_bytes)
-        self._taken_bytes = 0
+        passed = self._device.giving_back(max(0, self._taken_bytes - following_bytes))
+        followed = self._device.giving_back(following_bytes)
         watched, has_run = list(results), threading.Event()
 
         def watch() -> None:
             with contextlib.suppress(Exception):  # that of a step is the trainer's
                 jax.block_until_ready(watched)
             watched.clear()  # before the budget says that the memory is free
-            self._device.release(passing_bytes)
+            passed()
             has_run.set()
 
         def pulled() -> None:
             has_run.wait()  # not before `watched` is empty
-            self._device.release(following_bytes)
+            followed()
 
-        self._watcher.submit(watch)
+        self._taken_bytes = 0
+        try:
+            self._watcher.submit(watch)
+        except BaseException:  # an interrupt
+            passed()
+            followed()
+            raise
         return pulled

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -15,6 +16,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.window.seal import Seal
+from gockpt_jax.window.session import Session
 
 from .trainer import Trainer
 
@@ -132,3 +134,70 @@ def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
         found = manager.restore(0, verify=True)
         np.testing.assert_array_equal(found["w"], new["w"])
         assert manager._gockpt_session.host.used_bytes == 0
+
+
+def test_an_interrupted_wait_leaves_the_save_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes were given back while it was being written, and it was told to have failed."""
+    finalize, go_on = Composite.finalize, threading.Event()
+    with Trainer(tmp_path, max_to_keep=2) as trainer:
+        trainer.run_undisturbed(3)
+        monkeypatch.setattr(Composite, "finalize", lambda *a: go_on.wait(60) and finalize(*a))
+        trainer.run(4)
+        (commit,) = [t for t in threading.enumerate() if t.name == "save_finalize"]
+
+        def interrupted(*_: Any) -> None:
+            commit.join = real  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        for wait in (trainer.manager.wait_until_finished, lambda: trainer.save(force=True)):
+            real, commit.join = commit.join, interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+        assert trainer.manager.is_saving_in_progress()
+        assert [report.step for report in trainer.manager.reports] == [0]
+        go_on.set()
+        trainer.run_past_next_window()
+        for deleted in (0, 4):  # as ever: the saves are 0, 4, 8 and 12
+            del trainer.given[deleted]
+        trainer.assert_intact()
+        assert [r.error for r in trainer.manager.reports] == [None] * 4
+        trainer.settle()
+        assert trainer.bytes_in_flight() == (0, 0)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_step_interrupted_behind_its_dispatch_is_the_end_of_its_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, behind: bool
+) -> None:
+    """The loop goes on from the state before it, of which a block has left already."""
+    once, armed = Once(monkeypatch, Session, "after_update", behind=behind), []
+    after_update = Session.after_update
+
+    def counted(session: Session, step: Any, result: Any) -> None:
+        armed.extend([result] * (result is not None))
+        once.armed = len(armed) == at and result is not None
+        after_update(session, step, result)
+
+    monkeypatch.setattr(Session, "after_update", counted)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=4)
+    window = gockpt.WindowOptions(steps=3)
+    given, interrupts = {}, 0
+    with gockpt.GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(jax.jit(lambda s: {"a": s["a"] * 0.5 + 1.0, "b": s["b"] * 0.25 - 3.0}))
+        state = {"a": jnp.arange(4096.0), "b": jnp.arange(4096.0)}
+        for label in range(17):
+            try:
+                state = step(state)
+            except KeyboardInterrupt:
+                state, interrupts = step(state), interrupts + 1
+            if manager.save(label, args=gockpt.GoCkptSave(state)):
+                given[label] = jax.tree.map(np.array, state)
+        manager.wait_until_finished()
+        assert interrupts == 1
+        for label, saved in given.items():
+            jax.tree.map(np.testing.assert_array_equal, dict(manager.restore(label)), saved)
+        assert manager.reports[-1].kind == "window"
+        assert manager._gockpt_session.resources.device.used_bytes == 0

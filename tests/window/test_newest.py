@@ -499,3 +499,62 @@ def test_whatever_the_storage_s_pace_each_checkpoint_is_the_state_of_its_label(
             assert_same(manager.restore(label), given[label])
         manager._gockpt_session.resources.worker.wait_until_idle()
         assert manager._gockpt_session.host.used_bytes == 0
+
+
+class Contended:
+    """A lock that tells when a thread waits for it."""
+
+    def __init__(self, lock: Any, waited_for: threading.Event):
+        self._lock, self._waited_for = lock, waited_for
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("call", ["wait", "restore", "delete"])
+def test_another_thread_begins_the_save_that_waits(start, monkeypatch, call):
+    """Nothing else begins one meanwhile: checkpoints were torn, and both threads raised."""
+    loop = start(4)
+    assert loop.train(8)
+    entered, go_on, take = threading.Event(), threading.Event(), gockpt.GoCkptHandler._write
+
+    async def writes(handler, directory, taken, begun):
+        if threading.current_thread() is other:
+            entered.set()
+            assert go_on.wait(WAIT_SECS)
+        return await take(handler, directory, taken, begun)
+
+    calls = {
+        "wait": loop.manager.wait_until_finished,
+        "restore": lambda: loop.manager.restore(0),
+        "delete": lambda: loop.manager.delete(0),
+    }
+    raised = []
+
+    def run():
+        try:
+            calls[call]()
+        except BaseException as error:
+            raised.append(error)
+
+    monkeypatch.setattr(gockpt.GoCkptHandler, "_write", writes)
+    other = threading.Thread(target=run)
+    other.start()
+    loop.finish()
+    assert entered.wait(WAIT_SECS)
+    # Until the trainer waits, or does what it must not.
+    save = ocp.AsyncCheckpointer.save
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", lambda *a, **k: go_on.set() or save(*a, **k))
+    loop.session.lock = Contended(loop.session.lock, go_on)
+    assert loop.train(12)
+    other.join(WAIT_SECS)
+    assert not other.is_alive()
+    assert not raised
+    loop.manager.wait_until_finished()
+    loop.assert_saved(*(label for label in (0, 4, 8, 12) if label or call != "delete"))
+    assert loop.kinds == {0: "snapshot", 4: "window", 8: "window", 12: "window"}

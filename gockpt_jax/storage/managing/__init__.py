@@ -6,6 +6,7 @@ In the order of their imports:
     turn       at which call a save that waits begins, the same on all processes
     waiting    a save that waits on the host for the one before it
     arguments  what a manager is given, as stock's takes it
+    calls      who is in the middle of one: other threads wait, signal handlers cannot
     deleting   old checkpoints go out of sight before their files go
     in_turn    one save at a time: how it begins, and what became of it
 """

@@ -11,6 +11,7 @@ from gockpt_jax import _compat
 from gockpt_jax.errors import AuditError, ProcessError, ReplayError
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing.arguments import Naming
+from gockpt_jax.storage.managing.calls import Calls
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn, told_of_turns
 from gockpt_jax.storage.managing.waiting import WaitingRoom
@@ -46,13 +47,12 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         # Whether a save is being written, or has ended and nobody has asked yet how. It begins and
         # is asked at the same calls on every process.
         self._gockpt_unheard = False
-        # Inside Orbax's own `__init__`, `save` and `close`: they wait for the save that is being
-        # written and no other, and a window's failure waits.
-        self._gockpt_quiet = True
+        self._gockpt_was_dropped = False  # a step, by Orbax, when a wait for it was interrupted
         self._gockpt_handler = handler
         self._gockpt_naming = naming
         self._share_windows(handler)
         self._gockpt_waiting = waiting = WaitingRoom(handler, naming.registry)
+        self._gockpt_calls = Calls(self._gockpt_session.lock)
         self._gockpt_has_best = options.best_fn is not None
         session = self._gockpt_session
         session.predictor.sees_every_call = True
@@ -69,11 +69,11 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             )
             if self._gockpt_window_options.on_busy == "newest":
                 options = told_of_turns(options, self._gockpt_turn)
-        super().__init__(root, options=options, handler_registry=naming.registry, **stock)
+        with self._gockpt_calls.saving:
+            super().__init__(root, options=options, handler_registry=naming.registry, **stock)
         self._gockpt_deleter = _compat.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )
-        self._gockpt_quiet = False
 
     def _save_in_turn(self, step: int, arguments: dict[str, Any], started_at: float) -> bool:
         """Saves now, or later, or not at all, as policy and `on_busy` say."""
@@ -81,7 +81,8 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             self._hear_last_save()  # at once: that save may not have ended well
         self._hand_over()
         session, given = self._gockpt_session, arguments.get("args")
-        if given is not None and not (arguments.get("force") or self._is_due(step)):
+        # The policy is asked once, before anything is made for a save.
+        if given is not None and not (arguments.get("force") or self.should_save(step)):
             session.predictor.observe(session.version, step, accepted=False)
             session.surface_failure()
             return False
@@ -95,26 +96,18 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         before, accepted = self._gockpt_pending, False
         with self._attempt(step):  # the policy has been asked
             accepted = bool(super().save(step, **(arguments | {"force": True})))
+            self._gockpt_unheard |= accepted
+            pending = self._gockpt_pending
+            if pending is not None and pending is not before:
+                pending.returned(started_at)
+                if not self._gockpt_commits_later:
+                    pending.committed()
         session.predictor.observe(session.version, step, accepted)
-        pending = self._gockpt_pending
-        if pending is not None and pending is not before:
-            pending.returned(started_at)
-            if not self._gockpt_commits_later:
-                pending.committed()
         if accepted:
-            self._gockpt_unheard = True
             self._gockpt_waiting.supersede(step)
         else:
             session.surface_failure()
         return accepted
-
-    def _is_due(self, step: int) -> bool:
-        """Whether the policy says so: asked once, before anything is made for a save."""
-        self._gockpt_quiet = True
-        try:
-            return bool(self.should_save(step))
-        finally:
-            self._gockpt_quiet = False
 
     def _look_at(self, name: str, args: Any) -> None:
         """Refuses an item that cannot be stored, if our handler takes it."""
@@ -124,12 +117,15 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
     @contextlib.contextmanager
     def _attempt(self, step: int) -> Iterator[None]:
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
+        with self._gockpt_session.lock:  # no step is made meanwhile, on another thread
+            yield from self._attempted(step)
+
+    def _attempted(self, step: int) -> Iterator[None]:
         before = self._gockpt_pending
         self._gockpt_handler.begun.wait_for_what_was_left()
         self._gockpt_deleter.make_way(step)
         self._gockpt_handler.label = step
         self._gockpt_turn.begin()
-        self._gockpt_quiet = True
         try:
             yield
         except BaseException as error:
@@ -149,7 +145,6 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             surface(error, self._gockpt_window_options.on_save_error)
         finally:
             self._gockpt_session.end_save()  # a save that failed is tried again with a new seal
-            self._gockpt_quiet = False
 
     def _is_with_orbax(self, step: int) -> bool:
         """Whether a save's commit has begun, as far as stock's manager tells."""
@@ -215,8 +210,14 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         if waiting is None:
             return
         waiting.pending.waits(started_at)
-        if has_come or not self._gockpt_unheard:
-            self._begin_waiting()
+        if not (has_come or not self._gockpt_unheard):
+            return
+        # Another thread that has it waits for that save too.
+        if self._gockpt_calls.saving.acquire(blocking=self._gockpt_session.processes.several):
+            try:
+                self._begin_waiting()
+            finally:
+                self._gockpt_calls.saving.release()
 
     def _begin_waiting(self) -> None:
         """Hears how the last save ended, and begins the one that waits."""
@@ -269,6 +270,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
 
         So is one that waits behind another (`on_busy="newest"`), whichever is deleted.
         """
+        self._gockpt_calls.refuse_inside(f"deletion of step {step}")
         is_being_written = self._gockpt_unheard and self._gockpt_handler.label == step
         if is_being_written or self._gockpt_waiting.occupant is not None:
             self._finish_saves()
@@ -283,7 +285,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
           StorageError: if the storage refused one. Whatever went wrong with it, on another thread,
             is raised here or by the next call, or warned of as `on_save_error` says.
         """
-        if self._gockpt_quiet:
+        if self._gockpt_calls.is_inside:  # what is to be written next, and windows, have to wait
             self._hear_last_save()
             return
         self._finish_saves()
@@ -291,12 +293,13 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
 
     def _finish_saves(self) -> None:
         """Waits for the last save, and for the one that waits behind it, whatever became of it."""
-        try:
-            self._hear_last_save()
-        except Exception:  # an interrupt is not made to wait for another save
+        with self._gockpt_calls.saving:
+            try:
+                self._hear_last_save()
+            except Exception:  # an interrupt is not made to wait for another save
+                self._finish_waiting()
+                raise
             self._finish_waiting()
-            raise
-        self._finish_waiting()
 
     def _finish_waiting(self) -> None:
         if self._gockpt_waiting.occupant is not None:
@@ -305,10 +308,14 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
 
     def _hear_last_save(self) -> None:
         """Waits for the save that is being written, and raises what went wrong with it."""
-        self._gockpt_unheard = False
+        commit = _compat.commit_thread(self)
         try:
             super().wait_until_finished()
         except BaseException as error:
+            if commit is None or error is not commit.exception:  # an interrupt: the save goes on
+                self._gockpt_was_dropped = True
+                raise
+            self._gockpt_unheard = False
             pending, step = self._gockpt_pending, self._gockpt_handler.label
             if pending is not None:
                 pending.failed(error)
@@ -324,6 +331,10 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             self._gockpt_handler.begun.give_back()
             error = bucket.named(self.directory, step, error)
             surface(error, self._gockpt_window_options.on_save_error)
+        self._gockpt_unheard = False
+        if self._gockpt_was_dropped:
+            self.reload()
+            self._gockpt_was_dropped = False
         self._committed()
 
     def _committed(self) -> None:

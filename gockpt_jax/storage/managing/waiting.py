@@ -113,9 +113,14 @@ class WaitingRoom:
         if self._why_no_room(items) is not None:
             self.supersede(step)  # that makes the room
         taken = self._take(items)
-        self.supersede(step)
         now = datetime.datetime.now(tz=datetime.UTC)
-        self.occupant = WaitingSave(step, now, {**others, "args": ocp.args.Composite(**taken)})
+        newest = WaitingSave(step, now, {**others, "args": ocp.args.Composite(**taken)})
+        try:
+            self.supersede(step)
+        except BaseException:  # an interrupt
+            newest.release()
+            raise
+        self.occupant = newest
         return None
 
     def _take(self, items: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,21 +148,21 @@ class WaitingRoom:
         waiting = self.occupant
         if waiting is None or waiting.step >= step:
             return
-        self.occupant = None
         error = next((e for item in waiting.taken if (e := item.failure()) is not None), None)
-        waiting.release()
+        self.occupant = None
         if error is None:
             waiting.pending.superseded(step)
         else:
             _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
             waiting.pending.failed(error)
+        waiting.release()
 
     def give_up(self, error: BaseException) -> None:
         """Drops the save that waits, if there is one: it cannot be written any more."""
         waiting, self.occupant = self.occupant, None
         if waiting is not None:
-            waiting.release()
             waiting.pending.failed(error)
+            waiting.release()
 
     def _why_not(self, step: int, items: Mapping[str, Any]) -> str | None:
         """Why they cannot be taken before they are written; the same on every process."""

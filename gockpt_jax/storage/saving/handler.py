@@ -122,7 +122,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         try:
             taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
             self.pending = taken.pending
-            written = await self._write(directory, taken, self.begun.add(directory, taken.arrays))
+            written = await self._write(directory, taken, self._begun(directory, taken))
         except Exception as error:
             if not self._gockpt_session.processes.several:
                 raise
@@ -162,10 +162,10 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     def _take(self, args: Any, entered_at: float) -> TakenSave:
         leaves, tree = self.leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-        record, slots, audit = self._gockpt_session.seal([leaves[i] for i in positions])
-        host = self._gockpt_session.host
-        owners = {id(promised): i for i, promised in enumerate(slots)}  # arrays may be there twice
+        arrays, host = [leaves[i] for i in positions], self._gockpt_session.host
+        record, slots, audit = self._gockpt_session.seal(arrays)
         try:
+            owners = {id(promised): i for i, promised in enumerate(slots)}  # arrays are there twice
             if self._taking is None or self._taking.record is not record:
                 self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
             for i, promised in enumerate(slots):
@@ -174,7 +174,15 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
             return TakenSave(stock, self._taking)
         except BaseException:  # an interrupt, or metadata that cannot be copied
-            give_back([slot for i in owners.values() for slot in slots[i]], host)
+            give_back([slot for promised in slots for slot in promised], host)
+            raise
+
+    def _begun(self, directory: Any, taken: TakenSave) -> BegunItem:
+        """Has it accounted for what has been taken, from now on."""
+        try:
+            return self.begun.add(directory, taken.arrays)
+        except BaseException:  # an interrupt
+            taken.release()
             raise
 
     async def _write(self, directory: Any, taken: TakenSave, begun: BegunItem) -> ocp.future.Future:

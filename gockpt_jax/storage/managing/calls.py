@@ -1,0 +1,44 @@
+"""Who is in the middle of a manager's calls: other threads wait, signal handlers cannot."""
+
+import threading
+from typing import Any
+
+from gockpt_jax import _compat
+
+
+class Calls:
+    """One thread at a time begins saves, and hears how they ended.
+
+    A signal handler runs between any two lines of the trainer's thread, and what it has interrupted
+    goes on only after it: it cannot wait for that, nor do the same.
+
+    Args:
+      steps: The lock of the session, held in what a wrapped step does before and after its update.
+
+    Attributes:
+      saving: Held by whoever begins a save or hears how one ended, so inside Orbax's own
+        `__init__`, `save` and `close` too.
+    """
+
+    def __init__(self, steps: Any):
+        self.saving = threading.RLock()
+        self._steps = steps
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in the middle of one: Orbax asks, or a signal handler."""
+        return _compat.is_held(self.saving) or _compat.is_held(self._steps)
+
+    def refuse_inside(self, subject: str) -> None:
+        """Refuses a call in the middle of another one.
+
+        Raises:
+          RuntimeError: if this thread is inside.
+        """
+        if self.is_inside:
+            raise RuntimeError(
+                f"{subject}: this thread is in the middle of a step or of another call of the "
+                "manager, as where a signal handler has interrupted it. Nothing was done, and what "
+                "was interrupted goes on. Have the handler set a flag, and look at it between two "
+                "steps; `wait_until_finished` and `close` may be called."
+            )

@@ -1,0 +1,163 @@
+"""Signal handlers run between any two lines of the trainer's thread; what they call is safe there.
+
+A handler that raises is an interrupt (`test_interrupts.py`); these call the manager.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+import gockpt_jax as gockpt
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.seal import Seal
+
+from .trainer import Trainer
+
+PLACES = {
+    "a block leaves": (OpenWindow, "leave"),
+    "there is room for the step": (OpenWindow, "make_room"),
+    "a cut follows": (OpenWindow, "follow"),
+    "the policy has been asked": (ocp.CheckpointManager, "should_save"),
+    "the state is taken": (Seal, "take"),
+    "it is handed over": (gockpt.GoCkptHandler, "_write"),
+    "Orbax saves": (ocp.AsyncCheckpointer, "save"),
+}
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any]]]:
+    """Has a handler run before the next call of a function, and says what came of it."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def arm(owner: Any, name: str, handler: Callable[[], Any]) -> list[Any]:
+        real, came_of_it = getattr(owner, name), []
+
+        def handle(*_: Any) -> None:
+            try:
+                came_of_it.append(handler())
+            except RuntimeError as error:
+                came_of_it.append(error)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not came_of_it:
+                os.kill(os.getpid(), signal.SIGUSR1)  # Python runs the handler here
+                assert came_of_it
+            return real(*args, **kwargs)
+
+        signal.signal(signal.SIGUSR1, handle)
+        monkeypatch.setattr(owner, name, call)
+        return came_of_it
+
+    yield arm
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("on_busy", ["wait", "newest"])
+def test_a_save_inside_a_step_or_a_save_is_refused(
+    tmp_path: Path, interrupted: Callable[..., list[Any]], place: str, on_busy: Any
+) -> None:
+    window = gockpt.WindowOptions(steps=3, on_busy=on_busy)
+    with Trainer(tmp_path, window=window) as trainer:
+        trainer.run_undisturbed(6)
+        states = [jax.tree.map(jnp.copy, trainer.state)]
+
+        def emergency() -> Any:
+            return trainer.manager.save(7, args=gockpt.GoCkptSave(states[0]), force=True)
+
+        came_of_it = interrupted(*PLACES[place], emergency)
+        for last in (8, 12):  # one after the other: none takes the place of one that waits
+            trainer.run(last)
+            trainer.manager.wait_until_finished()
+        assert [type(x) for x in came_of_it] == [RuntimeError]
+        assert "save of step 7: this thread is in the middle" in str(came_of_it[0])
+        trainer.run_past_next_window()  # nothing was lost by it: the next window is one
+        trainer.assert_intact()
+        trainer.settle()
+        assert trainer.bytes_in_flight() == (0, 0)
+        assert {r.kind for r in trainer.manager.reports if r.step in (8, 12)} == {"window"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wait_inside_waits_for_the_save_before(
+    tmp_path: Path, interrupted: Callable[..., list[Any]], place: str
+) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        came_of_it = interrupted(*PLACES[place], trainer.manager.wait_until_finished)
+        trainer.run(16)
+        assert came_of_it == [None]
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+        assert {r.kind for r in trainer.manager.reports if r.step >= 8} == {"window"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's
+@pytest.mark.parametrize("place", PLACES)
+def test_a_handler_that_closes_and_exits(
+    tmp_path: Path, interrupted: Callable[..., list[Any]], place: str
+) -> None:
+    """What has been accepted is written; what was under way when it came is not visible."""
+    trainer = Trainer(tmp_path)
+
+    def exits() -> None:
+        came_of_it.append(None)  # no further call of the function is interrupted
+        trainer.manager.close()
+        raise SystemExit
+
+    trainer.run_undisturbed(3)
+    trainer.run(6)
+    came_of_it = interrupted(*PLACES[place], exits)
+    with pytest.raises(SystemExit):
+        trainer.run(12)
+    trainer.manager.close()
+    del trainer.given[0]
+    assert list(trainer.given) == [4]
+    with ocp.CheckpointManager(tmp_path) as stock:
+        assert sorted(stock.all_steps()) == [0, 4]
+
+
+def test_a_handler_between_steps_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        before = signal.signal(
+            signal.SIGUSR1, lambda *_: (trainer.save(force=True), trainer.manager.close())
+        )
+        try:
+            trainer.update()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert 7 in trainer.given
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        with ocp.CheckpointManager(tmp_path) as stock:
+            assert sorted(stock.all_steps()) == [0, 4, 7]
+
+
+def test_the_program_survives_a_handler_that_raises_as_the_step_is_armed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left with a plan and without an armed step: every later step raised."""
+    real, times = StepProgram.arm, [0]
+
+    def once(program: StepProgram) -> None:
+        times[0] += 1
+        if times[0] == 1:
+            raise KeyboardInterrupt
+        real(program)
+
+    monkeypatch.setattr(StepProgram, "arm", once)
+    with Trainer(tmp_path) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run(8)
+        trainer.run_past_next_window()
+        trainer.assert_intact()
