@@ -83,6 +83,7 @@ class StepProgram:
         ]
         cut = find_cut(leaves, even_for_nothing=self._even_for_nothing, exact=exact)
         self.leaf_specs = tuple(_spec(graph.inputs[i]) for i in self.positions.inputs)
+        self._new_specs = [_spec(graph.outputs[o]) for o in self.positions.outputs]
         self._sites, self.cut_arrays = self._returned(cut, leaves)
         self.groups = replay_groups(cut, leaves)
         self.late: dict[int, str] = dict(cut.late)
@@ -220,10 +221,18 @@ class StepProgram:
         """The state's leaves among a call's flat arguments."""
         return [flat[i] for i in self.positions.inputs]
 
-    def new_state_leaves(self, result: Any) -> list[Any]:
-        """The state's leaves in a result."""
-        flat = jax.tree.leaves(result)
-        return [flat[i] for i in self.positions.outputs]
+    def new_state_leaves(self, result: Any) -> list[Any] | None:
+        """The state's leaves in a result; `None` if that is another program's.
+
+        Where a static argument or the state's structure has changed, the user's own executable has
+        returned something else than what was traced, and nothing in it is where it was.
+        """
+        flat, tree = _flatten(result)
+        if tree != self.out_tree:
+            return None
+        leaves = [flat[i] for i in self.positions.outputs]
+        are_ours = [ArraySpec(tuple(x.shape), x.dtype) for x in leaves] == self._new_specs
+        return leaves if are_ours else None
 
     def explain(self) -> str:
         """The groups, what is retained for them, and what is late and why, as text."""

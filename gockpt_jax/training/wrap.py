@@ -63,6 +63,8 @@ class WrappedStep(StandIn):
         self._even_for_nothing = even_for_nothing
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0
+        self._calls = 0
+        self._refused_call = 0  # the last one that was
         self._untraced: str | None = None  # why this call could not be traced
         if self.why_not is not None:
             self._warn(self.why_not)
@@ -71,6 +73,7 @@ class WrappedStep(StandIn):
         """Runs one update, exactly as the jitted function would."""
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
+        self._calls += 1
         if self._always:  # now: whoever is interrupted after the step has lost its result
             if self.program is None and self.last_result is None:
                 self.program = self._trace(args, kwargs)
@@ -132,8 +135,16 @@ class WrappedStep(StandIn):
             return f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
         return self.program.explain()
 
-    def call_changed(self) -> None:
-        """Told of a call that the program was not made for; enough of them are a new program."""
+    def call_changed(self, *, last: bool = False) -> None:
+        """Told of a call that the program was not made for; enough of them are a new program.
+
+        Args:
+          last: Whether it was the last one, not this one: what it returned tells.
+        """
+        call = self._calls - last
+        if call == self._refused_call:
+            return
+        self._refused_call = call
         self._refused += 1
         # With "always" at once, so that few steps run by another executable than the others.
         is_over = self._programs_left > 0 if self._always else self._refused == _PATIENCE

@@ -17,6 +17,7 @@ from gockpt_jax.window.resources import Resources
 _log = logging.getLogger("gockpt_jax")
 
 _ADJACENT = "the step before it was saved too, and a window takes two steps at least"
+_CHANGED = "the step had last been called in another way than it was traced for"
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,13 +84,16 @@ class Opener:
         program = step.program
         if program is None:
             return None, step.why_not or "the step had not been traced yet"
+        leaves = program.new_state_leaves(step.last_result)
+        if leaves is None:
+            step.call_changed(last=True)
+            return None, _CHANGED
         steps = target - version + 1
         plan, size = self._planner.plan_for(program, steps)
         if plan.steps == 1 or plan.steps < steps:
             return None, plan.reason if plan.steps == 1 else None
         if (why_not := self._agreement.why_not_ready(program, target)) is not None:
             return None, why_not
-        leaves = program.new_state_leaves(step.last_result)
         host_bytes = self._planner.host_bytes(program)
         device, host = self._resources.device, self._resources.host
         no_room = host.why_no_room(*host_bytes)

@@ -100,10 +100,14 @@ class Planner:
         program = step.program
         if program is None:
             return False
-        if program in self._ready:
-            return self._review_due and self._review(step, program)
-        self.limit_device(stepped=True)
+        if (is_ready := program in self._ready) and not self._review_due:
+            return False
         leaves = program.new_state_leaves(step.last_result)
+        if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
+            return False
+        if is_ready:
+            return self._review(step, program, leaves)
+        self.limit_device(stepped=True)
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
         planned = self._plans.get(program) or self._plan(program, leaves)
         finds_no_room = (
@@ -136,7 +140,7 @@ class Planner:
         """More may be known than when the plans were made; looked at before the next window."""
         self._review_due = True
 
-    def _review(self, step: WrappedStep, program: StepProgram) -> bool:
+    def _review(self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> bool:
         """Makes the plan anew if time or rate have moved: blocks move, the armed step stays."""
         self._review_due = False
         planned = self._plans[program]
@@ -150,7 +154,7 @@ class Planner:
         if plan.blocks == planned.plan.blocks:
             return False
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
-        self._make_ready(step, program, program.new_state_leaves(step.last_result))
+        self._make_ready(step, program, leaves)
         return True
 
     def _facts(self, size: StateBytes, num_devices: int) -> Facts:

@@ -1,0 +1,75 @@
+"""A step whose result changes in mid-run: another state, or other metrics before the state."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from window.training_loop import Options, assert_same, to_host
+
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+
+SIZE = 64
+
+
+def fresh(names):
+    return {name: (jnp.zeros(SIZE), jnp.ones(SIZE)) for name in names}
+
+
+def make_step():
+    @functools.partial(jax.jit, static_argnames="log", donate_argnums=0)
+    def step(state, batch, log=False):
+        """Momentum; metrics come before the state, as JAX sorts names."""
+        new, norms = {}, {}
+        for name, (m, w) in state.items():
+            grad = jnp.sin(w + batch)
+            norms[name] = jnp.sum(grad)
+            m = 0.9 * m + grad
+            new[name] = (m, w - 0.1 * m)
+        return {"logs": norms if log else {}, "state": new}
+
+    return step
+
+
+def train(step, change, log, save=lambda n, state: None):
+    """The structure changes at update 8; metrics are returned at some."""
+    state = fresh("abc")
+    for n in range(33):
+        if n == 8 and change is not None:
+            state = {k: state[k] if k in state else fresh(k)[k] for k in change}
+        state = step(state, jnp.linspace(-1.0, 1.0, SIZE) * n, log=log(n))["state"]
+        save(n, state)
+    return state
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize(
+    ("change", "log"),
+    [
+        ("ab", lambda n: False),  # a head is dropped, an adapter merged: as many leaves less
+        ("abcd", lambda n: False),
+        (None, lambda n: n < 9),
+        (None, lambda n: n >= 9),
+        (None, lambda n: n % 8 != 5),
+        (None, lambda n: n % 8 == 5),
+    ],
+)
+def test_training_goes_on(tmp_path, arm, change, log):
+    """The call before a window may have returned what the traced program does not."""
+    saved = {}
+    options, window = Options(save_interval_steps=8), WindowOptions(steps=4, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+
+        def save(n, state):
+            if manager.save(n, args=GoCkptSave(state)):
+                saved[n] = to_host(state)
+
+        state = train(manager.wrap(make_step()), change, log, save)
+        manager.wait_until_finished()
+        assert_same(to_host(state), to_host(train(make_step(), change, log)))
+        assert sorted(saved) == [0, 8, 16, 24, 32]
+        for label, want in saved.items():
+            assert_same(manager.restore(label), want)
+        assert manager.last_report.kind == "window"
