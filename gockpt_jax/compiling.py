@@ -5,11 +5,28 @@ mesh's. Called there, a compiled program does not look at it.
 """
 
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import jax
+
+_DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
+
 _Compile = Callable[[], Any]
+
+
+def debugged_by() -> str | None:
+    """The setting, if there is one, by which the user has JAX run or check programs one by one."""
+    return next((name for name in _DEBUGGING if getattr(jax.config, name)), None)
+
+
+@contextlib.contextmanager
+def not_debugged() -> Iterator[None]:
+    """For programs of ours: they exist compiled only, and NaNs are numbers like others to them."""
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        yield
 
 
 class Programs:
@@ -72,7 +89,8 @@ class Programs:
         while (job := self._next()) is not None:
             key, compile_it, found = job
             try:
-                found.set_result(compile_it())
+                with not_debugged():
+                    found.set_result(compile_it())
             except BaseException as error:  # handed to whoever needs the program
                 with self._lock:
                     del self._found[key]

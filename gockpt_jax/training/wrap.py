@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from gockpt_jax import _compat, errors
+from gockpt_jax.compiling import debugged_by
 from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.armed import ArmedResult
@@ -74,14 +75,15 @@ class WrappedStep(StandIn):
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
         self._calls += 1
-        if self._always:  # now: whoever is interrupted after the step has lost its result
+        always = self._always and debugged_by() is None
+        if always:  # now: whoever is interrupted after the step has lost its result
             if self.program is None and self.last_result is None:
                 self.program = self._trace(args, kwargs)
                 self._programs_left -= self.program is not None
             self.arm()
         flat = self._observer.before_update(self, args, kwargs)
         armed = None
-        if flat is not None or (self._always and self.program is not None):
+        if flat is not None or (always and self.program is not None):
             try:
                 armed = self._run_armed(args, kwargs, flat)
             except BaseException as error:
@@ -156,6 +158,8 @@ class WrappedStep(StandIn):
         """The program of a call, cut, if the step has none and one can be made."""
         self._untraced = None
         if self.program is not None or self.why_not is not None or not self._form.can_locate:
+            return None
+        if debugged_by() is not None:  # traced without `jit`, it would be another program
             return None
         if self._programs_left == 0:
             self.give_up(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.compiling import Programs
+from gockpt_jax.compiling import Programs, not_debugged
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
@@ -242,10 +242,11 @@ def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> Pull[list[list[
 
 
 def _copied(program: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    try:
-        copies: list[jax.Array] = program(*arrays)
-    except ValueError:  # before dispatch: some lie in memory as the user asked (`layout.Format`)
-        copies = program(*(_in_default_layout(x) for x in arrays))
+    with not_debugged():
+        try:
+            copies: list[jax.Array] = program(*arrays)
+        except ValueError:  # before dispatch: some lie in memory as the user asked (`Format`)
+            copies = program(*(_in_default_layout(x) for x in arrays))
     return copies
 
 

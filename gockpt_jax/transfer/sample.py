@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import Programs
+from gockpt_jax.compiling import Programs, not_debugged
 from gockpt_jax.transfer.chunks import is_key_type
 from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
@@ -132,12 +132,13 @@ def start_sample(probes: Sequence[Probe]) -> Sample:
     starts = [np.add(p.start, grid.start(box)).astype(np.int32) for p, grid, box in probes]
     # Explicitly: the user's transfer guard may forbid what happens by itself.
     placed = jax.device_put(starts, [_beside(p.shard) for p, _, _ in probes])
-    return Sample(
-        [
-            start_pull(_programs.needed(*_program(p.shard, grid))(p.shard, start))
-            for (p, grid, _), start in zip(probes, placed, strict=True)
-        ]
-    )
+    with not_debugged():
+        return Sample(
+            [
+                start_pull(_programs.needed(*_program(p.shard, grid))(p.shard, start))
+                for (p, grid, _), start in zip(probes, placed, strict=True)
+            ]
+        )
 
 
 def compile_samples_ahead(

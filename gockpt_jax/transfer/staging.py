@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import Programs
+from gockpt_jax.compiling import Programs, not_debugged
 from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
 
@@ -44,7 +44,10 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             staged[i] = jax.device_put(data, data.sharding, may_alias=False)
     for positions in _by_devices(arrays, staged):
         together = [arrays[i] for i in positions]
-        for i, copied in zip(positions, _program(together)(together), strict=True):
+        program = _program(together)
+        with not_debugged():
+            copies = program(together)
+        for i, copied in zip(positions, copies, strict=True):
             staged[i] = copied
     for original, copied in zip(arrays, staged, strict=True):
         assert copied is not original, "a staged buffer may never be one that a step can donate"

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 
+from gockpt_jax.compiling import debugged_by
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
@@ -18,6 +19,7 @@ _log = logging.getLogger("gockpt_jax")
 
 _ADJACENT = "the step before it was saved too, and a window takes two steps at least"
 _CHANGED = "the step had last been called in another way than it was traced for"
+_DEBUGGED = "`{}` is on: in a window JAX would check what an armed step retains, or has none to run"
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,13 +76,17 @@ class Opener:
           The window, and why this process takes no part in it (the others may have room); no window
           and why it did not open, or nothing at all if no save is near.
         """
-        self.prepare(step)
+        setting = debugged_by()
+        if setting is None:
+            self.prepare(step)
         horizon = self._options.steps or self._options.max_steps
         target = self._predictor.next_save(version, horizon - 1) if horizon > 1 else None
         # A window may not begin with the version that the last save sealed: K is at most the
         # distance between saves.
         if target is None or version <= sealed_at:
             return None, _ADJACENT if target == version + 1 else None
+        if setting is not None:
+            return None, _DEBUGGED.format(setting)
         program = step.program
         if program is None:
             return None, step.why_not or "the step had not been traced yet"
@@ -122,6 +128,8 @@ class Opener:
 
     def can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:
         """Whether a window goes on with this step; another step may have opened it."""
+        if debugged_by() is not None:
+            return False
         if program is window.program:
             return True
         if not program.replays_like(window.program):
