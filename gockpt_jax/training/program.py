@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ class StepProgram:
     ):  # fmt: skip
         self._form = form
         self._traced = traced = step.trace(*args, **kwargs)
+        self._remembered = weakref.ref(traced.jaxpr)
+        self._is_in_no_cache = bool(getattr(jax.config, "jax_check_tracer_leaks", False))
         self._flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
         _refuse_hidden_arguments(traced, self._flat)
         given = _compat.specified_shardings(traced, "in_shardings")
@@ -195,6 +198,13 @@ class StepProgram:
     def is_of_these_settings(self) -> bool:
         """Whether `arm` would lower the program as the user's function would be lowered now."""
         return self._traced_for.is_of_these_settings()
+
+    def is_forgotten(self) -> bool:
+        """Whether JAX has dropped the trace: the user's function, traced anew, may be another.
+
+        So it is after `jax.clear_caches()`, as of a loop that changes a global that its step reads.
+        """
+        return not self._is_in_no_cache and self._remembered() is None
 
     def replays_like(self, other: "StepProgram") -> bool:
         """Whether cut and recipes are those of another program: a window may follow either."""

@@ -75,6 +75,7 @@ class WrappedStep(StandIn):
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
         self._calls += 1
+        self._forget()
         always = self._always and debugged_by() is None
         if always:  # now: whoever is interrupted after the step has lost its result
             if self.program is None and self.last_result is None:
@@ -163,8 +164,8 @@ class WrappedStep(StandIn):
             return None
         if self._programs_left == 0:
             self.give_up(
-                f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times; "
-                "keep them the same from call to call"
+                f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times, or "
+                "JAX's caches were cleared; keep them the same from call to call"
             )
             return None
         step: Any = self.step
@@ -191,6 +192,12 @@ class WrappedStep(StandIn):
         else:
             with self._giving_up_on_errors():
                 self.program.arm()
+            self._forget()  # until then the program itself has kept the trace
+
+    def _forget(self) -> None:
+        """This call traces the step anew if JAX does."""
+        if self.program is not None and self.program.is_forgotten():
+            self.program = None
 
     def accept_rounding(self, is_worth_it: Callable[[StepProgram], bool]) -> None:
         """Cuts the step anew: leaves may leave early that the host repeats but for rounding.

@@ -128,6 +128,33 @@ def test_not_armed_before_placements_settle(moves, known):
     assert armed == [n >= known for n in range(4)]
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize(
+    "clear", [lambda step: jax.clear_caches(), lambda step: step.clear_cache()]
+)
+@pytest.mark.parametrize("at", [2, 5, 6])
+def test_a_step_that_is_traced_anew_is_another(arm, clear, at):
+    """As with a global that it reads, changed before JAX's caches are cleared."""
+
+    def train(wrapped):
+        rate = [0.1]
+        jitted = jax.jit(lambda state, x: {"m": state["m"] * 0.5 + x * rate[0]}, donate_argnums=0)
+        step, state = wrapped(jitted), {"m": jnp.ones(8)}
+        for n in range(12):
+            if n == at:
+                rate[0] = 0.3
+                clear(jitted)
+            state = step(state, X * n)
+        return state
+
+    observer = Observer(range(3, 12))
+    state = train(lambda step: wrap(step, observer, arm=arm))
+    assert_same(state, train(lambda step: step))
+    # What is traced and not yet armed is found to be forgotten when it is.
+    traced_anew_at = 3 if (arm, at) == ("window", 2) else at
+    assert observer.cuts == [n >= 3 and n != traced_anew_at for n in range(12)]
+
+
 def test_changed_call_falls_back_to_the_users_step():
     observer = Observer((3, 4, 5, 7))
     jitted = jax.jit(update, donate_argnums=0)
