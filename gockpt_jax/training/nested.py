@@ -216,7 +216,8 @@ class NestedStep(StandIn):
             if all(a is b for a, b in zip(new, form.old, strict=False)):  # none changed in place
                 new = self._outer_form.new_leaves_of(result, states)
         except StepMismatchError as error:
-            self._mismatch = error
+            if not self._inner.is_no_update():
+                self._mismatch = error
         form.old = ()  # donated
         form.new_positions = _positions(new, jax.tree.leaves(self._inner.last_result))
         return result

@@ -62,6 +62,7 @@ class WrappedStep(StandIn):
         self._form = form
         self._always = arm == "always"
         self._even_for_nothing = even_for_nothing
+        self._found: StepProgram | None = None  # the last program, kept or not
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0
         self._calls = 0
@@ -79,7 +80,7 @@ class WrappedStep(StandIn):
         always = self._always and debugged_by() is None
         if always:  # now: whoever is interrupted after the step has lost its result
             if self.program is None and self.last_result is None:
-                self.program = self._trace(args, kwargs)
+                self.program = self._found = self._trace(args, kwargs)
                 self._programs_left -= self.program is not None
             self.arm()
         flat = self._observer.before_update(self, args, kwargs)
@@ -125,7 +126,7 @@ class WrappedStep(StandIn):
             placed = placements(result)
             if self._always or placed == placements(self.last_result):  # they have settled
                 traced.returns_at(placed)
-                self.program = traced
+                self.program = self._found = traced
         return result
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -174,14 +175,28 @@ class WrappedStep(StandIn):
         except Exception as error:  # as the step itself will raise: it says nothing of other calls
             self._untraced = f"tracing it failed with {_brief(error)}"
             return None
-        with self._giving_up_on_errors():
-            program = StepProgram(
-                self.step, self._form, args, kwargs,
-                even_for_nothing=self._even_for_nothing, before=self.last_result,
-            )  # fmt: skip
-            _log.debug("analysed %s:\n%s", self.__name__, program.explain())
-            return program
+        try:
+            with self._giving_up_on_errors():
+                program = StepProgram(
+                    self.step, self._form, args, kwargs,
+                    even_for_nothing=self._even_for_nothing, before=self.last_result,
+                )  # fmt: skip
+                _log.debug("analysed %s:\n%s", self.__name__, program.explain())
+                return program
+        except StepMismatchError:
+            if not self.is_no_update():
+                raise
         return None
+
+    def is_no_update(self) -> bool:
+        """Told of a call that returns no new state, of which the loop has others: an evaluation.
+
+        Returns:
+          Whether it has: there has been a program, which stays. If not, the user has to say where
+          the state is.
+        """
+        self.program = self._found
+        return self._found is not None
 
     def arm(self) -> None:
         """Starts compiling the armed step, unless that has been done."""
@@ -209,7 +224,7 @@ class WrappedStep(StandIn):
             with self._giving_up_on_errors():
                 rounded = self.program.rounded()
                 if is_worth_it(rounded):
-                    self.program = rounded
+                    self.program = self._found = rounded
 
     @contextlib.contextmanager
     def _giving_up_on_errors(self) -> Iterator[None]:

@@ -73,3 +73,47 @@ def test_training_goes_on(tmp_path, arm, change, log):
         for label, want in saved.items():
             assert_same(manager.restore(label), want)
         assert manager.last_report.kind == "window"
+
+
+def plain_steps():
+    @functools.partial(jax.jit, static_argnames="train")
+    def step(state, batch, train=True):
+        if not train:
+            return jnp.sum(jnp.sin(state["w"] + batch))
+        m = 0.9 * state["m"] + jnp.sin(state["w"] + batch)
+        return {"m": m, "w": state["w"] - 0.1 * m}
+
+    return step
+
+
+def nested_steps():
+    """The same, where the jitted function lies inside an object."""
+    eqx = pytest.importorskip("equinox")
+    return eqx.filter_jit(plain_steps().__wrapped__)
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("make", [plain_steps, nested_steps])
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_an_evaluation_through_the_wrapped_step(tmp_path, make, batches, arm):
+    """It returns no state: an error at the second call of a run, and never in its middle."""
+    saved, step, same_step = {}, make(), make()
+    options, window = Options(save_interval_steps=4), WindowOptions(steps=4, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        wrapped = manager.wrap(step)
+        state = alone = {"m": jnp.zeros(SIZE), "w": jnp.ones(SIZE)}
+        for n in range(33):
+            batch = jnp.linspace(-1.0, 1.0, SIZE) * n
+            state, alone = wrapped(state, batch), same_step(alone, batch)
+            if manager.save(n, args=GoCkptSave(state)):
+                saved[n] = to_host(state)
+            if n % 8 == 6:
+                for _ in range(batches):
+                    assert wrapped(state, batch, train=False) == same_step(
+                        alone, batch, train=False
+                    )
+        manager.wait_until_finished()
+        assert_same(to_host(state), to_host(alone))
+        for label, want in saved.items():
+            assert_same(manager.restore(label), want)
+        assert [r.kind for r in manager.reports].count("window") >= 4
