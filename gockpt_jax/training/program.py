@@ -241,7 +241,8 @@ class StepProgram:
         if tree != self.out_tree:
             return None
         leaves = [flat[i] for i in self.positions.outputs]
-        are_ours = [ArraySpec(tuple(x.shape), x.dtype) for x in leaves] == self._new_specs
+        specs = zip(leaves, self._new_specs, strict=True)
+        are_ours = all(x.shape == spec.shape and x.dtype == spec.dtype for x, spec in specs)
         return leaves if are_ours else None
 
     def explain(self) -> str:

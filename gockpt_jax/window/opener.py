@@ -90,14 +90,15 @@ class Opener:
         program = step.program
         if program is None:
             return None, step.why_not or "the step had not been traced yet"
-        leaves = program.new_state_leaves(step.last_result)
-        if leaves is None:
+        steps, leaves = target - version + 1, None
+        if self._planner.has_plan(program):
+            plan, size = self._planner.plan_for(program, steps)
+            if plan.steps == 1 or plan.steps < steps:
+                return None, plan.reason if plan.steps == 1 else None
+            leaves = program.new_state_leaves(step.last_result)
+        if leaves is None:  # nor has a plan been made for such a call
             step.call_changed(last=True)
             return None, _CHANGED
-        steps = target - version + 1
-        plan, size = self._planner.plan_for(program, steps)
-        if plan.steps == 1 or plan.steps < steps:
-            return None, plan.reason if plan.steps == 1 else None
         if (why_not := self._agreement.why_not_ready(program, target)) is not None:
             return None, why_not
         host_bytes = self._planner.host_bytes(program)

@@ -78,9 +78,7 @@ class Planner:
         self._is_limited = False
         self._review_due = False
         self._plans: weakref.WeakKeyDictionary[StepProgram, _Planned] = weakref.WeakKeyDictionary()
-        self._ready: weakref.WeakSet[StepProgram] = (
-            weakref.WeakSet()
-        )  # all is compiled, or being so
+        self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # is compiled, or being so
         self._departures: weakref.WeakKeyDictionary[StepProgram, dict[Any, list[Departure]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -251,6 +249,10 @@ class Planner:
         # Not `devices()`: another wrapped step may have run last, and these are donated.
         device: Any = next(iter(leaves[0].sharding.device_set))
         return Replayer(device.platform, self._options.replay_threads)
+
+    def has_plan(self, program: StepProgram) -> bool:
+        """Whether `prepare` has planned for it; it may have met another program's results alone."""
+        return program in self._plans
 
     def plan_for(self, program: StepProgram, steps: int) -> tuple[Plan, StateBytes]:
         """The program's plan, with K at most `steps`; and the bytes it was made for."""
