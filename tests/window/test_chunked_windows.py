@@ -76,8 +76,12 @@ every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 @pytest.fixture(autouse=True)
 def small_scale(monkeypatch):
-    """Sizes at which small leaves are cut, and replicas share."""
-    monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 64)
+    """Sizes at which small leaves are cut, and replicas share.
+
+    Not smaller: a dozen units of a leaf are more than a window has blocks, and each chunk is an
+    output of a program to compile.
+    """
+    monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 256)
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
     monkeypatch.setattr(replicas, "MIN_SLICE_ELEMENTS", 16)
     monkeypatch.setattr(layout, "LARGE_BYTES", 256)
