@@ -31,33 +31,55 @@ class Ended:
         return scenario in self.said("done")
 
 
+class Job:
+    """Several processes that run `child.py`. Left, those that still run are killed.
+
+    Args:
+        directory: Of their logs, and of what the scenarios write.
+        processes: How many.
+        *scenarios: What they run, one after the other.
+        devices: Of each process.
+    """
+
+    def __init__(
+        self, directory: Path, processes: int, *scenarios: str, devices: int = DEVICES
+    ) -> None:
+        self._logs = [directory / f"process_{index}.log" for index in range(processes)]
+        self._children: list[nursery.Started] = []
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        words = [",".join(scenarios), str(directory), f"localhost:{port}", str(processes)]
+        for index, path in enumerate(self._logs):
+            with path.open("w") as log:
+                child = nursery.start(
+                    "multiprocess.child", *words, str(index),
+                    env=_environment(devices), cwd=directory, stdout=log, stderr=log,
+                )  # fmt: skip
+            self._children.append(child)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self._children:
+            child.kill()
+            child.wait()
+
+    def ended(self) -> list[Ended]:
+        """Waits until all have ended; it is an error if they do not."""
+        for child in self._children:
+            child.wait(LIMIT_SECS)
+        ends = zip(self._children, self._logs, strict=True)
+        return [Ended(child.returncode, log.read_text()) for child, log in ends]
+
+
 def run_job(
     directory: Path, processes: int, *scenarios: str, devices: int = DEVICES
 ) -> list[Ended]:
-    """Runs `child.py` in several processes to their ends; it is an error if those do not come."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    started = []
-    for index in range(processes):
-        words = [",".join(scenarios), str(directory), f"localhost:{port}", str(processes)]
-        with (directory / f"process_{index}.log").open("w") as log:
-            child = nursery.start(
-                "multiprocess.child", *words, str(index),
-                env=_environment(devices), cwd=directory, stdout=log, stderr=log,
-            )  # fmt: skip
-        started.append(child)
-    try:
-        for child in started:
-            child.wait(LIMIT_SECS)
-    finally:
-        for child in started:
-            child.kill()
-            child.wait()
-    return [
-        Ended(child.returncode, (directory / f"process_{index}.log").read_text())
-        for index, child in enumerate(started)
-    ]
+    """Runs a job to its end."""
+    with Job(directory, processes, *scenarios, devices=devices) as job:
+        return job.ended()
 
 
 def _environment(devices: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax.storage.inspecting.verify import verify
 
-from .jobs import Ended, run_job
+from .jobs import Ended, Job, run_job
 from .training import MESHES_OF, abstract_state
 
 pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
@@ -31,8 +32,21 @@ FOUR = ("meshes", "elsewhere")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
-    """A job of two processes and where it ran."""
+def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Job]]:
+    """A job of which one process dies, and where it runs."""
+    directory = tmp_path_factory.mktemp("dying")
+    with Job(directory, 2, "death") as job:
+        yield directory, job
+
+
+@pytest.fixture(scope="module")
+def two(
+    tmp_path_factory: pytest.TempPathFactory, dying: tuple[Path, Job]
+) -> tuple[Path, list[Ended]]:
+    """A job of two processes and where it ran.
+
+    Beside the one that dies: the other process of that one does nothing for 20 s but wait for it.
+    """
     directory = tmp_path_factory.mktemp("two")
     return directory, run_job(directory, 2, *TWO)
 
@@ -158,13 +172,14 @@ def test_a_leaf_of_which_processes_hold_no_shard(four: tuple[Path, list[Ended]])
     assert np.asarray(restored["half"])[:, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_a_dead_process_is_named_in_time(tmp_path: Path) -> None:
-    survivor, dead = run_job(tmp_path, 2, "death")
+def test_a_dead_process_is_named_in_time(dying: tuple[Path, Job]) -> None:
+    directory, job = dying
+    survivor, dead = job.ended()
     assert survivor.did("death"), survivor.output[-6000:]
     assert dead.returncode == -9
     assert survivor.said("failure")[0].startswith("process 1 did not come to")
     assert survivor.said("steps") == ["[0, 4]"]
-    assert_checkpoints(tmp_path / "death" / "run")
+    assert_checkpoints(directory / "death" / "run")
 
 
 # --- What they have saved, read by stock Orbax in this one process -------------------------------
