@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 from bits import Bits, by_path, differing, to_host
 from programs import PROGRAMS, Job, calls
 
@@ -37,6 +38,11 @@ SHORT: Mapping[int, int] = {5: 4}
 DEVICES = tuple(SAVES)
 # The forms of the call all do one arithmetic; the mesh, where placements matter, shows them.
 CASES = [(n, d) for n in PROGRAMS for d in DEVICES if d == 8 or n not in calls.PROGRAMS]
+
+
+def on_both(name: str) -> pytest.MarkDecorator:
+    """One program on one device and on eight; a test that names it runs where it is compiled."""
+    return pytest.mark.parametrize(("name", "devices"), [(name, d) for d in DEVICES])
 
 
 @dataclasses.dataclass

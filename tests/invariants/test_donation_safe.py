@@ -61,9 +61,9 @@ def test_watch_notices_a_pull_of_the_state() -> None:
     assert ["['w']" in watch.unsafe[0], "['n']" in watch.unsafe[1]] == [True, True]
 
 
-@both_devices
+@harness.on_both("no_donation")
 def test_watch_notices_a_window_that_stages_nothing(
-    devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole run, with the staging copies left out; the step keeps its buffers, so it ends."""
 
@@ -89,8 +89,8 @@ def test_watch_notices_a_window_that_stages_nothing(
 
     monkeypatch.setattr(Block, "stage", stage)
     monkeypatch.setattr(Block, "start_pull", start_pull)
-    job = PROGRAMS["no_donation"].build(devices)
-    _, _, outcome = harness.run_with_windows("no_donation", job, harness.SHORT, tmp_path)
+    job = PROGRAMS[name].build(devices)
+    _, _, outcome = harness.run_with_windows(name, job, harness.SHORT, tmp_path)
     assert outcome.unsafe_pulls
 
 

@@ -15,7 +15,6 @@ import gockpt_jax as gockpt
 from . import faults, harness
 
 every_case = pytest.mark.parametrize(("name", "devices"), harness.CASES)
-both_devices = pytest.mark.parametrize("devices", harness.DEVICES)
 
 
 @every_case
@@ -78,10 +77,10 @@ class Loop:
 
 
 @pytest.mark.parametrize(
-    ("name", "devices", "steps"),
-    [*(("loss_first", 1, k) for k in (2, 5, 8)), *(("int_state", 8, k) for k in (1, 3, 8))],
+    ("steps", "name", "devices"),
+    [*((k, "loss_first", 1) for k in (2, 5, 8)), *((k, "int_state", 8) for k in (1, 3, 8))],
 )
-def test_every_k_at_a_regular_interval(name: str, devices: int, steps: int, tmp_path: Path) -> None:
+def test_every_k_at_a_regular_interval(steps: int, name: str, devices: int, tmp_path: Path) -> None:
     """The windows are opened by what the user's policy says, without `expect_save`."""
     job = PROGRAMS[name].build(devices)
     state, wanted = job.state, {}
@@ -104,9 +103,11 @@ def test_every_k_at_a_regular_interval(name: str, devices: int, steps: int, tmp_
 # Arrays with no elements.
 
 
-@both_devices
-def test_arrays_without_elements_are_refused_by_name(devices: int, tmp_path: Path) -> None:
-    with Loop("zero_size", devices, tmp_path, steps=3) as loop:
+@harness.on_both("zero_size")
+def test_arrays_without_elements_are_refused_by_name(
+    name: str, devices: int, tmp_path: Path
+) -> None:
+    with Loop(name, devices, tmp_path, steps=3) as loop:
         loop.manager.expect_save(in_steps=5)
         loop.train(5)
         with pytest.raises(ValueError, match="zero size") as caught:
@@ -116,7 +117,7 @@ def test_arrays_without_elements_are_refused_by_name(devices: int, tmp_path: Pat
         loop.train(2)
         loop.manager.expect_save(in_steps=4)
         loop.train(4)
-        report = loop.save(harness.what_to_save("zero_size", loop.state))
+        report = loop.save(harness.what_to_save(name, loop.state))
         assert (report.kind, report.window_steps) == ("window", 3)
 
 
@@ -149,9 +150,9 @@ def named(report: gockpt.SaveReport) -> set[str]:
     return {line.partition(": replaced between")[0] for line in report.late_leaves}
 
 
-@both_devices
-def test_leaf_replaced_inside_a_window_is_late(devices: int, tmp_path: Path) -> None:
-    with Loop("ema", devices, tmp_path, steps=4) as loop:
+@harness.on_both("ema")
+def test_leaf_replaced_inside_a_window_is_late(name: str, devices: int, tmp_path: Path) -> None:
+    with Loop(name, devices, tmp_path, steps=4) as loop:
         loop.train(2)
 
         def window(edit: Callable[[Any], Any]) -> tuple[gockpt.SaveReport, set[str]]:
@@ -179,10 +180,12 @@ def test_leaf_replaced_inside_a_window_is_late(devices: int, tmp_path: Path) -> 
         assert named(report) == replaced == {one}
 
 
-@both_devices
-def test_leaves_replaced_before_save_are_saved_as_they_are(devices: int, tmp_path: Path) -> None:
+@harness.on_both("ema")
+def test_leaves_replaced_before_save_are_saved_as_they_are(
+    name: str, devices: int, tmp_path: Path
+) -> None:
     """After the last update: what is given to `save` counts, not what the step returned."""
-    with Loop("ema", devices, tmp_path, steps=3) as loop:
+    with Loop(name, devices, tmp_path, steps=3) as loop:
         loop.manager.expect_save(in_steps=6)
         loop.train(6)
         report = loop.save(zero_moments(loop.state))
@@ -191,9 +194,12 @@ def test_leaves_replaced_before_save_are_saved_as_they_are(devices: int, tmp_pat
         assert whole <= report.early_bytes < report.state_bytes
 
 
-def test_swapped_leaves_are_saved_where_they_are_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "devices"), [("ema", 1)])
+def test_swapped_leaves_are_saved_where_they_are_given(
+    name: str, devices: int, tmp_path: Path
+) -> None:
     """Leaves are found by identity: a tree of the same arrays in other places is another tree."""
-    with Loop("ema", 1, tmp_path, steps=3) as loop:
+    with Loop(name, devices, tmp_path, steps=3) as loop:
         loop.manager.expect_save(in_steps=6)
         loop.train(6)
         report = loop.save(loop.state.replace(params=loop.state.ema, ema=loop.state.params))
@@ -203,13 +209,12 @@ def test_swapped_leaves_are_saved_where_they_are_given(tmp_path: Path) -> None:
 # The call changes inside a window.
 
 
-@both_devices
+@harness.on_both("clip_adamw")
 @pytest.mark.parametrize(("odd", "kind", "steps"), [(4, "window", 2), (5, "snapshot", 1)])
 def test_batch_of_another_shape_inside_a_window(
-    odd: int, kind: str, steps: int, devices: int, tmp_path: Path
+    odd: int, kind: str, steps: int, name: str, devices: int, tmp_path: Path
 ) -> None:
     """The user's own step takes it; with a step to spare a shorter window opens behind it."""
-    name = "clip_adamw"
 
     def cut_to(step: Any, rows: int) -> Any:
         return lambda state, batch: step(state, jax.tree.map(lambda x: x[:rows], batch))

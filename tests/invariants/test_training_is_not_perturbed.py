@@ -30,7 +30,6 @@ OUTSIDE_WINDOWS = {
 }
 
 every_case = pytest.mark.parametrize(("name", "devices"), harness.CASES)
-both_devices = pytest.mark.parametrize("devices", harness.DEVICES)
 
 
 def open_manager(directory: Path, **window: Any) -> gockpt.GoCkptManager:
@@ -155,10 +154,10 @@ def test_the_jitted_functions_own_attributes_are_forwarded(tmp_path: Path) -> No
             _ = wrapped.no_such_thing
 
 
-@both_devices
-def test_abstract_calls_are_not_updates(devices: int, tmp_path: Path) -> None:
+@harness.on_both("dict_state")
+def test_abstract_calls_are_not_updates(name: str, devices: int, tmp_path: Path) -> None:
     """Were one counted, the save would come at another version than the expected one."""
-    job = PROGRAMS["dict_state"].build(devices)
+    job = PROGRAMS[name].build(devices)
     state = job.state
     with open_manager(tmp_path, steps=3) as manager:
         wrapped = manager.wrap(job.step, **job.wrap_kwargs)
@@ -181,9 +180,8 @@ def test_abstract_calls_are_not_updates(devices: int, tmp_path: Path) -> None:
     )
 
 
-@both_devices
-def test_always_armed_run_is_the_plain_run_too(devices: int, tmp_path: Path) -> None:
-    name = "clip_adamw"
+@harness.on_both("clip_adamw")
+def test_always_armed_run_is_the_plain_run_too(name: str, devices: int, tmp_path: Path) -> None:
     spied = harness.Spied(PROGRAMS[name].build(devices).step)
     job = PROGRAMS[name].build(devices)
     state = job.state
