@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,33 @@ def test_metrics_choose_what_is_kept(tmp_path):
         # As in stock: metrics do not make a bare item a composite.
         assert_same(manager.restore(1), saved[1])
         assert manager.item_metadata(1)["params"]["w"].shape == (SIZE,)
+
+
+def test_what_the_loop_changes_after_a_save_is_not_in_it(tmp_path, monkeypatch):
+    """Stock's handlers write JSON on other threads; these do so when the loop has gone on."""
+    go_on, dumps, trainer = threading.Event(), json.dumps, threading.current_thread()
+
+    def later(*args, **kwargs):
+        assert threading.current_thread() is trainer or go_on.wait(60)
+        return dumps(*args, **kwargs)
+
+    notes, metrics, metadata = {"seen": [7]}, {"loss": 0.5}, {"by": ["us"]}
+    options = ocp.CheckpointManagerOptions(best_fn=lambda found: found["loss"])
+    with GoCkptManager(tmp_path, options=options) as manager:
+        monkeypatch.setattr(json, "dumps", later)
+        args = ocp.args.Composite(
+            state=GoCkptSave({"w": jnp.ones(2)}), notes=ocp.args.JsonSave(notes)
+        )
+        manager.save(7, args=args, metrics=metrics, custom_metadata=metadata)
+        notes["seen"].append(8)
+        metrics["loss"] = 7.0
+        metadata["by"].append("them")
+        go_on.set()
+        manager.wait_until_finished()
+        restored = manager.restore(7, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))
+        assert restored["notes"] == {"seen": [7]}
+        assert manager.metrics(7) == {"loss": 0.5}
+        assert manager.metadata(7).custom_metadata == {"by": ["us"]}
 
 
 @pytest.mark.parametrize("relative", [False, True])

@@ -98,13 +98,11 @@ class Planner:
         program = step.program
         if program is None:
             return False
-        if (is_ready := program in self._ready) and not self._review_due:
-            return False
+        if program in self._ready:
+            return self._review_due and self._review(step, program)
         leaves = program.new_state_leaves(step.last_result)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
-        if is_ready:
-            return self._review(step, program, leaves)
         self.limit_device(stepped=True)
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
         planned = self._plans.get(program) or self._plan(program, leaves)
@@ -138,7 +136,7 @@ class Planner:
         """More may be known than when the plans were made; looked at before the next window."""
         self._review_due = True
 
-    def _review(self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> bool:
+    def _review(self, step: WrappedStep, program: StepProgram) -> bool:
         """Makes the plan anew if time or rate have moved: blocks move, the armed step stays."""
         self._review_due = False
         planned = self._plans[program]
@@ -146,6 +144,9 @@ class Planner:
             return False
         facts = self._facts(planned.size, planned.num_devices)
         if not facts.differ_from(planned.facts):
+            return False
+        leaves = program.new_state_leaves(step.last_result)
+        if leaves is None:  # another program's, as above: after the next save
             return False
         plan = plan_window(planned.size, self._options, self._device.limit_bytes, facts)
         self._plans[program] = dataclasses.replace(planned, plan=plan, facts=facts)

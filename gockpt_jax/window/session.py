@@ -247,9 +247,9 @@ class Session:
         Raises:
           ReplayError: from the original error.
         """
-        with self.lock:
-            window = self._window
-            if window is not None and window.error is not None and self._given_up is None:
+        window = self._window
+        if window is not None and window.error is not None and self._given_up is None:
+            with self.lock:
                 self._failure = window.error
                 self._give_up(f"it failed: {self._failure!r}")
         if not self.processes.several:
@@ -296,9 +296,10 @@ class Session:
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
+        if self._seal is None:
+            return
         with self.lock:
-            if self._seal is not None:
-                self._seal.end()
+            self._seal.end()
             self._seal = None
 
     def _sealing_window(self) -> OpenWindow | None:

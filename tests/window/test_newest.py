@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from pathlib import Path
@@ -27,6 +28,7 @@ from window.training_loop import (
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.storage.managing import waiting as waiting_room
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.window.early import EarlyChunks
 
@@ -302,7 +304,7 @@ def test_items_are_taken_all_or_none(start):
     loop.manager.close()
 
 
-def test_without_room_it_is_skipped(start):
+def test_without_room_it_is_skipped(start, monkeypatch):
     budget = 2 * STATE_BYTES + 100  # for two states, or a window
     loop = start(4, window={"host_budget_bytes": budget, "audit": None})
     host = loop.session.host
@@ -314,8 +316,10 @@ def test_without_room_it_is_skipped(start):
     assert (waiting.kind, waiting.deferred_steps) == ("snapshot", 2)
     assert "the host budget had no room" in waiting.reason
     loop.settle()
-    with pytest.raises(TypeError, match="pickle"):
-        loop.train(12, metrics={"loss": threading.Lock()})  # which nobody can copy
+    with monkeypatch.context() as context:
+        context.setattr(waiting_room, "_own", lambda args: copy.copy(threading.Lock()))
+        with pytest.raises(TypeError, match="pickle"):  # it cannot be copied
+            loop.train(12)
     assert loop.manager._gockpt_waiting.occupied.step == 8
     assert loop.train(12), "room is made by the one that it supersedes"
     assert loop.report(8).kind == "superseded"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ ITEM = "state"
 UNNAMED = "default"
 """What Orbax calls an item that was saved without a name."""
 METRICS = "metrics"
+_WRITTEN_LATER = (ocp.args.JsonSave, ocp.args.ProtoSave)
 
 
 def registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
@@ -192,6 +195,33 @@ def _require_arguments(args: Any) -> None:
             f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
             "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
         )
+
+
+def as_they_are(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a save of which the caller changes nothing any more that is written later.
+
+    Stock writes JSON, protobufs, metrics and metadata on other threads, after `save` has returned.
+
+    Args:
+      arguments: Of `ocp.CheckpointManager.save`; `args`, if given, is a `Composite`.
+    """
+    found = {key: x if key == "args" else _copied(x) for key, x in arguments.items()}
+    if found.get("args") is not None:
+        items = dict(found["args"].items())
+        items |= {name: _copied(x) for name, x in items.items() if isinstance(x, _WRITTEN_LATER)}
+        found["args"] = ocp.args.Composite(**items)
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """JSON that nobody else can change; what is none, stock refuses or `best_fn` knows."""
+    if isinstance(value, ocp.args.JsonSave):
+        return dataclasses.replace(value, item=_copied(value.item))
+    if isinstance(value, ocp.args.ProtoSave):
+        return copy.deepcopy(value)
+    if type(value) is dict:
+        return {key: _copied(x) for key, x in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 class Naming:

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax import _compat
 from gockpt_jax.errors import AuditError, ProcessError, ReplayError
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.managing.arguments import Naming
+from gockpt_jax.storage.managing.arguments import Naming, as_they_are
 from gockpt_jax.storage.managing.calls import Calls
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn, told_of_turns
@@ -86,7 +86,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             session.predictor.observe(session.version, step, accepted=False)
             session.surface_failure()
             return False
-        arguments["args"] = self._gockpt_naming.name(given)
+        arguments = as_they_are(arguments | {"args": self._gockpt_naming.name(given)})
         if given is not None and not session.processes.several:
             # Beside other processes it fails at its commit, where all of them hear of it.
             refuse_save(arguments, self._look_at, metrics_are_written=self._gockpt_has_best)

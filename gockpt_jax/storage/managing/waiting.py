@@ -93,7 +93,7 @@ class WaitingRoom:
 
         Args:
           step: Its label.
-          arguments: Those of `ocp.CheckpointManager.save`; `args` is a `Composite`.
+          arguments: Those of `ocp.CheckpointManager.save`, `as_they_are`.
 
         Returns:
           Why it cannot wait; `None` if it does.
@@ -106,9 +106,10 @@ class WaitingRoom:
         if (why_not := self._why_not(step, items)) is not None:
             return why_not
         # `force` was for the policy, which has accepted it.
-        rest = arguments.keys() - {"args", "force"}
-        others = {key: copy.deepcopy(arguments[key]) for key in rest}
-        items = {name: _own(args) for name, args in items.items()}
+        others = {key: x for key, x in arguments.items() if key not in ("args", "force")}
+        items = {
+            name: _own(args) if self.is_ours(name, args) else args for name, args in items.items()
+        }
         # What cannot be copied has been refused: the save that waits is still there.
         if self._why_no_room(items) is not None:
             self.supersede(step)  # that makes the room
@@ -195,8 +196,6 @@ class WaitingRoom:
 
 
 def _own(args: Any) -> Any:
-    """Arguments that the loop cannot change any more; arrays on devices are those given."""
-    if isinstance(args, ocp.args.JsonSave):
-        return copy.deepcopy(args)
+    """A tree that the loop cannot change any more; arrays on devices are those given."""
     item = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else copy.deepcopy(x), args.item)
     return dataclasses.replace(args, item=item, custom_metadata=copy.deepcopy(args.custom_metadata))
