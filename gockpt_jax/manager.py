@@ -234,12 +234,21 @@ class GoCkptManager(SavesInTurn):
         return self.metadata(step).item_metadata
 
     def close(self) -> None:
-        """Waits for all accepted saves, drops an open window and ends the worker thread."""
+        """Waits for all accepted saves, drops an open window and ends the worker thread.
+
+        From a signal handler in the middle of a step's hook or of a save it waits for the save
+        before, and no save is taken any more; the rest is for another call, or for the end of the
+        script.
+        """
         self._gockpt_closed = True
+        if self._gockpt_calls.is_inside:  # Orbax's threads could not end what was interrupted
+            self._hear_last_save()
+            return
         try:
             self._finish_saves()
         finally:
             with self._gockpt_calls.saving:
+                self._gockpt_handler.begun.wait_for_what_was_left()
                 try:
                     super().close()
                 finally:

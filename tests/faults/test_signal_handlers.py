@@ -161,3 +161,19 @@ def test_the_program_survives_a_handler_that_raises_as_the_step_is_armed(
             trainer.run(8)
         trainer.run_past_next_window()
         trainer.assert_intact()
+
+
+def test_what_a_handler_closed_over_ends_as_ever(
+    tmp_path: Path, interrupted: Callable[..., list[Any]]
+) -> None:
+    """It returns, so the save that it interrupted is made; there is no other."""
+    trainer = Trainer(tmp_path)
+    trainer.run_undisturbed(6)
+    came_of_it = interrupted(*PLACES["Orbax saves"], trainer.manager.close)
+    trainer.run(8)
+    assert came_of_it == [None]
+    with pytest.raises(RuntimeError, match="the manager is closed"):
+        trainer.run(9)
+    trainer.assert_intact()
+    trainer.manager.close()
+    assert [r.error for r in trainer.manager.reports] == [None] * 3

@@ -121,8 +121,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
             yield from self._attempted(step)
 
     def _attempted(self, step: int) -> Iterator[None]:
-        before = self._gockpt_pending
-        self._gockpt_handler.begun.wait_for_what_was_left()
+        before, begun = self._gockpt_pending, self._gockpt_handler.begun
+        begun.wait_for_what_was_left()
+        number = begun.number
         self._gockpt_deleter.make_way(step)
         self._gockpt_handler.label = step
         self._gockpt_turn.begin()
@@ -136,7 +137,9 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
                     pending.returned(time.perf_counter())
                     raise
                 pending.failed(error)
-                self._gockpt_handler.begun.give_up(error)  # not the last one, in flight maybe
+                begun.give_up(error)  # not the last one, in flight maybe
+            if begun.number != number:
+                begun.leave_directory()
             if self._gockpt_handler.votes is not None:
                 self._gockpt_handler.votes.cancel()
             error = bucket.named(self.directory, step, error)

@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.write_budget import WriteStats
 
+_DIRECTORY_SECS = 10
 _KNOWN = (HostArray, bool, int, float, str, np.generic)  # no caller can change them
 
 
@@ -66,17 +67,24 @@ class BegunItem:
 
 
 class BegunSave:
-    """The items of the save that began last, and what saves have left that were given up then."""
+    """The items of the save that began last, and what saves have left that were given up then.
+
+    Attributes:
+      number: Of saves that have come so far that items of theirs were to be taken.
+    """
 
     def __init__(self) -> None:
+        self.number = 0
         self._folder = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
         self._left: list[HandedOver] = []
+        self._directories: list[ocp.future.Future] = []  # of those, maybe still being made
 
     def is_another(self, folder: str, item: str) -> bool:
         """Whether an item, by its directory, begins another save than that of the one before."""
         is_other = folder != self._folder or item in self._items
         if is_other:
+            self.number += 1
             self._folder, self._items = folder, {}
         self._items[item] = BegunItem(())
         return is_other
@@ -111,15 +119,30 @@ class BegunSave:
                 item.release()
         self._forget()
 
+    def leave_directory(self) -> None:
+        """It does not begin, and Orbax may still be making its directory."""
+        self._directories.append(
+            ocp.future.CommitFutureAwaitingContractedSignals(_nothing(), name="gockpt_directory")
+        )
+
     def wait_for_what_was_left(self) -> None:
         """Returns when nothing writes any more for saves that were given up.
 
-        The next one may have the label of one of them, and so its directory.
+        The next one may have the label of one of them, and so its directory. Nor can Orbax be
+        closed while it makes one: it would wait 300 s for what it cannot make any more.
         """
+        while self._directories:
+            with contextlib.suppress(Exception):  # it could not be made, and nobody is told
+                self._directories[-1].result(_DIRECTORY_SECS)
+            self._directories.pop()
         while self._left:
             with contextlib.suppress(Exception):
                 self._left[-1].result()
             self._left.pop()
+
+
+async def _nothing() -> None:
+    """What is left to do when a directory has been made."""
 
 
 def run_to_its_end(save: Coroutine[Any, Any, None]) -> None:
