@@ -17,8 +17,8 @@ takes a snapshot at the seal. Nothing it finds wrong is raised between two commi
 others would wait for it in vain.
 
 Other threads may ask and wait as the trainer's does, and a signal handler may interrupt any line of
-it. A step that was interrupted is the end of its window: nobody can tell whether
-the loop goes on from its result or from its arguments.
+it. A step that was interrupted is the end of its window: nobody can tell whether the loop goes on
+from its result or from its arguments.
 """
 
 import logging
@@ -298,8 +298,9 @@ class Session:
         """All items have been taken, or the save has failed: the next one is another."""
         if self._seal is None:
             return
-        with self.lock:
-            self._seal.end()
+        with self.lock:  # another thread's save may end in the meantime
+            if self._seal is not None:
+                self._seal.end()
             self._seal = None
 
     def _sealing_window(self) -> OpenWindow | None:
