@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import threading
 
@@ -155,7 +156,8 @@ def test_what_the_loop_changes_after_a_save_is_not_in_it(tmp_path, monkeypatch):
         assert threading.current_thread() is trainer or go_on.wait(60)
         return dumps(*args, **kwargs)
 
-    notes, metrics, metadata = {"seen": [7]}, {"loss": 0.5}, {"by": ["us"]}
+    seen = collections.OrderedDict(at=[7], by=("us", [1]))
+    notes, metrics, metadata = {"seen": seen}, {"loss": 0.5}, {"by": ["us"]}
     options = ocp.CheckpointManagerOptions(best_fn=lambda found: found["loss"])
     with GoCkptManager(tmp_path, options=options) as manager:
         monkeypatch.setattr(json, "dumps", later)
@@ -163,13 +165,15 @@ def test_what_the_loop_changes_after_a_save_is_not_in_it(tmp_path, monkeypatch):
             state=GoCkptSave({"w": jnp.ones(2)}), notes=ocp.args.JsonSave(notes)
         )
         manager.save(7, args=args, metrics=metrics, custom_metadata=metadata)
-        notes["seen"].append(8)
+        seen["at"].append(8)
+        seen["by"][1].append(2)
+        seen["more"] = True
         metrics["loss"] = 7.0
         metadata["by"].append("them")
         go_on.set()
         manager.wait_until_finished()
         restored = manager.restore(7, args=ocp.args.Composite(notes=ocp.args.JsonRestore()))
-        assert restored["notes"] == {"seen": [7]}
+        assert restored["notes"] == {"seen": {"at": [7], "by": ["us", [1]]}}
         assert manager.metrics(7) == {"loss": 0.5}
         assert manager.metadata(7).custom_metadata == {"by": ["us"]}
 

@@ -219,9 +219,15 @@ def _copied(value: Any) -> Any:
         return dataclasses.replace(value, item=_copied(value.item))
     if isinstance(value, ocp.args.ProtoSave):
         return copy.deepcopy(value)
-    if type(value) is dict:
-        return {key: _copied(x) for key, x in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+    if isinstance(value, dict | list):  # of the same class, which `best_fn` may know
+        found = copy.copy(value)
+        for key, x in value.items() if isinstance(value, dict) else enumerate(value):
+            found[key] = _copied(x)
+        return found
+    if isinstance(value, tuple):
+        made: Any = getattr(value, "_make", tuple)
+        return made(map(_copied, value))
+    return value
 
 
 class Naming:

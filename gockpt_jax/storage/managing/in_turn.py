@@ -213,12 +213,13 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         if waiting is None:
             return
         waiting.pending.waits(started_at)
-        if not (has_come or not self._gockpt_unheard):
+        if self._gockpt_unheard and not has_come:
             return
-        # Another thread that has it waits for that save too.
+        # Another thread that has it waits for that save too, and may have begun it.
         if self._gockpt_calls.saving.acquire(blocking=self._gockpt_session.processes.several):
             try:
-                self._begin_waiting()
+                if self._gockpt_waiting.occupant is waiting:
+                    self._begin_waiting()
             finally:
                 self._gockpt_calls.saving.release()
 
