@@ -8,6 +8,7 @@ leaves as one is a unit: the updates that it has had are counted for each.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -117,6 +118,27 @@ class EarlyChunks:
         self._held_bytes: collections.Counter[int] = collections.Counter()  # on the host, by leaf
         self._pending: list[_Cut] = []
         self._num_applied = 0
+        self._promised: list[ChunkSlot] = []
+        self._is_rest_unwanted = False
+
+    # On the trainer's thread.
+
+    def promise(self, slots: Iterable[ChunkSlot]) -> None:
+        """Takes note of slots that were promised: somebody reads them, or gives them back."""
+        self._promised += slots
+
+    def promise_no_more(self) -> None:
+        """What has not been promised by now, nobody will read."""
+        self._is_rest_unwanted = True
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody may still read what becomes final.
+
+        Replay is the dearest part of a save: that of one which was abandoned, superseded or has
+        failed would make the next one late.
+        """
+        return not self._is_rest_unwanted or any(slot.owed for slot in self._promised)
 
     def failed(self, error: BaseException) -> None:
         """Takes note of an error, unless there is one."""
@@ -176,7 +198,7 @@ class EarlyChunks:
         Updates are applied together, in one pass over the chunks, if replay is behind.
         """
         self._pending.append(cut)
-        if self.error is not None:
+        if self.error is not None or not self.is_wanted:
             self._forget_pending()
         elif len(self._pending) == FUSED_UPDATES[0] or not self._next_has_landed():
             self._apply_pending()
@@ -232,7 +254,12 @@ class EarlyChunks:
         Args:
           slots: Of each leaf that is wanted.
           check: Called with its chunks before any is handed over; raises if one is wrong.
+
+        Raises:
+          CancelledError: if nobody wants it any more; it may not have been replayed.
         """
+        if not self.is_wanted:
+            raise concurrent.futures.CancelledError
         assert not self._pending, "an update waits for one that has come or will never come"
         final = {
             leaf: self._leaves[leaf].chunks([s.index for s in wanted])

@@ -203,7 +203,7 @@ class OpenWindow:
     def give_up(self) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""
         self._is_given_up = True
-        self._worker.submit_behind(self._early.drop)
+        self._forget_rest()
 
     def _land(self, land: Callable[[], Task], has_landed: Callable[[], None]) -> None:
         """Lands something on the worker, gives back what it held on the device, and passes it on.
@@ -253,6 +253,7 @@ class OpenWindow:
         self._heed_demotions()
         wanted = self._followed(arrays)
         slots = {j: make_slots(self._replicas.boxes(arrays[j])) for j in wanted}
+        self._early.promise(slot for promised in slots.values() for slot in promised)
         self.record.late_leaves = tuple(self._late.values())
         paths = self.program.positions.paths
         audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
@@ -311,6 +312,10 @@ class OpenWindow:
         return rest
 
     def drop(self) -> None:
-        """Forgets everything; earlier checkpoints are untouched."""
+        """Forgets what no save was promised; earlier checkpoints are untouched."""
         self.state = ()  # whoever replays still holds the window
+        self._forget_rest()
+
+    def _forget_rest(self) -> None:
+        self._early.promise_no_more()
         self._worker.submit_behind(self._early.drop)

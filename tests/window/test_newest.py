@@ -132,6 +132,31 @@ def test_a_newer_save_takes_its_place(start, caplog):
     loop.manager.close()
 
 
+@pytest.mark.parametrize(("on_busy", "read"), [("newest", {12}), ("skip", set())])
+def test_what_nobody_will_read_is_not_replayed(start, monkeypatch, on_busy, read):
+    """Replay takes longer than all else: superseded saves would keep the newest from its turn."""
+    replayed, apply_pending = set(), EarlyChunks._apply_pending
+
+    def noting(early: EarlyChunks) -> None:
+        replayed.add(early._record.step)
+        apply_pending(early)
+
+    loop = start(4, window={"on_busy": on_busy})
+    loop.train(4)
+    loop.settle()
+    monkeypatch.setattr(EarlyChunks, "_apply_pending", noting)
+    gate = threading.Event()
+    loop.session.resources.worker.submit_behind(lambda: gate.wait(WAIT_SECS))
+    loop.train(12)  # all that these windows take lands, and none of it is replayed yet
+    gate.set()
+    loop.settle()
+    assert replayed == read
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, *read)
+    loop.manager.close()
+
+
 @pytest.mark.parametrize("how", ["wait_until_finished", "close", "restore", "delete"])
 def test_whoever_waits_waits_for_it_too(start, how):
     loop = start(4)
