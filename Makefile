@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives programs jobs parity merges pretended scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges pretended scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -28,6 +28,7 @@ help:
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make interrupts  Ctrl-C at random lines of the library: 90 lives, a few interrupts in each'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
+	@echo 'make soak    thousands of saves: nothing that a manager holds may grow'
 	@echo 'make jobs    random lives of jobs of several processes, with faults: 60 of them, slow'
 	@echo 'make programs  random training programs in random lives: 50 of them, three lives each on 1 and 8 devices'
 	@echo 'make parity  random lives of a stock manager and ours, side by side: 60 of them'
@@ -110,6 +111,8 @@ LIVES ?= 0:94
 JOBS ?= 0:60
 PROGRAMS ?= 100:150
 PARITY ?= 1:61
+# Rounds of four saves and more between two looks at what is held; there are four looks.
+SOAK ?= 100
 
 kills: $(STAMP)
 	@GOCKPT_KILLS=$(KILLS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
@@ -119,6 +122,9 @@ interrupts: $(STAMP)
 
 lives: $(STAMP)
 	@GOCKPT_LIVES=$(LIVES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py
+
+soak: $(STAMP)
+	@GOCKPT_SOAK=$(SOAK) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/window/test_nothing_grows.py
 
 jobs: $(STAMP)
 	@GOCKPT_JOBS=$(JOBS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/multiprocess/test_lives.py
