@@ -32,7 +32,7 @@ class StepObserver(Protocol):
     def after_update(self, step: "WrappedStep", armed: ArmedResult | None) -> None:
         """Called after dispatch; `None`: the armed step was not asked for, or refused the call."""
 
-    def no_update(self, step: "WrappedStep", reason: str) -> None:
+    def no_update(self, reason: str) -> None:
         """Called after `before_update` asked for the armed step, if it did not run (to its end)."""
 
 
@@ -90,7 +90,7 @@ class WrappedStep(StandIn):
                 armed = self._run_armed(args, kwargs, flat)
             except BaseException as error:
                 if flat is not None:
-                    self._observer.no_update(self, f"the step raised {_brief(error)}")
+                    self._observer.no_update(f"the step raised {_brief(error)}")
                 raise
         result = self._run_unarmed(args, kwargs) if armed is None else armed.result
         self.last_result = result
@@ -106,7 +106,7 @@ class WrappedStep(StandIn):
             armed = self.program.call(args, kwargs, flat)
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
             if flat is not None:
-                self._observer.no_update(self, f"the call changed: {_brief(error)}")
+                self._observer.no_update(f"the call changed: {_brief(error)}")
             self.call_changed()
             return None
         self._refused = 0

@@ -44,6 +44,7 @@ class OpenWindow:
 
     Attributes:
       state: The leaves that the last armed step returned; none before the first.
+      given_up: Why this process takes nothing more for it; `None` if it does.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class OpenWindow:
         reason = plan.reason if program.is_exact else f"{plan.reason}; {_ROUNDED}"
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self.state: Sequence[jax.Array] = ()
+        self.given_up: str | None = None
         self._planned = departures
         self._units = units
         self._worker, self._device = resources.worker, resources.device
@@ -75,12 +77,16 @@ class OpenWindow:
         self._scalars = Scalars(program)
         sizes = [math.prod(spec.shape) for spec in program.cut_arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
-        self._is_given_up = False
 
     @property
     def error(self) -> BaseException | None:
         """What went wrong on the worker threads, if anything."""
         return self._early.error
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its save can be made from it."""
+        return self.error is None and self.given_up is None
 
     def status(self, version: int) -> str:
         """How far it is at a version, in a few words."""
@@ -101,7 +107,7 @@ class OpenWindow:
         # First: should sending fail, the other processes go on, and this one beside them.
         self._left.append(departure)
         self._group_of.update((j, self._units[u].group) for u, j in departure.leaves)
-        if departure.leaves and not self._is_given_up:
+        if departure.leaves and self.given_up is None:
             self._send(departure, old)
 
     def _departure(self, n: int, old: Sequence[jax.Array]) -> Departure:
@@ -172,7 +178,7 @@ class OpenWindow:
         try:
             left, staged = self._stage_cut(cut)
             has_run += staged
-            pull = None if self._is_given_up else self._start_pulls(left, staged, cut)
+            pull = self._start_pulls(left, staged, cut) if self.given_up is None else None
         except BaseException:
             self._room.dispatched(has_run, 0)
             raise
@@ -200,9 +206,9 @@ class OpenWindow:
             pull = left.cut.start_pull(staged)
         return CutPull(left.values, pull, self._scalars.positions, self._scalars.pull(cut))
 
-    def give_up(self) -> None:
+    def give_up(self, why: str) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""
-        self._is_given_up = True
+        self.given_up = why
         self._forget_rest()
 
     def _land(self, land: Callable[[], Task], has_landed: Callable[[], None]) -> None:

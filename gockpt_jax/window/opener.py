@@ -62,9 +62,7 @@ class Opener:
         self._auditor = auditor
         self._deferral: _Deferral | None = None
 
-    def open(
-        self, step: WrappedStep, version: int, sealed_at: int
-    ) -> tuple[OpenWindow | None, str | None]:
+    def open(self, step: WrappedStep, version: int, sealed_at: int) -> OpenWindow | str | None:
         """Opens a window, if it is time.
 
         Args:
@@ -73,8 +71,8 @@ class Opener:
           sealed_at: The version of the last save.
 
         Returns:
-          The window, and why this process takes no part in it (the others may have room); no window
-          and why it did not open, or nothing at all if no save is near.
+          The window, given up where the other processes alone may have room for it; or why it does
+          not open; `None` if no save is near.
         """
         setting = debugged_by()
         if setting is None:
@@ -84,28 +82,28 @@ class Opener:
         # A window may not begin with the version that the last save sealed: K is at most the
         # distance between saves.
         if target is None or version <= sealed_at:
-            return None, _ADJACENT if target == version + 1 else None
+            return _ADJACENT if target == version + 1 else None
         if setting is not None:
-            return None, _DEBUGGED.format(setting)
+            return _DEBUGGED.format(setting)
         program = step.program
         if program is None:
-            return None, step.why_not or "the step had not been traced yet"
+            return step.why_not or "the step had not been traced yet"
         steps, leaves = target - version + 1, None
         if self._planner.has_plan(program):
             plan, size = self._planner.plan_for(program, steps)
             if plan.steps == 1 or plan.steps < steps:
-                return None, plan.reason if plan.steps == 1 else None
+                return plan.reason if plan.steps == 1 else None
             leaves = program.new_state_leaves(step.last_result)
         if leaves is None:  # nor has a plan been made for such a call
             step.call_changed(last=True)
-            return None, _CHANGED
+            return _CHANGED
         if (why_not := self._agreement.why_not_ready(program, target)) is not None:
-            return None, why_not
+            return why_not
         host_bytes = self._planner.host_bytes(program)
         device, host = self._resources.device, self._resources.host
         no_room = host.why_no_room(*host_bytes)
         if no_room is not None and not self._processes.several:
-            return None, self._defer(target, no_room)
+            return self._defer(target, no_room)
         device.reset_peak()
         host.reset_peak()
         window = OpenWindow(
@@ -116,11 +114,11 @@ class Opener:
             resources=self._resources,
         )  # fmt: skip
         if no_room is not None:
-            window.give_up()
+            window.give_up(no_room)
         if (deferral := self._deferral_of(target)) is not None:
             window.record.deferred_steps = deferral.steps
             window.record.reason += f"; put off {deferral.steps} times, for {deferral.why}"
-        return window, no_room
+        return window
 
     def prepare(self, step: WrappedStep) -> None:
         """Plans for a step that has run, and settles with the others whether it can be armed."""

@@ -90,7 +90,6 @@ class Session:
         )
         self._why_snapshot: str | None = None  # `None`: no save has been foreseen
         self._failure: BaseException | None = None
-        self._given_up: str | None = None  # why this process takes no part in the open window
         self._seal: Seal | None = None  # of the save whose items are being taken
 
     # What the wrapped step tells.
@@ -141,7 +140,7 @@ class Session:
         try:
             self._stage(window, program.state_leaves(flat))
         except BaseException as error:  # an interrupt: it may have waited for room
-            self.no_update(step, f"the step was interrupted by {error!r}")
+            self.no_update(f"the step was interrupted by {error!r}")
             raise
         window.record.stall_secs += time.perf_counter() - start
         return None if self._window is None else flat
@@ -149,10 +148,7 @@ class Session:
     def _end_interrupted_step(self) -> None:
         """The step before did not come to its end, if a window is in the middle of one."""
         if self._is_stepping:
-            self._is_stepping = False
-            if self._window is not None:
-                self._window.give_back_room()
-                self.abandon("a step was interrupted")
+            self.no_update("a step was interrupted")
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
@@ -166,9 +162,8 @@ class Session:
         window.make_room()
         self.planner.clock.pause()
 
-    def no_update(self, step: WrappedStep, reason: str) -> None:
-        """The armed step did not run: it refused the call, or raised. The window is over."""
-        del step
+    def no_update(self, reason: str) -> None:
+        """The armed step did not run, or not to its end. The window is over."""
         with self.lock:
             self._is_stepping = False
             if self._window is not None:
@@ -198,11 +193,11 @@ class Session:
 
     def _open(self, step: WrappedStep) -> OpenWindow | None:
         """Opens a window if it is time, and remembers why not if it is not to be."""
-        window, why_not = self._opener.open(step, self.version, self._sealed_at)
-        self._given_up = None if window is None else why_not
-        if window is None and why_not is not None:
-            self._why_snapshot = why_not
-        return window
+        found = self._opener.open(step, self.version, self._sealed_at)
+        if isinstance(found, str):
+            self._why_snapshot = found
+            return None
+        return found
 
     def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
@@ -211,7 +206,7 @@ class Session:
             if window is None:
                 return
             window.drop()
-            self._window = self._given_up = None
+            self._window = None
             if window.error is not None:
                 reason = f"it failed: {window.error!r}"
             self._tell(window, "abandoned", reason)
@@ -229,8 +224,7 @@ class Session:
             self.abandon(reason)
             return
         self._tell(self._window, "given up in part", reason)
-        self._given_up = reason
-        self._window.give_up()
+        self._window.give_up(reason)
 
     @staticmethod
     def _tell(window: OpenWindow, what: str, reason: str) -> None:
@@ -248,7 +242,7 @@ class Session:
           ReplayError: from the original error.
         """
         window = self._window
-        if window is not None and window.error is not None and self._given_up is None:
+        if window is not None and window.error is not None and window.given_up is None:
             with self.lock:
                 self._failure = window.error
                 self._give_up(f"it failed: {self._failure!r}")
@@ -306,14 +300,11 @@ class Session:
     def _sealing_window(self) -> OpenWindow | None:
         """The open window, if this is the version it was opened for and it is sound."""
         window = self._window
-        if window is None:
-            return None
-        is_due = window.target == self.version
-        if is_due and window.error is None and self._given_up is None:
+        if window is None or self.has_due_window:
             return window
-        early = f"the save came {window.target - self.version} steps early"
-        self.abandon(self._given_up or early)
-        if window.error is not None and (is_due or not self.processes.several):
+        steps = window.target - self.version
+        self.abandon(window.given_up or f"the save came {steps} steps early")
+        if window.error is not None and (steps == 0 or not self.processes.several):
             # Surfaces at the next call, and this save is a snapshot; beside others it fails.
             self._failure = window.error
         return None
@@ -330,9 +321,7 @@ class Session:
     def has_due_window(self) -> bool:
         """Whether a save at this version ends a window: what it takes has been admitted."""
         window = self._window
-        if window is None or window.target != self.version:
-            return False
-        return window.error is None and self._given_up is None
+        return window is not None and window.target == self.version and window.is_sound
 
     @property
     def window_status(self) -> str:

@@ -58,7 +58,7 @@ class Observer:
         assert armed is None or step.last_result is armed.result
         self.cuts.append(armed is not None)
 
-    def no_update(self, step, reason):
+    def no_update(self, reason):
         self.refusals.append(reason)
 
 
