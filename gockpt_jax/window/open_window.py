@@ -18,11 +18,10 @@ from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.departure import Departure, Scalars, make_departure, nothing_left
 from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 from gockpt_jax.window.late import send_late
-from gockpt_jax.window.plan import Plan
+from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
 from gockpt_jax.window.step_room import StepRoom
-from gockpt_jax.window.units import GroupUnit
 
 _ROUNDED = "replayed up to rounding, as no exact window fits the device budget"
 
@@ -32,12 +31,9 @@ class OpenWindow:
 
     Args:
       program: Of the steps that it follows, armed; another one later, if it has the same cut.
-      plan: What leaves at which version.
-      departures: The plan's blocks.
-      units: The plan's units.
+      planned: What leaves at which version.
       target: The version that will be saved.
-      retained_bytes: What an armed step retains on one device.
-      waiting_limit_bytes: Of retained values that wait for replay, on the host.
+      departures: The plan's blocks.
       replayer: Applies the recipes.
       auditor: Compares what was replayed, and knows what must not leave early any more.
       resources: The session's.
@@ -48,31 +44,30 @@ class OpenWindow:
     """
 
     def __init__(
-        self, program: StepProgram, plan: Plan, target: int, *,
-        departures: Sequence[Departure], units: Sequence[GroupUnit], retained_bytes: int,
-        waiting_limit_bytes: int | None, replayer: Replayer, auditor: Auditor,
-        resources: Resources,
+        self, program: StepProgram, planned: Planned, target: int,
+        departures: Sequence[Departure], *,
+        replayer: Replayer, auditor: Auditor, resources: Resources,
     ):  # fmt: skip
         self.program = program
-        self.plan = plan
+        self.plan = plan = planned.plan
         self.target = target
         reason = plan.reason if program.is_exact else f"{plan.reason}; {_ROUNDED}"
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self.state: Sequence[jax.Array] = ()
         self.given_up: str | None = None
         self._planned = departures
-        self._units = units
+        self._units = units = planned.size.units
         self._worker, self._device = resources.worker, resources.device
         self._auditor = auditor
         self._replicas = resources.replicas
-        self._early = EarlyChunks(
-            program.groups, units, replayer, resources.host, waiting_limit_bytes, self.record
-        )
+        host = resources.host
+        limit_bytes = host.waiting_limit_bytes(*planned.host_bytes)
+        self._early = EarlyChunks(program.groups, units, replayer, host, limit_bytes, self.record)
         self._left = [nothing_left()]  # in that order, the last with what follows them all
         self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
         self._late: dict[int, str] = {}  # groups that became late, with the reason
-        self._retained_bytes = retained_bytes
+        self._retained_bytes = planned.size.retained
         self._room = StepRoom(resources.device, resources.watcher)
         self._scalars = Scalars(program)
         sizes = [math.prod(spec.shape) for spec in program.cut_arrays]

@@ -2,6 +2,9 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
+
+import jax
 
 from gockpt_jax.compiling import debugged_by
 from gockpt_jax.options import WindowOptions
@@ -10,6 +13,7 @@ from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.processes import Processes
@@ -88,28 +92,30 @@ class Opener:
         program = step.program
         if program is None:
             return step.why_not or "the step had not been traced yet"
-        steps, leaves = target - version + 1, None
-        if self._planner.has_plan(program):
-            plan, size = self._planner.plan_for(program, steps)
-            if plan.steps == 1 or plan.steps < steps:
-                return plan.reason if plan.steps == 1 else None
-            leaves = program.new_state_leaves(step.last_result)
-        if leaves is None:  # nor has a plan been made for such a call
+        steps = target - version + 1
+        planned = self._planner.planned(program)
+        planned = None if planned is None else planned.within(steps)
+        if planned is not None and planned.plan.steps < steps:
+            return planned.plan.reason if planned.plan.steps == 1 else None
+        leaves = None if planned is None else program.new_state_leaves(step.last_result)
+        if planned is None or leaves is None:  # nor has a plan been made for such a call
             step.call_changed(last=True)
             return _CHANGED
-        if (why_not := self._agreement.why_not_ready(program, target)) is not None:
-            return why_not
-        host_bytes = self._planner.host_bytes(program)
+        why_not = self._agreement.why_not_ready(program, target)
+        return why_not or self._opened(program, planned, target, leaves)
+
+    def _opened(
+        self, program: StepProgram, planned: Planned, target: int, leaves: Sequence[jax.Array]
+    ) -> OpenWindow | str:
+        """The window, if the host has room for it, or those of other processes may have."""
         device, host = self._resources.device, self._resources.host
-        no_room = host.why_no_room(*host_bytes)
+        no_room = host.why_no_room(*planned.host_bytes)
         if no_room is not None and not self._processes.several:
             return self._defer(target, no_room)
         device.reset_peak()
         host.reset_peak()
         window = OpenWindow(
-            program, plan, target,
-            departures=self._planner.departures(program, plan, size, leaves), units=size.units,
-            retained_bytes=size.retained, waiting_limit_bytes=host.waiting_limit_bytes(*host_bytes),
+            program, planned, target, planned.departures(program, leaves),
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
             resources=self._resources,
         )  # fmt: skip

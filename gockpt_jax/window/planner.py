@@ -1,7 +1,6 @@
 """The plan of each step's windows: made once per program, and anew when what it rests on moves."""
 
 import dataclasses
-import itertools
 import json
 import logging
 import weakref
@@ -21,9 +20,9 @@ from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.clock import StepClock
-from gockpt_jax.window.departure import Departure, make_departure, nothing_left
 from gockpt_jax.window.late import late_blocks, late_chunks
-from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks, measure_bytes, plan_window
+from gockpt_jax.window.plan import Facts, Plan, StateBytes, measure_bytes, plan_window
+from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.units import replay_specs
@@ -35,25 +34,6 @@ _CONTRACTS = (
     "not be exact; set `XLA_FLAGS=--xla_cpu_max_isa=AVX` (x86) before JAX starts, or accept "
     "rounding with `audit=gockpt_jax.Audit(max_ulps=...)`"
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Planned:
-    """A program's plan, and what it was made for.
-
-    Attributes:
-      plan: The plan.
-      size: Bytes of the state on one device.
-      host_bytes: What a window holds in this process: the state, and what follows one step.
-      num_devices: Of this process, with a part of the state.
-      facts: What was measured, or said.
-    """
-
-    plan: Plan
-    size: StateBytes
-    host_bytes: tuple[int, int]
-    num_devices: int
-    facts: Facts
 
 
 class Planner:
@@ -77,11 +57,8 @@ class Planner:
         self._host = resources.host
         self._is_limited = False
         self._review_due = False
-        self._plans: weakref.WeakKeyDictionary[StepProgram, _Planned] = weakref.WeakKeyDictionary()
+        self._plans: weakref.WeakKeyDictionary[StepProgram, Planned] = weakref.WeakKeyDictionary()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # is compiled, or being so
-        self._departures: weakref.WeakKeyDictionary[StepProgram, dict[Any, list[Departure]]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def prepare(self, step: WrappedStep) -> bool:
         """Plans for a new program, long before its first window: arming it takes long.
@@ -119,7 +96,7 @@ class Planner:
             self._ready.add(program)
         return True
 
-    def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> _Planned:
+    def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> Planned:
         size = measure_bytes(program, leaves, self._replicas)
         num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
         state_bytes = sum(self._replicas.owned_bytes_at_most(a) for a in leaves)
@@ -129,7 +106,7 @@ class Planner:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         else:
             plan = Plan((), _why_all_late(program, size))
-        self._plans[program] = _Planned(plan, size, host_bytes, num_devices, facts)
+        self._plans[program] = Planned(plan, size, host_bytes, num_devices, facts)
         return self._plans[program]
 
     def save_ended(self) -> None:
@@ -181,10 +158,10 @@ class Planner:
         self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]
     ) -> None:
         """Compiles ahead what the program's plan needs."""
-        plan, size = self._plans[program].plan, self._plans[program].size
-        early = {j for u in itertools.chain(*plan.blocks) for j in _leaves_of(u, size, program)}
+        planned = self._plans[program]
+        early = planned.early_leaves(program)
         self._compile_late([a for j, a in enumerate(leaves) if j not in early])
-        if plan.steps == 1:
+        if planned.plan.steps == 1:
             return
         try:
             replayer = self.replayer(leaves)
@@ -195,9 +172,10 @@ class Planner:
             step.give_up(_CONTRACTS)
             return
         step.arm()
-        for departure in self.departures(program, plan, size, leaves):
+        for departure in planned.departures(program, leaves):
             departure.compile_ahead()
-        replayer.compile_ahead(replay_specs(program, size.units), plan.steps - 1)
+        specs = replay_specs(program, planned.size.units)
+        replayer.compile_ahead(specs, planned.plan.steps - 1)
         if self._options.audit is not None:
             sampled = [leaves[j] for j in sorted(early)]
             compile_samples_ahead(sampled, self._options.audit.fraction, self._replicas)
@@ -217,26 +195,6 @@ class Planner:
         for _, block in late_blocks(late_chunks(leaves, limit_bytes, self._replicas), limit_bytes):
             block.compile_ahead()
 
-    def departures(
-        self, program: StepProgram, plan: Plan, size: StateBytes, leaves: Sequence[jax.Array]
-    ) -> list[Departure]:
-        """The blocks of a plan, made once for each plan of a program.
-
-        Args:
-          program: The step's.
-          plan: Of it.
-          size: What the plan was made for.
-          leaves: Of the state, alive or not.
-        """
-        known = self._departures.setdefault(program, {})
-        if plan.blocks not in known:
-            made = [nothing_left()]
-            for block in plan.blocks:
-                units = {u: size.units[u] for u in block}
-                made.append(make_departure(program, units, leaves, made[-1]))
-            known[plan.blocks] = made[1:]
-        return known[plan.blocks]
-
     def _must_be_exact(self) -> bool:
         audit = self._options.audit
         return self._options.exact or (audit is not None and audit.max_ulps == 0)
@@ -251,26 +209,16 @@ class Planner:
         device: Any = next(iter(leaves[0].sharding.device_set))
         return Replayer(device.platform, self._options.replay_threads)
 
-    def has_plan(self, program: StepProgram) -> bool:
-        """Whether `prepare` has planned for it; it may have met another program's results alone."""
-        return program in self._plans
-
-    def plan_for(self, program: StepProgram, steps: int) -> tuple[Plan, StateBytes]:
-        """The program's plan, with K at most `steps`; and the bytes it was made for."""
-        plan, size = self._plans[program].plan, self._plans[program].size
-        if steps < plan.steps:
-            plan = fill_blocks(size.units, steps, f"the save was {steps - 1} steps away")
-        return plan, size
-
-    def steps_of(self, program: StepProgram) -> int:
-        """K of the program's plan; 1 before it has one. The same on all processes."""
-        return self._plans[program].plan.steps if program in self._plans else 1
+    def planned(self, program: StepProgram) -> Planned | None:
+        """What `prepare` has planned for it; it may have met another program's results alone."""
+        return self._plans.get(program)
 
     def explain(self, step: WrappedStep) -> str:
         """What the saves of a step's state are planned to be and why, and its cut, as text."""
-        if step.program is None or step.program not in self._plans:
+        planned = None if step.program is None else self.planned(step.program)
+        if planned is None:
             return step.explain()
-        plan = self._plans[step.program].plan
+        plan = planned.plan
         kind = "snapshots" if plan.steps == 1 else f"windows of {plan.steps} steps"
         return f"foreseen saves are {kind}: {plan.reason}\n{step.explain()}"
 
@@ -288,10 +236,6 @@ class Planner:
             self._device.limit_bytes = headroom
             self._is_limited = stepped
 
-    def host_bytes(self, program: StepProgram) -> tuple[int, int]:
-        """What a window holds in this process: the state, and what follows one step."""
-        return self._plans[program].host_bytes
-
 
 def measured_facts(clock: StepClock) -> Facts:
     """What has been learned so far."""
@@ -302,7 +246,3 @@ def _why_all_late(program: StepProgram, size: StateBytes) -> str:
     largest = max(program.late, key=lambda j: size.leaves[j])
     path, why = program.positions.paths[largest], program.late[largest]
     return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"
-
-
-def _leaves_of(unit: int, size: StateBytes, program: StepProgram) -> tuple[int, ...]:
-    return program.groups[size.units[unit].group].leaves

@@ -315,7 +315,8 @@ class Session:
     def window_steps(self) -> int:
         """K of the next window as far as it is known; 1 if there is none to be had."""
         program = None if self._last_step is None else self._last_step.program
-        return 1 if program is None else self.planner.steps_of(program)
+        planned = None if program is None else self.planner.planned(program)
+        return 1 if planned is None else planned.plan.steps
 
     @property
     def has_due_window(self) -> bool:

@@ -1,0 +1,61 @@
+"""What has been planned for a program: the plan, what it was made for, and the blocks it names."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.window.cost import Blocks
+from gockpt_jax.window.departure import Departure, make_departure, nothing_left
+from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """A program's plan, and what it was made for.
+
+    Attributes:
+      plan: The plan.
+      size: Bytes of the state on one device.
+      host_bytes: What a window holds in this process: the state, and what follows one step.
+      num_devices: Of this process, with a part of the state.
+      facts: What was measured, or said.
+    """
+
+    plan: Plan
+    size: StateBytes
+    host_bytes: tuple[int, int]
+    num_devices: int
+    facts: Facts
+    _departures: dict[Blocks, list[Departure]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def within(self, steps: int) -> "Planned":
+        """The same, with K at most `steps`."""
+        if steps >= self.plan.steps:
+            return self
+        plan = fill_blocks(self.size.units, steps, f"the save was {steps - 1} steps away")
+        return dataclasses.replace(self, plan=plan)
+
+    def early_leaves(self, program: StepProgram) -> set[int]:
+        """The leaves of which something leaves before the sealed version."""
+        groups = {self.size.units[u].group for block in self.plan.blocks for u in block}
+        return {j for g in groups for j in program.groups[g].leaves}
+
+    def departures(self, program: StepProgram, leaves: Sequence[jax.Array]) -> list[Departure]:
+        """The plan's blocks, made once for each plan of the program.
+
+        Args:
+          program: The one that was planned for.
+          leaves: Of the state, alive or not.
+        """
+        blocks = self.plan.blocks
+        if blocks not in self._departures:
+            made = [nothing_left()]
+            for block in blocks:
+                units = {u: self.size.units[u] for u in block}
+                made.append(make_departure(program, units, leaves, made[-1]))
+            self._departures[blocks] = made[1:]
+        return self._departures[blocks]
