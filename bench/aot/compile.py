@@ -185,7 +185,7 @@ def _not_early(
     program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequence[Any]
 ) -> list[Any]:
     groups = {size.units[u].group for block in plan.blocks for u in block}
-    gone = {j for g in groups for j in program.groups[g].leaves}
+    gone = {j for g in groups for j in program.cut.groups[g].leaves}
     return [leaf for j, leaf in enumerate(leaves) if j not in gone]
 
 

@@ -24,7 +24,7 @@ class ArmedResult(NamedTuple):
     Attributes:
       result: The user's.
       state: The leaves of the new state in it, in the order of the program's.
-      cut: The cut arrays, in the order of the program's `cut_arrays`.
+      cut: The cut arrays, in the order of the program's `cut.arrays`.
     """
 
     result: Any

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import copy
-import dataclasses
 import functools
 import warnings
 import weakref
@@ -15,30 +14,16 @@ from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
-from gockpt_jax.training.cut import Cut, find_cut
-from gockpt_jax.training.graph import flatten
-from gockpt_jax.training.replay_group import ArraySpec, replay_groups
 from gockpt_jax.training.signature import Signature
-from gockpt_jax.training.values import Site, Value
-from gockpt_jax.training.walk import Leaf
+from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
 
 
 class CannotArmError(Exception):
-    """A step's program cannot be armed.
-
-    Args:
-      reason: Why.
-      remedy: What would help.
-    """
-
-    def __init__(self, reason: str, remedy: str):
-        super().__init__(f"{reason}; {remedy}")
-        self.reason = reason
-        self.remedy = remedy
+    """A step's program cannot be armed: why, and what would help."""
 
 
 class StepProgram:
-    """The analysis of one traced step. The graph itself is dropped once it is done.
+    """One traced step: how it is called, where it may be cut, and how it runs armed.
 
     Args:
       step: The user's jitted function.
@@ -47,6 +32,11 @@ class StepProgram:
       kwargs: Keyword arguments of it.
       even_for_nothing: Whether leaves may leave early that gain no bytes.
       before: Result of the call before, if there was one.
+
+    Attributes:
+      positions: Of the state's leaves.
+      cut: What may leave early, and what is retained for it.
+      out_tree: Structure of the result.
 
     Raises:
       CannotArmError: if the program shows nothing to cut.
@@ -68,46 +58,20 @@ class StepProgram:
         self._traced_for = self._signature(self._flat, args, kwargs)
         self.out_tree: Any = _compat.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
-        _refuse_no_state(traced, self.positions)
+        specs = _state_specs(traced.jaxpr, self.positions)
+        _refuse_no_state(specs, self.positions.paths)
+        self._new_specs = [new for _, new in specs]
         self._even_for_nothing = even_for_nothing
         self._donated = _compat.donated(traced)
         self._out_shardings: tuple[Any, ...] = (
             _compat.specified_shardings(traced, "out_shardings") or ()
         )
-        self._analyse(exact=True)
+        self._executable: concurrent.futures.Future[Any] | None = None  # until it is armed
+        self.cut: StepCut = self._cut(exact=True)
 
-    def _analyse(self, *, exact: bool) -> None:
-        self.is_exact = exact
-        carried = list(zip(self.positions.inputs, self.positions.outputs, strict=True))
-        graph = flatten(self._traced.jaxpr, carried)
-        leaves = [
-            Leaf.of(path, graph.inputs[i], graph.outputs[o])
-            for path, (i, o) in zip(self.positions.paths, carried, strict=True)
-        ]
-        cut = find_cut(leaves, even_for_nothing=self._even_for_nothing, exact=exact)
-        self.leaf_specs = tuple(_spec(graph.inputs[i]) for i in self.positions.inputs)
-        self._new_specs = [_spec(graph.outputs[o]) for o in self.positions.outputs]
-        self._sites, self.cut_arrays = self._returned(cut, leaves)
-        self.groups = replay_groups(cut, leaves)
-        self.late: dict[int, str] = dict(cut.late)
-        self.is_armed = False
-        self._executable: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def _returned(
-        self, cut: Cut, leaves: Sequence[Leaf]
-    ) -> tuple[list[Site], tuple[ArraySpec, ...]]:
-        """Where the cut values are, and what the armed step returns of them."""
-        whole = {v: group.leaves[0] for group in cut.groups for v in group.retained}
-        sites, arrays = [], []
-        for value in cut.values:
-            site, array, j = value.site, _spec(value), whole.get(value)
-            assert site is not None, "only what can be returned is cut"
-            if j is not None and leaves[j].spec is not None:  # a shard, seen from inside
-                site = dataclasses.replace(site, spec=leaves[j].spec)
-                array = ArraySpec(self.leaf_specs[j].shape, array.dtype)
-            sites.append(site)
-            arrays.append(array)
-        return sites, tuple(arrays)
+    def _cut(self, *, exact: bool) -> StepCut:
+        jaxpr, for_nothing = self._traced.jaxpr, self._even_for_nothing
+        return cut_step(jaxpr, self.positions, even_for_nothing=for_nothing, exact=exact)
 
     def rounded(self) -> "StepProgram":
         """The same trace with a cut that accepts rounding, so that more leaves leave early.
@@ -116,7 +80,7 @@ class StepProgram:
         """
         assert not self.is_armed, "the trace is dropped when a program is armed"
         other = copy.copy(self)
-        other._analyse(exact=False)
+        other.cut = self._cut(exact=False)
         return other
 
     def returns_at(self, placed: Sequence[Any]) -> None:
@@ -138,7 +102,7 @@ class StepProgram:
         """
         settings = self._form.settings
         armed = jax.jit(
-            with_outputs(self._traced.jaxpr, self._sites),
+            with_outputs(self._traced.jaxpr, self.cut.sites),
             donate_argnums=self._donated,
             keep_unused=settings.keep_unused,
             **self._placements(),
@@ -147,30 +111,36 @@ class StepProgram:
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             lowered = armed.lower(*self._input_specs())
         thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")
-        self._executable = thread.submit(
-            lowered.compile, compiler_options=settings.compiler_options
-        )
+        compiling = thread.submit(lowered.compile, compiler_options=settings.compiler_options)
         thread.shutdown(wait=False)  # it ends when that is done
-        self.is_armed = True  # not before: an interrupt would leave it to wait for ever
+        self._executable = compiling
         del self._traced, self._flat  # the first holds constants, the second the user's arrays
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the armed step has been compiled, or is being so."""
+        return self._executable is not None
+
+    @property
+    def _compiling(self) -> concurrent.futures.Future[Any]:
+        assert self._executable is not None, "nobody has asked for the armed step to be compiled"
+        return self._executable
 
     def is_ready(self) -> bool:
         """Whether the armed step has been compiled (or has failed to)."""
-        return self._executable.done()
+        return self._executable is not None and self._executable.done()
 
     def wait_until_ready(self) -> None:
         """Returns when the armed step has been compiled, or has failed to."""
-        assert self.is_armed, "nobody has asked for the armed step to be compiled"
-        concurrent.futures.wait([self._executable])
+        concurrent.futures.wait([self._compiling])
 
     def failure(self) -> BaseException | None:
         """Why compiling failed; `None` while it runs or if it succeeded."""
-        return self._executable.exception() if self._executable.done() else None
+        return self._compiling.exception() if self.is_ready() else None
 
     def executable(self) -> Any:
         """The armed step as JAX compiled it; waits for its compilation, and raises its error."""
-        assert self.is_armed, "nobody has asked for the armed step to be compiled"
-        return self._executable.result()
+        return self._compiling.result()
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any] | None = None
@@ -206,13 +176,6 @@ class StepProgram:
         """
         return not self._is_in_no_cache and self._remembered() is None
 
-    def replays_like(self, other: "StepProgram") -> bool:
-        """Whether cut and recipes are those of another program: a window may follow either."""
-        mine, theirs = (
-            (p.positions.paths, p.leaf_specs, p.groups, p.cut_arrays) for p in (self, other)
-        )
-        return mine == theirs
-
     def flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that are not static, flat.
 
@@ -245,25 +208,6 @@ class StepProgram:
         are_ours = all(x.shape == spec.shape and x.dtype == spec.dtype for x, spec in specs)
         return leaves if are_ours else None
 
-    def explain(self) -> str:
-        """The groups, what is retained for them, and what is late and why, as text."""
-        early = [j for group in self.groups for j in group.leaves]
-        lines = [
-            f"in a window {len(early)} leaves leave early, in {len(self.groups)} groups; "
-            f"{len(self.late)} leaves are late."
-        ]
-        for group in self.groups:
-            kept = [str(self.cut_arrays[i]) for i in (*group.retained, *group.scalars)]
-            lines.append(f"early, retaining {', '.join(kept) or 'nothing'}:")
-            lines += map(self._leaf, group.leaves)
-        for reason in dict.fromkeys(self.late[j] for j in sorted(self.late)):
-            lines.append(f"late ({reason}):")
-            lines += [self._leaf(j) for j in sorted(self.late) if self.late[j] == reason]
-        return "\n".join(lines)
-
-    def _leaf(self, j: int) -> str:
-        return f"  {self.positions.paths[j]} {self.leaf_specs[j]}"
-
     def _signature(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature:
@@ -285,7 +229,7 @@ class StepProgram:
         if all(s is None for s in self._out_shardings or ()):
             return {}
         # The compiler places the cut values: asking for another place could change the step.
-        return {"out_shardings": [*self._out_shardings, *(None,) * len(self._sites)]}
+        return {"out_shardings": [*self._out_shardings, *(None,) * len(self.cut.sites)]}
 
 
 def placements(result: Any) -> list[Any]:
@@ -296,36 +240,37 @@ def placements(result: Any) -> list[Any]:
 def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:
     if len(_compat.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
         raise CannotArmError(
-            "its program takes arguments that the call does not show",
-            "pass what it closes over as arguments",
+            "its program takes arguments that the call does not show; pass what it closes over as "
+            "arguments"
         )
 
 
-def _refuse_no_state(traced: Any, positions: Positions) -> None:
+def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, ArraySpec]]:
+    """What each leaf of the state goes in as, and comes out as."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    return [
+        (ArraySpec.of(opened.invars[i].aval), ArraySpec.of(opened.outvars[o].aval))
+        for i, o in zip(positions.inputs, positions.outputs, strict=True)
+    ]
+
+
+def _refuse_no_state(specs: Sequence[tuple[ArraySpec, ArraySpec]], paths: Sequence[str]) -> None:
     """What comes out as something else in every leaf is a batch, say, and a loss of its structure.
+
+    Args:
+      specs: What each leaf goes in as, and comes out as.
+      paths: Theirs.
 
     Raises:
       StepMismatchError: if no leaf keeps its shape and dtype.
     """
-    jaxpr, _ = _compat.open_jaxpr(traced.jaxpr)
-    pairs = [
-        tuple(
-            ArraySpec(tuple(x.aval.shape), x.aval.dtype)
-            for x in (jaxpr.invars[i], jaxpr.outvars[o])
-        )
-        for i, o in zip(positions.inputs, positions.outputs, strict=True)
-    ]
-    if pairs and all(old != new for old, new in pairs):
-        (old, new), path = pairs[0], positions.paths[0]
+    if specs and all(old != new for old, new in specs):
+        (old, new), path = specs[0], paths[0]
         raise StepMismatchError(
             f"what the wrapped step was given as its state is none: {path} goes in as {old} and "
             f"comes out as {new}, and no other leaf stays what it was. Say where the state is with "
             "`wrap(step, state=..., state_out=...)`."
         )
-
-
-def _spec(value: Value) -> ArraySpec:
-    return ArraySpec(value.shape, value.dtype)
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -137,7 +137,7 @@ class WrappedStep(StandIn):
         """What leaves early, what is retained, what is late and why."""
         if self.program is None:
             return f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
-        return self.program.explain()
+        return self.program.cut.explain()
 
     def call_changed(self, *, last: bool = False) -> None:
         """Told of a call that the program was not made for; enough of them are a new program.
@@ -181,7 +181,7 @@ class WrappedStep(StandIn):
                     self.step, self._form, args, kwargs,
                     even_for_nothing=self._even_for_nothing, before=self.last_result,
                 )  # fmt: skip
-                _log.debug("analysed %s:\n%s", self.__name__, program.explain())
+                _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
                 return program
         except StepMismatchError:
             if not self.is_no_update():

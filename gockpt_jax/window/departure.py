@@ -79,15 +79,15 @@ def make_departure(
     """
     of_state, chunks = [], []
     for u, unit in units.items():
-        for j in program.groups[unit.group].leaves:
+        for j in program.cut.groups[unit.group].leaves:
             of_state.append((u, j))
             chunks.append(Chunk(Source.of(leaves[j], unit.placed), unit.start, unit.stop))
     state = block_of(chunks, [j for _, j in of_state])
     values, following = [*before.values], [*before.cut.chunks]
     for run in _runs(program, units):
         first, last = units[run[0]], units[run[-1]]
-        for i in program.groups[first.group].retained:
-            spec = program.cut_arrays[i]
+        for i in program.cut.groups[first.group].retained:
+            spec = program.cut.arrays[i]
             source = Source(spec.shape, spec.dtype, first.given, first.placed)
             values.append((run, i))
             following.append(Chunk(source, first.start, last.stop))
@@ -106,7 +106,8 @@ def _runs(program: StepProgram, units: Mapping[int, GroupUnit]) -> list[tuple[in
         of_groups[unit.group].append(u)
     runs: list[tuple[int, ...]] = []
     for group, members in of_groups.items():
-        spec, placed = program.leaf_specs[program.groups[group].leaves[0]], units[members[0]].placed
+        first = program.cut.groups[group].leaves[0]
+        spec, placed = program.cut.leaf_specs[first], units[members[0]].placed
         size = Source(spec.shape, spec.dtype, placed, placed).shard_size
         is_whole = sum(units[u].stop - units[u].start for u in members) == size
         runs += [tuple(members)] if is_whole else [(u,) for u in members]
@@ -124,7 +125,7 @@ class Scalars:
     """
 
     def __init__(self, program: StepProgram):
-        self.positions = tuple(sorted({i for group in program.groups for i in group.scalars}))
+        self.positions = tuple(sorted({i for group in program.cut.groups for i in group.scalars}))
         self._block: Block | None = None
 
     def pull(self, cut: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:

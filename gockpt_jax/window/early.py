@@ -20,7 +20,7 @@ from gockpt_jax.replay.programs import FUSED_UPDATES
 from gockpt_jax.replay.shards import ShardReplay, Update
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
-from gockpt_jax.training.replay_group import ReplayGroup
+from gockpt_jax.training.step_cut import ReplayGroup
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import HostChunk, Pull

@@ -51,7 +51,7 @@ class OpenWindow:
         self.program = program
         self.plan = plan = planned.plan
         self.target = target
-        reason = plan.reason if program.is_exact else f"{plan.reason}; {_ROUNDED}"
+        reason = plan.reason if program.cut.is_exact else f"{plan.reason}; {_ROUNDED}"
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self.state: Sequence[jax.Array] = ()
         self.given_up: str | None = None
@@ -60,9 +60,10 @@ class OpenWindow:
         self._worker, self._device = resources.worker, resources.device
         self._auditor = auditor
         self._replicas = resources.replicas
-        host = resources.host
-        limit_bytes = host.waiting_limit_bytes(*planned.host_bytes)
-        self._early = EarlyChunks(program.groups, units, replayer, host, limit_bytes, self.record)
+        self._early = EarlyChunks(
+            program.cut.groups, units, replayer, resources.host,
+            resources.host.waiting_limit_bytes(*planned.host_bytes), self.record,
+        )  # fmt: skip
         self._left = [nothing_left()]  # in that order, the last with what follows them all
         self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
@@ -70,7 +71,7 @@ class OpenWindow:
         self._retained_bytes = planned.size.retained
         self._room = StepRoom(resources.device, resources.watcher)
         self._scalars = Scalars(program)
-        sizes = [math.prod(spec.shape) for spec in program.cut_arrays]
+        sizes = [math.prod(spec.shape) for spec in program.cut.arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
 
     @property
@@ -125,7 +126,7 @@ class OpenWindow:
     def _check_arrays(self, n: int, old: Sequence[Any]) -> None:
         """What the loop has taken to the host cannot leave a device."""
         for g in {self._units[u].group: None for u in self.plan.blocks[n]}:
-            for j in self.program.groups[g].leaves:
+            for j in self.program.cut.groups[g].leaves:
                 if not isinstance(old[j], jax.Array):
                     path, kind = self.program.positions.paths[j], type(old[j]).__name__
                     why = f"{path}: a `{kind}`, on no device, when it was to leave"
@@ -137,7 +138,7 @@ class OpenWindow:
             return
         paths = self.program.positions.paths
         for g in {unit.group: None for unit in self._units}:
-            reason = self._auditor.demoted([paths[j] for j in self.program.groups[g].leaves])
+            reason = self._auditor.demoted([paths[j] for j in self.program.cut.groups[g].leaves])
             if reason is not None:
                 self._late.setdefault(g, reason)
 
@@ -306,7 +307,7 @@ class OpenWindow:
         left = set(self._left[-1].units)
         rest: dict[int, list[Chunk]] = {j: [] for j in followed}
         for u, unit in enumerate(self._units):
-            for j in self.program.groups[unit.group].leaves if u not in left else ():
+            for j in self.program.cut.groups[unit.group].leaves if u not in left else ():
                 if j in rest:
                     source = Source.of(arrays[j], unit.placed)
                     rest[j].append(Chunk(source, unit.start, unit.stop))

@@ -137,7 +137,7 @@ class Opener:
             return False
         if program is window.program:
             return True
-        if not program.replays_like(window.program):
+        if program.cut != window.program.cut:
             return False
         self.prepare(step)
         if not program.is_armed:

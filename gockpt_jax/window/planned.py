@@ -42,7 +42,7 @@ class Planned:
     def early_leaves(self, program: StepProgram) -> set[int]:
         """The leaves of which something leaves before the sealed version."""
         groups = {self.size.units[u].group for block in self.plan.blocks for u in block}
-        return {j for g in groups for j in program.groups[g].leaves}
+        return {j for g in groups for j in program.cut.groups[g].leaves}
 
     def departures(self, program: StepProgram, leaves: Sequence[jax.Array]) -> list[Departure]:
         """The plan's blocks, made once for each plan of the program.

@@ -102,7 +102,7 @@ class Planner:
         state_bytes = sum(self._replicas.owned_bytes_at_most(a) for a in leaves)
         host_bytes = state_bytes, size.followers * num_devices
         facts = self._facts(size, num_devices)
-        if program.groups:
+        if program.cut.groups:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         else:
             plan = Plan((), _why_all_late(program, size))
@@ -117,7 +117,7 @@ class Planner:
         """Makes the plan anew if time or rate have moved: blocks move, the armed step stays."""
         self._review_due = False
         planned = self._plans[program]
-        if self._options.steps is not None or not program.groups:
+        if self._options.steps is not None or not program.cut.groups:
             return False
         facts = self._facts(planned.size, planned.num_devices)
         if not facts.differ_from(planned.facts):
@@ -243,6 +243,6 @@ def measured_facts(clock: StepClock) -> Facts:
 
 
 def _why_all_late(program: StepProgram, size: StateBytes) -> str:
-    largest = max(program.late, key=lambda j: size.leaves[j])
-    path, why = program.positions.paths[largest], program.late[largest]
+    largest = max(program.cut.late, key=lambda j: size.leaves[j])
+    path, why = program.positions.paths[largest], program.cut.late[largest]
     return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"

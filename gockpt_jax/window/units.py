@@ -66,23 +66,23 @@ def units_of(
         None
         if all(in_host_memory(leaves[j].sharding) for j in group.leaves)
         else placement(leaves, group.leaves, replicas)
-        for group in program.groups
+        for group in program.cut.groups
     ]
     sources = [
         [Source.of(leaves[j], place) for j in group.leaves]
-        for group, place in zip(program.groups, placed, strict=True)
+        for group, place in zip(program.cut.groups, placed, strict=True)
         if place is not None
     ]
     total = sum(s.shard_bytes for group in sources for s in group)
     unit_bytes = max(MIN_CHUNK_BYTES, -(-total // _UNITS_PER_WINDOW))
     found = iter(sources)
     units: list[GroupUnit] = []
-    for g, (group, place) in enumerate(zip(program.groups, placed, strict=True)):
+    for g, (group, place) in enumerate(zip(program.cut.groups, placed, strict=True)):
         if place is None:
             continue
         of_group = next(found)
         given = _given([s.given for s in of_group], place, len(of_group[0].shape))
-        itemsizes = [program.cut_arrays[i].dtype.itemsize for i in group.retained]
+        itemsizes = [program.cut.arrays[i].dtype.itemsize for i in group.retained]
         # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
         is_copied = (
             min(itemsizes, default=0) * of_group[0].shard_size < LARGE_BYTES
@@ -144,13 +144,13 @@ def retained_bytes(program: StepProgram, leaves: Sequence[jax.Array], replicas: 
       replicas: How they share what leaves; each holds all of what it retains.
     """
     total = 0
-    for group in program.groups:
+    for group in program.cut.groups:
         place = placement(leaves, group.leaves, replicas)
         places = [leaves[j].sharding for j in group.leaves]
         if place is not None:
             places = [_given(places, place, leaves[group.leaves[0]].ndim)]
         for i in group.retained:
-            spec = program.cut_arrays[i]
+            spec = program.cut.arrays[i]
             total += max(Source(spec.shape, spec.dtype, p, p).shard_bytes for p in places)
     return total
 
@@ -172,13 +172,13 @@ def replay_specs(program: StepProgram, units: Sequence[GroupUnit]) -> list[tuple
     """What the replay programs of all units are made from, with the elements of their chunks."""
     specs: dict[tuple[ReplaySpec, int], None] = {}  # a set that keeps its order
     for unit in units:
-        group = program.groups[unit.group]
+        group = program.cut.groups[unit.group]
         if not group.recipe.is_identity:
             spec = ReplaySpec(
                 group.recipe,
-                tuple(np.dtype(program.leaf_specs[j].dtype) for j in group.leaves),
-                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.retained),
-                tuple(np.dtype(program.cut_arrays[i].dtype) for i in group.scalars),
+                tuple(np.dtype(program.cut.leaf_specs[j].dtype) for j in group.leaves),
+                tuple(np.dtype(program.cut.arrays[i].dtype) for i in group.retained),
+                tuple(np.dtype(program.cut.arrays[i].dtype) for i in group.scalars),
             )
             specs[spec, unit.stop - unit.start] = None
     return list(specs)

@@ -181,7 +181,7 @@ def test_demotion_reaches_the_window_that_is_open(
     with Trainer(tmp_path, window=options(on_failure="demote")) as trainer:
         trainer.run_undisturbed(7)
         auditor = trainer.manager._gockpt_session._auditor
-        (*_, group) = trainer.step.program.groups
+        (*_, group) = trainer.step.program.cut.groups
         path = trainer.step.program.positions.paths[group.leaves[0]]
         trainer.update()
         assert auditor._demote(path)

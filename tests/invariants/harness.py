@@ -235,7 +235,8 @@ def run_with_windows(
         ],
         differing={}, own_calls=own_calls, changed_arguments=changed,
         plain_traces=0, traces=len(traces),
-        can_be_armed=bool(wrapped.program and wrapped.program.groups), structures=len(structures),
+        can_be_armed=bool(wrapped.program and wrapped.program.cut.groups),
+        structures=len(structures),
         pulls=watch.count, unsafe_pulls=watch.unsafe, unlike_buffers=[], donated=0,
     )  # fmt: skip
     return state, buffers, outcome

@@ -219,8 +219,8 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
     program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
     seconds = time.thread_time() - start
     assert len(program.positions.paths) >= 1200
-    assert len(program.groups) == 400
-    assert all(len(group.leaves) == 2 for group in program.groups)
-    assert sum(len(group.retained) for group in program.groups) == 400
-    assert len({group.recipe for group in program.groups}) == 1  # one compilation for all
+    assert len(program.cut.groups) == 400
+    assert all(len(group.leaves) == 2 for group in program.cut.groups)
+    assert sum(len(group.retained) for group in program.cut.groups) == 400
+    assert len({group.recipe for group in program.cut.groups}) == 1  # one compilation for all
     assert seconds < 10

@@ -114,7 +114,7 @@ def test_the_state_is_found(kind):
     assert len(there) == len(found)
     assert all(id(x) in there for x in jax.tree.leaves(state))
     assert len(set(program.positions.paths)) == len(found)
-    assert program.groups
+    assert program.cut.groups
 
 
 def test_the_users_object_is_as_it_was():

@@ -49,7 +49,7 @@ def test_armed_call_is_the_step_and_the_cut():
     (state, got_loss), _, cut = program.call((first, X), {})
     assert not alive(first)
     jax.tree.map(np.testing.assert_array_equal, (state, got_loss), (expected, loss))
-    assert [(str(s), c.shape) for s, c in zip(program.cut_arrays, cut, strict=True)] == [
+    assert [(str(s), c.shape) for s, c in zip(program.cut.arrays, cut, strict=True)] == [
         ("float32[6]", (6,))
     ]
     np.testing.assert_allclose(cut[0], jnp.tanh(X), rtol=1e-6)
@@ -185,7 +185,7 @@ def test_explain_tells_every_leaf_its_shape_and_its_fate():
         new, loss = update({"m": state["m"], "w": state["w"]}, x)
         return {"count": state["count"] + 1, **new}, loss
 
-    text = arm(jax.jit(step), fresh() | {"count": jnp.int32(0)}, X).explain()
+    text = arm(jax.jit(step), fresh() | {"count": jnp.int32(0)}, X).cut.explain()
     assert "2 leaves leave early, in 1 groups; 1 leaves are late" in text
     assert "retaining float32[6]" in text
     assert "['m'] float32[6]" in text

@@ -78,8 +78,8 @@ def test_a_rounded_program_has_the_same_trace_and_another_cut():
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
     rounded = program.rounded()
-    assert (program.is_exact, rounded.is_exact) == (True, False)
-    assert [len(p.groups[0].leaves) for p in (program, rounded)] == [2, 3]
+    assert (program.cut.is_exact, rounded.cut.is_exact) == (True, False)
+    assert [len(p.cut.groups[0].leaves) for p in (program, rounded)] == [2, 3]
     rounded.arm()
     rounded.wait_until_ready()
     assert rounded.failure() is None

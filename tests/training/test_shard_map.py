@@ -69,7 +69,7 @@ def program_of(jitted, *args):
 
 
 def early(program):
-    return {program.positions.paths[j] for group in program.groups for j in group.leaves}
+    return {program.positions.paths[j] for group in program.cut.groups for j in group.leaves}
 
 
 SPECS = [P(AXES), P(AXES, None), P(), P(None)]
@@ -90,10 +90,10 @@ def test_what_leaves_early_is_repeated_from_the_cut(step, scalars, spec, check_v
     jax.tree.map(np.testing.assert_array_equal, new, jitted(state, x))
     assert early(program) >= {"['m']", "['v']"}
     old, new = jax.tree.leaves(state), jax.tree.leaves(new)
-    for group in program.groups:
+    for group in program.cut.groups:
         retained = [cut[i] for i in group.retained]
         assert [v.sharding.is_equivalent_to(old[0].sharding, 2) for v in retained] == [True]
-        assert [program.cut_arrays[i].shape for i in group.retained] == [(16, 6)]
+        assert [program.cut.arrays[i].shape for i in group.retained] == [(16, 6)]
         assert len(group.scalars) == scalars
         host = jax.device_get(([old[j] for j in group.leaves], retained))
         got = group.recipe.apply(*host, [jax.device_get(cut[i]) for i in group.scalars])
@@ -111,7 +111,7 @@ def test_a_number_of_each_devices_own_is_not_captured(spec):
                       check_vma=False)
     )  # fmt: skip
     program = program_of(jitted, state, x)
-    assert all(not group.scalars for group in program.groups)
+    assert all(not group.scalars for group in program.cut.groups)
     assert early(program) == set()
 
 
@@ -158,7 +158,7 @@ def test_the_compiler_sees_no_wall(after):
     old = jax.tree.leaves(both)
     new, _, cut = program.call((both, x), {})
     jax.tree.map(np.testing.assert_array_equal, new, step(both, x))
-    for group in program.groups:
+    for group in program.cut.groups:
         taken = [[a[i] for i in places] for a, places in (
             (old, group.leaves), (cut, group.retained), (cut, group.scalars)
         )]  # fmt: skip
@@ -213,7 +213,7 @@ def test_a_leaf_that_comes_out_otherwise_than_it_went_in_is_late():
     mapped = jax.shard_map(momentum, mesh=mesh, in_specs=(specs, P()), out_specs=out)
     program = program_of(jax.jit(mapped), state, x)
     assert "['v']" not in early(program)
-    assert "`shard_map`" in program.late[program.positions.paths.index("['v']")]
+    assert "`shard_map`" in program.cut.late[program.positions.paths.index("['v']")]
 
 
 def test_leaves_that_share_a_gradient_and_lie_differently_are_late():

@@ -511,7 +511,7 @@ def test_what_the_analysis_stumbles_over_is_told_in_a_line(monkeypatch):
     def stumble(*_):
         raise ValueError("of an array: " + "[0.1 0.2]\n" * 1000)
 
-    monkeypatch.setattr("gockpt_jax.training.program.flatten", stumble)
+    monkeypatch.setattr("gockpt_jax.training.step_cut.flatten", stumble)
     step = wrap(jax.jit(update))
     with pytest.warns(gockpt.SnapshotOnlyWarning, match="its analysis failed with ValueError"):
         run(step, fresh(), 4)

@@ -136,7 +136,7 @@ def test_checkpoint_is_the_state(model, cut, tmp_path, monkeypatch):
         found = units_of(program, [loop.state["m"], loop.state["w"]], shared)
         assert report.early_bytes > 0
         assert report.audit.max_ulps == 0
-        assert (len(found) > len(program.groups)) == cut
+        assert (len(found) > len(program.cut.groups)) == cut
 
 
 def test_a_model_of_one_leaf_has_even_blocks(tmp_path):

@@ -16,7 +16,7 @@ from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.cut import Leaf, find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.recipe import make_recipe
-from gockpt_jax.training.replay_group import ReplayGroup
+from gockpt_jax.training.step_cut import ReplayGroup
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
