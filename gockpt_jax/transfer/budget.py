@@ -1,5 +1,6 @@
 """Byte budgets: what may be in flight at once."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,21 @@ class ByteBudget:
                 self.release(owed.pop())
 
         return give_back
+
+    @contextlib.contextmanager
+    def lent(self, num_bytes: int) -> Iterator[Callable[[], None]]:
+        """Takes bytes, waiting for room, for what is begun here and ends on another thread.
+
+        Yields:
+          What gives them back, to be called there; if it cannot be begun, they are given back here.
+        """
+        self.acquire(num_bytes)
+        give_back = self.giving_back(num_bytes)
+        try:
+            yield give_back
+        except BaseException:
+            give_back()
+            raise
 
     def reset_peak(self) -> None:
         """Measures the peak from now on."""

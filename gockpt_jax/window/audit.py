@@ -130,21 +130,15 @@ class Auditor:
 
     def _send(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
         probes = _probes(pairs)
-        num_bytes = sample_bytes(probes)
-        self._device.acquire(num_bytes)
-        give_back = self._device.giving_back(num_bytes)
         boxes = [box for box, _ in pairs]  # the worker must not keep the state alive
-
-        def land() -> None:
-            pending.land(boxes, sample)
-            give_back()
-
-        try:
+        with self._device.lent(sample_bytes(probes)) as give_back:
             sample = start_sample(probes)
+
+            def land() -> None:
+                pending.land(boxes, sample)
+                give_back()
+
             self._worker.submit(land)
-        except BaseException:
-            give_back()
-            raise
 
     def _demote(self, path: str) -> bool:
         """Makes a leaf late from now on; False if it must not be."""

@@ -97,14 +97,9 @@ def send_late(
     """
     numbered = [(id(array), chunk) for array, chunk in chunks]
     for positions, block in late_blocks(numbered, device.limit_bytes):
-        device.acquire(block.staged_bytes)
-        give_back = device.giving_back(block.staged_bytes)
-        try:
+        with device.lent(block.staged_bytes) as give_back:
             pull = stage_and_pull(block, [chunks[n][0] for n in positions])
             worker.submit(_landing(positions, pull, land, failed, give_back))
-        except BaseException:
-            give_back()
-            raise
 
 
 def _landing(

@@ -143,16 +143,10 @@ class OpenWindow:
                 self._late.setdefault(g, reason)
 
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
-        num_bytes = block.state.staged_bytes
-        self._device.acquire(num_bytes)
-        give_back = self._device.giving_back(num_bytes)
-        try:
+        with self._device.lent(block.state.staged_bytes) as give_back:
             pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
             land = functools.partial(self._early.land, block.leaves, block.state.chunks, pull)
             self._land(land, give_back)
-        except BaseException:
-            give_back()
-            raise
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
@@ -178,10 +172,9 @@ class OpenWindow:
         except BaseException:
             self._room.dispatched(has_run, 0)
             raise
+        pulled = self._room.dispatched(has_run, 0 if pull is None else left.cut.held_bytes)
         if pull is None:
-            self._room.dispatched(has_run, 0)
             return
-        pulled = self._room.dispatched(has_run, left.cut.held_bytes)
         try:
             self._land(lambda: self._early.take_in(pull), pulled)
         except BaseException:  # an interrupt

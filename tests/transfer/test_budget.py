@@ -71,6 +71,21 @@ def test_added_bytes_count_but_do_not_wait():
     assert (budget.used_bytes, budget.peak_bytes) == (0, 16)
 
 
+def test_what_is_lent_is_given_back_where_it_ends_or_could_not_be_begun():
+    budget = ByteBudget(10)
+    with budget.lent(6) as give_back:
+        pass
+    assert budget.used_bytes == 6  # what was begun still has them
+    give_back()
+    give_back()
+    assert budget.used_bytes == 0
+    with pytest.raises(KeyboardInterrupt), budget.lent(6) as give_back:
+        raise KeyboardInterrupt
+    assert budget.used_bytes == 0
+    give_back()  # it may have come so far that another thread does, too
+    assert budget.used_bytes == 0
+
+
 def test_the_limit_holds_for_many_threads():
     budget, done = ByteBudget(7), []
 
