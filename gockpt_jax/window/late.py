@@ -1,5 +1,6 @@
 """Late chunks: staged at the sealed version itself, final as they land."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -20,6 +21,9 @@ from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
+
+Receiver = tuple[Callable[[Sequence[HostChunk]], None], Callable[[BaseException], None]]
+"""Takes in a chunk of each shard, and what went wrong with it instead."""
 
 _PARTS = 16
 """In which late leaves are staged that exceed the device budget: each is a program to compile."""
@@ -45,44 +49,68 @@ def take_now(
     Returns:
       For each array, by its `id`, the slots of what this process writes.
     """
-    slots = [make_slots(replicas.boxes(a)) for a in arrays]
-    landings = [Landing() for _ in arrays]
+    late = [_LateArray(a, host, replicas) for a in arrays]
     chunks = late_chunks(arrays, device.limit_bytes, replicas)
-    held_bytes = [replicas.owned_bytes(a) for a in arrays]
-    lost: set[int] = set()
-
-    def land(position: int, found: Sequence[HostChunk]) -> None:
-        n, chunk = chunks[position]
-        landings[n].put(chunk, found)
-        if landings[n].is_complete and n not in lost:
-            fill(slots[n], landings[n].chunks([s.index for s in slots[n]]))
-            landings[n] = Landing()  # the slots' now
-
-    def failed(position: int, error: BaseException) -> None:
-        n, _ = chunks[position]
-        if n not in lost and not all(slot.data.done() for slot in slots[n]):
-            lost.add(n)  # what is filled is given back when it has been written
-            fail(slots[n], error)
-            host.release(held_bytes[n])
+    receivers = [(functools.partial(late[n].land, chunk), late[n].fail) for n, chunk in chunks]
 
     def forget() -> None:  # nobody will write these
-        host.release(sum(num_bytes for n, num_bytes in enumerate(held_bytes) if n not in lost))
+        for one in late:
+            one.release()
 
-    promised = {id(a): found for a, found in zip(arrays, slots, strict=True)}
+    promised = {id(a): one.slots for a, one in zip(arrays, late, strict=True)}
     # From now on, not from when they land: a window that opens meanwhile must not take their room.
-    host.add(sum(held_bytes))
+    host.add(sum(one.num_bytes for one in late))
     try:
-        send_late([(arrays[n], chunk) for n, chunk in chunks], land, failed, worker, device)
+        send_late([(arrays[n], chunk) for n, chunk in chunks], receivers, worker, device)
     except BaseException:
         worker.submit(forget)
         raise
     return promised
 
 
+class _LateArray:
+    """An array on its way, and where its writer will find it; the worker lands it.
+
+    Args:
+      array: Alive.
+      host: Accounts for its bytes.
+      replicas: How they share what is taken.
+
+    Attributes:
+      slots: Of what this process writes of it.
+      num_bytes: Theirs.
+    """
+
+    def __init__(self, array: jax.Array, host: ByteBudget, replicas: Replicas):
+        self.slots = make_slots(replicas.boxes(array))
+        self.num_bytes = replicas.owned_bytes(array)
+        self._host = host
+        self._landing = Landing()
+        self._is_lost = False
+
+    def land(self, chunk: Chunk, found: Sequence[HostChunk]) -> None:
+        """Takes in rows; with the last ones it is final."""
+        self._landing.put(chunk, found)
+        if self._landing.is_complete and not self._is_lost:
+            fill(self.slots, self._landing.chunks([slot.index for slot in self.slots]))
+            self._landing = Landing()  # the slots' now
+
+    def fail(self, error: BaseException) -> None:
+        """Some of it will not come; what is final is given back when it has been written."""
+        if not self._is_lost and not all(slot.data.done() for slot in self.slots):
+            fail(self.slots, error)
+            self.release()
+
+    def release(self) -> None:
+        """Gives its bytes back, once."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._host.release(self.num_bytes)
+
+
 def send_late(
     chunks: Sequence[tuple[jax.Array, Chunk]],
-    land: Callable[[int, Sequence[HostChunk]], None],
-    failed: Callable[[int, BaseException], None],
+    receivers: Sequence[Receiver],
     worker: Worker,
     device: ByteBudget,
 ) -> None:
@@ -90,8 +118,7 @@ def send_late(
 
     Args:
       chunks: Each with the array that it is cut from.
-      land: Takes in a chunk, by its position; called by the worker.
-      failed: Likewise, what went wrong with it.
+      receivers: Of each chunk; called by the worker.
       worker: Lands them.
       device: Budget for the copies.
     """
@@ -99,14 +126,12 @@ def send_late(
     for positions, block in late_blocks(numbered, device.limit_bytes):
         with device.lent(block.staged_bytes) as give_back:
             pull = stage_and_pull(block, [chunks[n][0] for n in positions])
-            worker.submit(_landing(positions, pull, land, failed, give_back))
+            worker.submit(_landing(pull, [receivers[n] for n in positions], give_back))
 
 
 def _landing(
-    positions: Sequence[int], pull: Pull[list[list[HostChunk]]],
-    land: Callable[[int, Sequence[HostChunk]], None], failed: Callable[[int, BaseException], None],
-    has_landed: Callable[[], None],
-) -> Callable[[], None]:  # fmt: skip
+    pull: Pull[list[list[HostChunk]]], receivers: Sequence[Receiver], has_landed: Callable[[], None]
+) -> Callable[[], None]:
     pulls = [pull]
 
     def task() -> None:
@@ -115,11 +140,11 @@ def _landing(
                 found = pulls.pop().result()
             finally:  # nothing holds the staged copies any more
                 has_landed()
-            for n, chunk in zip(positions, found, strict=True):
-                land(n, chunk)
+            for (land, _), chunk in zip(receivers, found, strict=True):
+                land(chunk)
         except BaseException as error:
-            for n in positions:
-                failed(n, error)
+            for _, failed in receivers:
+                failed(error)
 
     return task
 

@@ -14,7 +14,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.block import stage_and_pull
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
-from gockpt_jax.window.audit import Auditor
+from gockpt_jax.window.audit import Auditor, PendingAudit
 from gockpt_jax.window.departure import Departure, Scalars, make_departure, nothing_left
 from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 from gockpt_jax.window.late import send_late
@@ -252,38 +252,43 @@ class OpenWindow:
         self.record.late_leaves = tuple(self._late.values())
         paths = self.program.positions.paths
         audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
-
-        def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
-            if audit is not None:
-                audit.check({paths[j]: chunks for j, chunks in final.items()})
-
-        def finish() -> None:
-            try:
-                if self._early.error is not None:
-                    raise self._early.error
-                self._early.finish(slots, check)
-            except BaseException as error:
-                self._early.drop()
-                for promised in slots.values():
-                    fail(promised, error)
-            finally:
-                if audit is not None:
-                    audit.drop()
-
         try:
             self._handed_over.update(slots)
             rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]
-            send_late(
-                [(arrays[j], chunk) for j, chunk in rest],
-                lambda n, found: self._pass_on(self._early.land_rows(*rest[n], found)),
-                lambda _, error: self._early.failed(error), self._worker, self._device,
-            )  # fmt: skip
-            self._worker.submit_behind(finish)
+            receivers = [
+                (functools.partial(self._land_rows, *rows), self._early.failed) for rows in rest
+            ]
+            sent = [(arrays[j], chunk) for j, chunk in rest]
+            send_late(sent, receivers, self._worker, self._device)
+            self._worker.submit_behind(functools.partial(self._finish, slots, audit))
         except BaseException:  # an interrupt
             if audit is not None:
                 self._worker.submit_behind(audit.drop)
             raise
         return slots, None if audit is None else audit.metadata
+
+    def _land_rows(self, leaf: int, chunk: Chunk, found: Sequence[HostChunk]) -> None:
+        self._pass_on(self._early.land_rows(leaf, chunk, found))
+
+    def _finish(self, slots: Mapping[int, Sequence[ChunkSlot]], audit: PendingAudit | None) -> None:
+        """On the thread that replays: hands over what is final, unless the audit objects."""
+        paths = self.program.positions.paths
+
+        def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
+            if audit is not None:
+                audit.check({paths[j]: chunks for j, chunks in final.items()})
+
+        try:
+            if self._early.error is not None:
+                raise self._early.error
+            self._early.finish(slots, check)
+        except BaseException as error:
+            self._early.drop()
+            for promised in slots.values():
+                fail(promised, error)
+        finally:
+            if audit is not None:
+                audit.drop()
 
     def _followed(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[Chunk]]:
         """The leaves that left early and were followed all the way, with the rows that did not."""
