@@ -5,7 +5,7 @@ model of one leaf has even blocks too.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,43 +62,42 @@ def units_of(
       leaves: Of its state, as the last update returned it.
       replicas: How they share what leaves.
     """
-    placed = [
-        None
-        if all(in_host_memory(leaves[j].sharding) for j in group.leaves)
-        else placement(leaves, group.leaves, replicas)
-        for group in program.cut.groups
+    movable = [
+        (g, place, [Source.of(leaves[j], place) for j in group.leaves])
+        for g, group in enumerate(program.cut.groups)
+        if not all(in_host_memory(leaves[j].sharding) for j in group.leaves)
+        and (place := placement(leaves, group.leaves, replicas)) is not None
     ]
-    sources = [
-        [Source.of(leaves[j], place) for j in group.leaves]
-        for group, place in zip(program.cut.groups, placed, strict=True)
-        if place is not None
-    ]
-    total = sum(s.shard_bytes for group in sources for s in group)
+    total = sum(source.shard_bytes for _, _, sources in movable for source in sources)
     unit_bytes = max(MIN_CHUNK_BYTES, -(-total // _UNITS_PER_WINDOW))
-    found = iter(sources)
-    units: list[GroupUnit] = []
-    for g, (group, place) in enumerate(zip(program.cut.groups, placed, strict=True)):
-        if place is None:
-            continue
-        of_group = next(found)
-        given = _given([s.given for s in of_group], place, len(of_group[0].shape))
-        itemsizes = [program.cut.arrays[i].dtype.itemsize for i in group.retained]
-        # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
-        is_copied = (
-            min(itemsizes, default=0) * of_group[0].shard_size < LARGE_BYTES
-            or (can_be_cut(of_group[0]) and place_of(place).replicas > 1)
-            or not given.is_equivalent_to(place, len(of_group[0].shape))
-        )
-        for start, stop in _ranges(of_group, unit_bytes):
-            units.append(
-                GroupUnit(
-                    state_bytes=sum(_bytes(s, stop - start) for s in of_group),
-                    retained_bytes=sum(itemsizes) * (stop - start),
-                    group=g, start=start, stop=stop, placed=place, given=given,
-                    is_copied=is_copied,
-                )
-            )  # fmt: skip
-    return tuple(units)
+    return tuple(
+        unit
+        for g, place, sources in movable
+        for unit in _units_of_group(program, g, place, sources, unit_bytes)
+    )
+
+
+def _units_of_group(
+    program: StepProgram, g: int, place: jax.sharding.Sharding, sources: Sequence[Source],
+    unit_bytes: int,
+) -> Iterator[GroupUnit]:  # fmt: skip
+    """One group's, by the arrays that its leaves are; of about so many bytes."""
+    first = sources[0]
+    given = _given([s.given for s in sources], place, len(first.shape))
+    arrays = [program.cut.arrays[i] for i in program.cut.groups[g].retained]
+    itemsizes = [array.dtype.itemsize for array in arrays]
+    # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
+    is_copied = (
+        min(itemsizes, default=0) * first.shard_size < LARGE_BYTES
+        or (can_be_cut(first) and place_of(place).replicas > 1)
+        or not given.is_equivalent_to(place, len(first.shape))
+    )
+    for start, stop in _ranges(sources, unit_bytes):
+        yield GroupUnit(
+            state_bytes=sum(_bytes(s, stop - start) for s in sources),
+            retained_bytes=sum(itemsizes) * (stop - start),
+            group=g, start=start, stop=stop, placed=place, given=given, is_copied=is_copied,
+        )  # fmt: skip
 
 
 def placement(
