@@ -22,7 +22,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
-from gockpt_jax.transfer.pull import Box, HostChunk, Pull, align, owned_shards
+from gockpt_jax.transfer.pull import Box, ChunkPull, HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.staging import stage
 
 _programs = Programs("gockpt-compile-copies")
@@ -185,12 +185,8 @@ class Block:
             assert taken.isdisjoint(map(id, staged)), "a step may donate a staged buffer"
         return staged
 
-    def start_pull(self, staged: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
-        """Starts moving staged buffers to the host; returns at once.
-
-        Returns:
-          For each chunk, its flat elements in each shard that this process owns.
-        """
+    def start_pull(self, staged: Sequence[jax.Array]) -> ChunkPull:
+        """Starts moving staged buffers to the host; returns at once."""
         arrays = iter(staged)
         sent: list[jax.Array] = []
         for packing in self._packings:
@@ -233,7 +229,7 @@ class Block:
         }
 
 
-def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
+def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> ChunkPull:
     """Copies a block on the device and starts moving the copy to the host."""
     with events.span(events.SPAN_STAGE):
         staged = block.stage(arrays)

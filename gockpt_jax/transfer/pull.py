@@ -80,6 +80,10 @@ class Pull(Generic[T]):
         return self._unpack(data)
 
 
+ChunkPull = Pull[list[list[HostChunk]]]
+"""Of chunks: for each, its flat elements in each shard that this process owns."""
+
+
 def owned_shards(array: jax.Array) -> list[jax.Shard]:
     """The local shards that this process writes: of replicated data, the first replica."""
     return [s for s in array.addressable_shards if s.replica_id == 0]

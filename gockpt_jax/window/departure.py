@@ -9,7 +9,7 @@ import jax
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
 from gockpt_jax.transfer.chunks import Chunk, Source
-from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.pull import ChunkPull
 from gockpt_jax.window.units import GroupUnit
 
 Followers = tuple[tuple[int, ...], int]
@@ -128,7 +128,7 @@ class Scalars:
         self.positions = tuple(sorted({i for group in program.cut.groups for i in group.scalars}))
         self._block: Block | None = None
 
-    def pull(self, cut: Sequence[jax.Array]) -> Pull[list[list[HostChunk]]]:
+    def pull(self, cut: Sequence[jax.Array]) -> ChunkPull:
         """Starts moving an armed step's to the host."""
         scalars = [cut[i] for i in self.positions]
         if self._block is None or not self._block.is_cut_from(scalars):

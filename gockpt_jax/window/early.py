@@ -23,13 +23,12 @@ from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.step_cut import ReplayGroup
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk
-from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.pull import ChunkPull, HostChunk
 from gockpt_jax.window.departure import Followers
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fill
 from gockpt_jax.window.units import GroupUnit
 
-ChunkPull = Pull[list[list[HostChunk]]]
 Task = Callable[[], None]
 _Rows = tuple[int, Chunk, Sequence[HostChunk]]
 """Of a leaf, by its position, rows and what has come of them."""

@@ -16,7 +16,7 @@ from gockpt_jax.transfer.chunks import (
     row_ranges,
 )
 from gockpt_jax.transfer.layout import ALIGNMENT_BYTES
-from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.pull import ChunkPull, HostChunk
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
@@ -130,7 +130,7 @@ def send_late(
 
 
 def _landing(
-    pull: Pull[list[list[HostChunk]]], receivers: Sequence[Receiver], has_landed: Callable[[], None]
+    pull: ChunkPull, receivers: Sequence[Receiver], has_landed: Callable[[], None]
 ) -> Callable[[], None]:
     pulls = [pull]
 
