@@ -26,9 +26,6 @@ class CallForm:
       WrapError: if a place is not one.
     """
 
-    can_locate = True
-    """Whether `locate` knows enough by now."""
-
     def __init__(
         self, step: Callable[..., Any], state: Places, settings: _compat.JitSettings,
         state_out: Places | None = None,
@@ -37,6 +34,11 @@ class CallForm:
         self._state_out = None if state_out is None else as_places("state_out", state_out)
         self.settings = settings
         self._parameters = _parameters(step)
+
+    @property
+    def can_locate(self) -> bool:
+        """Whether `locate` knows enough by now."""
+        return True
 
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call is a trace (`eval_shape`, an outer `jit`) and not an update."""

@@ -36,19 +36,20 @@ the program.
 """
 
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from gockpt_jax.training.exact import is_close, is_exact
 from gockpt_jax.training.flow import minimum_cut
-from gockpt_jax.training.values import Value
+from gockpt_jax.training.values import Op, Value
 from gockpt_jax.training.walk import Leaf, Walk, walk_back, why_unfit
 
 MIN_GAIN = 1.2
 """Bytes of a leaf over bytes retained for it, below which a window moves more than it spreads."""
 _ANY_GAIN = 0.99
 """A gain of 1, where the scalars count for something too."""
+_Repeats = Callable[[Op], bool]
+"""Whether the host repeats an operation."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,10 +89,6 @@ class Cut:
         return tuple(dict.fromkeys((*retained, *scalars)))
 
 
-_WalkBack = Callable[..., Walk]
-"""`walk_back`, told which operations the host repeats."""
-
-
 def find_cut(
     leaves: Sequence[Leaf], *, min_gain: float = MIN_GAIN, even_for_nothing: bool,
     exact: bool = True,
@@ -111,13 +108,13 @@ def find_cut(
     """
     unfit = {j: reason for j, leaf in enumerate(leaves) if (reason := why_unfit(leaf))}
     known = {leaf.old: j for j, leaf in enumerate(leaves) if j not in unfit}
-    walk = functools.partial(walk_back, repeats=is_exact if exact else is_close)
-    parts = _cut(leaves, known, walk, min_gain)
+    repeats = is_exact if exact else is_close
+    parts = _cut(leaves, known, repeats, min_gain)
     if even_for_nothing and not parts:
-        parts = _cut(leaves, known, walk, _ANY_GAIN)
+        parts = _cut(leaves, known, repeats, _ANY_GAIN)
     had = {leaves[j].old for j in parts}
     late = {
-        j: unfit.get(j) or _why_late(leaf, had, walk, min_gain)
+        j: unfit.get(j) or _why_late(leaf, had, repeats, min_gain)
         for j, leaf in enumerate(leaves)
         if j not in parts
     }
@@ -126,10 +123,10 @@ def find_cut(
 
 
 def _cut(
-    leaves: Sequence[Leaf], known: Mapping[Value, int], walk_back: _WalkBack, min_gain: float
+    leaves: Sequence[Leaf], known: Mapping[Value, int], repeats: _Repeats, min_gain: float
 ) -> dict[int, Walk]:
     """Each leaf that leaves early, with the walk from it to the cut."""
-    walks = {j: walk_back(leaves[j], known) for j in known.values()}
+    walks = {j: walk_back(leaves[j], known, repeats=repeats) for j in known.values()}
     cut: dict[int, Walk] = {}
     for members in _connected(walks, known):
         if len({leaves[j].spec for j in members}) > 1:
@@ -138,7 +135,7 @@ def _cut(
                                   min_gain)  # fmt: skip
         had = {leaf.old for leaf in early}
         for leaf in early:
-            walk = walk_back(leaf, had, stop=values)
+            walk = walk_back(leaf, had, stop=values, repeats=repeats)
             assert walk.sources.keys() <= values, "the cut parts a leaf from what it needs"
             cut[known[leaf.old]] = walk
     return dict(sorted(cut.items()))
@@ -170,9 +167,9 @@ def _cheapest(
     return early, {v for v in cuttable if (v, "in") in wet and (v, "out") not in wet}
 
 
-def _why_late(leaf: Leaf, had: Collection[Value], walk_back: _WalkBack, min_gain: float) -> str:
+def _why_late(leaf: Leaf, had: Collection[Value], repeats: _Repeats, min_gain: float) -> str:
     """Why a leaf that might be replayed is not, given the old values that the host has."""
-    walk = walk_back(leaf, {*had, leaf.old})
+    walk = walk_back(leaf, {*had, leaf.old}, repeats=repeats)
     if leaf.new in walk.sources:
         return f"its new value comes out of {_describe(leaf.new)}"
     early, values = _cheapest([leaf], [walk], min_gain / 1024)

@@ -130,7 +130,7 @@ class InnerForm(CallForm):
         self.new_positions: Sequence[int | None] = ()  # in the result of the call before
 
     @property
-    def can_locate(self) -> bool:  # type: ignore[override]
+    def can_locate(self) -> bool:
         """Whether the call before was looked at, and left a state like the one given now."""
         return len(self.old) == len(self.new_positions) > 0
 
