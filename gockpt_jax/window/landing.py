@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gockpt_jax.replay.memory import own
-from gockpt_jax.transfer.chunks import Chunk
+from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import Box, HostChunk
 
 # A page: storage writes from it without a copy. The CPU backend asks for 64 bytes.
@@ -21,28 +21,24 @@ class Landing:
 
     def __init__(self) -> None:
         self.flat: list[np.ndarray] = []
+        self._source: Source | None = None  # until some rows have landed
         self._indices: list[Box] = []
-        self._shape: tuple[int, ...] = ()
-        self._global_shape: tuple[int, ...] = ()
-        self._missing = -1
+        self._num_landed = 0  # elements of each shard
 
     @property
     def is_complete(self) -> bool:
         """Whether all rows have landed."""
-        return self._missing == 0
+        return self._source is not None and self._num_landed == self._source.shard_size
 
     def put(self, chunk: Chunk, found: Sequence[HostChunk]) -> None:
         """Takes in rows of all shards."""
         source = chunk.source
-        if self._missing < 0:
-            self._missing, self._shape = source.shard_size, source.shard_shape
-            extra = self._shape[len(source.shape) :]
-            self._global_shape = (*source.shape, *extra)
-            self._indices = [h.index for h in found]
+        if self._source is None:
+            self._source, self._indices = source, [h.index for h in found]
             if not chunk.is_whole:
                 self.flat = [_aligned(source.shard_size, h.data.dtype) for h in found]
-        assert self._missing >= chunk.size, "rows landed twice"
-        self._missing -= chunk.size
+        self._num_landed += chunk.size
+        assert self._num_landed <= source.shard_size, "rows landed twice"
         if chunk.is_whole:
             self.flat = [own(h.data) for h in found]
         else:
@@ -51,31 +47,31 @@ class Landing:
 
     def chunks(self, wanted: Sequence[Box]) -> list[HostChunk]:
         """The shards at these positions, complete: as they landed, or cut anew if they lie so."""
+        assert self._source is not None, "nothing has landed"
         assert self.is_complete, "rows have not landed"
+        shape = self._source.shard_shape
         landed = [
-            HostChunk(index, flat.reshape(self._shape))
+            HostChunk(index, flat.reshape(shape))
             for index, flat in zip(self._indices, self.flat, strict=True)
         ]
         if list(wanted) == self._indices:
             return landed
-        return [self._assembled(box, landed) for box in wanted]
+        dims = self._source.shape
+        return [_assembled(box, landed, (*dims, *shape[len(dims) :])) for box in wanted]
 
-    def _assembled(self, box: Box, landed: Sequence[HostChunk]) -> HostChunk:
-        """One shard, from pieces that this process has all of."""
-        target = _bounds(box, self._global_shape)
-        data = np.empty([b - a for a, b in target], landed[0].data.dtype)
-        for piece in landed:
-            place = _bounds(piece.index, self._global_shape)
-            both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target, place, strict=True)]
-            if all(a < b for a, b in both):
-                into = tuple(
-                    slice(a - t, b - t) for (a, b), (t, _) in zip(both, target, strict=True)
-                )
-                out_of = tuple(
-                    slice(a - p, b - p) for (a, b), (p, _) in zip(both, place, strict=True)
-                )
-                data[into] = piece.data[out_of]
-        return HostChunk(box, data)
+
+def _assembled(box: Box, landed: Sequence[HostChunk], shape: Sequence[int]) -> HostChunk:
+    """One shard of an array of this shape, from pieces that this process has all of."""
+    target = _bounds(box, shape)
+    data = np.empty([b - a for a, b in target], landed[0].data.dtype)
+    for piece in landed:
+        place = _bounds(piece.index, shape)
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target, place, strict=True)]
+        if all(a < b for a, b in both):
+            into = tuple(slice(a - t, b - t) for (a, b), (t, _) in zip(both, target, strict=True))
+            out_of = tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(both, place, strict=True))
+            data[into] = piece.data[out_of]
+    return HostChunk(box, data)
 
 
 def _bounds(box: Box, shape: Sequence[int]) -> list[tuple[int, int]]:
