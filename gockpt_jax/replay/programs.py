@@ -17,7 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs
-from gockpt_jax.training.recipe import Recipe
+from gockpt_jax.training.recipe import Recipe, through_bits
 
 CHUNK_SIZES = (256 * 1024, 32 * 1024, 8 * 1024, 1024)
 """Elements of a piece, largest first. The largest runs long enough to be worth a dispatch, and its
@@ -184,8 +184,4 @@ def _settled(state: jax.Array, zero: jax.Array) -> jax.Array:
     Without it the compiler would see through: fold the factors of two updates into one, contract
     across them, or drop a narrowing to bf16 that the next update undoes.
     """
-    if not jnp.issubdtype(state.dtype, jnp.floating):
-        return state
-    integer = jnp.dtype(f"uint{jnp.finfo(state.dtype).bits}")
-    bits = lax.bitcast_convert_type(state, integer) ^ lax.convert_element_type(zero, integer)
-    return lax.bitcast_convert_type(bits, state.dtype)
+    return through_bits(state, zero) if jnp.issubdtype(state.dtype, jnp.floating) else state

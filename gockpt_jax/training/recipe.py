@@ -189,9 +189,14 @@ def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> A
 
 
 def _fenced(product: jax.Array, fence: jax.Array | None) -> jax.Array:
-    """The same bits, through an integer operation that multiply-add contraction cannot cross."""
+    """The same bits, by a way that multiply-add contraction cannot take."""
     if fence is None or product.dtype not in (jnp.float32, jnp.float64):
         return product
-    integer = jnp.dtype(f"int{8 * product.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(product, integer) ^ lax.convert_element_type(fence, integer)
-    return lax.bitcast_convert_type(bits, product.dtype)
+    return through_bits(product, fence)
+
+
+def through_bits(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """The same floats, through an operation on integers with a zero that no compiler can know."""
+    integer = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    bits = lax.bitcast_convert_type(x, integer) ^ lax.convert_element_type(zero, integer)
+    return lax.bitcast_convert_type(bits, x.dtype)
