@@ -5,11 +5,12 @@ A window of K steps that ends at save step V:
     version  V-K+1           V-K+2           ...  V-1             V
     trainer  open, stage 1   stage 2         ...  stage K-1       save: stage the late leaves, seal
     device        armed step, cut  armed step, cut  ...  armed step, cut
-    worker        land 1, update   land 2, update   ...  update   finish early, land late
+    worker        land 1, cut      land 2, cut      ...  land cut        land late
+    replayer           update           update      ...      update      finish early
 
 Each `stage` copies a block on the device and starts its pull before the next step is dispatched;
-the pull of a step's cut is started right behind the step. One thread lands them in that order and
-gives device memory back, another replays: landing waits for it only where the host has no room.
+the pull of a step's cut is started right behind the step. The worker lands them in that order and
+gives device memory back; it waits for the replayer only where the host has no room.
 
 Beside other processes, a window is open everywhere or nowhere, for all run the same executables
 (`processes.py`). One process may give up its part: it runs the armed steps beside the others, and
@@ -211,8 +212,6 @@ class Session:
                 reason = f"it failed: {window.error!r}"
             self._tell(window, "abandoned", reason)
             self._why_snapshot = f"its window was abandoned: {reason}"
-            if self.processes.several:
-                self._failure = None  # its save does not come, so there is nothing to fail
             if mispredicted:
                 self.predictor.abandoned()
 
@@ -244,8 +243,9 @@ class Session:
         window = self._window
         if window is not None and window.error is not None and window.given_up is None:
             with self.lock:
-                self._failure = window.error
-                self._give_up(f"it failed: {self._failure!r}")
+                if not self.processes.several:
+                    self._failure = window.error
+                self._give_up(f"it failed: {window.error!r}")
         if not self.processes.several:
             self._raise_failure()
 
