@@ -89,7 +89,6 @@ class Replayer:
 
     def __init__(self, platform: str, threads: int | None = None):
         self.shares_backend = platform == "cpu"
-        self._fenced = not self.shares_backend
         # Where training runs on the CPU backend, replay shares its devices' queues. A queue that is
         # full of replays behind a step which waits for another device's part of a collective can
         # keep the threads from which that part would run: then nothing moves again. One at a time.
@@ -146,7 +145,7 @@ class Replayer:
                     self._program(spec, updates, size).compile_ahead()
 
     def _program(self, spec: ReplaySpec, updates: int, size: int) -> ReplayProgram:
-        return ReplayProgram(spec, updates, size, self._fenced, self.device)
+        return ReplayProgram(spec, updates, size, not self.shares_backend, self.device)
 
     def _pieces(self, shard: ShardReplay) -> Iterator[_Piece]:
         arrays = [*shard.states, *(x for update in shard.updates for x in update.retained)]

@@ -37,6 +37,9 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+STEPS_IN_FLIGHT = 2
+"""Of how many steps what follows may be on the host at once."""
+
 Blocks = tuple[tuple[int, ...], ...]
 """Positions of the units that leave at each of the first K - 1 versions."""
 
@@ -239,7 +242,7 @@ def predict(terms: Terms, blocks: Blocks) -> Cost:
         now += terms.step_secs
     rest_bytes = terms.state_bytes - left_bytes
     sealed_at = link.hold_rest(now, rest_bytes)
-    host_bytes = terms.state_bytes + 2 * following_bytes
+    host_bytes = terms.state_bytes + STEPS_IN_FLIGHT * following_bytes
     fits_host = terms.host_budget_bytes is None or host_bytes <= terms.host_budget_bytes
     return Cost(
         steps=len(blocks) + 1,

@@ -13,12 +13,9 @@ from gockpt_jax.errors import HostBudgetError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
-from gockpt_jax.window.cost import describe_bytes
+from gockpt_jax.window.cost import STEPS_IN_FLIGHT, describe_bytes
 
 _log = logging.getLogger("gockpt_jax")
-
-_STEPS_IN_FLIGHT = 2
-"""Of how many steps what follows is on the host at once, as in the cost model."""
 
 
 class HostBudget(ByteBudget):
@@ -101,7 +98,7 @@ class HostBudget(ByteBudget):
         if self.limit_bytes is None:
             return None
         left = self.limit_bytes - self.used_bytes - self._needed_bytes(state_bytes, following_bytes)
-        return _STEPS_IN_FLIGHT * following_bytes + max(0, left)
+        return STEPS_IN_FLIGHT * following_bytes + max(0, left)
 
     def admit_save(self, state_bytes: int) -> None:
         """Takes note of a save that is made at any rate.
@@ -136,7 +133,7 @@ class HostBudget(ByteBudget):
         self._state_bytes = max(self._state_bytes, state_bytes)
         self._following_bytes = max(self._following_bytes, following_bytes)
         states = (1 + self._others) * self._state_bytes + self._sampled_bytes(self._state_bytes)
-        following = _STEPS_IN_FLIGHT * self._following_bytes
+        following = STEPS_IN_FLIGHT * self._following_bytes
         self.limit_bytes = (states + following + self._write_bytes) * 11 // 10
         return self.limit_bytes
 
@@ -147,7 +144,7 @@ class HostBudget(ByteBudget):
 
     def _needed_bytes(self, state_bytes: int, following_bytes: int) -> int:
         beside = 0 if self._is_given else self._beside_bytes(state_bytes)
-        return state_bytes + _STEPS_IN_FLIGHT * following_bytes + beside
+        return state_bytes + STEPS_IN_FLIGHT * following_bytes + beside
 
     def _beside_bytes(self, state_bytes: int) -> int:
         """What a save takes beside chunks and retained values: write buffers, the audit's sample.

@@ -23,15 +23,17 @@ class SavePredictor:
       sees_every_call: Whether `observe` is told of calls that the policy refused, too. If it is,
         only labels of consecutive calls tie labels to versions: a loop that calls `save` now and
         then has a rule of its own. If not, any two saves do that lie as far apart in both.
+      is_called_every_update: Whether the last two calls that `observe` was told of were an update
+        apart.
     """
 
     def __init__(self, is_save_label: Callable[[int], bool] | None = None):
         self.is_save_label = is_save_label
         self.sees_every_call = True
+        self.is_called_every_update = False
         self._expected: int | None = None
         self._last_call: tuple[int, int] | None = None  # version, label
         self._consecutive = False
-        self.is_called_every_update = False
         self._accepted: list[int] = []  # versions of the last two accepted saves
         self._abandoned = 0
         self._is_over = False
