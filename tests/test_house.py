@@ -100,6 +100,18 @@ def test_storage_is_in_folders_and_imports_one_way():
                 assert imported < rank.get(module, 0), f"{module} imports {name}"
 
 
+@pytest.mark.parametrize("name", ["telemetry", "training", "transfer", "replay", "window"])
+def test_files_of_a_room_import_one_way(name):
+    """From those only that are above them in the table of the room."""
+    files = {p.stem: p for p in (PACKAGE / name).glob("*.py") if p.stem != "__init__"}
+    rank = {file: n for n, file in enumerate(table(PACKAGE / name))}
+    assert rank.keys() == files.keys()
+    for file, path in files.items():
+        for imported in imports(parse(path)):
+            if imported.startswith(f"gockpt_jax.{name}."):
+                assert rank[imported.split(".")[2]] < rank[file], f"{file} imports {imported}"
+
+
 @pytest.mark.parametrize("folder", [PACKAGE, PACKAGE.parent / "bench"], ids=lambda path: path.name)
 def test_no_files_import_each_other(folder):
     """In a circle of any length, be it inside a function."""

@@ -1,1 +1,23 @@
-"""What touches the user's step: the trace, the cut, the armed step, the markers."""
+"""What touches the user's step: the trace, the cut, the armed step, the markers.
+
+In the order of their imports:
+
+    values     the values of a traced step, and what makes them
+    exact      which operations the host repeats bit for bit
+    walk       from a leaf's new value back to what it cannot repeat
+    flow       minimum cuts
+    cut        where to cut a step
+    graph      the traced step as one flat graph of values
+    recipe     what follows the cut, as data
+    places     where a user says the state is
+    call       where it is among a step's arguments and results
+    step_cut   what stays of a cut once the graph is dropped
+    armed      the user's program with the cut values as further results
+    signature  what `jax.jit` tells programs apart by
+    program    one traced step: its state, its cut, its armed executable
+    stand_in   what is called in place of a function
+    wrap       the wrapped step
+    nested     steps whose `jax.jit` lies inside another object
+    jit        `jax.jit` for functions of more than arrays
+    markers    which values are the gradients, where the user says so
+"""

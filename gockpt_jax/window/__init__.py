@@ -1,1 +1,31 @@
-"""What leaves when: the plan, the prediction of the save step, the window's life."""
+"""What leaves when: the plan, the prediction of the save step, the window's life.
+
+In the order of their imports:
+
+    cost         what a plan costs, on numbers alone
+    choice       the plan that costs least
+    units        what may leave as one
+    plan         what leaves when
+    departure    what leaves at one version, and what follows
+    planned      a program's plan, and its departures
+    predict      which update will be saved
+    clock        how long a step takes
+    processes    what processes tell each other
+    agreement    what must be so on all of them before a step runs armed
+    worker       the threads beside the trainer's
+    host_budget  what saves hold on the host, and what there is room for
+    resources    what windows and saves share
+    slots        where the writer will find a chunk
+    landing      where a leaf's chunks become its shards again
+    late         chunks that are staged at the sealed version
+    planner      plans, made once and anew
+    early        chunks that left before, replayed until the seal
+    audit        samples, against what replay made of them
+    step_room    room on the device for what armed steps retain
+    open_window  one window between its opening and its seal
+    opener       when one opens
+    seal         a save at its seal, item by item
+    failures     how a failed save reaches the trainer
+    session      the life of windows
+    face         what a user sees of them
+"""
