@@ -39,7 +39,7 @@ class StepProgram:
       out_tree: Structure of the result.
 
     Raises:
-      CannotArmError: if the program shows nothing to cut.
+      CannotArmError: if its program takes arguments that the call does not show.
       StepMismatchError: if the state is not found in the result.
     """
 

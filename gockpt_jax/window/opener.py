@@ -128,7 +128,6 @@ class Opener:
 
     def prepare(self, step: WrappedStep) -> None:
         """Plans for a step that has run, and settles with the others whether it can be armed."""
-        self._planner.limit_device(stepped=True)
         self._agreement.settle(step, planned=self._planner.prepare(step))
 
     def can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:

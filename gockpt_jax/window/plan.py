@@ -137,28 +137,33 @@ def plan_window(
     if (copy := why_one_copy(size.sent, budget_bytes)) is not None:
         return Plan((), copy)
     assert budget_bytes is not None, "without a budget one copy fits"
-    if facts is not None and facts.step_secs is not None and facts.link_bytes_per_sec is not None:
-        host = facts.host_budget_bytes
-        choice = choose(
-            Terms(
-                units=size.units,
-                late_bytes=size.late,
-                retained_bytes=size.retained,
-                link_bytes_per_sec=facts.link_bytes_per_sec,
-                step_secs=facts.step_secs,
-                device_budget_bytes=budget_bytes,
-                # Whatever is sent comes beside the copies that are made there.
-                host_budget_bytes=None if host is None else host - size.in_host_memory,
-                max_steps=options.max_steps,
-            )
+    if facts is None or facts.step_secs is None or facts.link_bytes_per_sec is None:
+        return _smallest_window(size, options.max_steps, budget_bytes)
+    host = facts.host_budget_bytes
+    choice = choose(
+        Terms(
+            units=size.units,
+            late_bytes=size.late,
+            retained_bytes=size.retained,
+            link_bytes_per_sec=facts.link_bytes_per_sec,
+            step_secs=facts.step_secs,
+            device_budget_bytes=budget_bytes,
+            # Whatever is sent comes beside the copies that are made there.
+            host_budget_bytes=None if host is None else host - size.in_host_memory,
+            max_steps=options.max_steps,
         )
-        return Plan(choice.cost.blocks, choice.reason)
+    )
+    return Plan(choice.cost.blocks, choice.reason)
+
+
+def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int) -> Plan:
+    """The smallest K that keeps within the device budget: more is not known yet."""
     budget = f"the device budget of {describe_bytes(budget_bytes)}"
-    for steps in range(2, options.max_steps + 1):
+    for steps in range(2, max_steps + 1):
         plan = fill_blocks(size.units, steps, f"{steps} steps keep within {budget}")
         if peak_device_bytes(plan, size) <= budget_bytes:
             return plan
-    why = f"no window of at most {options.max_steps} steps fits {budget}"
+    why = f"no window of at most {max_steps} steps fits {budget}"
     return Plan((), f"{why}; step time and link are not known yet")
 
 

@@ -72,6 +72,7 @@ class Planner:
           Whether a plan was made, at the same call on all processes; this one may have found that
           it cannot arm the step.
         """
+        self.limit_device(stepped=True)
         program = step.program
         if program is None:
             return False
@@ -80,7 +81,6 @@ class Planner:
         leaves = program.new_state_leaves(step.last_result)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
-        self.limit_device(stepped=True)
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
         planned = self._plans.get(program) or self._plan(program, leaves)
         finds_no_room = (

@@ -118,7 +118,8 @@ class Session:
         if self._window is None:
             self.planner.clock.tick(start)
         if self._window is not None and self._window.target <= self.version:
-            self.abandon("the predicted save did not come", mispredicted=True)
+            self.abandon("the predicted save did not come")
+            self.predictor.abandoned()
         opening = self._window is None
         if opening and step.last_result is not None:
             self._window = self._open(step)
@@ -200,7 +201,7 @@ class Session:
             return None
         return found
 
-    def abandon(self, reason: str, *, mispredicted: bool = False) -> None:
+    def abandon(self, reason: str) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
         with self.lock:
             window = self._window
@@ -212,8 +213,6 @@ class Session:
                 reason = f"it failed: {window.error!r}"
             self._tell(window, "abandoned", reason)
             self._why_snapshot = f"its window was abandoned: {reason}"
-            if mispredicted:
-                self.predictor.abandoned()
 
     def _give_up(self, reason: str) -> None:
         """This process's part of the open window is over; so is the window, unless others go on."""
