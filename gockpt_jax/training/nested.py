@@ -216,7 +216,7 @@ class NestedStep(StandIn):
             if all(a is b for a, b in zip(new, form.old, strict=False)):  # none changed in place
                 new = self._outer_form.new_leaves_of(result, states)
         except StepMismatchError as error:
-            if not self._inner.is_no_update():
+            if not self._inner.no_state_found():
                 self._mismatch = error
         form.old = ()  # donated
         form.new_positions = _positions(new, jax.tree.leaves(self._inner.last_result))

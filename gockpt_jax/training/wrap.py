@@ -184,11 +184,11 @@ class WrappedStep(StandIn):
                 _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
                 return program
         except StepMismatchError:
-            if not self.is_no_update():
+            if not self.no_state_found():
                 raise
         return None
 
-    def is_no_update(self) -> bool:
+    def no_state_found(self) -> bool:
         """Told of a call that returns no new state, of which the loop has others: an evaluation.
 
         Returns:

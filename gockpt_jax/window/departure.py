@@ -35,7 +35,7 @@ class Departure:
     values: tuple[Followers, ...]
     cut: Block
 
-    def has_left(self, leaves: Sequence[jax.Array]) -> bool:
+    def is_cut_from(self, leaves: Sequence[jax.Array]) -> bool:
         """Whether these leaves lie as those that it was made for."""
         return self.state.is_cut_from([leaves[j] for _, j in self.leaves])
 

@@ -112,7 +112,7 @@ class OpenWindow:
         units = {
             u: self._units[u] for u in self.plan.blocks[n] if self._units[u].group not in self._late
         }
-        if planned.units == (*before.units, *units) and planned.has_left(old):
+        if planned.units == (*before.units, *units) and planned.is_cut_from(old):
             return planned
         return make_departure(self.program, units, old, before)
 

@@ -109,7 +109,7 @@ class Planner:
         self._plans[program] = Planned(plan, size, host_bytes, num_devices, facts)
         return self._plans[program]
 
-    def save_ended(self) -> None:
+    def ask_for_review(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
         self._review_due = True
 

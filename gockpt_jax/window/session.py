@@ -272,7 +272,7 @@ class Session:
         """Ends the open window, if there is one: in the save, or without it."""
         # Before anything that can fail here alone: these ask the other processes, now or later.
         self.planner.limit_device(stepped=self.version > 0)
-        self.planner.save_ended()
+        self.planner.ask_for_review()
         self._sealed_at = self.version
         self._end_interrupted_step()
         window = self._sealing_window()
