@@ -58,6 +58,7 @@ class Replicas:
     _owned_by_layout: dict[Any, tuple[Sequence[Box], int]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
+    _sources: dict[Any, Source] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def placed(self, array: Any) -> jax.sharding.Sharding:
         """By whose shards an array travels and is written: its own, or finer ones.
@@ -80,7 +81,11 @@ class Replicas:
 
     def source(self, array: Any) -> Source:
         """An array as it travels by itself."""
-        return Source.of(array, self.placed(array))
+        key = (array.shape, array.dtype, array.sharding)
+        found = self._sources.get(key)
+        if found is None:
+            found = self._sources[key] = Source.of(array, self.placed(array))
+        return found
 
     def boxes(self, array: jax.Array) -> list[Box]:
         """Positions of what this process writes, in the array as it is stored."""
