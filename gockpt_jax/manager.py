@@ -13,7 +13,7 @@ from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage.managing import arguments, resume
+from gockpt_jax.storage.managing import arguments, naming, resume
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
 from gockpt_jax.storage.restoring.restore import GoCkptRestore
 from gockpt_jax.storage.saving.commit import never_draining
@@ -104,11 +104,11 @@ class GoCkptManager(SavesInTurn):
             },
         )
         handler.has_manager = True
-        registry = arguments.registry(handler_registry, item_handlers, handler)
+        registry = naming.registry(handler_registry, item_handlers, handler)
         # Stock takes none of these names beside a registry.
         is_named = bool(item_names) or isinstance(item_handlers, Mapping)
-        naming = arguments.Naming(registry, handler, is_named)
-        super().__init__(root, options, handler, naming, metadata=metadata, logger=logger)
+        names = naming.Naming(registry, handler, is_named)
+        super().__init__(root, options, handler, names, metadata=metadata, logger=logger)
         _compat.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
 
     # Saving and restoring.
@@ -181,10 +181,10 @@ class GoCkptManager(SavesInTurn):
         path = arguments.step_path(root, step, self._gockpt_options)
         items = resume.items_of(path, root)
         if not items:
-            raise resume.no_item(path, item or arguments.ITEM, items)
+            raise resume.no_item(path, item or naming.ITEM, items)
         if verify:
             resume.require_whole_step(path)
-        if arguments.UNNAMED in items and (item or wanted is None):
+        if naming.UNNAMED in items and (item or wanted is None):
             return self._restore_unnamed(path, wanted)
         if item is not None and item not in items:
             raise resume.no_item(path, item, items)
@@ -196,9 +196,9 @@ class GoCkptManager(SavesInTurn):
 
     def _restore_unnamed(self, path: epath.Path, wanted: Any) -> Any:
         """Restores the bare item of a step that stock wrote."""
-        asked = {} if wanted is None else {arguments.UNNAMED: wanted}
+        asked = {} if wanted is None else {naming.UNNAMED: wanted}
         stock = resume.unnamed(self._gockpt_naming.registry, self._gockpt_options)
-        return stock.restore(path, args=ocp.args.Composite(**asked))[arguments.UNNAMED]
+        return stock.restore(path, args=ocp.args.Composite(**asked))[naming.UNNAMED]
 
     def latest_step(self) -> int | None:
         """The newest save's label, as stock gives it; `None` where training has not saved yet.
@@ -218,12 +218,12 @@ class GoCkptManager(SavesInTurn):
         if step is None:
             return super().metadata()
         path = arguments.step_path(self.directory, step, self._gockpt_options)
-        if (path / arguments.UNNAMED).is_dir():
+        if (path / naming.UNNAMED).is_dir():
             registry = ocp.DefaultCheckpointHandlerRegistry()
-            registry.add(arguments.UNNAMED, GoCkptRestore, self._gockpt_handler)
+            registry.add(naming.UNNAMED, GoCkptRestore, self._gockpt_handler)
             found = resume.unnamed(registry, self._gockpt_options).metadata(path)
             found = dataclasses.replace(found, metrics=self.metrics(step) or {})
-            items = found.item_metadata[arguments.UNNAMED]
+            items = found.item_metadata[naming.UNNAMED]
         else:
             found = super().metadata(step)
             items = self._gockpt_naming.unname(found.item_metadata)

@@ -3,6 +3,7 @@
 In the order of their imports:
 
     resume     where a manager resumes from, or an error that says what is there
+    naming     items by their names, and whose handler takes them
     turn       at which call a save that waits begins, the same on all processes
     waiting    a save that waits on the host for the one before it
     arguments  what a manager is given, as stock's takes it

@@ -1,11 +1,10 @@
-"""What a manager is given, as stock's manager takes it; and what it gives back."""
+"""What a manager and its `save` are given, as stock's manager takes it."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,85 +12,11 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax.errors import SnapshotOnlyWarning, warn
 from gockpt_jax.options import as_count, of_kind
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.restoring.restore import GoCkptRestore
-from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptSave
 from gockpt_jax.storage.saving.refused import refuse_no_json
-from gockpt_jax.storage.saving.taken import TakenSave
 
-ITEM = "state"
-UNNAMED = "default"
-"""What Orbax calls an item that was saved without a name."""
-METRICS = "metrics"
 _WRITTEN_LATER = (ocp.args.JsonSave, ocp.args.ProtoSave)
-
-
-def registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
-    """The user's handlers, and ours for our own and for stock arguments.
-
-    `None` stands for items of any name; what is registered for a name alone does not find it.
-
-    Args:
-      given: A registry of the user's, or `None`.
-      item_handlers: Handlers by the names of their items, or the one of the bare item, as in
-        `ocp.CheckpointManager`.
-      handler: Ours.
-
-    Raises:
-      ValueError: if one of the user's handlers has no arguments registered.
-
-    Warns:
-      SnapshotOnlyWarning: if one of them takes trees of arrays, which ours does through windows.
-    """
-    registry = ocp.DefaultCheckpointHandlerRegistry(given)
-    if item_handlers is not None and not isinstance(item_handlers, Mapping):
-        item_handlers = {ITEM: item_handlers}
-    for item, users in (item_handlers or {}).items():
-        for args in dict.fromkeys(_arguments_of(item, users)):
-            registry.add(item, args, users)
-    _warn_of_tree_handlers(registry)
-    arguments = (
-        GoCkptSave,
-        GoCkptRestore,
-        TakenSave,
-        ocp.args.PyTreeSave,
-        ocp.args.PyTreeRestore,
-        ocp.args.StandardSave,
-        ocp.args.StandardRestore,
-    )
-    # Orbax finalizes an item by the first handler under its name, whoever has written it.
-    is_users = any(item in (ITEM, None) for item, _ in registry.get_all_entries())
-    for item, args in itertools.product((None,) if is_users else (ITEM, None), arguments):
-        if not registry.has(item, args):
-            registry.add(item, args, handler)
-    return registry
-
-
-def _arguments_of(item: str, handler: Any) -> tuple[Any, Any]:
-    if isinstance(handler, type) or not ocp.args.has_registered_args(handler):
-        raise ValueError(
-            f"`item_handlers`: item `{item}` needs a handler with checkpoint arguments, got "
-            f"{handler!r}. Make one, such as `ocp.JsonCheckpointHandler()`; arguments are "
-            "registered with `ocp.args.register_with_handler`."
-        )
-    save, restore = ocp.args.get_registered_args_cls(handler)
-    return save, restore
-
-
-def _warn_of_tree_handlers(registry: Any) -> None:
-    """The user's word is kept, but it may come from a loop that was written for stock."""
-    of_trees = (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler, GoCkptHandler)
-    entries = registry.get_all_entries().items()
-    items = sorted({str(item) for (item, _), users in entries if isinstance(users, of_trees)})
-    if items:
-        warn(
-            f"The handlers that were given for {', '.join(f'`{item}`' for item in items)} know "
-            "nothing of this manager's windows: `save` waits until the state is on the host. Leave "
-            "them out; `pytree_options` takes what they were made with, such as `use_zarr3`.",
-            SnapshotOnlyWarning,
-        )
 
 
 def check_all(
@@ -189,14 +114,6 @@ def as_label(step: Any) -> int:
     return as_count("step", step, advice, least=0, no_integer=TypeError)
 
 
-def _require_arguments(args: Any) -> None:
-    if not isinstance(args, ocp.args.CheckpointArgs):
-        raise TypeError(
-            f"`args` must be checkpoint arguments, got a `{type(args).__name__}`. Write "
-            "`args=GoCkptSave(state)`, or `args=GoCkptRestore(state)` to restore."
-        )
-
-
 def as_they_are(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a save of which the caller changes nothing any more that is written later.
 
@@ -228,62 +145,3 @@ def _copied(value: Any) -> Any:
         made: Any = getattr(value, "_make", tuple)
         return made(map(_copied, value))
     return value
-
-
-class Naming:
-    """Whether the caller names its items, and so what it gets back: the item, or a `Composite`.
-
-    A bare tree is named `state` on disk, and so may be an item that the caller named. Who has used
-    names and never left them out gets them back, as in stock. Any other bare item is named as stock
-    names it.
-
-    Args:
-      registry: All handlers.
-      handler: Ours.
-      is_named: Whether the manager was made with names of items.
-
-    Attributes:
-      registry: All handlers.
-    """
-
-    def __init__(self, registry: Any, handler: GoCkptHandler, is_named: bool):
-        self.registry = registry
-        self._handler = handler
-        self._is_named = is_named
-        self._is_bare = False
-
-    def item_of(self, args: Any) -> str:
-        """The name of a bare item.
-
-        Raises:
-          TypeError: if these are no arguments of a checkpoint.
-        """
-        _require_arguments(args)
-        if any(item == ITEM for item, _ in self.registry.get_all_entries()):
-            return ITEM if self.registry.has(ITEM, args) else UNNAMED
-        is_ours = self.registry.has(None, args) and self.registry.get(None, args) is self._handler
-        return ITEM if is_ours else UNNAMED
-
-    def note(self, args: Any) -> None:
-        """Remembers whether items are named; of a call that saves nothing, too.
-
-        Raises:
-          TypeError: if these are no arguments of a checkpoint.
-        """
-        if isinstance(args, ocp.args.Composite):
-            self._is_named = True
-        elif args is not None:
-            _require_arguments(args)
-            self._is_bare = True
-
-    def name(self, args: Any) -> Any:
-        """Arguments by the names of their items."""
-        self.note(args)
-        if args is None or isinstance(args, ocp.args.Composite):
-            return args
-        return ocp.args.Composite(**{self.item_of(args): args})
-
-    def unname(self, composite: Any) -> Any:
-        """What a call without arguments gives: the bare item itself, where it is the only one."""
-        is_alone = set(composite.keys()) - {METRICS} == {ITEM}
-        return composite[ITEM] if is_alone and (self._is_bare or not self._is_named) else composite

@@ -10,9 +10,10 @@ import orbax.checkpoint as ocp
 from gockpt_jax import _compat
 from gockpt_jax.errors import AuditError, ProcessError, ReplayError
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.managing.arguments import Naming, as_they_are
+from gockpt_jax.storage.managing.arguments import as_they_are
 from gockpt_jax.storage.managing.calls import Calls
 from gockpt_jax.storage.managing.deleting import Deleter
+from gockpt_jax.storage.managing.naming import Naming
 from gockpt_jax.storage.managing.turn import Turn, told_of_turns
 from gockpt_jax.storage.managing.waiting import WaitingRoom
 from gockpt_jax.storage.saving.commit import with_word_of_commits
@@ -51,7 +52,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
         self._gockpt_handler = handler
         self._gockpt_naming = naming
         self._share_windows(handler)
-        self._gockpt_waiting = waiting = WaitingRoom(handler, naming.registry)
+        self._gockpt_waiting = waiting = WaitingRoom(handler, naming)
         self._gockpt_calls = Calls(self._gockpt_session.lock)
         self._gockpt_has_best = options.best_fn is not None
         session = self._gockpt_session
@@ -111,7 +112,7 @@ class SavesInTurn(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # O
 
     def _look_at(self, name: str, args: Any) -> None:
         """Refuses an item that cannot be stored, if our handler takes it."""
-        if self._gockpt_waiting.is_ours(name, args):
+        if self._gockpt_naming.is_ours(name, args):
             self._gockpt_handler.leaves_to_save(args)
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from gockpt_jax.storage.managing.naming import Naming
 from gockpt_jax.storage.saving.handler import GoCkptHandler
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.telemetry.save_record import PendingReport
@@ -69,16 +70,16 @@ class WaitingRoom:
 
     Args:
       handler: Takes states, and writes them later.
-      registry: Of the manager's handlers.
+      naming: Says which items it takes.
 
     Attributes:
       occupant: The save that waits; `None` if none does.
     """
 
-    def __init__(self, handler: GoCkptHandler, registry: Any):
+    def __init__(self, handler: GoCkptHandler, naming: Naming):
         self.occupant: WaitingSave | None = None
         self._handler = handler
-        self._registry = registry
+        self._is_ours = naming.is_ours
 
     @property
     def occupied(self) -> WaitingSave:
@@ -108,7 +109,7 @@ class WaitingRoom:
         # `force` was for the policy, which has accepted it.
         others = {key: x for key, x in arguments.items() if key not in ("args", "force")}
         items = {
-            name: _own(args) if self.is_ours(name, args) else args for name, args in items.items()
+            name: _own(args) if self._is_ours(name, args) else args for name, args in items.items()
         }
         # What cannot be copied has been refused: the save that waits is still there.
         if self._why_no_room(items) is not None:
@@ -129,7 +130,7 @@ class WaitingRoom:
         taken: dict[str, Any] = {}
         try:
             for name, args in items.items():
-                taken[name] = self._handler.take(args) if self.is_ours(name, args) else args
+                taken[name] = self._handler.take(args) if self._is_ours(name, args) else args
         except BaseException:
             for args in taken.values():
                 if isinstance(args, TakenSave):
@@ -170,9 +171,9 @@ class WaitingRoom:
         if self.occupant is not None and self.occupant.step >= step:
             return f"a newer save waits, of step {self.occupant.step}"
         for name, args in items.items():
-            if not self.is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
+            if not self._is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
                 return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"
-        if not any(self.is_ours(name, args) for name, args in items.items()):
+        if not any(self._is_ours(name, args) for name, args in items.items()):
             return "there is no tree of arrays in it"
         freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
         no_room = self._why_no_room(items, freed_bytes)
@@ -183,16 +184,10 @@ class WaitingRoom:
         session = self._handler._gockpt_session
         if session.has_due_window:  # was admitted when the window opened
             return None
-        ours = [args.item for name, args in items.items() if self.is_ours(name, args)]
+        ours = [args.item for name, args in items.items() if self._is_ours(name, args)]
         arrays = [x for x in jax.tree.leaves(ours) if isinstance(x, jax.Array)]
         num_bytes = sum(session.replicas.owned_bytes(a) for a in arrays if not a.is_deleted())
         return session.host.why_no_room(num_bytes, freed_bytes=freed_bytes)
-
-    def is_ours(self, name: str, args: Any) -> bool:
-        """Whether an item is a tree that our handler takes."""
-        keys = ((key, args) for key in (name, None))
-        found = next((self._registry.get(*key) for key in keys if self._registry.has(*key)), None)
-        return found is self._handler
 
 
 def _own(args: Any) -> Any:
