@@ -13,18 +13,20 @@ from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage.managing import arguments, naming, resume
+from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
+from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
-from gockpt_jax.storage.restoring.restore import GoCkptRestore
 from gockpt_jax.storage.saving.commit import never_draining
 from gockpt_jax.storage.saving.handler import GoCkptHandler
 from gockpt_jax.storage.writing.tree_handler import default_layout
+from gockpt_jax.telemetry.save_record import PendingReport
+from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
 
-class GoCkptManager(SavesInTurn):
+class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  # Orbax is untyped.
     """A checkpoint manager that takes the state over the K steps that end at the save step.
 
     A stock manager in every other respect: retention, metrics, `Composite` arguments, stock save
@@ -107,8 +109,18 @@ class GoCkptManager(SavesInTurn):
         registry = naming.registry(handler_registry, item_handlers, handler)
         # Stock takes none of these names beside a registry.
         is_named = bool(item_names) or isinstance(item_handlers, Mapping)
-        names = naming.Naming(registry, handler, is_named)
-        super().__init__(root, options, handler, names, metadata=metadata, logger=logger)
+        self._gockpt_handler = handler
+        self._gockpt_naming = naming.Naming(registry, handler, is_named)
+        self._share_windows(handler)
+        self._gockpt_session.predictor.sees_every_call = True
+        self._gockpt_session.host.directory = str(root)
+        self._gockpt_saves = saves = SavesInTurn(self, options, handler, self._gockpt_naming)
+        with saves.calls.saving:
+            super().__init__(root, options=saves.options, handler_registry=registry,
+                             metadata=metadata, logger=logger)  # fmt: skip
+        saves.last.deleter = _compat.replace_deleter(
+            self, lambda stock: Deleter(stock, self.directory, options)
+        )
         _compat.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
 
     # Saving and restoring.
@@ -129,17 +141,13 @@ class GoCkptManager(SavesInTurn):
         """
         started_at = time.perf_counter()
         step = arguments.as_label(step)
-        if args or "items" in kwargs:
-            raise TypeError(
-                "`save` takes the state by name, as in `save(step, args=GoCkptSave(state))`; got "
-                f"a `{type(args[0] if args else kwargs['items']).__name__}` by position."
-            )
+        arguments.refuse_unnamed("save", "state", args, kwargs)
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
-        self._gockpt_calls.refuse_inside(f"save of step {step}")
-        with self._gockpt_calls.saving:
+        self._gockpt_saves.calls.refuse_inside(f"save of step {step}")
+        with self._gockpt_saves.calls.saving:
             self._gockpt_naming.note(kwargs.get("args"))
-            return self._save_in_turn(step, kwargs, started_at)
+            return self._gockpt_saves.save(step, kwargs, started_at)
 
     def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:
         """Restores a step; arguments and result are those of `ocp.CheckpointManager`.
@@ -161,15 +169,10 @@ class GoCkptManager(SavesInTurn):
           TypeError: if the target is not given as `args`.
           VerifyError: if `verify` and the checkpoint is not what was written.
         """
-        if args or "items" in kwargs:
-            raise TypeError(
-                "`restore` takes the target by name, as in `restore(step, "
-                "args=GoCkptRestore(state))`; got a "
-                f"`{type(args[0] if args else kwargs['items']).__name__}` without."
-            )
-        self._gockpt_calls.refuse_inside("restore")
+        arguments.refuse_unnamed("restore", "target", args, kwargs)
+        self._gockpt_saves.calls.refuse_inside("restore")
         self._gockpt_session.state_replaced()
-        self._finish_saves()  # as stock does; a window's failure is no matter of theirs
+        self._gockpt_saves.finish()  # as stock does; a window's failure is no matter of theirs
         wanted, elsewhere = kwargs.get("args"), kwargs.get("directory")
         is_named = wanted is None or isinstance(wanted, ocp.args.Composite)
         item = None if is_named else self._gockpt_naming.item_of(wanted)
@@ -185,7 +188,7 @@ class GoCkptManager(SavesInTurn):
         if verify:
             resume.require_whole_step(path)
         if naming.UNNAMED in items and (item or wanted is None):
-            return self._restore_unnamed(path, wanted)
+            return unnamed.restore(path, wanted, self._gockpt_naming, self._gockpt_options)
         if item is not None and item not in items:
             raise resume.no_item(path, item, items)
         if wanted is None:
@@ -194,24 +197,31 @@ class GoCkptManager(SavesInTurn):
         restored = super().restore(step, *args, **kwargs)
         return restored if item is None else restored[item]
 
-    def _restore_unnamed(self, path: epath.Path, wanted: Any) -> Any:
-        """Restores the bare item of a step that stock wrote."""
-        asked = {} if wanted is None else {naming.UNNAMED: wanted}
-        stock = resume.unnamed(self._gockpt_naming.registry, self._gockpt_options)
-        return stock.restore(path, args=ocp.args.Composite(**asked))[naming.UNNAMED]
-
     def latest_step(self) -> int | None:
-        """The newest save's label, as stock gives it; `None` where training has not saved yet.
+        """The newest accepted save's label, as stock gives it; `None` where there is none yet.
 
         Raises:
           NoCheckpointError: if the directory holds checkpoints, but none of this manager: a loop
             would start anew beside them. Saves that never ended are only logged.
         """
-        latest = super().latest_step()
-        if latest is None and not self._gockpt_calls.is_inside and not self._gockpt_looked:
+        latest: int | None = super().latest_step()
+        if (waiting := self._gockpt_saves.waiting) is not None:
+            return max(waiting.step, latest or 0)
+        if latest is None and not self._gockpt_saves.calls.is_inside and not self._gockpt_looked:
             resume.refuse_fresh_start(self.directory)
             self._gockpt_looked = True  # what this manager saves later is no surprise
         return latest
+
+    def all_steps(self, read: bool = False) -> Sequence[int]:
+        """Labels of all saves that have been accepted and not been deleted, as stock gives them."""
+        waiting = self._gockpt_saves.waiting
+        steps = list(super().all_steps(read))
+        return steps if waiting is None else sorted([*steps, waiting.step])
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a save is being written, or waits to be."""
+        saves = self._gockpt_saves
+        return saves.last.is_writing or saves.waiting is not None
 
     def metadata(self, step: int | None = None) -> Any:
         """What is known of a step, or of the whole directory (`None`), as stock gives it."""
@@ -219,19 +229,43 @@ class GoCkptManager(SavesInTurn):
             return super().metadata()
         path = arguments.step_path(self.directory, step, self._gockpt_options)
         if (path / naming.UNNAMED).is_dir():
-            registry = ocp.DefaultCheckpointHandlerRegistry()
-            registry.add(naming.UNNAMED, GoCkptRestore, self._gockpt_handler)
-            found = resume.unnamed(registry, self._gockpt_options).metadata(path)
-            found = dataclasses.replace(found, metrics=self.metrics(step) or {})
-            items = found.item_metadata[naming.UNNAMED]
-        else:
-            found = super().metadata(step)
-            items = self._gockpt_naming.unname(found.item_metadata)
+            found = unnamed.metadata(path, self._gockpt_handler, self._gockpt_options)
+            return dataclasses.replace(found, metrics=self.metrics(step) or {})
+        found = super().metadata(step)
+        items = self._gockpt_naming.unname(found.item_metadata)
         return dataclasses.replace(found, item_metadata=items)
 
     def item_metadata(self, step: int) -> Any:
         """Shapes and dtypes of a step's items, as stock gives them."""
         return self.metadata(step).item_metadata
+
+    def delete(self, step: int) -> None:
+        """Deletes a checkpoint, as stock does; the save of it that is under way is waited for.
+
+        So is one that waits behind another (`on_busy="newest"`), whichever is deleted.
+        """
+        self._gockpt_saves.calls.refuse_inside(f"deletion of step {step}")
+        if self._gockpt_saves.is_under_way(step):
+            self._gockpt_saves.finish()
+        super().delete(step)
+
+    def wait_until_finished(self) -> None:
+        """Waits until all accepted saves are visible; raises what went wrong with them.
+
+        Raises:
+          StorageError: if the storage refused one. Whatever went wrong with it, on another thread,
+            is raised here or by the next call, or warned of as `on_save_error` says.
+        """
+        saves = self._gockpt_saves
+        if saves.calls.is_inside:  # what is to be written next, and windows, have to wait
+            saves.last.hear()
+            return
+        saves.finish()
+        self._gockpt_session.surface_failure()
+
+    @property
+    def _gockpt_pending(self) -> PendingReport | None:
+        return self._gockpt_handler.pending
 
     def close(self) -> None:
         """Waits for all accepted saves, drops an open window and ends the worker thread.
@@ -241,13 +275,13 @@ class GoCkptManager(SavesInTurn):
         script.
         """
         self._gockpt_closed = True
-        if self._gockpt_calls.is_inside:  # Orbax's threads could not end what was interrupted
-            self._hear_last_save()
+        if self._gockpt_saves.calls.is_inside:  # Orbax's threads could not end what was interrupted
+            self._gockpt_saves.last.hear()
             return
         try:
-            self._finish_saves()
+            self._gockpt_saves.finish()
         finally:
-            with self._gockpt_calls.saving:
+            with self._gockpt_saves.calls.saving:
                 self._gockpt_handler.begun.wait_for_what_was_left()
                 try:
                     super().close()

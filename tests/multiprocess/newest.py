@@ -53,7 +53,7 @@ def waiting_behind(loop: Loop, label: int, *, fails: bool = False) -> Iterator[N
 
 def waits(loop: Loop) -> int | None:
     """The label of the save that waits."""
-    waiting = loop.manager._gockpt_waiting.occupant
+    waiting = loop.manager._gockpt_saves.waiting
     return None if waiting is None else waiting.step
 
 

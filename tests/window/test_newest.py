@@ -189,13 +189,13 @@ def test_a_script_that_ends_without_close_writes_it(start):
 def test_forced_saves_and_preemptions_wait_and_supersede(start, monkeypatch, preempted):
     loop = start(4)
     loop.train(8)
-    hear = loop.manager._hear_last_save
+    hear = loop.manager._gockpt_saves.last.hear
 
     def waiting() -> None:
         loop.gates[4].set()
         hear()
 
-    monkeypatch.setattr(loop.manager, "_hear_last_save", waiting)
+    monkeypatch.setattr(loop.manager._gockpt_saves.last, "hear", waiting)
     if preempted:
         monkeypatch.setattr(loop.manager, "reached_preemption", lambda step: step == 9)
     assert loop.train(9, force=not preempted)
@@ -320,7 +320,7 @@ def test_items_are_taken_all_or_none(start):
     args = ocp.args.Composite(state=GoCkptSave(loop.state), other=GoCkptSave({"gone": gone}))
     with pytest.raises(ValueError, match="donated to a later step, or deleted"):
         loop.manager.save(8, args=args)
-    assert loop.manager._gockpt_waiting.occupant is None
+    assert loop.manager._gockpt_saves.waiting is None
     loop.settle()
     assert loop.session.host.used_bytes <= used_bytes
     loop.finish()
@@ -337,7 +337,7 @@ def test_without_room_it_is_skipped(start, monkeypatch):
     assert loop.written[4].wait(WAIT_SECS)
     host.add(STATE_BYTES)  # as if it were still being written
     assert loop.train(8)
-    waiting = loop.manager._gockpt_waiting.occupied.pending.record
+    waiting = loop.manager._gockpt_saves.waiting.pending.record
     assert (waiting.kind, waiting.deferred_steps) == ("snapshot", 2)
     assert "the host budget had no room" in waiting.reason
     loop.settle()
@@ -345,7 +345,7 @@ def test_without_room_it_is_skipped(start, monkeypatch):
         context.setattr(waiting_room, "_own", lambda args: copy.copy(threading.Lock()))
         with pytest.raises(TypeError, match="pickle"):  # it cannot be copied
             loop.train(12)
-    assert loop.manager._gockpt_waiting.occupied.step == 8
+    assert loop.manager._gockpt_saves.waiting.step == 8
     assert loop.train(12), "room is made by the one that it supersedes"
     assert loop.report(8).kind == "superseded"
     host.add(200)  # something else has come
@@ -472,7 +472,7 @@ def test_a_donated_state_is_refused_and_nothing_waits_for_it(start):
     loop.update()
     with pytest.raises(ValueError, match="donated"):
         loop.manager.save(8, args=GoCkptSave(old))
-    assert loop.manager._gockpt_waiting.occupant is None
+    assert loop.manager._gockpt_saves.waiting is None
     loop.gates[4].set()
     loop.manager.wait_until_finished()
     loop.assert_saved(0, 4)

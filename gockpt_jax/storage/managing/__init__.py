@@ -4,10 +4,12 @@ In the order of their imports:
 
     resume     where a manager resumes from, or an error that says what is there
     naming     items by their names, and whose handler takes them
+    unnamed    steps whose item has no name, as stock writes them
     turn       at which call a save that waits begins, the same on all processes
     waiting    a save that waits on the host for the one before it
     arguments  what a manager is given, as stock's takes it
     calls      who is in the middle of one: other threads wait, signal handlers cannot
     deleting   old checkpoints go out of sight before their files go
-    in_turn    one save at a time: how it begins, and what became of it
+    last_save  the save that is with Orbax: how it begins, and how it ended
+    in_turn    which save is begun now, which waits for it, which is left out
 """

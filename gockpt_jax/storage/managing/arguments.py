@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -106,6 +106,22 @@ def step_names(options: ocp.CheckpointManagerOptions) -> Any:
         step_prefix=options.step_prefix,
         step_format_fixed_length=options.step_format_fixed_length,
     )
+
+
+def refuse_unnamed(
+    call: Literal["save", "restore"], what: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses Orbax's old form, in which a state or a target comes as it is.
+
+    Raises:
+      TypeError: if `what` has come by position, or as `items`.
+    """
+    if args or "items" in kwargs:
+        got = type(args[0] if args else kwargs["items"]).__name__
+        raise TypeError(
+            f"`{call}` takes the {what} by name, as in `{call}(step, "
+            f"args=GoCkpt{call.capitalize()}(state))`; got a `{got}` without."
+        )
 
 
 def as_label(step: Any) -> int:

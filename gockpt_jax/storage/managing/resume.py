@@ -89,22 +89,6 @@ def require_whole_step(path: epath.Path) -> None:
             require_whole(step.items[name])
 
 
-def unnamed(registry: Any, options: ocp.CheckpointManagerOptions) -> ocp.Checkpointer:
-    """Reads steps whose items have no names, by their paths.
-
-    A manager is bound to named or to unnamed items by the first it sees, so the caller's must not
-    see one. This is not to be closed: its handlers are the caller's.
-
-    Args:
-      registry: Of the handlers.
-      options: The manager's.
-    """
-    return ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(handler_registry=registry),
-        multiprocessing_options=options.multiprocessing_options,
-    )
-
-
 def _no_checkpoint(root: epath.Path, what: str) -> NoCheckpointError:
     found = _look(root)
     held = "it does not exist" if found is None else f"found {found.describe()}"

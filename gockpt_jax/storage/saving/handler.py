@@ -268,8 +268,13 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
         self._trees.finalize(directory)
         checksum_files.seal_item(directory, shared=self._primary_host is not None)
-        if not self.has_manager and self.pending is not None:
-            self.pending.committed()  # but for the rename
+        if not self.has_manager:
+            self.committed()  # but for the rename
+
+    def committed(self) -> None:
+        """The last save is visible, if there is one and it has not failed."""
+        if self.pending is not None:
+            self.pending.committed()
 
     def close(self) -> None:
         """Closes the stock handlers inside; drops an open window and ends the worker thread."""

@@ -1,0 +1,160 @@
+"""The save that Orbax was given last: how it begins, whether it is being written, how it ended."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from gockpt_jax import _compat
+from gockpt_jax.errors import AuditError, ReplayError
+from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.managing.deleting import Deleter
+from gockpt_jax.storage.managing.turn import Turn
+from gockpt_jax.storage.managing.waiting import WaitingRoom
+from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.telemetry.save_record import PendingReport
+from gockpt_jax.window.failures import surface
+
+Stock = ocp.CheckpointManager
+"""`Stock.save(manager)` is what stock does, whatever that manager's own `save` adds to it."""
+
+
+class LastSave:
+    """One save is with Orbax at a time; whoever calls holds `Calls.saving`, or is inside.
+
+    Args:
+      manager: Of the saves.
+      handler: Of their states; knows label, report and items of the last one.
+      turn: Is told that one begins.
+      room: Who waits there cannot be written any more where a process is gone.
+
+    Attributes:
+      is_unheard: Whether it is being written, or has ended and nobody has asked yet how. It begins
+        and is asked at the same calls on every process.
+      deleter: Of the manager's checkpoints, once the manager is there.
+    """
+
+    deleter: Deleter
+
+    def __init__(self, manager: Any, handler: GoCkptHandler, turn: Turn, room: WaitingRoom):
+        self.is_unheard = False
+        self._was_dropped = False  # a step, by Orbax, when a wait for it was interrupted
+        self._manager = manager
+        self._handler = handler
+        self._turn = turn
+        self._room = room
+        self._session = handler._gockpt_session
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether it is being written; Orbax goes on to say so after one that it refused."""
+        return self.is_unheard and bool(Stock.is_saving_in_progress(self._manager))
+
+    def begin(self, step: int, arguments: Mapping[str, Any], started_at: float) -> bool:
+        """Has Orbax save; the policy has been asked.
+
+        Args:
+          step: The label.
+          arguments: Of `ocp.CheckpointManager.save`.
+          started_at: When the trainer's call began, for the report.
+
+        Returns:
+          Whether it does; `False` too where it failed, which is warned of.
+        """
+        before, begun = self._handler.pending, False
+        with self.attempt(step):
+            begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
+            self.is_unheard |= begun
+            pending = self._handler.pending
+            if pending is not None and pending is not before:
+                pending.returned(started_at)
+                if _compat.commit_thread(self._manager) is None:  # Orbax saves on this thread
+                    pending.committed()
+        return begun
+
+    @contextlib.contextmanager
+    def attempt(self, step: int) -> Iterator[None]:
+        """While a save is begun. What the storage or a window is to blame for is surfaced."""
+        with self._session.lock:  # no step is made meanwhile, on another thread
+            before, begun = self._handler.pending, self._handler.begun
+            begun.wait_for_what_was_left()
+            number = begun.number
+            self.deleter.make_way(step)
+            self._handler.label = step
+            self._turn.begin()
+            try:
+                yield
+            except BaseException as error:
+                pending = None if self._handler.pending is before else self._handler.pending
+                if pending is not None and self.is_with_orbax(step):
+                    self.is_unheard = True  # it goes on, whatever has stopped `save`
+                    pending.returned(time.perf_counter())
+                    raise
+                self._give_up(error, pending, begun.number != number)
+                named = bucket.named(self._manager.directory, step, error)
+                if not isinstance(named, OSError | ReplayError | AuditError):
+                    raise  # no failure of the storage's: the caller's, or an interrupt
+                self.surface(named)
+            finally:
+                self._session.end_save()  # a save that failed is tried again with a new seal
+
+    def is_with_orbax(self, step: int) -> bool:
+        """Whether a save's commit has begun, as far as stock's manager tells."""
+        return step in Stock.all_steps(self._manager)
+
+    def _give_up(
+        self, error: BaseException, pending: PendingReport | None, is_being_made: bool
+    ) -> None:
+        """The save that was attempted does not begin.
+
+        Args:
+          error: Why.
+          pending: Its report; `None` if its state has not been taken.
+          is_being_made: Whether its directory is, maybe.
+        """
+        begun, votes = self._handler.begun, self._handler.votes
+        if pending is not None:
+            pending.failed(error)
+            begun.give_up(error)  # not the last one, in flight maybe
+        if is_being_made:
+            begun.leave_directory()
+        if votes is not None:
+            votes.cancel()
+
+    def hear(self) -> None:
+        """Waits for it if it is being written, and raises what went wrong with it."""
+        commit = _compat.commit_thread(self._manager)
+        try:
+            Stock.wait_until_finished(self._manager)
+        except BaseException as error:
+            if commit is None or error is not commit.exception:  # an interrupt: the save goes on
+                self._was_dropped = True
+                raise
+            self.is_unheard = False
+            self._has_failed(error)
+        self.is_unheard = False
+        if self._was_dropped:
+            self._manager.reload()
+            self._was_dropped = False
+        self._handler.committed()
+
+    def _has_failed(self, error: BaseException) -> None:
+        pending, step, votes = self._handler.pending, self._handler.label, self._handler.votes
+        if pending is not None:
+            pending.failed(error)
+            step = pending.step
+        with contextlib.suppress(OSError):  # the directory may be gone
+            self._manager.reload()  # Orbax has dropped the steps that this save was to replace
+        if votes is not None and votes.failure not in (None, error):
+            votes.failure.__cause__ = error
+            error = votes.failure  # what the other processes raise
+        if self._session.processes.is_one_missing:
+            self._room.give_up(error)  # it would wait for that one too
+        self._handler.begun.give_back()
+        self.surface(bucket.named(self._manager.directory, step, error))
+
+    def surface(self, error: BaseException) -> None:
+        """Raises what went wrong with a save, or warns of it, as the user has chosen."""
+        surface(error, self._handler.window_options.on_save_error)
