@@ -97,7 +97,7 @@ STAGES = {
     "pull": ("gockpt_jax.transfer.pull", "Pull.result"),
     "replay": ("gockpt_jax.replay.engine", "Replayer.apply"),
     "write": ("gockpt_jax.storage.writing.leaf_writer", "_check_data"),
-    "metadata": ("gockpt_jax.storage.writing.writer", "_write_array_metadatas"),
+    "metadata": ("gockpt_jax.storage.writing.tree_writer", "TreeWriter._write_array_metadatas"),
     "finalize": ("gockpt_jax.storage.saving.handler", "GoCkptHandler.finalize"),
     "rename": ("os", "rename"),
     "unlink": ("shutil", "rmtree"),

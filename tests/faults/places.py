@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.storage.writing import writer
+from gockpt_jax.storage.writing.tree_writer import TreeWriter
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.window.early import EarlyChunks
 
@@ -78,7 +78,7 @@ def _reached(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 def _draining(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Save 8 has returned, none of its chunks is on the host."""
     trainer.run_undisturbed(6)
-    gate, written = Gate(patch, Pull, "result"), Passed(patch, writer, "_write_array_metadatas")
+    gate, written = Gate(patch, Pull, "result"), Passed(patch, TreeWriter, "_write_array_metadatas")
     gate.shut()
     trainer.run(8)
     written.wait()
@@ -115,7 +115,7 @@ def _sealed_and_failed(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[
     """Save 8 has returned; its early chunks will turn out to be lost."""
     trainer.run_undisturbed(6)
     gate, fault = Gate(patch, EarlyChunks, "land"), Fault(patch, Replayer, "apply")
-    written = Passed(patch, writer, "_write_array_metadatas")
+    written = Passed(patch, TreeWriter, "_write_array_metadatas")
     gate.shut()
     fault.arm()
     trainer.run(8)

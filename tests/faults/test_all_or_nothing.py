@@ -13,8 +13,9 @@ import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage.files.checksums import Checksums
 from gockpt_jax.storage.saving.handler import GoCkptHandler
-from gockpt_jax.storage.writing import leaf_writer, writer
+from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
+from gockpt_jax.storage.writing.tree_writer import TreeWriter
 from gockpt_jax.storage.writing.writer import HostArrayHandler
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import staging
@@ -44,8 +45,8 @@ AFTER_SEAL = {
     "end_of_replay": {"owner": slots, "name": "fill"},
     "write_of_a_shard": {"owner": LeafWriter, "name": "write_shard"},
     "tensorstore": {"owner": leaf_writer, "name": "to_the_end"},
-    "shardings_file": {"owner": writer, "name": "_write_shardings"},
-    "array_metadatas": {"owner": writer, "name": "_write_array_metadatas"},
+    "shardings_file": {"owner": TreeWriter, "name": "_write_shardings"},
+    "array_metadatas": {"owner": TreeWriter, "name": "_write_array_metadatas"},
     "commit": {"owner": GoCkptHandler, "name": "finalize"},
 }
 

@@ -1,0 +1,131 @@
+"""One save of a tree of host arrays: the values of its leaves, and what says what they are."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from gockpt_jax.storage.files import grid
+from gockpt_jax.storage.files.direct import DirectFiles
+from gockpt_jax.storage.writing import spec as spec_lib
+from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
+from gockpt_jax.storage.writing.database_writer import DatabaseIndexes, DatabaseWriter
+from gockpt_jax.storage.writing.host_array import HostArray
+from gockpt_jax.storage.writing.leaf_writer import (
+    LeafWriter,
+    Places,
+    first_error_alone,
+    named_in_errors,
+    open_store,
+    to_the_end,
+)
+from gockpt_jax.storage.writing.write_budget import WriteBudget
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf: its values, and where they are stored."""
+
+    array: HostArray
+    layout: ArrayLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeWriter:
+    """Writes the leaves of an item; belongs to one save.
+
+    Attributes:
+      item: What the leaves have in common.
+      leaves: All of the item's.
+      budget: The bytes in flight.
+      files: Writes values without TensorStore.
+      context: TensorStore's, of the save.
+      is_primary: Whether this process writes what is common to all.
+    """
+
+    item: ItemLayout
+    leaves: Sequence[Leaf]
+    budget: WriteBudget
+    files: DirectFiles
+    context: ts.Context
+    is_primary: bool
+
+    async def write(self, indexes: DatabaseIndexes, *, with_array_metadatas: bool) -> None:
+        """Writes all of it; values that `files` writes are durable after its `sync`.
+
+        Args:
+          indexes: Of databases, as earlier saves have made them.
+          with_array_metadatas: Whether to write `array_metadatas`.
+        """
+        async with first_error_alone(), asyncio.TaskGroup() as group:
+            places = self._places(indexes, group)
+            for leaf in self.leaves:
+                group.create_task(self._write_leaf(leaf, places.get(leaf.layout.name), group))
+                await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
+            if self.is_primary:
+                group.create_task(self._write_shardings())
+            if with_array_metadatas:
+                self._write_array_metadatas()
+
+    def _places(self, indexes: DatabaseIndexes, group: asyncio.TaskGroup) -> Mapping[str, Places]:
+        """Where values are written without TensorStore, by leaf; begins their database."""
+        direct: list[tuple[ArrayLayout, list[grid.Box]]] = []
+        for leaf in self.leaves:
+            with named_in_errors(leaf.layout.name):
+                boxes = leaf.array.boxes()
+            is_ours = bool(boxes) or self.is_primary
+            if is_ours and spec_lib.is_written_as_it_is(leaf.layout, boxes):
+                direct.append((leaf.layout, boxes))
+        if not (direct and self.item.use_ocdbt):
+            return {layout.name: spec_lib.folder_places(layout) for layout, _ in direct}
+        arrays = [spec_lib.placed_array(*one, self.is_primary) for one in direct]
+        index = indexes.of(arrays, self.item.written_file_bytes)
+        if index is None:
+            return {}
+        database = DatabaseWriter(self.item, index, self.files)
+        group.create_task(database.join(self.context))
+        return {layout.name: database.places_of(layout.name) for layout, _ in direct}
+
+    async def _write_leaf(
+        self, leaf: Leaf, places: Places | None, group: asyncio.TaskGroup
+    ) -> None:
+        """Opens the leaf's array and starts one task per shard."""
+        layout, context = leaf.layout, self.context
+        with named_in_errors(layout.name):
+            spec = spec_lib.array_spec(layout)
+            if self.is_primary:
+                if place := spec_lib.metadata_place(layout, places):
+                    text = np.frombuffer(spec_lib.metadata_text(spec), np.uint8)
+                    self.files.write(place.path, text, place.offset).result()
+                else:
+                    await open_store(spec, context, create=True, open=True)
+            target = places or await open_store(spec, context, open=True, assume_metadata=True)
+        writer = LeafWriter(layout, self.budget, target, self.files)
+        for shard, box in zip(leaf.array.shards, leaf.array.boxes(), strict=True):
+            group.create_task(writer.write_shard(shard, box))
+
+    def _write_array_metadatas(self) -> None:
+        """Writes the file from which Orbax takes write shapes and PRNG implementations."""
+        folder = epath.Path(self.item.folder) / "array_metadatas"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"array_metadatas": [leaf.layout.metadata() for leaf in self.leaves]})
+        (folder / f"process_{jax.process_index()}").write_text(text)
+
+    async def _write_shardings(self) -> None:
+        """Writes the `_sharding` file, by which stock restores without a target."""
+        texts = {
+            spec_lib.sharding_key(leaf.layout.name): text
+            for leaf in self.leaves
+            if (text := spec_lib.sharding_text(leaf.array.sharding)) is not None
+        }
+        if texts:
+            spec = spec_lib.sharding_spec(self.item.folder)
+            store = await open_store(spec, self.context, open=True)
+            await to_the_end(store.write(np.array(texts, object)))
