@@ -60,12 +60,16 @@ class Verdict:
         return "unchecked" if self.notes else "whole"
 
     def require_whole(self) -> None:
-        """Raises VerifyError unless the item is whole; it names all faults."""
+        """Raises `error` unless the item is whole."""
         if self.state != "whole":
-            lines = "".join(f"\n  {line}" for line in self.faults or self.notes)
-            raise VerifyError(
-                f"{self.path} is {self.state}:{lines}\nRestore another step, or from a copy."
-            )
+            raise self.error()
+
+    def error(self) -> VerifyError:
+        """What to raise where it is not whole: names all faults."""
+        lines = "".join(f"\n  {line}" for line in self.faults or self.notes)
+        return VerifyError(
+            f"{self.path} is {self.state}:{lines}\nRestore another step, or from a copy."
+        )
 
 
 def verify(

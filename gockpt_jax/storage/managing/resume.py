@@ -12,7 +12,7 @@ from etils import epath
 
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.inspecting.directory import Directory, look_into
-from gockpt_jax.storage.inspecting.verify import Verdict, verify_step
+from gockpt_jax.storage.inspecting.verify import verify_step
 from gockpt_jax.storage.restoring.restore import require_whole
 
 _log = logging.getLogger("gockpt_jax")
@@ -84,7 +84,9 @@ def require_whole_step(path: epath.Path) -> None:
       VerifyError: One of them is not what was written.
     """
     for step in look_into(path).steps:
-        Verdict(str(step.path), verify_step(step).faults).require_whole()
+        beside = verify_step(step)
+        if beside.faults:
+            raise beside.error()
         for name in step.trees:
             require_whole(step.items[name])
 

@@ -239,11 +239,7 @@ def _damage(directory: Any) -> VerifyError | None:
     if not (path / item_files.FOLDER).exists():
         return None
     faults, _ = check_files(path)
-    try:
-        Verdict(str(path), tuple(faults)).require_whole()
-    except VerifyError as damage:
-        return damage
-    return None
+    return Verdict(str(path), tuple(faults)).error() if faults else None
 
 
 def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
