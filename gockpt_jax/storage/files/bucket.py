@@ -83,6 +83,11 @@ def kvstore(url: str) -> Json:
     return spec
 
 
+def store_of(path: str) -> Json:
+    """Returns TensorStore's spec of a file or folder, in a bucket or on a disk."""
+    return kvstore(path) if is_bucket(path) else {"driver": "file", "path": path}
+
+
 def prepare(directory: Any) -> None:
     """Makes Orbax and TensorStore ready for a directory; nothing to do unless it is in a bucket.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.storage.files import grid
-from gockpt_jax.storage.files.database import Place, Values
+from gockpt_jax.storage.files.database import Place, Values, values_by_array
 from gockpt_jax.storage.files.pieces import piece_shape
 
 
@@ -120,6 +120,25 @@ class PlainArray:
                     offset = place.offset + start * self.dtype.itemsize
                     nbytes = math.prod(grid.shape_of(inner)) * self.dtype.itemsize
                     yield Piece(Place(place.path, offset, nbytes), box, self.dtype)
+
+
+class PlainArrays:
+    """Those of an item's arrays that are plain.
+
+    Args:
+      folder: The item's, local.
+      use_ocdbt: Whether its chunks are in a database; else each is a file.
+    """
+
+    def __init__(self, folder: str, use_ocdbt: bool) -> None:
+        self._folder = folder
+        self._in_database = values_by_array(folder) if use_ocdbt else None
+
+    def find(self, name: str) -> PlainArray | None:
+        """Where an array's values lie; None where it is stored in another way."""
+        if self._in_database is None:
+            return PlainArray.found_in(f"{self._folder}/{name}")
+        return PlainArray.found_among(self._in_database.get(name, {}))
 
 
 @dataclasses.dataclass(frozen=True)

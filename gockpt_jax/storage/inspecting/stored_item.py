@@ -19,8 +19,7 @@ import tensorstore as ts
 from etils import epath
 
 from gockpt_jax.storage.files import bucket, grid
-from gockpt_jax.storage.files.database import Values, values_by_array
-from gockpt_jax.storage.files.plain_array import PlainArray
+from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.transfer.budget import ByteBudget
 
 METADATA_FILE = "_METADATA"
@@ -135,30 +134,23 @@ class StoredItem:
 
     def plain(self, name: str) -> PlainArray | None:
         """Where the values of a leaf lie; `None` where it is stored in another way."""
-        if self.use_zarr3 or bucket.is_bucket(self.path):
-            return None
-        if self.use_ocdbt:
-            return PlainArray.found_among(self._in_database.get(name, {}))
-        return PlainArray.found_in(f"{self.path.as_posix()}/{name}")
+        return None if self._plain is None else self._plain.find(name)
 
     @functools.cached_property
-    def _in_database(self) -> Mapping[str, Values]:
-        return values_by_array(self.path.as_posix())
+    def _plain(self) -> PlainArrays | None:
+        is_other = self.use_zarr3 or bucket.is_bucket(self.path)
+        return None if is_other else PlainArrays(self.path.as_posix(), self.use_ocdbt)
 
     def _kvstore(self, name: str) -> Any:
         folder = self.path.as_posix()
         if not self.use_ocdbt:
-            return _base(f"{folder}/{name}/")
+            return bucket.store_of(f"{folder}/{name}/")
         return {
             "driver": "ocdbt",
-            "base": _base(f"{folder}/"),
+            "base": bucket.store_of(f"{folder}/"),
             "path": f"{name}/",
             "cache_pool": "cache_pool#ocdbt",
         }
-
-
-def _base(path: str) -> Any:
-    return bucket.kvstore(path) if bucket.is_bucket(path) else {"driver": "file", "path": path}
 
 
 def _leaf(entry: Mapping[str, Any]) -> StoredLeaf:

@@ -18,8 +18,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.files import bucket, grid
 from gockpt_jax.storage.files.aligned import BLOCK_BYTES, PIECE_BYTES, aligned_empty, threads
-from gockpt_jax.storage.files.database import Values, values_by_array
-from gockpt_jax.storage.files.plain_array import PlainArray
+from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.storage.files.plain_reads import PlainReads, batches
 from gockpt_jax.storage.writing.registry import RegistryView, look_up
 from gockpt_jax.transfer.budget import ByteBudget
@@ -129,11 +128,10 @@ def _look_for_plain(infos: Sequence[Any], args: Sequence[Any]) -> dict[int, _Wan
         return {}
     # Not in another format, nor by an older Orbax, which wrote no files of zeros.
     ours = [i for i, x in enumerate(infos) if not x.use_zarr3 and x.raise_array_data_missing_error]
-    is_database = any(infos[i].is_ocdbt_checkpoint for i in ours)
-    database = values_by_array(folder) if is_database else {}
+    stored = PlainArrays(folder, any(infos[i].is_ocdbt_checkpoint for i in ours))
 
     def look(some: Sequence[int]) -> list[tuple[int, _Wanted | None]]:
-        return [(i, _wanted(folder, database, infos[i], args[i])) for i in some]
+        return [(i, _wanted(stored, infos[i].name, args[i])) for i in some]
 
     with threads(_AT_ONCE, "gockpt_look") as pool:
         looks = pool.map(look, (ours[n::_AT_ONCE] for n in range(_AT_ONCE)))
@@ -141,15 +139,12 @@ def _look_for_plain(infos: Sequence[Any], args: Sequence[Any]) -> dict[int, _Wan
     return {i: wanted for i in ours if (wanted := found[i]) is not None}
 
 
-def _wanted(folder: str, database: Mapping[str, Values], info: Any, args: Any) -> _Wanted | None:
+def _wanted(arrays: PlainArrays, name: str, args: Any) -> _Wanted | None:
     """None for what is stored in another way, or not wanted as it is stored."""
     sharding = getattr(args, "sharding", None)
     if not isinstance(sharding, jax.sharding.Sharding) or getattr(args, "mesh", None) is not None:
         return None
-    if info.is_ocdbt_checkpoint:
-        stored = PlainArray.found_among(database.get(info.name, {}))
-    else:
-        stored = PlainArray.found_in(f"{folder}/{info.name}")
+    stored = arrays.find(name)
     if stored is None or not math.prod(stored.shape) or not sharding.addressable_devices:
         return None
     # Integers of 32 bits without a sign may be the data of typed PRNG keys; stock knows which are.

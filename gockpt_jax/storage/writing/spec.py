@@ -25,13 +25,6 @@ from gockpt_jax.storage.writing.database_index import PlacedArray
 Json = dict[str, Any]
 
 
-def _kvstore(directory: str) -> Json:
-    """Returns the base store of a directory."""
-    if bucket.is_bucket(directory):
-        return bucket.kvstore(directory)
-    return {"driver": "file", "path": directory}
-
-
 def process_folder(item: ItemLayout) -> str:
     """Returns the folder of this process's database, which Orbax merges with the others'."""
     return f"{item.folder}/ocdbt.process_{jax.process_index()}/"
@@ -39,7 +32,7 @@ def process_folder(item: ItemLayout) -> str:
 
 def database_in(folder: str) -> Json:
     """Returns the store of a database in a folder, as it is."""
-    base = _kvstore(folder)
+    base = bucket.store_of(folder)
     if base["driver"] != "file":
         return {"driver": "ocdbt", "base": base}
     # On a file system data files need no atomic rename; the manifest does.
@@ -93,7 +86,7 @@ def array_spec(layout: ArrayLayout) -> Json:
     item, is_zarr3 = layout.item, layout.item.use_zarr3
     spec: Json = {
         "driver": "zarr3" if is_zarr3 else "zarr",
-        "kvstore": _database_of(layout) if item.use_ocdbt else _kvstore(layout.path),
+        "kvstore": _database_of(layout) if item.use_ocdbt else bucket.store_of(layout.path),
         "dtype": layout.stored_dtype.name,
         "metadata": _zarr3(layout) if is_zarr3 else _zarr2(layout),
         "recheck_cached_data": False,
@@ -172,7 +165,7 @@ def is_written_as_it_is(layout: ArrayLayout, boxes: Sequence[grid.Box]) -> bool:
 
 def sharding_spec(folder: str) -> Json:
     """Returns the spec of the `_sharding` file."""
-    return {"driver": "json", "kvstore": _kvstore(f"{folder}/_sharding")}
+    return {"driver": "json", "kvstore": bucket.store_of(f"{folder}/_sharding")}
 
 
 def sharding_key(name: str) -> str:
