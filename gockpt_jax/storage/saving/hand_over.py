@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.write_budget import WriteStats
 
@@ -77,11 +78,15 @@ class BegunSave:
         self.number = 0
         self._folder = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
-        self._left: list[HandedOver] = []
-        self._directories: list[ocp.future.Future] = []  # of those, maybe still being made
+        self._left: list[tuple[ocp.future.Future, float | None]] = []  # and how long to wait for it
 
-    def is_another(self, folder: str, item: str) -> bool:
-        """Whether an item, by its directory, begins another save than that of the one before."""
+    def enter(self, folder: str, item: str) -> bool:
+        """An item comes; says whether it begins another save than that of the one before.
+
+        Args:
+          folder: The save's directory.
+          item: The item's.
+        """
         is_other = folder != self._folder or item in self._items
         if is_other:
             self.number += 1
@@ -89,10 +94,14 @@ class BegunSave:
         self._items[item] = BegunItem(())
         return is_other
 
-    def add(self, item: Any, arrays: Sequence[HostArray]) -> BegunItem:
-        """What an item is made of."""
-        self._items[str(item)] = BegunItem(arrays)
-        return self._items[str(item)]
+    def add(self, item: Any, taken: TakenSave) -> BegunItem:
+        """Accounts for what has been taken of an item, from now on."""
+        try:
+            self._items[str(item)] = begun = BegunItem(taken.arrays)
+            return begun
+        except BaseException:  # an interrupt
+            taken.release()
+            raise
 
     def _forget(self) -> None:
         self._folder, self._items = "", {}
@@ -114,16 +123,15 @@ class BegunSave:
         """
         for item in self._items.values():
             if item.handed_over is not None:
-                self._left.append(item.handed_over)
+                self._left.append((item.handed_over, None))
             if item.handed_over is None or isinstance(error, Exception):
                 item.release()
         self._forget()
 
     def leave_directory(self) -> None:
         """It does not begin, and Orbax may still be making its directory."""
-        self._directories.append(
-            ocp.future.CommitFutureAwaitingContractedSignals(_nothing(), name="gockpt_directory")
-        )
+        made = ocp.future.CommitFutureAwaitingContractedSignals(_nothing(), name="gockpt_directory")
+        self._left.append((made, _DIRECTORY_SECS))
 
     def wait_for_what_was_left(self) -> None:
         """Returns when nothing writes any more for saves that were given up.
@@ -131,13 +139,10 @@ class BegunSave:
         The next one may have the label of one of them, and so its directory. Nor can Orbax be
         closed while it makes one: it would wait 300 s for what it cannot make any more.
         """
-        while self._directories:
-            with contextlib.suppress(Exception):  # it could not be made, and nobody is told
-                self._directories[-1].result(_DIRECTORY_SECS)
-            self._directories.pop()
-        while self._left:
-            with contextlib.suppress(Exception):
-                self._left[-1].result()
+        while self._left:  # the directory first: it came last
+            future, secs = self._left[-1]
+            with contextlib.suppress(Exception):  # nobody is told
+                future.result(secs)
             self._left.pop()
 
 

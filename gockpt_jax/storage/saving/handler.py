@@ -117,12 +117,12 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """
         entered_at = time.perf_counter()
         bucket.prepare(directory)
-        self._begin(directory)
+        self._enter(directory)
         written: ocp.future.Future
         try:
             taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
             self.pending = taken.pending
-            written = await self._write(directory, taken, self._begun(directory, taken))
+            written = await self._write(directory, taken, self.begun.add(directory, taken))
         except Exception as error:
             if not self._gockpt_session.processes.several:
                 raise
@@ -177,14 +177,6 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             give_back([slot for promised in slots for slot in promised], host)
             raise
 
-    def _begun(self, directory: Any, taken: TakenSave) -> BegunItem:
-        """Has it accounted for what has been taken, from now on."""
-        try:
-            return self.begun.add(directory, taken.arrays)
-        except BaseException:  # an interrupt
-            taken.release()
-            raise
-
     async def _write(self, directory: Any, taken: TakenSave, begun: BegunItem) -> ocp.future.Future:
         """Has what becomes final written: begun on another thread, if `save` may return before."""
         if taken.error is not None:
@@ -223,7 +215,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             return written
         return Reported(written, self.pending)
 
-    def _begin(self, directory: Any) -> None:
+    def _enter(self, directory: Any) -> None:
         """Items of one save lie in one directory, each once; whatever else comes is another save.
 
         So is one in the place of a save that has failed, or been deleted.
@@ -232,7 +224,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         folder, _, name = item.rpartition("/")
         # Without a manager the item is the save.
         save = item if TEMPORARY in name and TEMPORARY not in folder else folder
-        if self.begun.is_another(save, item):
+        if self.begun.enter(save, item):
             self._gockpt_session.end_save()
             if not self.has_manager:
                 digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
