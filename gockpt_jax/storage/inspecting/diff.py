@@ -18,7 +18,6 @@ from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of
 from gockpt_jax.storage.files import grid
 from gockpt_jax.storage.inspecting.stored_item import (
     READ_LIMIT_BYTES,
-    READ_THREADS,
     StoredItem,
     chunk_boxes,
     chunk_shape,
@@ -82,7 +81,7 @@ class _Job(NamedTuple):
 
 
 def diff_items(
-    path_a: Any, path_b: Any, *, limit_bytes: int = READ_LIMIT_BYTES, threads: int = READ_THREADS
+    path_a: Any, path_b: Any, *, limit_bytes: int = READ_LIMIT_BYTES
 ) -> Iterator[LeafDifference]:
     """Yields the leaves that differ, by name.
 
@@ -90,7 +89,6 @@ def diff_items(
       path_a: An item's directory.
       path_b: Another one; its layout may be another.
       limit_bytes: The most bytes of values of both at one time.
-      threads: The most reads at one time.
 
     Raises:
       StoredItemError: One of them is no tree that Orbax has saved.
@@ -98,14 +96,12 @@ def diff_items(
     """
     a, b = StoredItem(path_a), StoredItem(path_b)
     for name in sorted(a.leaves.keys() | b.leaves.keys()):
-        found = _diff_leaf(name, a, b, limit_bytes, threads)
+        found = _diff_leaf(name, a, b, limit_bytes)
         if found is not None:
             yield found
 
 
-def _diff_leaf(
-    name: str, a: StoredItem, b: StoredItem, limit_bytes: int, threads: int
-) -> LeafDifference | None:
+def _diff_leaf(name: str, a: StoredItem, b: StoredItem, limit_bytes: int) -> LeafDifference | None:
     if name not in b.leaves:
         return LeafDifference(name, "only in A", _told(a, name), "")
     if name not in a.leaves:
@@ -128,7 +124,7 @@ def _diff_leaf(
         for box in chunk_boxes(_coarser(*stores))
     )
     total = _Figures()
-    for figures in for_each(jobs, _compare, limit_bytes=limit_bytes, threads=threads):
+    for figures in for_each(jobs, _compare, limit_bytes=limit_bytes):
         total = total.joined(figures)
     return _difference(name, stores[0], total) if total.elements else None
 

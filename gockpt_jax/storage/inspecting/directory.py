@@ -17,6 +17,8 @@ from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.item_files import FOLDER, LATER_FILES, STEP_METADATA, TEMPORARY
 from gockpt_jax.storage.inspecting.stored_item import METADATA_FILE
 
+_MOST_NAMES = 5
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -68,10 +70,10 @@ class Directory:
         return " and ".join(parts) if parts else "nothing"
 
 
-def some_of(names: Any, most: int = 5) -> str:
+def some_of(names: Any) -> str:
     """Names for a reader: the first of them, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"`{name}`" for name in names[:most]) + more
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(f"`{name}`" for name in names[:_MOST_NAMES]) + more
 
 
 def look_into(path: Any) -> Directory:

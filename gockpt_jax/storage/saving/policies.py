@@ -82,9 +82,7 @@ class AskedAhead:
       waiting: Gives an accepted save that Orbax does not know of yet.
     """
 
-    def __init__(
-        self, should_save: Callable[[int, int | None], bool], waiting: WaitingOne = lambda: None
-    ):
+    def __init__(self, should_save: Callable[[int, int | None], bool], waiting: WaitingOne):
         self._should_save = should_save
         self._waiting = waiting
         # At each label the answer, and the last save that it was told of.

@@ -91,8 +91,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         self._write_limit_bytes = write_limit_bytes
         self._host = host
         self._chunk_byte_size = chunk_byte_size
-        self.primary_host = primary_host
-        self.is_primary = ocp.multihost.is_primary_host(primary_host)
+        self._is_primary = ocp.multihost.is_primary_host(primary_host)
         self._replica_layout = ReplicaLayout.of(
             use_replica_parallel=use_replica_parallel,
             min_slice_bytes_for_replica_parallel=min_slice_bytes_for_replica_parallel,
@@ -147,13 +146,13 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 Leaf(array, layout(array, info.name, asked))
                 for array, info, asked in zip(arrays, infos, args, strict=True)
             ]
-            if self.is_primary and not item.use_ocdbt:
+            if self._is_primary and not item.use_ocdbt:
                 self._advise_on_files([leaf.layout for leaf in leaves])
             # Sharing the save's makes stock's handlers share one OCDBT database with ours, too.
             context = infos[0].ts_context or ocp.type_handlers.get_ts_context(
                 use_ocdbt=item.use_ocdbt
             )
-            writer = TreeWriter(item, leaves, budget, files, context, self.is_primary)
+            writer = TreeWriter(item, leaves, budget, files, context, self._is_primary)
             await writer.write(self._indexes, with_array_metadatas=self._write_array_metadatas)
             with budget.syncing():
                 await to_the_end(asyncio.to_thread(files.sync))
