@@ -20,7 +20,7 @@ SPAN_LAND = "gockpt/land"  # waiting for one to end
 SPAN_REPLAY = "gockpt/replay"
 SPAN_AUDIT = "gockpt/audit"
 SPAN_SEAL = "gockpt/seal"
-SPAN_WRITE = "gockpt/write"  # at least one chunk is with TensorStore
+SPAN_WRITE = "gockpt/write"  # at least one chunk is being written
 
 
 def span(name: str) -> jax.profiler.TraceAnnotation:

@@ -84,7 +84,7 @@ class SaveReport:
       drain_secs: From the seal until the last chunk was final on the host.
       write_secs: From the first chunk's hand-over to the last one's end of writing.
       commit_secs: From there until the checkpoint was visible.
-      written_bytes: Bytes handed to TensorStore.
+      written_bytes: Bytes of the chunks that this process wrote, before compression.
       peak_host_bytes: Most bytes that saves held on the host at once, from this one's beginning to
         its end: chunks, retained values, and what replay, audit and writer take beside them. Other
         saves' bytes are in it.

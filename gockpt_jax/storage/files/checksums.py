@@ -1,4 +1,4 @@
-"""A checksum of every chunk, made before TensorStore gets it; `checksum_files.py` keeps them.
+"""A checksum of every chunk, made before it is written; `checksum_files.py` keeps them.
 
 Digests are xxh3 (128 bits) of the little-endian values in C order, as stored and before
 compression: independent of the layout on disk. Large ones are made on threads, without the GIL.

@@ -7,8 +7,8 @@ that costs a copy, a flush and 0.8 s of processor time per GB on a busy machine,
 user's data set out of the cache. Nothing is renamed, for Orbax renames the whole step.
 
 A value is cut into pieces. Each is digested, and then written from where it lies if the disk can
-take it there; else it is copied into one of eight buffers first, and digested while it is in the
-processor's cache.
+take it there; else it is copied into a buffer first, and digested while it is in the processor's
+cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An item of a checkpoint as it lies on disk: its leaves, its layout, and reads of boxes of them.
+"""An item of a checkpoint as it lies on disk: its leaves, its layout, and how to read them.
 
-Reads what stock Orbax writes (`_METADATA`, zarr v2 or v3, plain files or OCDBT), through
-TensorStore alone: no devices, no shardings, so any host can look at any checkpoint.
+Knows what stock Orbax writes (`_METADATA`, zarr v2 or v3, plain files or OCDBT), and needs no
+devices and no shardings for it, so any host can look at any checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Re-reads a checkpoint and compares every chunk with the checksum made before it was written.
 
-Fails closed: what is missing, foreign, damaged or of an unknown version is a fault. Chunks are
-read from disk through TensorStore, decompressed and digested, a bounded number of bytes at a time.
+Fails closed: what is missing, foreign, damaged or of an unknown version is a fault. A bounded
+number of bytes is read at a time: chunks that are their values and nothing else past TensorStore,
+all others through it, which decompresses them.
 """
 
 from __future__ import annotations
