@@ -96,28 +96,22 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_looked = False  # into a directory that has no step of ours
         processes = Processes(options.multiprocessing_options.active_processes)
         options = never_draining(root, options, processes)
+        together = options.multiprocessing_options
+        layout = {**default_layout(root), "multiprocessing_options": together}
         handler = GoCkptHandler(
-            window=window,
-            processes=processes,
-            **{
-                **default_layout(root),
-                "multiprocessing_options": options.multiprocessing_options,
-                **(pytree_options or {}),
-            },
+            window=window, processes=processes, **{**layout, **(pytree_options or {})}
         )
         handler.has_manager = True
-        registry = naming.registry(handler_registry, item_handlers, handler)
-        # Stock takes none of these names beside a registry.
-        is_named = bool(item_names) or isinstance(item_handlers, Mapping)
-        self._gockpt_handler = handler
-        self._gockpt_naming = naming.Naming(registry, handler, is_named)
+        names = naming.Naming(handler, handler_registry, item_names, item_handlers)
+        self._gockpt_handler, self._gockpt_naming = handler, names
         self._share_windows(handler)
         self._gockpt_session.predictor.sees_every_call = True
         self._gockpt_session.host.directory = str(root)
-        self._gockpt_saves = saves = SavesInTurn(self, options, handler, self._gockpt_naming)
+        self._gockpt_saves = saves = SavesInTurn(self, options, handler, names)
+        # Stock takes neither names nor handlers beside a registry.
+        stock = {"options": saves.options, "metadata": metadata, "logger": logger}
         with saves.calls.saving:
-            super().__init__(root, options=saves.options, handler_registry=registry,
-                             metadata=metadata, logger=logger)  # fmt: skip
+            super().__init__(root, handler_registry=names.registry, **stock)
         saves.last.deleter = _compat.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )

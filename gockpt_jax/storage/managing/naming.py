@@ -22,22 +22,10 @@ UNNAMED = "default"
 METRICS = "metrics"
 
 
-def registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
+def _registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
     """The user's handlers, and ours for our own and for stock arguments.
 
     `None` stands for items of any name; what is registered for a name alone does not find it.
-
-    Args:
-      given: A registry of the user's, or `None`.
-      item_handlers: Handlers by the names of their items, or the one of the bare item, as in
-        `ocp.CheckpointManager`.
-      handler: Ours.
-
-    Raises:
-      ValueError: if one of the user's handlers has no arguments registered.
-
-    Warns:
-      SnapshotOnlyWarning: if one of them takes trees of arrays, which ours does through windows.
     """
     registry = ocp.DefaultCheckpointHandlerRegistry(given)
     if item_handlers is not None and not isinstance(item_handlers, Mapping):
@@ -96,18 +84,28 @@ class Naming:
     names it.
 
     Args:
-      registry: All handlers.
       handler: Ours.
-      is_named: Whether the manager was made with names of items.
+      handler_registry: The user's, or `None`.
+      item_names: What the manager was given by this name.
+      item_handlers: Handlers by the names of their items, or the one of the bare item, as in
+        `ocp.CheckpointManager`.
 
     Attributes:
       registry: All handlers.
+
+    Raises:
+      ValueError: if one of the user's handlers has no arguments registered.
+
+    Warns:
+      SnapshotOnlyWarning: if one of them takes trees of arrays, which ours does through windows.
     """
 
-    def __init__(self, registry: Any, handler: GoCkptHandler, is_named: bool):
-        self.registry = registry
+    def __init__(
+        self, handler: GoCkptHandler, handler_registry: Any, item_names: Any, item_handlers: Any
+    ):
+        self.registry = _registry(handler_registry, item_handlers, handler)
         self._handler = handler
-        self._is_named = is_named
+        self._is_named = bool(item_names) or isinstance(item_handlers, Mapping)
         self._is_bare = False
 
     def is_ours(self, name: str, args: Any) -> bool:
