@@ -131,11 +131,14 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           RuntimeError: if the manager is closed, or a signal handler calls in the middle of a step
             or of another call.
           TypeError: if the state is not given as `args`, or the label is no integer.
-          ValueError: if the label is negative, or the state has been donated to a later step.
+          ValueError: if the label is negative, there are no `args`, or the state has been donated
+            to a later step.
         """
         started_at = time.perf_counter()
         step = arguments.as_label(step)
         arguments.refuse_unnamed("save", "state", args, kwargs)
+        if kwargs.get("args") is None:
+            raise ValueError("Must provide `args`, as in `save(step, args=GoCkptSave(state))`.")
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
         self._gockpt_saves.calls.refuse_inside(f"save of step {step}")

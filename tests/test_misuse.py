@@ -205,6 +205,9 @@ ERRORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "wrap the state": (
         lambda m: m.wrap(fresh()), gockpt.WrapError, "needs a jitted train step, got a `dict`",
     ),
+    "no state": (
+        lambda m: m.save(10), ValueError, r"Must provide `args`, as in `save\(step, args=",
+    ),
     "state by position": (
         lambda m: m.save(10, fresh()), TypeError, r"as in `save\(step, args=GoCkptSave\(state\)\)`",
     ),

@@ -136,14 +136,12 @@ def as_they_are(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Stock writes JSON, protobufs, metrics and metadata on other threads, after `save` has returned.
 
     Args:
-      arguments: Of `ocp.CheckpointManager.save`; `args`, if given, is a `Composite`.
+      arguments: Of `ocp.CheckpointManager.save`; `args` is a `Composite`.
     """
-    found = {key: x if key == "args" else _copied(x) for key, x in arguments.items()}
-    if found.get("args") is not None:
-        items = dict(found["args"].items())
-        items |= {name: _copied(x) for name, x in items.items() if isinstance(x, _WRITTEN_LATER)}
-        found["args"] = ocp.args.Composite(**items)
-    return found
+    items = dict(arguments["args"].items())
+    items |= {name: _copied(x) for name, x in items.items() if isinstance(x, _WRITTEN_LATER)}
+    others = {key: _copied(x) for key, x in arguments.items() if key != "args"}
+    return others | {"args": ocp.args.Composite(**items)}
 
 
 def _copied(value: Any) -> Any:

@@ -44,7 +44,6 @@ class SavesInTurn:
         self._handler = handler
         self._naming = naming
         self._on_busy = handler.window_options.on_busy
-        self._has_metrics = options.best_fn is not None
         self._room = room = WaitingRoom(handler, naming)
         self._turn = turn = Turn(session.processes)
         self.calls = Calls(session.lock)
@@ -67,21 +66,22 @@ class SavesInTurn:
           arguments: Of `ocp.CheckpointManager.save`.
           started_at: When the trainer's call began, for the report.
         """
-        session, last, given = self._session, self.last, arguments.get("args")
+        session, last = self._session, self.last
         # Beside other processes the last save is asked how it ended where all of them do: in the
         # next accepted save, or in a wait. One that raised alone would be waited for.
         if last.is_unheard and not session.processes.several and not last.is_writing:
             last.hear()  # at once: that save may not have ended well
         self.hand_over()
         # The policy is asked once, before anything is made for a save.
-        if given is not None and not (arguments.get("force") or self._manager.should_save(step)):
+        if not (arguments.get("force") or self._manager.should_save(step)):
             session.predictor.observe(session.version, step, accepted=False)
             session.surface_failure()
             return False
-        arguments = as_they_are(arguments | {"args": self._naming.name(given)})
-        if given is not None and not session.processes.several:
+        arguments = as_they_are(arguments | {"args": self._naming.name(arguments["args"])})
+        if not session.processes.several:
             # Beside other processes it fails at its commit, where all of them hear of it.
-            refuse_save(arguments, self._look_at, metrics_are_written=self._has_metrics)
+            has_metrics = self.options.best_fn is not None
+            refuse_save(arguments, self._look_at, metrics_are_written=has_metrics)
         busy = self._why_busy(step, arguments)
         if busy is not None:
             return self._save_later(step, arguments, busy, started_at)
@@ -99,8 +99,8 @@ class SavesInTurn:
             self._handler.leaves_to_save(args)
 
     def _why_busy(self, step: int, arguments: Mapping[str, Any]) -> str | None:
-        """Why an accepted save is not made now; `None` if it is, or is not accepted."""
-        if self._on_busy == "wait" or arguments.get("args") is None:
+        """Why an accepted save is not made now; `None` if it is."""
+        if self._on_busy == "wait":
             return None
         # Forced saves and those before a preemption wait for the previous one, as in stock.
         if arguments.get("force") or self._manager.reached_preemption(step):
