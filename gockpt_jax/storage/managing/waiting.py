@@ -104,19 +104,18 @@ class WaitingRoom:
           HostBudgetError: if the user's host budget cannot hold it even alone.
         """
         items = dict(arguments["args"].items())
-        if (why_not := self._why_not(step, items)) is not None:
+        trees = {name: args for name, args in items.items() if self._is_ours(name, args)}
+        if (why_not := self._why_not(step, items, trees)) is not None:
             return why_not
         # `force` was for the policy, which has accepted it.
         others = {key: x for key, x in arguments.items() if key not in ("args", "force")}
-        items = {
-            name: _own(args) if self._is_ours(name, args) else args for name, args in items.items()
-        }
+        trees = {name: _own(args) for name, args in trees.items()}
         # What cannot be copied has been refused: the save that waits is still there.
-        if self._why_no_room(items) is not None:
+        if self._why_no_room(trees) is not None:
             self.supersede(step)  # that makes the room
-        taken = self._take(items)
+        items |= self._take(trees)
         now = datetime.datetime.now(tz=datetime.UTC)
-        newest = WaitingSave(step, now, {**others, "args": ocp.args.Composite(**taken)})
+        newest = WaitingSave(step, now, {**others, "args": ocp.args.Composite(**items)})
         try:
             self.supersede(step)
         except BaseException:  # an interrupt
@@ -125,16 +124,15 @@ class WaitingRoom:
         self.occupant = newest
         return None
 
-    def _take(self, items: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes the trees of arrays, all or none; other items are left as they are."""
-        taken: dict[str, Any] = {}
+    def _take(self, trees: Mapping[str, Any]) -> dict[str, TakenSave]:
+        """Takes the trees of arrays, all or none."""
+        taken: dict[str, TakenSave] = {}
         try:
-            for name, args in items.items():
-                taken[name] = self._handler.take(args) if self._is_ours(name, args) else args
+            for name, args in trees.items():
+                taken[name] = self._handler.take(args)
         except BaseException:
-            for args in taken.values():
-                if isinstance(args, TakenSave):
-                    args.release()
+            for tree in taken.values():
+                tree.release()
             raise
         return taken
 
@@ -166,26 +164,26 @@ class WaitingRoom:
             waiting.pending.failed(error)
             waiting.release()
 
-    def _why_not(self, step: int, items: Mapping[str, Any]) -> str | None:
+    def _why_not(self, step: int, items: Mapping[str, Any], trees: Mapping[str, Any]) -> str | None:
         """Why they cannot be taken before they are written; the same on every process."""
         if self.occupant is not None and self.occupant.step >= step:
             return f"a newer save waits, of step {self.occupant.step}"
         for name, args in items.items():
-            if not self._is_ours(name, args) and not isinstance(args, ocp.args.JsonSave):
+            if name not in trees and not isinstance(args, ocp.args.JsonSave):
                 return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"
-        if not any(self._is_ours(name, args) for name, args in items.items()):
+        if not trees:
             return "there is no tree of arrays in it"
         freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
-        no_room = self._why_no_room(items, freed_bytes)
+        no_room = self._why_no_room(trees, freed_bytes)
         return self._handler._gockpt_session.processes.objection("room", no_room)
 
-    def _why_no_room(self, items: Mapping[str, Any], freed_bytes: int = 0) -> str | None:
+    def _why_no_room(self, trees: Mapping[str, Any], freed_bytes: int = 0) -> str | None:
         """Why this process's host budget cannot hold them; `None` if it can."""
         session = self._handler._gockpt_session
         if session.has_due_window:  # was admitted when the window opened
             return None
-        ours = [args.item for name, args in items.items() if self._is_ours(name, args)]
-        arrays = [x for x in jax.tree.leaves(ours) if isinstance(x, jax.Array)]
+        leaves = jax.tree.leaves([args.item for args in trees.values()])
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
         num_bytes = sum(session.replicas.owned_bytes(a) for a in arrays if not a.is_deleted())
         return session.host.why_no_room(num_bytes, freed_bytes=freed_bytes)
 
