@@ -10,11 +10,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import v1
 
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.storage.saving.commit import vote
+from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.face import WindowFace
-from gockpt_jax.window.processes import PATIENCE_SECS
 
 
 class GoCkptCheckpointable(WindowFace):
@@ -77,7 +76,7 @@ class GoCkptCheckpointable(WindowFace):
         path = directory.path
         futures = await self._handler.async_save(path, GoCkptSave(self.item))
 
-        label = self._handler.label
+        label, processes = self._handler.label, self._gockpt_session.processes
 
         async def write() -> None:
             await directory.await_creation()
@@ -90,7 +89,7 @@ class GoCkptCheckpointable(WindowFace):
                     await asyncio.to_thread(self._handler.finalize, path)
                 except Exception as failed:
                     error = failed
-            await asyncio.to_thread(self._agree, label, error)
+            await asyncio.to_thread(agree, processes, "finalized", label, error)
 
         return write()
 
@@ -114,16 +113,6 @@ class GoCkptCheckpointable(WindowFace):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _agree(self, label: int, error: Exception | None) -> None:
-        """Raises what has failed in finalizing, on every process."""
-        processes = self._gockpt_session.processes
-        if processes.several:
-            failure = vote(processes, "finalized", label, error, PATIENCE_SECS)
-            if failure is not None:
-                raise failure from error
-        elif error is not None:
-            raise error
 
     @property
     def _gockpt_pending(self) -> PendingReport | None:

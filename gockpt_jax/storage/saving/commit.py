@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
-from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.processes import PATIENCE_SECS, Processes
 
 
 class CommitVotes:
@@ -104,6 +104,19 @@ def vote(
         f"has failed: {objection.rstrip('.')}. Nothing of it is visible, earlier checkpoints are "
         f"intact, and training can go on. This is process {jax.process_index()}."
     )
+
+
+def agree(
+    processes: Processes, subject: str, label: int, error: Exception | None,
+    timeout_secs: float = PATIENCE_SECS,
+) -> None:  # fmt: skip
+    """Raises, on every process, what has failed on one; the arguments are those of `vote`."""
+    if processes.several:
+        failure = vote(processes, subject, label, error, timeout_secs)
+        if failure is not None:
+            raise failure from error
+    elif error is not None:
+        raise error
 
 
 def never_draining(

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import storage_error
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.saving.commit import vote
+from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.writing.write_budget import WriteStats
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes
@@ -76,9 +76,7 @@ class Voting(ocp.future.Future):  # type: ignore[misc]
         except Exception as failed:
             error = failed
         patience = PATIENCE_SECS if timeout is None else timeout
-        failure = vote(self._processes, "written", self._label, error, patience)
-        if failure is not None:
-            raise failure from error
+        agree(self._processes, "written", self._label, error, patience)
         if self._pending is not None and jax.process_index():
             self._pending.committed()  # but for merge and rename, of which only process 0 hears
 
