@@ -108,10 +108,11 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_session.predictor.sees_every_call = True
         self._gockpt_session.host.directory = str(root)
         self._gockpt_saves = saves = SavesInTurn(self, options, handler, names)
-        # Stock takes neither names nor handlers beside a registry.
-        stock = {"options": saves.options, "metadata": metadata, "logger": logger}
-        with saves.calls.saving:
-            super().__init__(root, handler_registry=names.registry, **stock)
+        with saves.calls.saving:  # stock takes neither names nor handlers beside a registry
+            super().__init__(
+                root, options=saves.options, handler_registry=names.registry,
+                metadata=metadata, logger=logger,
+            )  # fmt: skip
         saves.last.deleter = _compat.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )
@@ -143,7 +144,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
         self._gockpt_saves.calls.refuse_inside(f"save of step {step}")
         with self._gockpt_saves.calls.saving:
-            self._gockpt_naming.note(kwargs.get("args"))
+            self._gockpt_naming.note(kwargs["args"])
             return self._gockpt_saves.save(step, kwargs, started_at)
 
     def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:
