@@ -7,6 +7,7 @@ In the order of their imports:
     refused         what no checkpoint can hold
     taken           an item that is on its way from the devices
     hand_over       handing it to stock, away from the trainer's thread
+    begun           what has begun of a save, and what is left of one that was given up
     written         what Orbax waits for before it commits
     handler         the handler for stock's managers and ours
     checkpointable  the same for Orbax's v1

@@ -13,14 +13,9 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.inspecting.directory import TEMPORARY
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
+from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
-from gockpt_jax.storage.saving.hand_over import (
-    BegunItem,
-    BegunSave,
-    HandedOver,
-    run_to_its_end,
-    settled,
-)
+from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
 from gockpt_jax.storage.saving.policies import labels_of_policy
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save, host_array, leaves_to_save
 from gockpt_jax.storage.saving.written import Failed, Reported, Voting, Written
