@@ -80,16 +80,24 @@ class Logger:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the user's")])
-def test_what_orbax_has_begun_it_brings_to_its_end(tmp_path: Path, error: BaseException) -> None:
+def test_what_orbax_has_begun_it_brings_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
     """What stops `save` behind that does not stop the commit."""
-    logger = Logger()
+    logger, go_on, check = Logger(), threading.Event(), leaf_writer._check_data
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+    go_on.set()
     with gockpt.GoCkptManager(tmp_path, logger=logger) as manager:
         for step in range(3):
             logger.error = error if step == 1 else None
             args = gockpt.GoCkptSave({"w": jnp.full(1000, step, jnp.float32)})
             if step == 1:
+                manager.wait_until_finished()
+                go_on.clear()
                 with pytest.raises(type(error)):
                     manager.save(step, args=args)
+                assert manager.is_saving_in_progress(), "it was not begun for nothing"
+                go_on.set()
                 assert not manager.save(step, args=args)  # it is there
             else:
                 assert manager.save(step, args=args)
