@@ -1,6 +1,7 @@
 """The wrapped step: the user's own executable outside windows, the armed one inside."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -23,11 +24,24 @@ _MAX_PROGRAMS = 3
 """Programs traced in a row, none of which ran armed, before we stop following a step's changes."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArmedCall:
+    """A call in which the armed step is to run.
+
+    Attributes:
+      program: Whose; another thread's call may give the step a new one meanwhile.
+      flat: The call's arguments, as `program.flat_call` makes them; `None`: they are not known yet.
+    """
+
+    program: StepProgram
+    flat: list[Any] | None = None
+
+
 class StepObserver(Protocol):
     """Who is told of every update, and says when the armed step must run."""
 
-    def before_update(self, step: "WrappedStep", args: Any, kwargs: Any) -> list[Any] | None:
-        """Called before dispatch, on live arguments; these, flat, if the armed step is to run."""
+    def before_update(self, step: "WrappedStep", args: Any, kwargs: Any) -> ArmedCall | None:
+        """Called before dispatch, on live arguments; the call, if the armed step is to run."""
 
     def after_update(self, step: "WrappedStep", armed: ArmedResult | None) -> None:
         """Called after dispatch; `None`: the armed step was not asked for, or refused the call."""
@@ -83,29 +97,30 @@ class WrappedStep(StandIn):
                 self.program = self._found = self._trace(args, kwargs)
                 self._programs_left -= self.program is not None
             self.arm()
-        flat = self._observer.before_update(self, args, kwargs)
+        asked = call = self._observer.before_update(self, args, kwargs)
+        if call is None and always and (program := self.program) is not None:
+            call = ArmedCall(program)
         armed = None
-        if flat is not None or (always and self.program is not None):
+        if call is not None:
             try:
-                armed = self._run_armed(args, kwargs, flat)
+                armed = self._run_armed(call, args, kwargs, is_asked=asked is not None)
             except BaseException as error:
-                if flat is not None:
+                if asked is not None:
                     self._observer.no_update(f"the step raised {_brief(error)}")
                 raise
         result = self._run_unarmed(args, kwargs) if armed is None else armed.result
         self.last_result = result
-        self._observer.after_update(self, None if flat is None else armed)
+        self._observer.after_update(self, None if asked is None else armed)
         return result
 
     def _run_armed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: list[Any] | None
+        self, call: ArmedCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool
     ) -> ArmedResult | None:
         """What the armed step returns; `None` if it refused the call, and nothing has run."""
-        assert self.program is not None
         try:
-            armed = self.program.call(args, kwargs, flat)
+            armed = call.program.call(args, kwargs, call.flat)
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
-            if flat is not None:
+            if is_asked:
                 self._observer.no_update(f"the call changed: {_brief(error)}")
             self.call_changed()
             return None

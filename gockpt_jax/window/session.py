@@ -34,7 +34,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
-from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.training.wrap import ArmedCall, WrappedStep
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.failures import surface, window_failed
@@ -81,7 +81,8 @@ class Session:
         self._trainer: int | None = None  # the thread that steps
         self._options = options
         self._window: OpenWindow | None = None
-        self._is_stepping = False  # since a block has left, until its update has been followed
+        # The thread whose update is under way: a block has left, and nothing has followed it yet.
+        self._stepping: int | None = None
         self._last_step: WrappedStep | None = None
         self._sealed_at = -1
         self.planner = Planner(options, processes, resources)
@@ -95,11 +96,11 @@ class Session:
 
     # What the wrapped step tells.
 
-    def before_update(self, step: WrappedStep, args: Any, kwargs: Any) -> list[Any] | None:
+    def before_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
         """Stages what leaves at this version.
 
         Returns:
-          The call's flat arguments if the update must return its cut, `None` if not.
+          The call if the update must return its cut, `None` if not.
 
         Raises:
           ReplayError: if a window failed since the last call. Nothing has been dispatched, the
@@ -113,7 +114,7 @@ class Session:
             self.between_steps()
             return self._begin_update(step, args, kwargs)
 
-    def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> list[Any] | None:
+    def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
         start = time.perf_counter()
         if self._window is None:
             self.planner.clock.tick(start)
@@ -138,18 +139,22 @@ class Session:
             step.call_changed()
             return None
         window.program = program
-        self._is_stepping = True
+        self._stepping = threading.get_ident()
         try:
             self._stage(window, program.state_leaves(flat))
         except BaseException as error:  # an interrupt: it may have waited for room
             self.no_update(f"the step was interrupted by {error!r}")
             raise
         window.record.stall_secs += time.perf_counter() - start
-        return None if self._window is None else flat
+        return None if self._window is None else ArmedCall(program, flat)
 
     def _end_interrupted_step(self) -> None:
-        """The step before did not come to its end, if a window is in the middle of one."""
-        if self._is_stepping:
+        """The step before did not come to its end, if a window is in the middle of one.
+
+        Or it is another thread's: of two updates at once nobody can tell which follows which.
+        """
+        if self._stepping is not None:
+            self._stepping = threading.get_ident()
             self.no_update("a step was interrupted")
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
@@ -167,8 +172,7 @@ class Session:
     def no_update(self, reason: str) -> None:
         """The armed step did not run, or not to its end. The window is over."""
         with self.lock:
-            self._is_stepping = False
-            if self._window is not None:
+            if self._ends_its_update() and self._window is not None:
                 self._window.give_back_room()
                 self.abandon(reason)
 
@@ -177,9 +181,17 @@ class Session:
         with self.lock:
             self.version += 1
             self._last_step = step
-            if self._window is not None and armed is not None:
-                self._follow(self._window, armed)
-            self._is_stepping = False
+            window = self._window if self._stepping == threading.get_ident() else None
+            if window is not None and armed is not None:
+                self._follow(window, armed)
+            self._ends_its_update()
+
+    def _ends_its_update(self) -> bool:
+        """Whether the update that is under way was this thread's; it is no more."""
+        is_ours = self._stepping == threading.get_ident()
+        if is_ours:
+            self._stepping = None
+        return is_ours
 
     def _follow(self, window: OpenWindow, armed: ArmedResult) -> None:
         start = time.perf_counter()

@@ -18,6 +18,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.training import program as program_module
 from gockpt_jax.training.nested import wrap_step
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.wrap import ArmedCall
 
 X = jnp.arange(8.0)
 
@@ -49,7 +50,7 @@ class Observer:
             return None
         step.program.wait_until_ready()
         try:
-            return step.program.flat_call(args, kwargs)
+            return ArmedCall(step.program, step.program.flat_call(args, kwargs))
         except TypeError:
             step.call_changed()
             return None

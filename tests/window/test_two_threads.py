@@ -1,0 +1,77 @@
+"""Other threads than the trainer's call wrapped steps: each update belongs to one thread.
+
+An evaluation calls what the trainer trains with, on a state of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+from window.training_loop import BATCH, SIZE, WAIT_SECS, Loop, assert_same, fresh, to_host, update
+
+from gockpt_jax import GoCkptSave
+
+
+def evaluate_in(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, label: int, evaluate: Callable[[], None]
+) -> list[str]:
+    """Has another thread evaluate in the middle of an armed step, before it is dispatched.
+
+    Returns:
+      What has happened, when it has.
+    """
+    trainer, real, happened = threading.current_thread(), loop.session.before_update, []
+
+    def before_update(*args):
+        call = real(*args)
+        if threading.current_thread() is trainer and loop.label == label and call is not None:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(evaluate).result(WAIT_SECS)
+            happened.append("evaluated")
+        return call
+
+    monkeypatch.setattr(loop.session, "before_update", before_update)
+    return happened
+
+
+def test_what_follows_is_of_the_update_that_left(tmp_path, monkeypatch):
+    """The evaluation's opens a window anew; the trainer's cut is of another update than that."""
+    loop = Loop(tmp_path, window={"steps": 4, "audit": None}, save_interval_steps=6)
+    other = {"opt": fresh()["opt"], "params": {"w": jnp.zeros(SIZE)}}
+    happened = evaluate_in(loop, monkeypatch, 10, lambda: loop.step(other, BATCH))
+    with loop.manager as manager:
+        loop.train(10)  # the first step of the window of 12
+        loop.update()
+        # It was counted, so this is the version at which the window was to end.
+        assert manager.save(11, args=GoCkptSave(loop.state), force=True)
+        loop.given[11] = to_host(loop.state)
+        manager.wait_until_finished()
+        assert happened
+        loop.assert_saved(0, 6, 11)
+
+
+def test_the_call_keeps_its_program(tmp_path, monkeypatch):
+    """The evaluation's state lies elsewhere, and JAX has dropped the trace: there is none then."""
+    loop = Loop(tmp_path, window={"steps": 3})
+    device = jax.devices()[0]
+
+    def evaluate():
+        jax.clear_caches()
+        loop.step(jax.device_put(fresh(), device), BATCH)
+        assert loop.step.program is None
+
+    happened = evaluate_in(loop, monkeypatch, 7, evaluate)
+    with loop.manager as manager:
+        loop.train(12)
+        manager.wait_until_finished()
+        assert happened
+        loop.assert_saved(0, 4, 8, 12)
+    state = fresh()
+    for _ in range(13):
+        state = update(state, BATCH)
+    assert_same(to_host(loop.state), to_host(state))
