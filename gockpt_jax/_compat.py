@@ -80,15 +80,9 @@ def inner_jit(step: Any) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute for a while, on frozen objects (Equinox's modules) too."""
-    before = getattr(owner, name)
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute, on frozen objects (Equinox's modules) too."""
     object.__setattr__(owner, name, value)
-    try:
-        yield
-    finally:
-        object.__setattr__(owner, name, before)
 
 
 def specified_shardings(traced: Any, which: str) -> tuple[Any, ...] | None:
@@ -248,6 +242,65 @@ def commit_thread(manager: Any) -> Any | None:
     Orbax 0.11.33 to 0.12.
     """
     return manager._finalize_thread.get()
+
+
+_own = threading.local()  # `operation`: this thread's, a list of its number, once it has one
+
+
+@contextlib.contextmanager
+def own_operation(number: str | None = None) -> Iterator[None]:
+    """What this thread has Orbax do belongs to one operation, whatever others begin meanwhile.
+
+    Orbax (0.11.33 to 0.12.8) numbers operations, and each part of a save asks for the number of the
+    one that has begun last in the process. Where another thread has begun one in between, a part
+    waits for that one's directory in place of its own: for 300 s, if that has been committed
+    already. Threads that are not in here are told the last number, as they always were.
+
+    Args:
+      number: Of the operation; `None`: the next one that this thread begins.
+    """
+    _tell_own_operations()
+    before = getattr(_own, "operation", None)
+    _own.operation = [] if number is None else [number]
+    try:
+        yield
+    finally:
+        _own.operation = before
+
+
+def operation() -> str | None:
+    """The number of the operation that this thread has begun; `None` where Orbax has no numbers."""
+    ids = _operation_ids()
+    return None if ids is None else str(ids.get_current_operation_id())
+
+
+def _operation_ids() -> Any:
+    from orbax.checkpoint._src.futures import synchronization
+
+    ids = getattr(synchronization, "OperationIdGenerator", None)
+    return ids if hasattr(ids, "_operation_id_counter") else None
+
+
+@functools.cache
+def _tell_own_operations() -> None:
+    """Replaces the two methods that tell numbers, for the whole process."""
+    ids = _operation_ids()
+    if ids is None:
+        return
+    last = ids.get_current_operation_id
+
+    def next_operation_id(cls: Any) -> int:
+        cls._operation_id = number = next(cls._operation_id_counter)
+        if (mine := getattr(_own, "operation", None)) is not None:
+            mine[:] = [str(number)]
+        return int(number)
+
+    def get_current_operation_id(cls: Any) -> str:
+        mine = getattr(_own, "operation", None)
+        return str(mine[0] if mine else last())
+
+    ids.next_operation_id = classmethod(next_operation_id)
+    ids.get_current_operation_id = classmethod(get_current_operation_id)
 
 
 def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> Any:

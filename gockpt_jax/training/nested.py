@@ -4,10 +4,14 @@ Such an object turns the user's arguments into a tree of arrays, calls its jitte
 the result back (or updates the arguments in place). During a call of ours that jitted function is
 replaced by a `WrappedStep` around it. Where the state went is not read from the object's private
 layout: the arrays themselves are found again, by identity.
+
+The object is the user's: other threads may be calling it meanwhile, as it is or wrapped by another
+manager. What stands in the jitted function's place asks which thread is calling.
 """
 
 import contextlib
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -62,7 +66,7 @@ def wrap_step(
             "`train_step.step`."
         )
     attribute = _compat.inner_jit(step)
-    jitted = step if attribute is None else getattr(step, attribute)
+    jitted = step if attribute is None else _jitted_in(step, attribute)
     settings = _compat.jit_settings(jitted) or _compat.JitSettings()
     form = CallForm(step, state, settings, state_out)
     if attribute is None:
@@ -225,8 +229,60 @@ class NestedStep(StandIn):
     @contextlib.contextmanager
     def _wrapped_inside(self) -> Iterator[None]:
         """The step's own object, since it may know itself by identity, for one call."""
-        with _compat.attribute_set(self.step, self._attribute, self._inner):
+        with _placing:
+            inside = getattr(self.step, self._attribute)
+            if not isinstance(inside, _ByThread):
+                inside = _ByThread(inside)
+                _compat.set_attribute(self.step, self._attribute, inside)
+            inside.num_calls += 1
+        try:
+            with inside.called_as(self._inner):
+                yield
+        finally:
+            with _placing:
+                inside.num_calls -= 1
+                if not inside.num_calls:
+                    _compat.set_attribute(self.step, self._attribute, inside.step)
+
+
+_placing = threading.RLock()  # a signal handler may come while it is held, and call the step
+
+
+class _ByThread(StandIn):
+    """In the place of a jitted function, while wrapped steps around it are being called.
+
+    Args:
+      step: The function; threads that call no wrapped step call it itself.
+
+    Attributes:
+      num_calls: Of wrapped steps, under way.
+    """
+
+    def __init__(self, step: Callable[..., Any]):
+        super().__init__(step)
+        self.num_calls = 0
+        self._here = threading.local()
+
+    @contextlib.contextmanager
+    def called_as(self, inner: WrappedStep) -> Iterator[None]:
+        """This thread calls a wrapped step in the function's place."""
+        before = getattr(self._here, "inner", self.step)
+        self._here.inner = inner
+        try:
             yield
+        finally:
+            self._here.inner = before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls what this thread calls here."""
+        return getattr(self._here, "inner", self.step)(*args, **kwargs)
+
+
+def _jitted_in(step: Any, attribute: str) -> Callable[..., Any]:
+    """The jitted function that a step holds, wherever it is being called."""
+    with _placing:
+        jitted: Callable[..., Any] = getattr(step, attribute)
+        return jitted.step if isinstance(jitted, _ByThread) else jitted
 
 
 def _positions(leaves: Sequence[Any], among: Sequence[Any]) -> list[int | None]:

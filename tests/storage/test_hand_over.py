@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
+from gockpt_jax import _compat
 
 WAIT_SECS = 60
 
@@ -72,6 +74,39 @@ def test_items_of_one_save_are_handed_over_side_by_side(tmp_path, gate):
         restored = manager.restore(0, args=ocp.args.Composite(**targets), verify=True)
     assert_same_arrays(dict(restored.items()), trees)
     assert len(set(gate.asked_by)) == 2
+
+
+def test_saves_of_two_managers_wait_for_their_own_directories(tmp_path, gate, monkeypatch):
+    """Orbax tells what waits the number of the save that has begun last, whose ever it is."""
+    stock, told = ocp.PyTreeCheckpointHandler.async_save, []
+
+    async def telling(self, *args, **kwargs):
+        commit = await stock(self, *args, **kwargs)
+        told.append(_compat.operation())
+        return commit
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "async_save", telling)
+    first, second = (gockpt.GoCkptManager(tmp_path / name) for name in ("first", "second"))
+    take, numbers = first._gockpt_handler.take, []
+
+    def take_beside_another(*args):
+        numbers.append(_compat.operation())
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(second.save, 0, args=gockpt.GoCkptSave(tree)).result(WAIT_SECS)
+        numbers.append(_compat.operation())
+        return take(*args)
+
+    monkeypatch.setattr(first._gockpt_handler, "take", take_beside_another)
+    tree = {"w": jnp.ones(3)}
+    with first, second:
+        assert first.save(0, args=gockpt.GoCkptSave(tree))
+        gate.set()
+        for manager in (first, second):
+            manager.wait_until_finished()
+            assert_same_arrays(manager.restore(0), tree)
+    assert numbers[0] == numbers[1]
+    assert numbers[0] in told
+    assert len(set(told)) == 2
 
 
 REFUSED = {

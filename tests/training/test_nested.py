@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import equinox as eqx
 import jax
@@ -16,6 +17,7 @@ from training.test_wrap import Observer
 import gockpt_jax as gockpt
 from gockpt_jax.training.nested import NestedStep, wrap_step
 
+WAIT_SECS = 60
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
 TX = optax.adam(1e-2)
 
@@ -127,6 +129,33 @@ def test_the_users_object_is_as_it_was():
     assert step.jitted_fn is inside
     assert wrapped.fun is nnx_update
     assert wrapped.__name__ == "nnx_update"
+
+
+def test_other_threads_call_the_same_object():
+    """As it is, or wrapped by another manager: each thread finds what it calls."""
+    step, entered, left = nnx_step(), threading.Event(), threading.Event()
+    inside = step.jitted_fn
+
+    class Second(Observer):
+        def before_update(self, *args):
+            entered.set()
+            assert left.wait(WAIT_SECS)
+
+    class First(Observer):
+        def before_update(self, *args):
+            self.thread = threading.Thread(target=second, args=(*nnx_state(), X))
+            self.thread.start()
+            assert entered.wait(WAIT_SECS)
+
+    observers = First(), Second()
+    first, second = (wrap(step, observer) for observer in observers)
+    first(*nnx_state(), X)
+    step(*nnx_state(), X)  # the second is in the middle of its call
+    wrap(step)(*nnx_state(), X)
+    left.set()
+    observers[0].thread.join(WAIT_SECS)
+    assert [len(observer.cuts) for observer in observers] == [1, 1]
+    assert step.jitted_fn is inside
 
 
 def test_the_users_python_is_traced_no_more_often():

@@ -77,7 +77,8 @@ class LastSave:
     @contextlib.contextmanager
     def attempt(self, step: int) -> Iterator[None]:
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
-        with self._session.lock:  # no step is made meanwhile, on another thread
+        # No step is made meanwhile on another thread; another manager's save may be.
+        with self._session.lock, _compat.own_operation():
             before, begun = self._handler.pending, self._handler.begun
             begun.wait_for_what_was_left()
             number = begun.number

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gockpt_jax import _compat
 from gockpt_jax.storage.writing.host_array import HostArray
 
 _KNOWN = (HostArray, bool, int, float, str, np.generic)  # no caller can change them
@@ -31,7 +32,7 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
 
     def __init__(self, begin: Coroutine[Any, Any, ocp.future.Future]):
         self._begun = ocp.future.CommitFutureAwaitingContractedSignals(
-            begin, name="gockpt_hand_over"
+            _part_of(_compat.operation(), begin), name="gockpt_hand_over"
         )
 
     def result(self, timeout: float | None = None) -> None:
@@ -41,6 +42,14 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - started_at))
         written.result(timeout)
+
+
+async def _part_of(
+    operation: str | None, begin: Coroutine[Any, Any, ocp.future.Future]
+) -> ocp.future.Future:
+    """Begins the writing, whichever save has begun meanwhile."""
+    with _compat.own_operation(operation):
+        return await begin
 
 
 def run_to_its_end(save: Coroutine[Any, Any, None]) -> None:
