@@ -5,6 +5,7 @@ attribute is missing, the caller takes the path that needs less.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import os
@@ -244,28 +245,31 @@ def commit_thread(manager: Any) -> Any | None:
     return manager._finalize_thread.get()
 
 
-_own = threading.local()  # `operation`: this thread's, a list of its number, once it has one
+# Of this thread, or of one in whose place a loop of Orbax's runs: a list of the number, once there
+# is one.
+_own_operation: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "own_operation", default=None
+)
 
 
 @contextlib.contextmanager
 def own_operation(number: str | None = None) -> Iterator[None]:
-    """What this thread has Orbax do belongs to one operation, whatever others begin meanwhile.
+    """What is done in here by Orbax belongs to one operation, whatever others begin meanwhile.
 
     Orbax (0.11.33 to 0.12.8) numbers operations, and each part of a save asks for the number of the
     one that has begun last in the process. Where another thread has begun one in between, a part
     waits for that one's directory in place of its own: for 300 s, if that has been committed
-    already. Threads that are not in here are told the last number, as they always were.
+    already. All others are told the last number, as they always were.
 
     Args:
       number: Of the operation; `None`: the next one that this thread begins.
     """
     _tell_own_operations()
-    before = getattr(_own, "operation", None)
-    _own.operation = [] if number is None else [number]
+    before = _own_operation.set([] if number is None else [number])
     try:
         yield
     finally:
-        _own.operation = before
+        _own_operation.reset(before)
 
 
 def operation() -> str | None:
@@ -291,12 +295,12 @@ def _tell_own_operations() -> None:
 
     def next_operation_id(cls: Any) -> int:
         cls._operation_id = number = next(cls._operation_id_counter)
-        if (mine := getattr(_own, "operation", None)) is not None:
+        if (mine := _own_operation.get()) is not None:
             mine[:] = [str(number)]
         return int(number)
 
     def get_current_operation_id(cls: Any) -> str:
-        mine = getattr(_own, "operation", None)
+        mine = _own_operation.get()
         return str(mine[0] if mine else last())
 
     ids.next_operation_id = classmethod(next_operation_id)

@@ -67,7 +67,8 @@ class Session:
       predictor: Of saves.
       planner: Of windows.
       between_steps: Called on the trainer's thread before each update; may raise.
-      lock: Held by whoever tells or asks something.
+      lock: Held by whoever steps, or begins a save, from its beginning to its end. In a running
+        event loop Orbax takes the state on a thread of its own, while the caller's waits with it.
     """
 
     def __init__(self, options: WindowOptions, processes: Processes, replicas: Replicas):
@@ -78,6 +79,7 @@ class Session:
         self.predictor = SavePredictor()
         self.between_steps: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
+        self._changing = threading.RLock()  # held by whoever changes what is below; after `lock`
         self._trainer: int | None = None  # the thread that steps
         self._options = options
         self._window: OpenWindow | None = None
@@ -110,9 +112,11 @@ class Session:
             self._trainer = threading.get_ident()
             self.end_save()
             self.surface_failure()
-            self._end_interrupted_step()
+            with self._changing:
+                self._end_interrupted_step()
             self.between_steps()
-            return self._begin_update(step, args, kwargs)
+            with self._changing:
+                return self._begin_update(step, args, kwargs)
 
     def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
         start = time.perf_counter()
@@ -154,8 +158,7 @@ class Session:
         Or it is another thread's: of two updates at once nobody can tell which follows which.
         """
         if self._stepping is not None:
-            self._stepping = threading.get_ident()
-            self.no_update("a step was interrupted")
+            self._drop_update("a step was interrupted")
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
@@ -171,27 +174,25 @@ class Session:
 
     def no_update(self, reason: str) -> None:
         """The armed step did not run, or not to its end. The window is over."""
-        with self.lock:
-            if self._ends_its_update() and self._window is not None:
-                self._window.give_back_room()
-                self.abandon(reason)
+        with self.lock, self._changing:
+            if self._stepping == threading.get_ident():
+                self._drop_update(reason)
+
+    def _drop_update(self, reason: str) -> None:
+        self._stepping = None
+        if self._window is not None:
+            self._window.give_back_room()
+            self.abandon(reason)
 
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
         """Counts the update and sends its cut after what has left."""
-        with self.lock:
+        with self.lock, self._changing:
             self.version += 1
             self._last_step = step
-            window = self._window if self._stepping == threading.get_ident() else None
-            if window is not None and armed is not None:
-                self._follow(window, armed)
-            self._ends_its_update()
-
-    def _ends_its_update(self) -> bool:
-        """Whether the update that is under way was this thread's; it is no more."""
-        is_ours = self._stepping == threading.get_ident()
-        if is_ours:
-            self._stepping = None
-        return is_ours
+            if self._stepping == threading.get_ident():
+                if self._window is not None and armed is not None:
+                    self._follow(self._window, armed)
+                self._stepping = None
 
     def _follow(self, window: OpenWindow, armed: ArmedResult) -> None:
         start = time.perf_counter()
@@ -215,7 +216,7 @@ class Session:
 
     def abandon(self, reason: str) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
-        with self.lock:
+        with self._changing:
             window = self._window
             if window is None:
                 return
@@ -253,7 +254,7 @@ class Session:
         """
         window = self._window
         if window is not None and window.error is not None and window.given_up is None:
-            with self.lock:
+            with self.lock, self._changing:
                 if not self.processes.several:
                     self._failure = window.error
                 self._give_up(f"it failed: {window.error!r}")
@@ -274,7 +275,7 @@ class Session:
           HostBudgetError: if the user's host budget cannot hold the save even alone.
           ReplayError: beside other processes, if this save's window has failed here.
         """
-        with self.lock:
+        with self._changing:
             if self._seal is None:
                 self._seal = self._begin_save()
                 self._window = None  # not before: an interrupt would leave it to nobody
@@ -303,7 +304,7 @@ class Session:
         """All items have been taken, or the save has failed: the next one is another."""
         if self._seal is None:
             return
-        with self.lock:  # another thread's save may end in the meantime
+        with self._changing:  # another thread's save may end in the meantime
             if self._seal is not None:
                 self._seal.end()
             self._seal = None
@@ -347,7 +348,8 @@ class Session:
     def state_replaced(self) -> None:
         """A checkpoint was restored; on another thread than the trainer's, to be looked at."""
         if threading.get_ident() == self._trainer:
-            self.abandon("a checkpoint was restored")
+            with self.lock:
+                self.abandon("a checkpoint was restored")
 
     def close(self) -> None:
         """Drops the open window and ends the threads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,7 +77,10 @@ def test_items_of_one_save_are_handed_over_side_by_side(tmp_path, gate):
     assert len(set(gate.asked_by)) == 2
 
 
-def test_saves_of_two_managers_wait_for_their_own_directories(tmp_path, gate, monkeypatch):
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_saves_of_two_managers_wait_for_their_own_directories(
+    tmp_path, gate, monkeypatch, is_in_loop
+):
     """Orbax tells what waits the number of the save that has begun last, whose ever it is."""
     stock, told = ocp.PyTreeCheckpointHandler.async_save, []
 
@@ -98,8 +102,15 @@ def test_saves_of_two_managers_wait_for_their_own_directories(tmp_path, gate, mo
 
     monkeypatch.setattr(first._gockpt_handler, "take", take_beside_another)
     tree = {"w": jnp.ones(3)}
+
+    async def save_in_loop():
+        return first.save(0, args=gockpt.GoCkptSave(tree))
+
     with first, second:
-        assert first.save(0, args=gockpt.GoCkptSave(tree))
+        if is_in_loop:  # Orbax takes the state on another thread
+            assert asyncio.run(save_in_loop())
+        else:
+            assert first.save(0, args=gockpt.GoCkptSave(tree))
         gate.set()
         for manager in (first, second):
             manager.wait_until_finished()

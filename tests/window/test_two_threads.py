@@ -5,6 +5,7 @@ An evaluation calls what the trainer trains with, on a state of its own.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -75,3 +76,25 @@ def test_the_call_keeps_its_program(tmp_path, monkeypatch):
     for _ in range(13):
         state = update(state, BATCH)
     assert_same(to_host(loop.state), to_host(state))
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip", "newest"])
+def test_in_a_running_event_loop(tmp_path, on_busy):
+    """As notebooks have one: Orbax has the state taken on another thread, and `save` waits."""
+    ended = []
+
+    async def notebook():
+        loop = Loop(tmp_path, window={"steps": 3, "on_busy": on_busy})
+        with loop.manager as manager:
+            while loop.label <= 12:
+                loop.train(loop.label)
+                manager.wait_until_finished()
+            loop.assert_saved(0, 4, 8, 12)
+            assert list(loop.kinds.values()) == ["snapshot", "window", "window", "window"]
+        ended.append("well")
+
+    # A daemon: a test that fails here waits for ever.
+    thread = threading.Thread(target=lambda: asyncio.run(notebook()), daemon=True)
+    thread.start()
+    thread.join(WAIT_SECS)
+    assert ended
