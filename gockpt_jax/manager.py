@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax import _compat
+from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
 from gockpt_jax.storage.managing.deleting import Deleter
@@ -206,7 +207,14 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if (waiting := self._gockpt_saves.waiting) is not None:
             return max(waiting.step, latest or 0)
         if latest is None and not self._gockpt_saves.calls.is_inside and not self._gockpt_looked:
-            resume.refuse_fresh_start(self.directory)
+            try:
+                resume.refuse_fresh_start(self.directory)
+            except NoCheckpointError:
+                with self._gockpt_saves.calls.saving:
+                    self.reload()  # another manager may have saved since this one was made
+                    latest = super().latest_step()
+                if latest is None:
+                    raise
             self._gockpt_looked = True  # what this manager saves later is no surprise
         return latest
 

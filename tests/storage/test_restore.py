@@ -347,6 +347,15 @@ def test_a_fresh_start_beside_checkpoints_is_refused(copy, change, said):
         assert manager.latest_step() == 9
 
 
+def test_what_another_manager_has_saved_since_is_no_fresh_start(tmp_path):
+    """An evaluation polls: the first save becomes visible between two of its looks."""
+    read_only = ocp.CheckpointManagerOptions(read_only=True)
+    with GoCkptManager(tmp_path, options=read_only) as reader, GoCkptManager(tmp_path) as writer:
+        writer.save(0, args=GoCkptSave({"a": jnp.ones(2)}))
+        writer.wait_until_finished()
+        assert reader.latest_step() == 0
+
+
 def test_a_label_that_is_not_there(reader):
     with pytest.raises(
         gockpt.NoCheckpointError, match="has no step `4`: found the checkpoints `3`"
