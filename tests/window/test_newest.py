@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from window.training_loop import (
     STATE_BYTES,
     WAIT_SECS,
     HoldingLoop,
+    Loop,
     Options,
     assert_same,
     fresh,
@@ -543,6 +546,26 @@ class Contended:
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
+
+
+def test_a_forgotten_manager_lives_until_its_save_is_written(tmp_path, monkeypatch):
+    """As where a notebook's cell runs again: the end of the script writes what it finds alive."""
+    may_end, result = threading.Event(), Written.result
+    monkeypatch.setattr(Written, "result", lambda *a: (result(*a), may_end.wait(WAIT_SECS)))
+    loop = Loop(tmp_path, window={"on_busy": "newest"}, save_interval_steps=1)
+    loop.train(1)
+    manager, given = weakref.ref(loop.manager), loop.given[1]
+    del loop
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "save_finalize":  # it knows the manager, too
+            thread.join(WAIT_SECS)
+    gc.collect()
+    manager().close()
+    gc.collect()
+    assert manager() is None
+    with GoCkptManager(tmp_path) as manager:
+        assert_same(manager.restore(1), given)
 
 
 @pytest.mark.parametrize("call", ["wait", "restore", "delete"])

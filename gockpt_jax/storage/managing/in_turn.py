@@ -44,7 +44,7 @@ class SavesInTurn:
         self._handler = handler
         self._naming = naming
         self._on_busy = handler.window_options.on_busy
-        self._room = room = WaitingRoom(handler, naming)
+        self._room = room = WaitingRoom(handler, naming, manager)
         self._turn = turn = Turn(session.processes)
         self.calls = Calls(session.lock)
         self.last = LastSave(manager, handler, turn, room)

@@ -65,21 +65,38 @@ class WaitingSave:
             item.release()
 
 
+_not_forgotten: dict[int, Any] = {}
+"""Managers in which a save waits, by the room's `id`: whoever forgot one had been told it saves."""
+
+
 class WaitingRoom:
     """Where a save waits.
 
     Args:
       handler: Takes states, and writes them later.
       naming: Says which items it takes.
-
-    Attributes:
-      occupant: The save that waits; `None` if none does.
+      manager: Alive for as long as a save waits, so that it is written at the end of the script.
     """
 
-    def __init__(self, handler: GoCkptHandler, naming: Naming):
-        self.occupant: WaitingSave | None = None
+    def __init__(self, handler: GoCkptHandler, naming: Naming, manager: Any):
+        self._occupant: WaitingSave | None = None
         self._handler = handler
         self._is_ours = naming.is_ours
+        self._manager = manager
+
+    @property
+    def occupant(self) -> WaitingSave | None:
+        """The save that waits; `None` if none does."""
+        return self._occupant
+
+    @occupant.setter
+    def occupant(self, save: WaitingSave | None) -> None:
+        """Nobody forgets the manager meanwhile."""
+        self._occupant = save
+        if save is None:
+            _not_forgotten.pop(id(self), None)
+        else:
+            _not_forgotten[id(self)] = self._manager
 
     @property
     def occupied(self) -> WaitingSave:
