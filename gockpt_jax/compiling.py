@@ -23,9 +23,16 @@ def debugged_by() -> str | None:
 
 
 @contextlib.contextmanager
-def not_debugged() -> Iterator[None]:
-    """For programs of ours: they exist compiled only, and NaNs are numbers like others to them."""
-    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+def unwatched() -> Iterator[None]:
+    """For programs and transfers of ours: what the user has JAX look for is for the user's own.
+
+    Ours exist compiled only, NaNs are numbers like others to them, and what they move is meant.
+    Settings of a thread, of which each has its own.
+    """
+    with (
+        jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+    ):  # fmt: skip
         yield
 
 
@@ -89,7 +96,7 @@ class Programs:
         while (job := self._next()) is not None:
             key, compile_it, found = job
             try:
-                with not_debugged():
+                with unwatched():
                     found.set_result(compile_it())
             except BaseException as error:  # handed to whoever needs the program
                 with self._lock:

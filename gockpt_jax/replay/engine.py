@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import not_debugged
+from gockpt_jax.compiling import unwatched
 from gockpt_jax.errors import ReplayError
 from gockpt_jax.replay.memory import ResultViews
 from gockpt_jax.replay.programs import (
@@ -112,8 +112,7 @@ class Replayer:
 
         def work(in_flight: int) -> None:
             try:
-                # Guards are per thread, and the user's is for the training loop.
-                with jax.transfer_guard("allow"), not_debugged(), _compat.wide_numbers(dtypes):
+                with unwatched(), _compat.wide_numbers(dtypes):
                     self._replay_all(pieces, in_flight, errors)
             except BaseException as error:
                 errors.append(error)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.compiling import Programs, not_debugged
+from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
@@ -238,7 +238,7 @@ def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> ChunkPull:
 
 
 def _copied(program: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    with not_debugged():
+    with unwatched():
         try:
             copies: list[jax.Array] = program(*arrays)
         except ValueError:  # before dispatch: some lie in memory as the user asked (`Format`)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from gockpt_jax.compiling import unwatched
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.meter import LINK
@@ -59,8 +60,7 @@ class Pull(Generic[T]):
         cls, sources: Sequence[jax.Array], unpack: Callable[[list[np.ndarray]], T]
     ) -> "Pull[T]":
         """Starts moving buffers of one device each; returns at once."""
-        # The user's guard is for implicit transfers of the training loop; these are meant.
-        with jax.transfer_guard_device_to_host("allow"):
+        with unwatched():
             return cls(sources, [start_buffer(source) for source in sources], unpack)
 
     def is_ready(self) -> bool:
@@ -72,7 +72,7 @@ class Pull(Generic[T]):
         sent = [n for n, source in enumerate(self._sources) if not in_host_memory(source.sharding)]
         LINK.begin([self._sources[n] for n in sent], self.is_ready())
         # On pinned memory and on the CPU backend this is a view: the array it views is ours.
-        with events.span(events.SPAN_LAND):
+        with events.span(events.SPAN_LAND), unwatched():
             data = [np.asarray(buffer) for buffer in self._buffers]
         devices = {device for n in sent for device in self._sources[n].devices()}
         LINK.end([data[n] for n in sent], len(devices))
@@ -113,8 +113,7 @@ def align(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """Gives a retained value the devices of the leaf that it replays, outside the step."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
-    # JAX may take it by the host, and from 0.12 on the user's guard is asked there.
-    with jax.transfer_guard("allow"):
+    with unwatched():  # JAX may take it by the host, and from 0.12 on asks the guard there
         moved: jax.Array = jax.device_put(array, sharding)
     return moved
 

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import Programs, not_debugged
+from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import is_key_type
 from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
@@ -130,9 +131,8 @@ def sample_bytes(probes: Sequence[Probe]) -> int:
 def start_sample(probes: Sequence[Probe]) -> Sample:
     """Copies boxes on their devices and starts the pulls; returns at once."""
     starts = [np.add(p.start, grid.start(box)).astype(np.int32) for p, grid, box in probes]
-    # Explicitly: the user's transfer guard may forbid what happens by itself.
-    placed = jax.device_put(starts, [_beside(p.shard) for p, _, _ in probes])
-    with not_debugged():
+    with unwatched():
+        placed = jax.device_put(starts, [_beside(p.shard) for p, _, _ in probes])
         return Sample(
             [
                 start_pull(_programs.needed(*_program(p.shard, grid))(p.shard, start))
@@ -168,8 +168,9 @@ _programs = Programs("gockpt-compile-samples")
 
 def _program(shard: jax.Array, grid: Grid) -> tuple[Any, Any]:
     """The program that copies a box of an array like this one: its key, and how it is made."""
-    key = (shard.shape, shard.dtype, shard.sharding, grid.sizes)
-    return key, functools.partial(_compile, _spec(shard), grid)
+    spec = _spec(shard)
+    key = (spec.shape, spec.dtype, spec.format, grid.sizes)
+    return key, functools.partial(_compile, spec, grid)
 
 
 def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:
@@ -182,8 +183,10 @@ def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:
         return jax.jit(cut).lower(shard, start).compile()
 
 
-def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_beside(array))
+def _spec(array: Any) -> jax.ShapeDtypeStruct:
+    """Of its shape, on its device, and there as the user has it lie (`Format`)."""
+    placed = Format(array.format.layout, _beside(array))
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
 
 
 def _device(shard: jax.Array) -> jax.Device:

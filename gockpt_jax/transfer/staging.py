@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import Programs, not_debugged
+from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
 
@@ -41,11 +41,12 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         # Of the one a program would put its copy on the device, of the other on the first device.
         if in_host_memory(array.sharding) or _compat.lies_as_pmap_left_it(array.sharding):
             data = jax.random.key_data(array) if is_key_type(array.dtype) else array
-            staged[i] = jax.device_put(data, data.sharding, may_alias=False)
+            with unwatched():
+                staged[i] = jax.device_put(data, data.sharding, may_alias=False)
     for positions in _by_devices(arrays, staged):
         together = [arrays[i] for i in positions]
         program = _program(together)
-        with not_debugged():
+        with unwatched():
             copies = program(together)
         for i, copied in zip(positions, copies, strict=True):
             staged[i] = copied

@@ -91,7 +91,7 @@ def test_chunks_arrive_under_the_users_mesh_and_guard(parts, donatable):
     block.compile_ahead()
     with jax.set_mesh(MESH):
         block.stage(given_arrays)  # numbers that are packed compile here, and may move constants
-        with jax.transfer_guard("disallow"):
+        with jax.transfer_guard("disallow_explicit"):
             pulled = block.start_pull(block.stage(given_arrays))
     assert_arrived(pairs, pulled.result())
 

@@ -139,12 +139,13 @@ def test_typed_keys_weigh_their_key_data():
     assert Source.of(jax.random.key(0, impl="rbg")).shard_bytes == 16
 
 
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
 @pytest.mark.parametrize("spec", [P(), P("fsdp"), P("fsdp", "tensor")])
-def test_no_transfer_is_implicit(spec):
-    """A user's `jax.transfer_guard("disallow")` is about their loop, and must not stop a window."""
+def test_no_transfer_is_guarded(spec, guard):
+    """A user's `jax.transfer_guard` is about their loop, and must not stop a window."""
     array, other = put(VALUES, spec), put(VALUES, P(None, "tensor"))
     stage([array])  # compiles, which may move constants
-    with jax.transfer_guard("disallow"):
+    with jax.transfer_guard(guard):
         (copied,) = stage([array])
         chunks = start_pull(copied).result()
         align(other, array.sharding)

@@ -73,13 +73,13 @@ def arrays_on(mesh):
 @pytest.mark.parametrize("devices", [(4, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_samples_are_the_boxes_and_new_buffers(axis_type, devices):
-    """Also where the trainer has set a mesh and forbidden implicit transfers."""
+    """Also where the trainer has set a mesh and forbidden transfers."""
     mesh = jax.make_mesh(devices, ("a", "b"), axis_types=(axis_type,) * 2)
     # Results of a step: those of one device leave their shards the array's own sharding.
     arrays = [jax.jit(lambda x: x, out_shardings=a.sharding)(a) for a in arrays_on(mesh)]
     probes = probes_of(arrays, 1 / 4, turn=3)
     want = [np.array(p.shard).reshape(-1)[g.run(box)] for p, g, box in probes]
-    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+    with jax.set_mesh(mesh), jax.transfer_guard("disallow_explicit"):
         sample = start_sample(probes)
         for array in arrays:
             array.delete()  # as a step that it is donated to does
