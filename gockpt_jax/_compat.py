@@ -117,6 +117,11 @@ def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an operation is a body, closed or open."""
+    return hasattr(value, "eqns")
+
+
 def close_jaxpr(jaxpr: Any, consts: list[Any], *, eqns: list[Any], outvars: list[Any]) -> Any:
     """A closed jaxpr with the same inputs as `jaxpr`, other equations and other outputs."""
     return jex.ClosedJaxpr(with_equations(jaxpr, eqns, outvars), list(consts))
@@ -190,6 +195,14 @@ def varies(aval: Any) -> bool:
     """
     types = getattr(aval, "manual_axis_type", None)
     return bool(getattr(aval, "vma", ()) if types is None else types.varying)
+
+
+def is_mutable(aval: Any) -> bool:
+    """Whether a type is that of an array that changes in place (`jax.new_ref`).
+
+    `AbstractRef` has no public name (jax 0.7 to 0.12); what tells it apart is what it refers to.
+    """
+    return hasattr(aval, "inner_aval")
 
 
 def lies_as_pmap_left_it(sharding: Any) -> bool:

@@ -3,6 +3,7 @@
 In the order of their imports:
 
     values     the values of a traced step, and what makes them
+    erased     of which operations the compiler makes nothing
     exact      which operations the host repeats bit for bit
     walk       from a leaf's new value back to what it cannot repeat
     flow       minimum cuts

@@ -175,8 +175,8 @@ def _why_late(leaf: Leaf, had: Collection[Value], repeats: _Repeats, min_gain: f
     early, values = _cheapest([leaf], [walk], min_gain / 1024)
     if not early:
         return (
-            "what could be retained for it comes out of a product, loop or branch, and the step may"
-            " go on with another number"
+            "what could be retained for it comes out of a product, loop or branch, a kernel or an"
+            " array that changes in place, and the step may go on with another number"
         )
     gain = leaf.old.nbytes / max(1, sum(v.nbytes for v in values))
     saved = f"it is {gain:.2f} times what it retains, under {min_gain:.2f}"

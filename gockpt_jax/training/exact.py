@@ -6,6 +6,7 @@ as `div.full` and `sqrt.approx`), nor how wide arithmetic below fp32 is carried.
 may stand in a recipe; where the walk from a leaf meets anything else, the cut lies after it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gockpt_jax import _compat
+from gockpt_jax.training.erased import is_one_product, may_be_erased
 from gockpt_jax.training.values import Op, Value, without_walls
 
 
@@ -37,13 +40,14 @@ _ROUNDED = _names(
 # Two of these, multiplied, are one of them or none.
 _MELTING = _names("sqrt rsqrt exp exp2 pow")
 # Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
-# an operation that we do not know can only make a leaf late.
+# an operation that we do not know can only make a leaf late. Of `log(exp(x))` it makes `x`; what
+# else ends none at some sizes, `may_be_erased` tells.
 _ENDS = _names(
     """dot_general ragged_dot conv_general_dilated scan while cond gather sort custom_call ffi_call
     scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul scatter_min
-    scatter_max cumsum cumprod cummax cummin cumlogsumexp sqrt rsqrt cbrt exp exp2 expm1 log log1p
-    pow tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc erf_inv
-    lgamma digamma sign round floor ceil rem nextafter eq ne lt le gt ge and or not xor is_finite
+    scatter_max cumsum cumprod cummax cummin cumlogsumexp sqrt rsqrt cbrt exp2 expm1 log1p pow tanh
+    sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc erf_inv lgamma
+    digamma sign round floor ceil rem nextafter eq ne lt le gt ge and or not xor is_finite
     random_bits random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum2
     psum_invariant all_gather reduce_scatter all_to_all ppermute eigh qr cholesky svd lu
     triangular_solve"""
@@ -101,10 +105,11 @@ def may_be_cut(value: Value) -> bool:
     a product with the addition it feeds.) Nor is the sum of a value and a constant: `(x + a) + b`
     becomes `x + (a + b)`. XLA sees through whatever it erases: names, copies, layouts, `x + 0`, the
     walls of a `shard_map`. Powers of two fold without rounding. So the walk back from the value
-    must come to an end of the chain before it comes to a factor, or to such a sum.
+    must come to an end of the chain before it comes to a factor, to such a sum, or to an operation
+    that may hide one.
     """
     return not (
-        any(map(_is_rounding_factor, _chain(value, _ends_chain)))
+        any(_is_rounding_factor(op) or _hides(op) for op in _chain(value, _ends_chain))
         or any(map(_adds_constant, _chain(value, _ends_sum)))
     )
 
@@ -140,6 +145,24 @@ def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
             stack.extend(op.inputs)
 
 
+def _hides(op: Op) -> bool:
+    """Whether XLA sees more of an operation than we do: a body, or an array changed in place.
+
+    It erases the walls of an interpreted Pallas kernel, a `custom_vmap`, a `custom_partitioning`,
+    and makes of `jax.new_ref` the numbers that are written there.
+    """
+    if any(_compat.is_mutable(v.aval) for v in op.inputs):
+        return True
+    if (op.name in _ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
+        return False
+    params = (p if isinstance(p, tuple | list) else (p,) for p in op.params.values())
+    return any(map(_compat.is_jaxpr, itertools.chain.from_iterable(params)))
+
+
+def _is_compiled_kernel(op: Op) -> bool:
+    return op.name == "pallas_call" and not op.params.get("interpret")
+
+
 def _is_rounding_factor(op: Op) -> bool:
     if op.name == "mul":
         return not any(_is_power_of_two(_scalar_constant(v)) for v in op.inputs)
@@ -148,7 +171,9 @@ def _is_rounding_factor(op: Op) -> bool:
     if op.name == "div":
         divisor = _scalar_constant(op.inputs[1])
         return divisor is not None and not _is_power_of_two(divisor)
-    return op.name == "square"
+    if op.name == "pow":
+        return may_be_erased(op)  # or made such a product
+    return op.name == "square" or is_one_product(op)
 
 
 def _ends_chain(op: Op, value: Value) -> bool:
@@ -161,7 +186,9 @@ def _ends_chain(op: Op, value: Value) -> bool:
         return not any(_is_infinite(_scalar_constant(v)) for v in op.inputs)
     if op.name.startswith("reduce_") and op.name != "reduce_precision":
         return op.inputs[0].shape != () and math.prod(op.inputs[0].shape) > math.prod(value.shape)
-    return op.name in _ENDS
+    if op.name in _ENDS:
+        return not may_be_erased(op)
+    return _is_compiled_kernel(op)
 
 
 def _adds_constant(op: Op) -> bool:

@@ -19,6 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from training_helpers import analyse
 
 SIZE, WIDTH = 600, 7
@@ -72,6 +76,75 @@ VALUES: dict[str, Callable[..., Any]] = {
     "scanned once": lambda x, a, r: lax.scan(lambda c, t: (c, t * 0.1), 0.0, x[None])[1][0],
     "branch": lambda x, a, r: lax.cond(r[0] > 0, lambda t: t * 0.1, lambda t: t * 0.2, x),
 }  # fmt: skip
+
+
+def on_one_device(f: Callable[..., Any]) -> Callable[..., Any]:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+@jax.custom_batching.custom_vmap
+def batched_by_hand(x: Any) -> Any:
+    return x * 0.1
+
+
+@custom_partitioning
+def partitioned_by_hand(x: Any) -> Any:
+    return x * 0.1
+
+
+batched_by_hand.def_vmap(lambda size, batched, x: (batched_by_hand(x), batched[0]))
+partitioned_by_hand.def_partition(
+    partition=lambda mesh, given, made: (
+        mesh, lambda x: x * 0.1, given[0].sharding, (given[0].sharding,)
+    ),
+    infer_sharding_from_operands=lambda mesh, given, made: given[0].sharding,
+    sharding_rule="i -> i",
+)  # fmt: skip
+
+
+def in_a_kernel(x: Any) -> Any:
+    def scale(given: Any, made: Any) -> None:
+        made[...] = given[...] * 0.1
+
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pallas.pallas_call(scale, out_shape=like, interpret=True)(x)
+
+
+def in_place(x: Any, *, freeze: bool = False) -> Any:
+    kept = jax.new_ref(x)
+    kept[...] = kept[...] * 0.1
+    return jax.freeze(kept) if freeze else kept[...]
+
+
+# What the compiler erases, as its sizes are, or sees through: it merges what is on both sides.
+ERASED: dict[str, Callable[..., Any]] = {
+    "sorted alone": lambda x, a, r: jnp.sort((x * 0.1)[None], 0)[0],
+    "largest of one": lambda x, a, r: lax.top_k((x * 0.1)[:, None], 1)[0][:, 0],
+    "cumulative alone": lambda x, a, r: jnp.cumsum((x * 0.1)[None], 0)[0],
+    "gathered alone": lambda x, a, r: (x * 0.1)[None][jnp.array([0])][0],
+    "overwritten": lambda x, a, r: jnp.zeros_like(x).at[:].set(x * 0.1),
+    "scattered alone": lambda x, a, r: jnp.zeros((1, SIZE)).at[jnp.array([0])].add(x * 0.1)[0],
+    "dot with one": lambda x, a, r: ((x * 0.1)[:, None] @ jnp.ones((1, 1)))[:, 0],
+    "dot with a number": lambda x, a, r: jnp.einsum("i,->i", x, jnp.float32(0.1)),
+    "one turn at most": lambda x, a, r: lax.while_loop(
+        lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] * 0.1), (0, x)
+    )[1],
+    "logarithm of its exponential": lambda x, a, r: jnp.log(jnp.exp(x * 0.1)),
+    "first power": lambda x, a, r: lax.pow(x * 0.1, jnp.ones_like(x)),
+    "all bits": lambda x, a, r: ((x * 0.1).view(jnp.int32) & -1).view(jnp.float32),
+    "exchanged with nobody": lambda x, a, r: on_one_device(
+        lambda t: lax.all_to_all(t * 0.1, "d", 0, 0, tiled=True)
+    )(x),
+    "by a batching of its own": lambda x, a, r: batched_by_hand(x),
+    "by a partitioning of its own": lambda x, a, r: partitioned_by_hand(x),
+    "in a kernel": lambda x, a, r: in_a_kernel(x),
+}
+if hasattr(jax, "new_ref"):
+    ERASED["in place"] = lambda x, a, r: in_place(x)
+if hasattr(jax, "freeze"):
+    ERASED["in place, frozen"] = lambda x, a, r: in_place(x, freeze=True)
+VALUES |= ERASED
 # Of two such values and what the host has.
 FOLLOWERS: dict[str, Callable[..., Any]] = {
     "times a constant": lambda v, w, z: v * 0.3,
@@ -101,6 +174,7 @@ FOLLOWERS: dict[str, Callable[..., Any]] = {
 }
 PAIRS = list(itertools.product(VALUES, FOLLOWERS))
 SAMPLE = PAIRS if os.environ.get("GOCKPT_MERGES") else random.Random(0).sample(PAIRS, 16)
+SAMPLE = list(dict.fromkeys([*SAMPLE, *((value, "times a constant") for value in ERASED)]))
 
 
 @pytest.mark.parametrize(("value", "follows"), SAMPLE)

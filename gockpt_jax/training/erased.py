@@ -1,0 +1,106 @@
+"""Operations of which the compiler makes nothing, or something simpler, as their sizes are.
+
+A sort along one element, a sum over a mesh of one device, a scatter that overwrites all: XLA does
+away with them, and then sees what is in front of them together with what is behind. So it does
+where a matrix product is a multiplication.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gockpt_jax import _compat
+from gockpt_jax.training.values import Op, without_walls
+
+
+def may_be_erased(op: Op) -> bool:
+    """Whether XLA may see through an operation that otherwise hides what is in front of it."""
+    names = op.params.get("axis_name", op.params.get("axes"))
+    if names is not None and op.inputs:
+        return _devices(op, names) == 1
+    look = _BY_NAME.get("scatter" if op.name.startswith("scatter") else op.name)
+    return look is not None and look(op)
+
+
+def is_one_product(op: Op) -> bool:
+    """Whether a matrix product or a convolution multiplies an array by numbers, and adds nothing.
+
+    An outer product does not: XLA moves no factor from behind it to the smaller arrays in front.
+    """
+    if op.name == "dot_general":
+        contracted, batched = op.params["dimension_numbers"]
+        own = [
+            math.prod(n for d, n in enumerate(v.shape) if d not in (*dims, *batch))
+            for v, dims, batch in zip(op.inputs, contracted, batched, strict=True)
+        ]
+        return min(own) == 1 and all(op.inputs[0].shape[d] == 1 for d in contracted[0])
+    return op.name == "conv_general_dilated" and math.prod(op.inputs[1].shape) == 1
+
+
+def _devices(op: Op, names: Any) -> int | None:
+    """How many devices take part in a collective; `None` where that is not known."""
+    sharding = getattr(op.inputs[0].aval, "sharding", None)
+    sizes: Mapping[Any, int] = getattr(getattr(sharding, "mesh", None), "shape", {})
+    listed = names if isinstance(names, tuple) else (names,)
+    return math.prod(sizes[n] for n in listed) if all(n in sizes for n in listed) else None
+
+
+def _along(parameter: str) -> Callable[[Op], bool]:
+    return lambda op: op.inputs[0].shape[op.params.get(parameter, -1)] == 1
+
+
+def _gathers_all(op: Op) -> bool:
+    sizes = op.params["slice_sizes"]
+    dims = op.params["dimension_numbers"].start_index_map
+    return all(op.inputs[0].shape[d] == sizes[d] for d in dims)
+
+
+def _scatters_all(op: Op) -> bool:
+    operand, _, updates = op.inputs
+    numbers = op.params["dimension_numbers"]
+    skipped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = (d for d in range(len(operand.shape)) if d not in skipped)
+    sizes = dict(zip(window, (updates.shape[d] for d in numbers.update_window_dims), strict=True))
+    dims = numbers.scatter_dims_to_operand_dims
+    return all(operand.shape[d] == sizes.get(d, 1) for d in dims)
+
+
+def _is_a_whole_power(op: Op) -> bool:
+    exponent = without_walls(op.inputs[1])
+    while exponent.op is not None and exponent.op.name in (
+        "broadcast_in_dim",
+        "convert_element_type",
+    ):
+        exponent = without_walls(exponent.op.inputs[0])
+    return exponent.is_constant and bool(np.all(exponent.constant == np.round(exponent.constant)))
+
+
+def _has_a_constant(op: Op) -> bool:
+    return any(without_walls(v).is_constant for v in op.inputs)
+
+
+def _ends_at_a_known_turn(op: Op) -> bool:
+    """Whether a loop's condition reads constants alone, so that it may be found to turn once."""
+    condition, _ = _compat.open_jaxpr(op.params["cond_jaxpr"])
+    consts = op.params["cond_nconsts"]
+    given = (*op.inputs[:consts], *op.inputs[consts + op.params["body_nconsts"] :])
+    read = {id(v) for v in condition.outvars}
+    for eqn in reversed(condition.eqns):
+        if any(id(v) in read for v in eqn.outvars):
+            read.update(map(id, eqn.invars))
+    pairs = zip(condition.invars, given, strict=True)
+    return all(without_walls(value).is_constant for var, value in pairs if id(var) in read)
+
+
+_BY_NAME: Mapping[str, Callable[[Op], bool]] = {
+    "gather": _gathers_all,
+    "scatter": _scatters_all,
+    "pow": _is_a_whole_power,
+    "while": _ends_at_a_known_turn,
+    "sort": _along("dimension"),
+    "top_k": _along("axis"),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    **dict.fromkeys(("and", "or", "xor"), _has_a_constant),
+}
