@@ -51,11 +51,13 @@ class StepProgram:
         self._traced = traced = step.trace(*args, **kwargs)
         self._remembered = weakref.ref(traced.jaxpr)
         self._is_in_no_cache = bool(getattr(jax.config, "jax_check_tracer_leaks", False))
-        self._flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
-        _refuse_hidden_arguments(traced, self._flat)
+        flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
+        _refuse_hidden_arguments(traced, flat)
+        _refuse_state_in_place(form.state_leaves(args, kwargs))
         given = _compat.specified_shardings(traced, "in_shardings")
-        self._in_shardings: tuple[Any, ...] = given or (None,) * len(self._flat)
-        self._traced_for = self._signature(self._flat, args, kwargs)
+        self._in_shardings: tuple[Any, ...] = given or (None,) * len(flat)
+        self._traced_for = self._signature(flat, args, kwargs)
+        self._in_specs = self._input_specs(flat)  # now: a donated array forgets how it lay
         self.out_tree: Any = _compat.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         specs = _state_specs(traced.jaxpr, self.positions)
@@ -83,16 +85,16 @@ class StepProgram:
         other.cut = self._cut(exact=False)
         return other
 
-    def returns_at(self, placed: Sequence[Any]) -> None:
+    def returns_at(self, result: Any) -> None:
         """The armed step is to put its results where the user's own executable did.
 
         Without it, where the user told `jax.jit`.
 
         Args:
-          placed: The `placements` of the result of the call that was traced. Those of another call
-            may be others, and the armed step would move the state there.
+          result: Of the call that was traced, alive. That of another call may lie elsewhere, and
+            the armed step would move the state there.
         """
-        self._out_shardings = tuple(placed)
+        self._out_shardings = tuple(_committed_format(x) for x in jax.tree.leaves(result))
 
     def arm(self) -> None:
         """Lowers the armed step on this thread and compiles it on another.
@@ -109,12 +111,12 @@ class StepProgram:
         )
         with warnings.catch_warnings():  # the user's own step tells of it, if it is so
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            lowered = armed.lower(*self._input_specs())
+            lowered = armed.lower(*self._in_specs)
         thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")
         compiling = thread.submit(lowered.compile, compiler_options=settings.compiler_options)
         thread.shutdown(wait=False)  # it ends when that is done
         self._executable = compiling
-        del self._traced, self._flat  # the first holds constants, the second the user's arrays
+        del self._traced, self._in_specs  # they hold constants, and what the user may change
 
     @property
     def is_armed(self) -> bool:
@@ -213,16 +215,19 @@ class StepProgram:
     ) -> Signature:
         return Signature.of(self._form.static(args, kwargs), flat, self._in_shardings)
 
-    def _input_specs(self) -> list[jax.ShapeDtypeStruct]:
+    def _input_specs(self, flat: Sequence[Any]) -> list[Any]:
+        """What to lower the armed step for; of an array that changes in place, itself."""
         avals = [v.aval for v in _compat.open_jaxpr(self._traced.jaxpr)[0].invars]
         return [
-            jax.ShapeDtypeStruct(
+            leaf
+            if _compat.is_mutable(aval)
+            else jax.ShapeDtypeStruct(
                 aval.shape,
                 aval.dtype,
-                sharding=sharding if sharding is not None else _committed_sharding(leaf),
+                sharding=_committed_format(leaf) or sharding,
                 weak_type=aval.weak_type,
             )
-            for aval, sharding, leaf in zip(avals, self._in_shardings, self._flat, strict=True)
+            for aval, sharding, leaf in zip(avals, self._in_shardings, flat, strict=True)
         ]
 
     def _placements(self) -> dict[str, Any]:
@@ -242,6 +247,13 @@ def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:
         raise CannotArmError(
             "its program takes arguments that the call does not show; pass what it closes over as "
             "arguments"
+        )
+
+
+def _refuse_state_in_place(leaves: Sequence[Any]) -> None:
+    if any(_compat.is_mutable(getattr(x, "aval", None)) for x in leaves):
+        raise CannotArmError(
+            "its state changes in place (`jax.new_ref`); give it arrays, and return the new ones"
         )
 
 
@@ -281,3 +293,8 @@ def _committed_sharding(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and _compat.committed(leaf):
         return leaf.sharding
     return None
+
+
+def _committed_format(leaf: Any) -> Any:
+    """The sharding and, but for typed keys, how the elements lie: both as `jax.jit` takes them."""
+    return _committed_sharding(leaf) and getattr(leaf, "format", leaf.sharding)

@@ -79,6 +79,7 @@ class WrappedStep(StandIn):
         self._found: StepProgram | None = None  # the last program, kept or not
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0
+        self._why_refused = ""
         self._calls = 0
         self._refused_call = 0  # the last one that was
         self._untraced: str | None = None  # why this call could not be traced
@@ -122,7 +123,7 @@ class WrappedStep(StandIn):
         except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
             if is_asked:
                 self._observer.no_update(f"the call changed: {_brief(error)}")
-            self.call_changed()
+            self.call_changed(_brief(error))
             return None
         self._refused = 0
         if not self._always:
@@ -138,9 +139,9 @@ class WrappedStep(StandIn):
             self.give_up(self._untraced)
         elif traced is not None:
             self._programs_left -= 1
-            placed = placements(result)
-            if self._always or placed == placements(self.last_result):  # they have settled
-                traced.returns_at(placed)
+            # The second: they have settled.
+            if self._always or placements(result) == placements(self.last_result):
+                traced.returns_at(result)
                 self.program = self._found = traced
         return result
 
@@ -154,12 +155,14 @@ class WrappedStep(StandIn):
             return f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
         return self.program.cut.explain()
 
-    def call_changed(self, *, last: bool = False) -> None:
+    def call_changed(self, why: str = "", *, last: bool = False) -> None:
         """Told of a call that the program was not made for; enough of them are a new program.
 
         Args:
+          why: What is different, if that is known.
           last: Whether it was the last one, not this one: what it returned tells.
         """
+        self._why_refused = why or self._why_refused
         call = self._calls - last
         if call == self._refused_call:
             return
@@ -180,8 +183,9 @@ class WrappedStep(StandIn):
             return None
         if self._programs_left == 0:
             self.give_up(
-                f"its arguments changed shape, structure or placement {_MAX_PROGRAMS} times, or "
-                "JAX's caches were cleared; keep them the same from call to call"
+                f"its arguments changed shape, structure, placement or static values "
+                f"{_MAX_PROGRAMS} times, or JAX's caches were cleared; keep them the same from call"
+                f" to call{self._why_refused and f' (of the last change: {self._why_refused})'}"
             )
             return None
         step: Any = self.step

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import StepMismatchError, _compat
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.program import StepProgram, placements
+from gockpt_jax.training.program import StepProgram
 
 
 def update(state, x, scale=1.0):
@@ -28,7 +28,7 @@ def arm(jitted, *args, result=None, **kwargs):
     form = CallForm(jitted, 0, settings)
     program = StepProgram(jitted, form, args, kwargs, even_for_nothing=False)
     if result is not None:
-        program.returns_at(placements(result))
+        program.returns_at(result)
     program.arm()
     program.wait_until_ready()
     assert program.failure() is None
