@@ -25,6 +25,7 @@ from its result or from its arguments.
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ class Session:
         # The thread whose update is under way: a block has left, and nothing has followed it yet.
         self._stepping: int | None = None
         self._last_step: WrappedStep | None = None
+        self._steps = weakref.WeakSet[WrappedStep]()
         self._sealed_at = -1
         self.planner = Planner(options, processes, resources)
         self._auditor = Auditor(options.audit, resources)
@@ -140,7 +142,7 @@ class Session:
             flat = program.flat_call(args, kwargs)
         except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
             self.abandon(f"the call changed: {error}")
-            step.call_changed()
+            step.call_changed(str(error))
             return None
         window.program = program
         self._stepping = threading.get_ident()
@@ -189,6 +191,7 @@ class Session:
         with self.lock, self._changing:
             self.version += 1
             self._last_step = step
+            self._steps.add(step)
             if self._stepping == threading.get_ident():
                 if self._window is not None and armed is not None:
                     self._follow(self._window, armed)
@@ -352,7 +355,9 @@ class Session:
                 self.abandon("a checkpoint was restored")
 
     def close(self) -> None:
-        """Drops the open window and ends the threads."""
+        """Drops the open window, lets go of what steps returned, and ends the threads."""
         self.abandon("the manager was closed")
+        for step in list(self._steps):  # they and this refer to each other: a state would stay for long
+            step.last_result = None
         self.predictor.end()
         self.resources.close()

@@ -82,3 +82,15 @@ def test_nothing_grows(tmp_path: Path, on_busy: str, steps: int | None) -> None:
     # What the last restore has left behind, or threads that are about to end, comes and goes.
     grown = {what: n for what, n in found.items() if all(a < b for a, b in pairwise(n))}
     assert not grown
+
+
+def test_a_closed_manager_holds_no_state(tmp_path: Path) -> None:
+    """Manager and steps refer to each other: what they held would stay for a collection."""
+    gc.collect()
+    loop = Loop(tmp_path, window={"steps": 3}, step=donating)
+    before = {id(x) for x in jax.live_arrays()}  # the batch and the first state among them
+    loop.train(8)
+    loop.manager.close()
+    loop.state = None
+    assert loop.step.last_result is None
+    assert not [x.shape for x in jax.live_arrays() if id(x) not in before and x.size > 1]
