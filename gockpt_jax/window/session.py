@@ -357,7 +357,7 @@ class Session:
     def close(self) -> None:
         """Drops the open window, lets go of what steps returned, and ends the threads."""
         self.abandon("the manager was closed")
-        for step in list(self._steps):  # they and this refer to each other: a state would stay for long
+        for step in list(self._steps):  # a state would stay with them until garbage is collected
             step.last_result = None
         self.predictor.end()
         self.resources.close()
