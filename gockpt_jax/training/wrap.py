@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import jax
+
 from gockpt_jax import _compat, errors
 from gockpt_jax.compiling import debugged_by
 from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
@@ -120,7 +122,9 @@ class WrappedStep(StandIn):
         """What the armed step returns; `None` if it refused the call, and nothing has run."""
         try:
             armed = call.program.call(args, kwargs, call.flat)
-        except (TypeError, ValueError) as error:  # raised before dispatch: nothing is donated
+        except (TypeError, ValueError) as error:  # raised before dispatch, as a rule
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(args)):
+                raise  # it has run, and donated them: the user's own would only miss them
             if is_asked:
                 self._observer.no_update(f"the call changed: {_brief(error)}")
             self.call_changed(_brief(error))

@@ -174,3 +174,16 @@ def _names(options: dict[str, Any]) -> Any:
     return options.get("step_name_format") or step_names.standard_name_format(
         **{k: v for k, v in options.items() if k.startswith("step_")}
     )
+
+
+def test_a_save_in_a_deleted_ones_place_is_another(tmp_path: Path) -> None:
+    """Several processes vote for each save on its own, also where its items have other names."""
+    state = {"w": jnp.ones(3)}
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        begun, seen = manager._gockpt_handler.begun, []
+        for item in ("model", "ema"):
+            manager.save(5, args=ocp.args.Composite(**{item: gockpt.GoCkptSave(state)}))
+            manager.wait_until_finished()
+            seen.append(begun.number)
+            manager.delete(5)
+    assert seen == [1, 2]

@@ -551,3 +551,20 @@ def test_a_state_of_a_class_that_checks_what_it_holds():
     step = wrap(jax.jit(scaled, donate_argnums=(0, 1)), observer, state=("state", "scale"))
     assert_same(train(step), train(jax.jit(scaled)))
     assert observer.cuts == [n in (3, 4) for n in range(7)]
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_an_error_of_the_armed_step_itself_is_the_users(monkeypatch, arm):
+    """XLA reports some as ValueError, as it does calls that it refuses before it runs them."""
+    observer = Observer((5,))
+    step = wrap(jax.jit(update, donate_argnums=0), observer, arm=arm)
+    state = run(step, fresh(), 5)
+
+    def fails(program, args, kwargs, flat=None):
+        jax.tree.map(lambda x: x.delete(), args[0])
+        raise ValueError("INVALID_ARGUMENT: of the step's own")
+
+    monkeypatch.setattr(StepProgram, "call", fails)
+    with pytest.raises(ValueError, match="of the step's own"):
+        step(state, X)
+    assert len(observer.refusals) == 1

@@ -81,6 +81,7 @@ class LastSave:
         with self._session.lock, _compat.own_operation():
             before, begun = self._handler.pending, self._handler.begun
             begun.wait_for_what_was_left()
+            begun.expect_another()
             number = begun.number
             self.deleter.make_way(step)
             self._handler.label = step

@@ -52,6 +52,10 @@ class BegunSave:
         self._items: dict[str, BegunItem] = {}  # by their directories
         self._left: list[tuple[ocp.future.Future, float | None]] = []  # and how long to wait for it
 
+    def expect_another(self) -> None:
+        """Whatever comes next is another save, also in the place of one that has been deleted."""
+        self._folder = ""
+
     def enter(self, folder: str, item: str) -> bool:
         """An item comes; says whether it begins another save than that of the one before.
 
