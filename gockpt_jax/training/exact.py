@@ -171,8 +171,8 @@ def _is_rounding_factor(op: Op) -> bool:
     if op.name == "div":
         divisor = _scalar_constant(op.inputs[1])
         return divisor is not None and not _is_power_of_two(divisor)
-    if op.name == "pow":
-        return may_be_erased(op)  # or made such a product
+    if op.name == "pow":  # by a constant: erased, or made such a product
+        return may_be_erased(op) and _scalar_constant(op.inputs[1]) != 1
     return op.name == "square" or is_one_product(op)
 
 

@@ -190,8 +190,9 @@ class Session:
         """Counts the update and sends its cut after what has left."""
         with self.lock, self._changing:
             self.version += 1
-            self._last_step = step
-            self._steps.add(step)
+            if step is not self._last_step:
+                self._last_step = step
+                self._steps.add(step)
             if self._stepping == threading.get_ident():
                 if self._window is not None and armed is not None:
                     self._follow(self._window, armed)

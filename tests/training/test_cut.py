@@ -107,6 +107,32 @@ def test_narrow_gradients_count_as_what_they_weigh():
     assert [str(v.dtype) for v in found.cut.values] == ["bfloat16"]
 
 
+SCHEDULES = {
+    "cosine": optax.cosine_decay_schedule(0.1, 100),
+    "warm cosine": optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100),
+    "linear": optax.linear_schedule(0.1, 0.0, 100),
+    "exponential": optax.exponential_decay(0.1, 10, 0.9),
+    "inverse root": lambda count: 0.1 * (count + 1.0) ** -0.5,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rates_of_the_usual_schedules_are_captured(schedule):
+    """Optax takes a cosine to the power of one, which compilers erase."""
+    tx = optax.sgd(SCHEDULES[schedule], momentum=0.9)
+
+    def step(s, g):
+        updates, opt = tx.update(g, s["opt"], s["w"])
+        return {"opt": opt, "w": optax.apply_updates(s["w"], updates)}
+
+    start = {"opt": tx.init(vector(0)), "w": vector(0)}
+    found = analyse(step, start, gradient(), even_for_nothing=True)
+    assert any("w" in path for group in found.groups for path in group), found.late
+    new, cut = found.run()
+    for j, leaf in found.replayed(cut):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(new[j]))
+
+
 # Leaves that depend on each other.
 
 

@@ -132,6 +132,7 @@ ERASED: dict[str, Callable[..., Any]] = {
     )[1],
     "logarithm of its exponential": lambda x, a, r: jnp.log(jnp.exp(x * 0.1)),
     "first power": lambda x, a, r: lax.pow(x * 0.1, jnp.ones_like(x)),
+    "first power of a half": lambda x, a, r: lax.pow(jnp.cos(x) * 0.5, jnp.ones_like(x)),
     "all bits": lambda x, a, r: ((x * 0.1).view(jnp.int32) & -1).view(jnp.float32),
     "exchanged with nobody": lambda x, a, r: on_one_device(
         lambda t: lax.all_to_all(t * 0.1, "d", 0, 0, tiled=True)
