@@ -104,7 +104,7 @@ class Hooks:
 
         def before_update(*args: Any) -> Any:
             laps.reset()
-            self._is_writing = self._manager._is_writing
+            self._is_writing = self._manager.is_saving_in_progress()
             self._opens = session.window_status == "idle"
             return before(*args)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.record import Record
+from bench.transfer import benchmark
 from bench.transfer.asked import Scale
 from bench.transfer.benchmark import _model
 from bench.transfer.gpu import QUESTIONS, answer
@@ -61,6 +62,15 @@ def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
         assert len(record.samples[f"save_call{kind}_ms"]) == 2
         assert len(record.samples[f"save_idle{kind}_us"]) == 6
     assert len(record.samples["save_call_ratio"]) == 2
+
+
+def test_hooks_are_timed_outside_windows_where_one_opens_and_inside(monkeypatch):
+    monkeypatch.setattr(benchmark, "_model", lambda width: _model(width, leaves=6))
+    samples, reports, state_bytes, budget = benchmark._train(8, saves=4)
+    for figure in ("hook_idle_us", "step_call_ms", "hook_opening_ms", "hook_window_ms"):
+        assert samples[figure]
+    assert [report.kind for report in reports] == ["snapshot", *["window"] * 4]
+    assert state_bytes < budget
 
 
 class Driver:
