@@ -1,8 +1,8 @@
-"""How far L2-coupled Adam drifts when armed, with fused multiply-add, and why.
+"""How far two optimizers drift when armed, with fused multiply-add, and why.
 
-It is the one optimizer of `bench cut` whose armed run ends further from the user's than rounding
-in fp32 explains. Here both runs are compared step for step: from one state, so that nothing can
-grow, and running on; in bf16, and with the matrix products in fp32.
+L2-coupled Adam and clipped AdamW are those of `bench cut` whose armed runs end further from the
+user's than rounding in fp32 explains. Here both runs are compared step for step: from one state, so
+that nothing can grow, and running on; the first in bf16, and with the matrix products in fp32.
 """
 
 import functools
@@ -20,6 +20,7 @@ from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.walk import Leaf
 
 _OPTIMIZER, _B1 = "adam, l2", 0.9
+_CLIPPED = "adamw, clipped"
 _NOTES = [
     "one step/N: the armed step and the user's, both from the user's state before step N; running/N"
     ": each from its own. By: the largest difference in a leaf, over the leaf's largest value.",
@@ -28,6 +29,9 @@ _NOTES = [
     "another bf16 number taken from the armed run; N is the first step that has any.",
     "contracted/WHO/WHAT: elements of the first moment, of those that differ in step 1 from one "
     "state, that WHO computed as if the product with WHAT went into the addition unrounded.",
+    "clipped: the other optimizer, in bf16. no key bias: without the biases of the keys, on which "
+    "no loss depends (a softmax does not change with a number added to all of its row), and their "
+    "moments: what they are given for gradients is rounding alone.",
     "Counts, not times: one run each.",
 ]
 
@@ -35,8 +39,8 @@ _NOTES = [
 class _Both:
     """The user's step and the armed one, as functions of flat states."""
 
-    def __init__(self, model: str) -> None:
-        step, self.first = programs.make_step(_OPTIMIZER, model)
+    def __init__(self, model: str, optimizer: str = _OPTIMIZER) -> None:
+        step, self.first = programs.make_step(optimizer, model)
         traced = step.trace(self.first(), programs.batch(0))
         graph, tree = flatten(traced.jaxpr), jax.tree.structure(self.first())
         self.size = tree.num_leaves
@@ -60,6 +64,7 @@ def run(quick: bool) -> Record:
     """Runs both, with the model as it is and with its matrix products in fp32."""
     record = Record("cut_growth", notes=list(_NOTES))
     _compare(_Both("transformer"), "bf16", record)
+    _compare(_Both("transformer", _CLIPPED), "clipped", record)
     if not quick:
         _compare(_Both("transformer, fp32"), "fp32", record)
     return record
@@ -86,6 +91,9 @@ def _compare(both: _Both, name: str, record: Record) -> None:
         others = sum(int(_other_bf16(armed[i], user[i]).sum()) for i in params)
         user, armed = new, both.armed(armed, n)[:size]
         add(f"running/{n}/by", measure._differing(armed, user)[1])
+        if name == "clipped":
+            rest = [_without_keys(both.first(), state) for state in (armed, user)]
+            add(f"running/{n}/by, no key bias", measure._differing(*rest)[1])
         now = [_other_bf16(armed[i], user[i]) for i in params]
         add(f"other bf16/{n}", sum(int(x.sum()) for x in now))
         if not others and any(x.any() for x in now):
@@ -118,6 +126,16 @@ def _contracted(
                     found[f"contracted/{who}/{what}"] += int((values[j] == expected)[differ].sum())
             found["contracted/differ"] = found.get("contracted/differ", 0) + int(differ.sum())
     return found
+
+
+def _without_keys(like: Any, state: list[np.ndarray]) -> list[np.ndarray]:
+    """A flat state without the keys' third of what is of the shape of queries, keys and values."""
+    paths = jax.tree_util.tree_flatten_with_path(like)[0]
+    kept = []
+    for (path, _), x in zip(paths, state, strict=True):
+        is_bias = "['qkv']['bias']" in jax.tree_util.keystr(path)
+        kept.append(np.concatenate(np.split(x, 3)[::2]) if is_bias else x)
+    return kept
 
 
 def _other_bf16(a: Any, b: Any) -> np.ndarray:
