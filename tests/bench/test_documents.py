@@ -45,26 +45,31 @@ def armed_with_fma(figures):
         for name, by in figures.items()
         if name.endswith("/fma/perturbed by") and by > 0
     }
-    grown = perturbed.pop(("transformer", "adam, l2"))
-    models = [model for model, _ in perturbed] + ["transformer"]
+    grown = [perturbed.pop(("transformer", name)) for name in ("adam, l2", "adamw, clipped")]
+    models = [model for model, _ in perturbed] + ["transformer"] * 2
     mlp, transformer = models.count("mlp"), models.count("transformer")
     count = len({name.split("/")[1] for name in figures})
     yield f"{mlp} of the {count} differ on the MLP after 8 armed steps and {transformer} on the"
     yield f"by at most {short(max(perturbed.values()))} of a leaf's largest value; but for L2"
-    yield f"transformer, {short(grown)} (`bench/results/cut.json`)"
+    yield f"transformer, {short(grown[0])} and {grown[1]:.2f} (`bench/results/cut.json`)"
 
 
 def grown(figures):
     def most(kind, precision="bf16", last=7):
         return short(max(figures[f"{precision}/{kind}/{n}/by"] for n in range(last + 1)))
 
-    assert [figures[f"bf16/other bf16/{n}"] for n in range(7)] == [0] * 6 + [2]
+    assert [figures[f"bf16/other bf16/{n}"] for n in (5, 6)] == [0, 1]
     yield f"each of the {figures['bf16/contracted/differ']:.0f} elements of first moments"
     yield f"no armed step differs by more than {most('one step')}, and the first"
-    yield f"The runs stay within {most('running', last=6)} of each other for seven steps; then two"
-    yield f"the next step differs by {short(figures['bf16/running/7/by'])}. Those two"
-    yield f"make the same {short(figures['bf16/planted/7/by'])}. With the matrix products in fp32"
-    yield f"fp32 the runs stay within {most('running', 'fp32')}. Other"
+    yield f"The runs stay within {most('running', last=6)} of each other for seven steps; then one"
+    yield f"the next step differs by {short(figures['bf16/running/7/by'])}. That parameter"
+    yield f"makes the same {short(figures['bf16/planted/7/by'])}. With the matrix products in fp32"
+    yield f"fp32 the runs stay within {most('running', 'fp32')}. In clipped"
+    assert [figures[f"clipped/other bf16/{n}"] for n in range(5)] == [0, 0, 0, 0, 1]
+    assert figures["clipped/planted/5/by"] == figures["clipped/running/5/by"]
+    yield f"alone makes the same {figures['clipped/planted/5/by']:.2f} as the next step has"
+    yield f"differs by {figures['clipped/running/7/by, no key bias']:.3f}, not"
+    yield f"not {figures['clipped/running/7/by']:.2f}. Other"
 
 
 def small_leaves(figures):
