@@ -52,6 +52,9 @@ def test_what_replays_replays_exactly(step: Step) -> None:
     assert torn(step) == 0
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12), reason="the compiler of jax 0.12 was not seen to fold these"
+)
 @pytest.mark.parametrize("step", [in_a_branch, computed_again])
 def test_a_chain_across_a_wall_would_be_folded(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
