@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gockpt_jax import _compat
-from gockpt_jax.training.values import Op, without_walls
+from gockpt_jax.training.values import Op, unspread, without_walls
 
 
 def may_be_erased(op: Op) -> bool:
@@ -68,17 +68,12 @@ def _scatters_all(op: Op) -> bool:
 
 
 def _is_a_whole_power(op: Op) -> bool:
-    exponent = without_walls(op.inputs[1])
-    while exponent.op is not None and exponent.op.name in (
-        "broadcast_in_dim",
-        "convert_element_type",
-    ):
-        exponent = without_walls(exponent.op.inputs[0])
+    exponent = unspread(op.inputs[1])
     return exponent.is_constant and bool(np.all(exponent.constant == np.round(exponent.constant)))
 
 
 def _has_a_constant(op: Op) -> bool:
-    return any(without_walls(v).is_constant for v in op.inputs)
+    return any(unspread(v).is_constant for v in op.inputs)
 
 
 def _ends_at_a_known_turn(op: Op) -> bool:

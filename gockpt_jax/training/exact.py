@@ -17,7 +17,7 @@ import numpy as np
 
 from gockpt_jax import _compat
 from gockpt_jax.training.erased import is_one_product, may_be_erased
-from gockpt_jax.training.values import Op, Value, without_walls
+from gockpt_jax.training.values import Op, Value, unspread, without_walls
 
 
 def _names(text: str) -> frozenset[str]:
@@ -195,7 +195,7 @@ def _adds_constant(op: Op) -> bool:
     """Whether an operation adds a constant to a number that rounds."""
     return (
         op.name in SUMS
-        and any(_unspread(v).is_constant and _scalar_constant(v) != 0 for v in op.inputs)
+        and any(unspread(v).is_constant and _scalar_constant(v) != 0 for v in op.inputs)
         and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
     )
 
@@ -208,17 +208,9 @@ def _ends_sum(op: Op, value: Value) -> bool:
     return op.name in PRODUCTS or _ends_chain(op, value)
 
 
-def _unspread(value: Value) -> Value:
-    """A value before it was spread over a shape, or converted."""
-    value = without_walls(value)
-    while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
-        value = without_walls(value.op.inputs[0])
-    return value
-
-
 def _scalar_constant(value: Value) -> Any:
     """The one number of a constant, spread over a shape or not; `None` if it has several."""
-    value = _unspread(value)
+    value = unspread(value)
     if not value.is_constant:
         return None
     numbers: np.ndarray = np.asarray(value.constant).reshape(-1)

@@ -115,3 +115,11 @@ def without_walls(value: Value) -> Value:
     while (op := value.op) is not None and (op.results or op.primitive is ENTER):
         value = op.results[value.index] if op.results else op.inputs[0]
     return value
+
+
+def unspread(value: Value) -> Value:
+    """A value before it was spread over a shape, or converted."""
+    value = without_walls(value)
+    while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
+        value = without_walls(value.op.inputs[0])
+    return value
