@@ -46,7 +46,9 @@ def test_what_follows_is_of_the_update_that_left(tmp_path, monkeypatch):
     other = {"opt": fresh()["opt"], "params": {"w": jnp.zeros(SIZE)}}
     happened = evaluate_in(loop, monkeypatch, 10, lambda: loop.step(other, BATCH))
     with loop.manager as manager:
-        loop.train(10)  # the first step of the window of 12
+        loop.train(8)
+        manager.wait_until_finished()  # the host has room for the window of 12
+        loop.train(10)  # its first step
         loop.update()
         # It was counted, so this is the version at which the window was to end.
         assert manager.save(11, args=GoCkptSave(loop.state), force=True)
@@ -68,6 +70,8 @@ def test_the_call_keeps_its_program(tmp_path, monkeypatch):
 
     happened = evaluate_in(loop, monkeypatch, 7, evaluate)
     with loop.manager as manager:
+        loop.train(5)
+        manager.wait_until_finished()  # the host has room for the window of 8
         loop.train(12)
         manager.wait_until_finished()
         assert happened
