@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import types
 
+import jax
 import pytest
 
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
@@ -107,3 +109,22 @@ def test_the_limit_holds_for_many_threads():
 
 def test_the_cpu_backend_does_not_tell_its_free_memory():
     assert device_headroom_bytes() is None
+
+
+@pytest.mark.parametrize(
+    ("stats", "headroom"),
+    [
+        pytest.param([(1000, 400), (1000, 700)], 270, id="the-fullest"),
+        pytest.param([(1000, 1200), (1000, 100)], 0, id="never-below-none"),
+        pytest.param([(1000, 400), None], None, id="one-does-not-tell"),
+        pytest.param([(1000, None)], None, id="no-peak"),
+    ],
+)
+def test_the_headroom_of_devices_that_tell(monkeypatch, stats, headroom):
+    def device(told):
+        names = ("bytes_limit", "peak_bytes_in_use")
+        found = told and {n: x for n, x in zip(names, told, strict=True) if x is not None}
+        return types.SimpleNamespace(memory_stats=lambda: found)
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [device(told) for told in stats])
+    assert device_headroom_bytes() == headroom
