@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 
 from bench.cut import programs
-from bench.cut.measure import REPLAYED, STEPS, measure
-from bench.record import Record
+from bench.cut.measure import measure
+from bench.cut.runs import REPLAYED, STEPS
+from bench.record import Record, print_table
 
 ISAS = {"avx": "--xla_cpu_max_isa=AVX", "fma": ""}
 NOTES = [
@@ -36,8 +37,18 @@ class CutRecord(Record):
     """Counts of one run each; as a table, a line for each model and optimizer."""
 
     def show(self) -> None:
-        """Prints the table."""
-        _print_table(self.figures)
+        """Prints the notes, and last the table."""
+        rows: dict[tuple[str, ...], dict[str, float]] = {}
+        for key, value in self.figures.items():
+            *row, name = key.split("/", 2)
+            rows.setdefault(tuple(row), {})[name] = value
+        names = ["retained", "early bytes", "scalars", "early", "late"]
+        names += [f"{isa}/{name}" for isa in ISAS for name in ("perturbed", "torn")] + ["fenced"]
+        table = [
+            (" ".join(row), *(f"{values[n]:.10g}" if n in values else "" for n in names))
+            for row, values in rows.items()
+        ]
+        print_table("bench cut", ("", *names), table, self.notes)
 
 
 def run(quick: bool) -> CutRecord:
@@ -52,19 +63,10 @@ def _measure(*, quick: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         for isa, flags in ISAS.items():
+            command = [sys.executable, "-m", "bench.cut.benchmark", isa]
+            environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
             children = [
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-m",
-                        "bench.cut.benchmark",
-                        isa,
-                        model,
-                        directory,
-                        str(int(quick)),
-                    ],
-                    env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-                )
+                subprocess.Popen([*command, model, directory, str(int(quick))], env=environment)
                 for model in models
             ]
             if any([child.wait() for child in children]):
@@ -82,18 +84,6 @@ def _child(isa: str, model: str, directory: str, quick: bool) -> None:
         figures |= {f"{model}/{optimizer}/{name}": value for name, value in found.items()}
         print(isa, model, optimizer, flush=True)
     Path(directory, f"{isa}-{model}.json").write_text(json.dumps(figures))
-
-
-def _print_table(figures: dict[str, float]) -> None:
-    rows: dict[tuple[str, ...], dict[str, float]] = {}
-    for key, value in figures.items():
-        *row, name = key.split("/", 2)
-        rows.setdefault(tuple(row), {})[name] = value
-    names = ["retained", "early bytes", "scalars", "early", "late"]
-    names += [f"{isa}/{name}" for isa in ISAS for name in ("perturbed", "torn")] + ["fenced"]
-    print(f"{'':32}", *(f"{name:>13}" for name in names))
-    for row, values in rows.items():
-        print(f"{' '.join(row):32}", *(f"{values.get(name, ''):>13}" for name in names))
 
 
 if __name__ == "__main__":

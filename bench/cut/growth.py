@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.cut import measure, programs
+from bench.cut import programs
+from bench.cut.measure import differing
+from bench.cut.runs import STEPS, Arrays, Step, Traced
 from bench.record import Record
-from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.cut import find_cut
-from gockpt_jax.training.graph import flatten
-from gockpt_jax.training.walk import Leaf
 
 _OPTIMIZER, _B1 = "adam, l2", 0.9
 _CLIPPED = "adamw, clipped"
@@ -37,27 +36,18 @@ _NOTES = [
 
 
 class _Both:
-    """The user's step and the armed one, as functions of flat states."""
+    """The user's step and the armed one, on states that lie on the host."""
 
     def __init__(self, model: str, optimizer: str = _OPTIMIZER) -> None:
-        step, self.first = programs.make_step(optimizer, model)
-        traced = step.trace(self.first(), programs.batch(0))
-        graph, tree = flatten(traced.jaxpr), jax.tree.structure(self.first())
-        self.size = tree.num_leaves
-        leaves = [Leaf(str(i), graph.inputs[i], graph.outputs[i]) for i in range(self.size)]
-        self.cut = find_cut(leaves, even_for_nothing=False)
-        sites = [v.site for v in self.cut.values if v.site is not None]
-        armed = jax.jit(with_outputs(traced.jaxpr, sites), donate_argnums=tuple(range(self.size)))
-        self._user = functools.partial(measure._call_plain, step, tree)
-        self._armed = functools.partial(measure._call_armed, armed)
+        traced = Traced(*programs.make_step(optimizer, model))
+        self.first, self.size = traced.first, len(traced.leaves)
+        self.cut = find_cut(traced.leaves, even_for_nothing=False)
+        self.user = functools.partial(_on_host, traced.user)
+        self.armed = functools.partial(_on_host, traced.armed(self.cut))
 
-    def user(self, state: list[np.ndarray], n: int) -> list[np.ndarray]:
-        """The state after step `n`."""
-        return [np.array(x) for x in self._user(_on_device(state), programs.batch(n))]
 
-    def armed(self, state: list[np.ndarray], n: int) -> list[np.ndarray]:
-        """The state after step `n`, followed by what it retained."""
-        return [np.array(x) for x in self._armed(_on_device(state), programs.batch(n))]
+def _on_host(step: Step, state: Arrays, n: int) -> Arrays:
+    return [np.array(x) for x in step([jnp.array(x) for x in state], n)]
 
 
 def run(quick: bool) -> Record:
@@ -74,26 +64,26 @@ def _compare(both: _Both, name: str, record: Record) -> None:
     size = both.size
     params = range(len(jax.tree.leaves(both.first()[0])))
     user = armed = [np.array(x) for x in jax.tree.leaves(both.first())]
-    planted: list[np.ndarray] | None = None
+    planted: Arrays | None = None
 
     def add(figure: str, value: float) -> None:
         record.samples[f"{name}/{figure}"] = [value]
 
-    for n in range(measure.STEPS):
+    for n in range(STEPS):
         new, from_one = both.user(user, n), both.armed(user, n)
-        add(f"one step/{n}/by", measure._differing(from_one[:size], new)[1])
+        add(f"one step/{n}/by", differing(from_one[:size], new)[1])
         if n == 1 and name == "bf16":
             for figure, count in _contracted(both, user, new, from_one).items():
                 add(figure, count)
         if planted is not None:
-            add(f"planted/{n}/by", measure._differing(both.user(planted, n), new)[1])
+            add(f"planted/{n}/by", differing(both.user(planted, n), new)[1])
             planted = None
         others = sum(int(_other_bf16(armed[i], user[i]).sum()) for i in params)
         user, armed = new, both.armed(armed, n)[:size]
-        add(f"running/{n}/by", measure._differing(armed, user)[1])
+        add(f"running/{n}/by", differing(armed, user)[1])
         if name == "clipped":
             rest = [_without_keys(both.first(), state) for state in (armed, user)]
-            add(f"running/{n}/by, no key bias", measure._differing(*rest)[1])
+            add(f"running/{n}/by, no key bias", differing(*rest)[1])
         now = [_other_bf16(armed[i], user[i]) for i in params]
         add(f"other bf16/{n}", sum(int(x.sum()) for x in now))
         if not others and any(x.any() for x in now):
@@ -102,9 +92,7 @@ def _compare(both: _Both, name: str, record: Record) -> None:
                 planted[i] = np.where(now[i], armed[i], user[i])
 
 
-def _contracted(
-    both: _Both, old: list[np.ndarray], user: list[np.ndarray], armed: list[np.ndarray]
-) -> dict[str, int]:
+def _contracted(both: _Both, old: Arrays, user: Arrays, armed: Arrays) -> dict[str, int]:
     """How each computed the first moments that differ: b1 * m + (1 - b1) * g."""
     found = {f"contracted/{who}/{what}": 0 for who in ("user", "armed") for what in ("m", "g")}
     b1, rest = np.float32(_B1), np.float32(1 - _B1)
@@ -128,7 +116,7 @@ def _contracted(
     return found
 
 
-def _without_keys(like: Any, state: list[np.ndarray]) -> list[np.ndarray]:
+def _without_keys(like: Any, state: Arrays) -> Arrays:
     """A flat state without the keys' third of what is of the shape of queries, keys and values."""
     paths = jax.tree_util.tree_flatten_with_path(like)[0]
     kept = []
@@ -141,7 +129,3 @@ def _without_keys(like: Any, state: list[np.ndarray]) -> list[np.ndarray]:
 def _other_bf16(a: Any, b: Any) -> np.ndarray:
     half = np.dtype(jax.dtypes.bfloat16)
     return np.asarray(a.astype(half) != b.astype(half))
-
-
-def _on_device(state: list[np.ndarray]) -> list[jax.Array]:
-    return [jnp.array(x) for x in state]

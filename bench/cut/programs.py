@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,9 +56,8 @@ def _normal(key: Any, *shape: int) -> jax.Array:
     return jax.random.normal(key, shape, jnp.float32) * shape[0] ** -0.5
 
 
-def init_mlp() -> Any:
+def init_mlp(widths: Sequence[int] = (20, 48, 40, 32, 7)) -> Any:
     """Four layers of uneven widths."""
-    widths = (20, 48, 40, 32, 7)
     keys = jax.random.split(jax.random.key(0), len(widths))
     return {
         f"layer{i}": {"kernel": _normal(keys[i], a, b), "bias": jnp.zeros(b)}
@@ -126,6 +125,7 @@ def transformer_loss(params: Any, tokens: jax.Array, dtype: Any = jnp.bfloat16) 
 
 MODELS = {
     "mlp": (init_mlp, mlp_loss),
+    "wide mlp": (functools.partial(init_mlp, (20, 640, 512, 384, 7)), mlp_loss),
     "transformer": (init_transformer, transformer_loss),
     "transformer, fp32": (
         init_transformer,
