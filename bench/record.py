@@ -18,6 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
 MEMORY, MEMORY_VARIABLE = Path("/dev/shm"), "BENCH_MEMORY_DIR"
@@ -51,6 +55,10 @@ class Record:
         """The median of each figure's samples."""
         return {name: statistics.median(values) for name, values in self.samples.items()}
 
+    def add(self, figure: str, *samples: float) -> None:
+        """Adds samples to a figure."""
+        self.samples.setdefault(figure, []).extend(map(float, samples))
+
     def as_json(self) -> dict[str, Any]:
         """The record with all that is needed to repeat it."""
         return {
@@ -73,10 +81,7 @@ class Record:
 
     def show(self) -> None:
         """Prints the notes, and last the figures as a table."""
-        rows = []
-        for name, values in self.samples.items():
-            numbers = (statistics.median(values), min(values), max(values))
-            rows.append((name, *(f"{x:.4g}" for x in numbers), str(len(values))))
+        rows = [spread_row(name, values) for name, values in self.samples.items()]
         print_table(
             f"bench {self.name}", ("figure", "median", "least", "most", "samples"), rows, self.notes
         )
@@ -90,21 +95,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
+def spread_row(name: str, samples: Sequence[float]) -> tuple[str, ...]:
+    """A line of a table: a figure's median, least and most, and how many samples it has."""
+    numbers = (statistics.median(samples), min(samples), max(samples))
+    return (name, *(f"{x:.4g}" for x in numbers), str(len(samples)))
+
+
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
 ) -> None:
     """Prints notes, and below them a table whose first column is text, the others numbers."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:  # a borrowed machine may not have it
-        print(*(f"- {note}" for note in notes), title, sep="\n")
-        widths = [max(len(row[n]) for row in [columns, *rows]) for n in range(len(columns))]
-        for row in [columns, *rows]:
-            first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            print(row[0].ljust(len(first)), *rest, sep="  ")
-        return
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for n, column in enumerate(columns):
         table.add_column(column, justify="right" if n else "left", no_wrap=not n)
@@ -112,7 +112,7 @@ def print_table(
         table.add_row(*row)
     console = Console()
     if not console.is_terminal:  # a log file folds nothing
-        console.width = 140
+        console.width = 160
     for note in notes:
         console.print(f"- {note}", markup=False, highlight=False)
     console.print(table)
@@ -215,6 +215,16 @@ def use_device_memory(
         environment["XLA_CLIENT_MEM_FRACTION"] = f"{part:g}"
 
 
+def without_fma(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has the CPU backend fuse no multiplication with an addition; before JAX starts its backends.
+
+    So a CPU stands in for an accelerator. With it exact replay is impossible, and no window opens.
+    """
+    flags = environment.get("XLA_FLAGS", "")
+    if "xla_cpu_max_isa" not in flags:
+        environment["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX".strip()
+
+
 def resident_bytes(pid: int | str = "self") -> int:
     """Resident memory of a process (Linux); 0 once it has ended."""
     try:
@@ -232,8 +242,7 @@ def hardware() -> dict[str, Any]:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    with contextlib.suppress(OSError):
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),

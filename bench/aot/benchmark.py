@@ -17,14 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from bench.aot.compile import GIB, MAX_STEPS, Case
-from bench.record import ROOT, Record, resident_bytes
+from bench.record import ROOT, Record, print_table, resident_bytes
 
 # No metadata server to ask; and libtpu lets one process at a time load it, for the TPU's sake.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -42,6 +42,10 @@ _CASES = (
     Case("v5p:2x2x2", 1, *_6B),
     Case("v5p:4x8x8", 4, *_71B),
 )
+_STEP_COLUMNS = (
+    "state_gib", "unarmed/total_gib", "armed/total_gib", "unarmed/copies", "armed/copies",
+    "unarmed/collectives", "armed/collectives",
+)  # fmt: skip
 _NOTES = (
     "Compiled, not run: GiB are per chip, counts are of instructions in the optimised program "
     "(those of a loop's body once); one compilation each.",
@@ -71,13 +75,19 @@ class AotRecord(Record):
     """Figures of compiled programs; as tables, a line for each case."""
 
     def show(self) -> None:
-        """Prints the notes, and last the tables."""
-        from rich.console import Console
-
-        console = Console(width=160)
-        for note in self.notes:
-            console.print(f"- {note}", markup=False, highlight=False)
-        console.print(*_tables(self.figures))
+        """Prints the notes, and last the tables: the steps, and what a window costs at each K."""
+        figures = self.figures
+        cases = dict.fromkeys("/".join(name.split("/")[:3]) for name in figures)
+        steps = [(c, *(f"{figures[f'{c}/{name}']:.4g}" for name in _STEP_COLUMNS)) for c in cases]
+        print_table("the step", ("case", *_STEP_COLUMNS), steps, self.notes)
+        ks = range(2, MAX_STEPS + 1)
+        windows = []
+        for c in cases:
+            pairs = [[figures[f"{c}/k{k}/{w}_gib"] for w in ("planned", "compiled")] for k in ks]
+            copy = f"{figures[f'{c}/device_copy_gib']:.3g}"
+            windows.append((c, copy, *(f"{a:.3g} / {b:.3g}" for a, b in pairs)))
+        title = "device memory of a window, GiB per chip: planned / compiled"
+        print_table(title, ("case", "device copy", *(f"K = {k}" for k in ks)), windows)
 
 
 def run(quick: bool, **options: Any) -> AotRecord:
@@ -197,24 +207,3 @@ def _last_error(returncode: int, log: str) -> str:
     lines = [line for line in log.splitlines() if re.match(r"[A-Za-z_.]+: ", line)]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     return (errors or lines or ["no message"])[-1][:300]
-
-
-def _tables(figures: dict[str, float]) -> Iterator[object]:
-    """The steps, and what a window costs at each K."""
-    from rich.table import Table
-
-    columns = ("state_gib", "unarmed/total_gib", "armed/total_gib", "unarmed/copies")
-    columns += ("armed/copies", "unarmed/collectives", "armed/collectives")
-    ks = range(2, MAX_STEPS + 1)
-    steps = Table("case", *columns, title="the step")
-    windows = Table(
-        "case", "device copy", *(f"K = {k}" for k in ks),
-        title="device memory of a window, GiB per chip: planned / compiled",
-    )  # fmt: skip
-    for case in dict.fromkeys("/".join(name.split("/")[:3]) for name in figures):
-        steps.add_row(case, *(f"{figures[f'{case}/{c}']:.4g}" for c in columns))
-        pairs = [[figures[f"{case}/k{k}/{w}_gib"] for w in ("planned", "compiled")] for k in ks]
-        copy = figures[f"{case}/device_copy_gib"]
-        windows.add_row(case, f"{copy:.3g}", *(f"{a:.3g} / {b:.3g}" for a, b in pairs))
-    yield steps
-    yield windows

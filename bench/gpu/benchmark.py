@@ -30,6 +30,7 @@ from bench.record import (
     command,
     has_nvidia,
     use_device_memory,
+    without_fma,
     write_json,
 )
 
@@ -259,9 +260,8 @@ def _environment(cache: str) -> dict[str, str]:
         use_device_memory(DEVICE_MEMORY, environment, unless_said=True)
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-    elif "xla_cpu_max_isa" not in environment.get("XLA_FLAGS", ""):
-        flags = f"{environment.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
-        environment["XLA_FLAGS"] = flags.strip()  # as accelerators are: no fused multiply-add
+    else:
+        without_fma(environment)
     return environment
 
 

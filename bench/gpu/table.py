@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.record import print_table
+from bench.record import print_table, spread_row
 from bench.train.table import show_modes
 
 Samples = Mapping[str, Sequence[float]]
@@ -127,8 +127,7 @@ def show_replay(samples: Samples) -> None:
 def _medians(samples: Samples, pattern: str) -> Iterator[tuple[str, ...]]:
     for name, values in samples.items():
         if re.fullmatch(pattern, name):
-            numbers = (statistics.median(values), min(values), max(values))
-            yield (name, *(f"{x:.4g}" for x in numbers), str(len(values)))
+            yield spread_row(name, values)
 
 
 def _largest_pulls(samples: Samples) -> Iterator[tuple[str, ...]]:

@@ -88,9 +88,8 @@ def _measure(
             if stager is not None:
                 found["staged_in_transfers"] = staged / transfer
             for name, value in found.items():
-                figure = f"torch/{prefix}{'' if n else 'first_'}{name}"
-                record.samples.setdefault(figure, []).append(value)
-            record.samples.setdefault(f"torch/{prefix}visible_secs", []).append(visible)
+                record.add(f"torch/{prefix}{'' if n else 'first_'}{name}", value)
+            record.add(f"torch/{prefix}visible_secs", visible)
             saved()
         if is_over():
             break

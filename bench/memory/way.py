@@ -9,13 +9,12 @@ counts them apart, against the device budget.
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.record import peak_memory, resident_bytes, sampled
+from bench.record import peak_memory, resident_bytes, sampled, without_fma
 
 _SAMPLE_SECS = 0.005
 _WARM_SAVES, _SAVES = 2, 5
@@ -283,8 +282,7 @@ def _bytes_of(state: Any) -> int:
 def main() -> None:
     """Measures, and prints one JSON object."""
     name, directory, *quick = sys.argv[1:]
-    # Without it the CPU backend contracts, and no window that must be exact would open.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX".strip()
+    without_fma()
     print(json.dumps(measure(WAYS[name], Path(directory), _SMALL if quick else _LARGE)))
 
 

@@ -64,8 +64,8 @@ def _measure(record: Record, phases: dict[str, Any], steps: int, rounds: int) ->
             alone = _step_secs(step, steps)
             with replaying():
                 beside = _step_secs(step, steps)
-            record.samples.setdefault(f"inflation/{name}", []).append(beside / alone)
-            record.samples.setdefault("step_secs/alone", []).append(alone)
+            record.add(f"inflation/{name}", beside / alone)
+            record.add("step_secs/alone", alone)
 
 
 def _step_secs(step: Callable[[], None], steps: int) -> float:
@@ -169,6 +169,6 @@ def _this_process(threads: int, record: Record) -> Iterator[Any]:
         with sampled(replay_once, every_secs=0):
             yield
         rate = done * _PARAMETERS / (time.perf_counter() - start) / 1e9
-        record.samples.setdefault(f"rate/in_process/threads_{threads}", []).append(rate)
+        record.add(f"rate/in_process/threads_{threads}", rate)
 
     yield replaying

@@ -143,7 +143,7 @@ def measure(record: Record, folder: Path, sizes: Sizes, default: str) -> None:
             _progress(f"turn {turn} of {sizes.repeats}: {name}", times)
             if turn:
                 for figure, secs in times.items():
-                    record.samples.setdefault(f"{figure}/{name}", []).append(secs)
+                    record.add(f"{figure}/{name}", secs)
                 record.samples[f"files_per_tb/{name}"] = [1e12 * files / sizes.nbytes]
 
 
@@ -164,7 +164,7 @@ def measure_small(record: Record, folder: Path, sizes: Sizes) -> None:
             _progress(f"small leaves, turn {turn} of {sizes.repeats}: {name}", times)
             if turn:
                 for figure, secs in times.items():
-                    record.samples.setdefault(f"small/{figure}/{name}", []).append(secs)
+                    record.add(f"small/{figure}/{name}", secs)
 
 
 def _rss(record: Record, what: str, layout: str, folder: Path, sizes: Sizes) -> None:

@@ -8,14 +8,13 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.record import Record, resident_bytes, sampled
+from bench.record import Record, resident_bytes, sampled, without_fma
 from bench.timeline.spans import LANES, ORIGIN, Span, busy_secs, read_spans
 
 _SAVE_EVERY, _WINDOW = 10, 4
@@ -57,10 +56,7 @@ def run(quick: bool) -> TimelineRecord:
     Args:
       quick: The smallest network.
     """
-    if "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", ""):
-        # Before JAX starts: a CPU stands in for an accelerator, which has no fused multiply-add.
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
-        os.environ["XLA_FLAGS"] = flags.strip()
+    without_fma()
     size, seq_len = ("pico", 64) if quick else ("small", 128)
     with tempfile.TemporaryDirectory() as directory:
         report, spans, series = _profile_window(Path(directory), size, seq_len)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.record import DEVICE_MEMORY, Record, has_nvidia, use_device_memory
+from bench.record import DEVICE_MEMORY, Record, has_nvidia, use_device_memory, without_fma
 from bench.train.table import TrainRecord
 
 if TYPE_CHECKING:  # JAX must not start before the environment is prepared
@@ -61,10 +61,8 @@ def _prepare_environment() -> None:
     """Must come before JAX starts its backends."""
     if has_nvidia():
         use_device_memory(DEVICE_MEMORY, unless_said=True)
-    elif "xla_cpu_max_isa" not in os.environ.get("XLA_FLAGS", ""):
-        # The CPU stands in for an accelerator, which has no fused multiply-add in elementwise code.
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
-        os.environ["XLA_FLAGS"] = flags.strip()
+    else:
+        without_fma()
 
 
 class _Bench:

@@ -86,10 +86,8 @@ def add_phase(
             figures["blocked_gb_per_sec"] = state_bytes / figures["hook_secs_per_save"] / 1e9
         if async_inflation is not None and async_inflation > 0:
             figures["inflation_vs_stock_async"] = inflation / async_inflation
-    for name, value in figures.items():
-        _add(record, phase.mode, interval, name, value)
-    for name, value in _of_reports(phase, state_bytes):
-        _add(record, phase.mode, interval, name, value)
+    for name, value in (*figures.items(), *_of_reports(phase, state_bytes)):
+        record.add(f"{phase.mode}/{interval}/{name}", value)
     return inflation
 
 
@@ -167,7 +165,7 @@ def add_host_memory(
     """
     grown = (phase.peaks.resident - before[0], phase.peaks.system - before[1])
     for name, value in zip(("host_memory_ratio", "host_system_memory_ratio"), grown, strict=True):
-        _add(record, phase.mode, interval, name, max(0, value) / state_bytes)
+        record.add(f"{phase.mode}/{interval}/{name}", max(0, value) / state_bytes)
 
 
 def quantile(values: list[float], q: float) -> float:
@@ -178,7 +176,3 @@ def quantile(values: list[float], q: float) -> float:
       4.0
     """
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
-
-
-def _add(record: Record, mode: str, interval: int, name: str, value: float) -> None:
-    record.samples.setdefault(f"{mode}/{interval}/{name}", []).append(float(value))

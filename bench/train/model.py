@@ -77,19 +77,16 @@ class Job:
 
     Attributes:
       init: Makes a fresh state on the device.
-      update: The step `(state, batch) -> (state, loss)`, not jitted.
-      donating: It, jitted as training runs it: the new state takes the old one's memory.
+      donating: The step `(state, batch) -> (state, loss)`, jitted as training runs it: the new
+        state takes the old one's memory.
       keeping: It, jitted without donation.
       batches: On the device; step n takes number n modulo their count.
-      tokens: Per step.
     """
 
     init: Any
-    update: Any
     donating: Any
     keeping: Any
     batches: list[jax.Array]
-    tokens: int
 
 
 def make_job(size: Size, dtype: Any) -> Job:
@@ -119,6 +116,4 @@ def make_job(size: Size, dtype: Any) -> Job:
         jnp.asarray(data.batch(text, seed=0, step=n, size=size.batch, length=size.length))
         for n in range(_BATCHES)
     ]
-    donating = jax.jit(update, donate_argnums=0)
-    tokens = size.batch * size.length
-    return Job(jax.jit(init), update, donating, jax.jit(update), batches, tokens)
+    return Job(jax.jit(init), jax.jit(update, donate_argnums=0), jax.jit(update), batches)

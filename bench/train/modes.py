@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,31 +27,6 @@ DEFAULT = ("ideal", "gockpt", "orbax_async", "device_copy", "gockpt_k4", "orbax_
 """Modes in the order of their worth, should the time not suffice for all."""
 _STOCK = re.compile(r"(?P<way>orbax_sync|orbax_async|orbax_async_background|device_copy)(_plain)?")
 _GOCKPT = re.compile(r"gockpt(?:_k(?P<steps>\d+)|_b(?P<percent>\d+))?")
-
-
-class Mode(Protocol):
-    """A training loop's way to checkpoint."""
-
-    def step(self, state: Any, batch: Any) -> Any:
-        """One update: the new state and the loss."""
-
-    def save(self, label: int, state: Any) -> bool:
-        """Called after every update; True if a save was accepted."""
-
-    def is_saving(self) -> bool:
-        """Whether an accepted save is not visible yet."""
-
-    def finish(self) -> None:
-        """Waits until the last save is visible."""
-
-    def reports(self) -> list[dict[str, Any]]:
-        """What the library itself says of its saves."""
-
-    def clean(self) -> None:
-        """Deletes its checkpoints, between phases: all modes share one disk."""
-
-    def close(self) -> None:
-        """Ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +54,14 @@ class Setting:
     step_secs: float | None = None
 
 
-def make_mode(name: str, setting: Setting) -> Mode:
+def make_mode(name: str, setting: Setting) -> "Mode":
     """Makes a mode.
 
     Raises:
       ValueError: if there is no such mode.
     """
     if name == "ideal":
-        return Ideal(setting)
+        return Mode(setting)
     if found := _STOCK.fullmatch(name):
         stock = DeviceCopy if found["way"] == "device_copy" else Stock
         return stock(setting, name)
@@ -102,35 +77,39 @@ def make_mode(name: str, setting: Setting) -> Mode:
     )
 
 
-class Ideal:
-    """No checkpoint at all."""
+class Mode:
+    """A training loop's way to checkpoint; this one, `ideal`, makes none.
+
+    Attributes:
+      step: One update: `(state, batch) -> (state, loss)`.
+    """
 
     def __init__(self, setting: Setting):
         self.step = setting.job.donating
 
     def save(self, label: int, state: Any) -> bool:
-        """Does nothing."""
+        """Called after every update; True if a save was accepted."""
         return False
 
     def is_saving(self) -> bool:
-        """Never."""
+        """Whether an accepted save is not visible yet."""
         return False
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Waits until the last save is visible."""
 
     def reports(self) -> list[dict[str, Any]]:
-        """None."""
+        """What the library itself says of its saves."""
         return []
 
     def clean(self) -> None:
-        """There are none."""
+        """Deletes its checkpoints, between phases: all modes share one disk."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Ends it."""
 
 
-class Managed(Ideal):
+class Managed(Mode):
     """A checkpoint manager, stock's or ours: called after every step, it saves if its policy says.
 
     Args:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bench.record import MEMORY, MEMORY_VARIABLE
 from bench.train.model import SIZES
+from gockpt_jax.transfer.host_memory import is_in_memory
 
 _FAST_BYTES_PER_SEC = 1.5e9  # below this a memory file system is preferred, if it has room
 _ACTIVATION_BYTES = 6 * 10**9  # of the large sizes, with rematerialisation; generous
@@ -52,7 +53,7 @@ def places(directory: Path | None, *, probe_bytes: int) -> list[Place]:
     for path in candidates:
         if path.is_dir() and os.access(path, os.W_OK):
             rate = _write_rate(path, probe_bytes)
-            found.append(Place(path, shutil.disk_usage(path).free, rate, _is_in_memory(path)))
+            found.append(Place(path, shutil.disk_usage(path).free, rate, is_in_memory(path)))
     return found
 
 
@@ -117,14 +118,6 @@ def _too_slow(
         return None
     rate = f"{place.bytes_per_sec / 1e9:.2f} GB/s and {interval_secs:.0f} s of steps each"
     return f"{saves} saves at {rate} take too long"
-
-
-def _is_in_memory(path: Path) -> bool:
-    """Whether the file system of a path keeps its files in memory (Linux)."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    above = {path.resolve(), *path.resolve().parents}
-    inner = [(len(at), kind) for at, kind in mounts if Path(at) in above]
-    return max(inner, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
 
 def _write_rate(path: Path, num_bytes: int) -> float:

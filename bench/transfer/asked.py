@@ -41,22 +41,6 @@ class Scale:
         return cls((0.0625, 1, 16, 64, 256, 1024), 1024, 8192, 16, 9)
 
 
-class Deadline:
-    """When to stop asking.
-
-    Args:
-      limit_secs: From now on; `None`: never.
-    """
-
-    def __init__(self, limit_secs: float | None):
-        self._at = None if limit_secs is None else time.perf_counter() + limit_secs
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no further measurement should begin."""
-        return self._at is not None and time.perf_counter() > self._at
-
-
 @dataclasses.dataclass
 class Asked:
     """What every question is given.
@@ -65,17 +49,22 @@ class Asked:
       record: Takes samples and notes.
       device: The device in question.
       scale: How much.
-      deadline: When to stop.
+      until: `time.perf_counter()` at the end of the time.
     """
 
     record: Record
     device: jax.Device
     scale: Scale
-    deadline: Deadline
+    until: float
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further measurement should begin."""
+        return time.perf_counter() > self.until
 
     def add(self, figure: str, *samples: float) -> None:
         """Adds samples to a figure."""
-        self.record.samples.setdefault(figure, []).extend(samples)
+        self.record.add(figure, *samples)
 
     def note(self, text: str) -> None:
         """Adds a note."""

@@ -5,11 +5,10 @@ leaves, and bytes by the library's own accounting. On an accelerator its questio
 (`bench/transfer/gpu.py`).
 """
 
-import os
 import tempfile
 from typing import Any
 
-from bench.record import Record
+from bench.record import Record, without_fma
 
 _LEAVES = 300  # a third of them parameters, the others their moments, and a counter
 _STEPS = 5
@@ -22,9 +21,7 @@ def run(quick: bool) -> Record:
     Args:
       quick: Fewer windows.
     """
-    # Without it the CPU backend contracts, and no window that must be exact would open.
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX".strip()
+    without_fma()
     import jax
 
     from bench.transfer import hooks

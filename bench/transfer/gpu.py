@@ -11,13 +11,15 @@ A question that fails leaves a note and the others go on. On the CPU backend all
 size, which shows that they run and nothing else.
 """
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from bench.record import Record
-from bench.transfer.asked import Asked, Deadline, Scale
+from bench.transfer.asked import Asked, Scale
 from bench.transfer.steps import ask_donated, ask_overlap
 from bench.transfer.ways import ask_dispatch, ask_pointers, ask_raw_link, ask_ways
 
@@ -33,7 +35,7 @@ QUESTIONS: Mapping[str, Callable[[Asked], None]] = {
 
 
 def answer(
-    record: Record, *, quick: bool, limit_secs: float | None = None, device: Any = None,
+    record: Record, *, quick: bool, limit_secs: float = math.inf, device: Any = None,
     questions: Sequence[str] | None = None, saved: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Asks every question, in order of worth, until the time is over.
@@ -48,9 +50,9 @@ def answer(
     """
     device = device or jax.local_devices()[0]
     scale = Scale.of(device.platform, quick=quick)
-    asked = Asked(record, device, scale, Deadline(limit_secs))
+    asked = Asked(record, device, scale, time.perf_counter() + limit_secs)
     for name in questions or QUESTIONS:
-        if asked.deadline.is_over:
+        if asked.is_over:
             asked.note(f"{name}: not asked, the time was over.")
             continue
         try:

@@ -64,7 +64,7 @@ def ask_overlap(asked: Asked) -> None:
     steps = max(1, min(200, round(pull / alone)))
     asked.note(f"overlap: {steps} steps of {1e3 * alone:.2f} ms beside a pull of {mib:g} MiB.")
     for n in range(asked.scale.repeats):
-        if asked.deadline.is_over:
+        if asked.is_over:
             return
         undisturbed = _steps_secs(busy, steps)
         x = asked.fresh(mib, n)
@@ -102,7 +102,7 @@ def ask_donated(asked: Asked) -> None:
     mib = asked.scale.busy_mib
     jax.block_until_ready(touch(asked.fresh(mib)))
     for n in range(asked.scale.repeats):
-        if asked.deadline.is_over:
+        if asked.is_over:
             return
         pulled, other = asked.fresh(mib, n), asked.fresh(mib, n + 1)
         secs = {}

@@ -74,7 +74,7 @@ def ask_ways(asked: Asked) -> None:
     failed: set[str] = set()
 
     def attempt(name: str, ask: Callable[..., None], *args: Any) -> None:
-        if name in failed or asked.deadline.is_over:
+        if name in failed or asked.is_over:
             return
         try:
             ask(asked, name, *args)
@@ -114,7 +114,7 @@ def ask_raw_link(asked: Asked) -> None:
         asked.note("raw_link: there is no link on the CPU backend.")
         return
     for mib in asked.scale.sizes_mib:
-        if asked.deadline.is_over:
+        if asked.is_over:
             return
         x = asked.fresh(mib)
         secs = raw_link_secs(x.unsafe_buffer_pointer(), x.nbytes, asked.scale.repeats)
@@ -146,7 +146,7 @@ def ask_dispatch(asked: Asked) -> None:
     small = [asked.fresh(1 / 64, n) for n in range(count)]
     large = asked.fresh(count / 64)
     for n in range(asked.scale.repeats + 1):
-        if asked.deadline.is_over:
+        if asked.is_over:
             return
         for name, arrays in (("small", small), ("packed", [large])):
             start = time.perf_counter()

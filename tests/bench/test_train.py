@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.record import ROOT, Record, command, print_table, without_paths
+from bench.record import ROOT, Record, command, without_paths
 from bench.train import benchmark as train
 from bench.train.figures import add_phase
 from bench.train.link import Link, slow_pulls
@@ -272,9 +272,3 @@ def test_commands_and_tracebacks_name_no_place(monkeypatch):
     assert command() == "python -m bench train --quick"
     text = f'File "{ROOT}/bench/x.py" and "/home/me/lib/python3.12/site-packages/jax/y.py"'
     assert without_paths(text) == 'File "bench/x.py" and "site-packages/jax/y.py"'
-
-
-def test_tables_need_no_library(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    print_table("title", ("name", "n"), [("a", "1"), ("bcdef", "22")], ["a note"])
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["bcdef", "22"]
