@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.table import show
 from bench.record import (
     DEVICE_MEMORY,
     MEMORY,
@@ -216,8 +217,6 @@ class GpuRun:
 
     def show(self) -> None:
         """Prints what became of the parts, and last tables of what matters most."""
-        from bench.gpu.table import show
-
         show(self.summary())
 
 

@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+
+import gockpt_jax as gockpt
 from bench.record import peak_memory, resident_bytes, sampled, without_fma
+from bench.storage.contenders import give_back
 
 _SAMPLE_SECS = 0.005
 _WARM_SAVES, _SAVES = 2, 5
@@ -89,7 +96,7 @@ def measure(way: Way, directory: Path, size: tuple[int, int, int]) -> dict[str, 
       Samples by figure, and what became of the saves.
     """
     state, update = _model(*size)
-    state_bytes = _bytes_of(state)
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
     loop = _Loop(state, update, way, directory, state_bytes)
     del state
     first_bytes = loop.resident_without_saves()
@@ -141,10 +148,6 @@ class _Loop:
     """
 
     def __init__(self, state: Any, update: Any, way: Way, directory: Path, state_bytes: int):
-        import orbax.checkpoint as ocp
-
-        import gockpt_jax as gockpt
-
         self._state, self._update, self._interval = state, update, way.interval
         self._label = 0
         self.accounts: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -176,8 +179,6 @@ class _Loop:
 
     def train(self, saves: int) -> None:
         """Trains through some intervals; each ends with a save, so that no window is open then."""
-        import jax
-
         for _ in range(saves * self._interval):
             self._label += 1
             self._state = jax.block_until_ready(self._step(self._state))
@@ -189,10 +190,6 @@ class _Loop:
 
     def resident_without_saves(self) -> int:
         """The most that is resident during steps without saves, once what was freed is back."""
-        import jax
-
-        from bench.storage.contenders import give_back
-
         give_back()
         most = 0
         for _ in range(5):
@@ -239,10 +236,6 @@ def _sampled(accounts: Callable[[], tuple[int, int]]) -> Iterator[_Peaks]:
 
 def _model(layers: int, width: int, vocabulary: int) -> tuple[Any, Any]:
     """A GPT's leaves with AdamW, and a step that trains them to no end."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
     shapes = {"embedding": (vocabulary, width), "norm": (width,)}
     for n in range(layers):
         for name, shape in {
@@ -271,12 +264,6 @@ def _model(layers: int, width: int, vocabulary: int) -> tuple[Any, Any]:
         return params, tx.init(params)
 
     return jax.block_until_ready(jax.jit(first)()), jax.jit(update, donate_argnums=0)
-
-
-def _bytes_of(state: Any) -> int:
-    import jax
-
-    return sum(x.nbytes for x in jax.tree.leaves(state))
 
 
 def main() -> None:

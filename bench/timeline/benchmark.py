@@ -14,6 +14,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import train_lm
+from lm import data, sharding
+
 from bench.record import Record, resident_bytes, sampled, without_fma
 from bench.timeline.spans import LANES, ORIGIN, Span, busy_secs, read_spans
 
@@ -79,10 +83,6 @@ def run(quick: bool) -> TimelineRecord:
 
 
 def _profile_window(directory: Path, size: str, seq_len: int) -> tuple[Any, list[Span], Any]:
-    import jax
-    import train_lm
-    from lm import data, sharding
-
     args = argparse.Namespace(
         size=size, seq_len=seq_len, dtype="float32", steps=_TRACED.stop, batch_size=8, seed=0,
         directory=directory, save_every=_SAVE_EVERY, max_to_keep=2, window=_WINDOW,
@@ -122,15 +122,11 @@ def _profile_window(directory: Path, size: str, seq_len: int) -> tuple[Any, list
 
 
 def _on_cpu() -> bool:
-    import jax
-
     return jax.local_devices()[0].platform == "cpu"
 
 
 @contextlib.contextmanager
 def _profiled(directory: Path) -> Iterator[None]:
-    import jax
-
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # every Python call would be slower for it
     options.host_tracer_level = 1
@@ -141,8 +137,6 @@ def _profiled(directory: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _sampled_memory(device: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """Samples memory, from the moment that `ORIGIN` marks."""
-    import jax
-
     readers: dict[str, Callable[[], float]] = {"resident_bytes": resident_bytes}
     if "bytes_in_use" in (device.memory_stats() or {}):
         readers["device_bytes"] = lambda: device.memory_stats()["bytes_in_use"]

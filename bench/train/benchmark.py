@@ -13,13 +13,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from bench.record import DEVICE_MEMORY, Record, has_nvidia, use_device_memory, without_fma
+from bench.train.figures import NOTES
+from bench.train.model import AXIS, SIZES, make_job
+from bench.train.modes import DEFAULT
+from bench.train.place import LADDER, choose, places
+from bench.train.rounds import CORE_PHASES, Interval, Shared, saves_per_phase
 from bench.train.table import TrainRecord
-
-if TYPE_CHECKING:  # JAX must not start before the environment is prepared
-    from bench.train.rounds import Shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +51,6 @@ def run(quick: bool, **options: Any) -> Record:
       **options: As in `add_arguments`; `out`: where the record is written after each round.
     """
     _prepare_environment()
-    import jax
-
-    from bench.train.model import AXIS
-
     mesh = jax.make_mesh(
         (1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
     )
@@ -69,10 +70,6 @@ class _Bench:
     """One run of the benchmark."""
 
     def __init__(self, quick: bool, options: argparse.Namespace):
-        import jax
-
-        from bench.train.modes import DEFAULT
-
         self.options = options
         self.on_cpu = jax.default_backend() == "cpu"
         modes = options.modes.split(",") if options.modes else list(DEFAULT)
@@ -89,9 +86,6 @@ class _Bench:
 
     def run(self) -> Record:
         """All intervals."""
-        from bench.train.figures import NOTES
-        from bench.train.rounds import Interval, saves_per_phase
-
         self.record.notes += NOTES
         with self._directory() as directory:
             shared = self._start()
@@ -103,14 +97,8 @@ class _Bench:
                 Interval(shared, interval, directory / str(interval)).run()
         return self.record
 
-    def _start(self) -> "Shared":
+    def _start(self) -> Shared:
         """Makes the job and its first state."""
-        import jax
-        import jax.numpy as jnp
-
-        from bench.train.model import SIZES, make_job
-        from bench.train.rounds import Shared
-
         size = SIZES[self.size_name]
         if self.on_cpu:
             size = dataclasses.replace(size, batch=min(size.batch, 4), length=min(size.length, 64))
@@ -133,11 +121,6 @@ class _Bench:
     @contextlib.contextmanager
     def _directory(self) -> Iterator[Path]:
         """Chooses size and place; what was written is deleted at the end."""
-        import jax
-
-        from bench.train.place import LADDER, choose, places
-        from bench.train.rounds import CORE_PHASES, saves_per_phase
-
         probe_bytes = 2**24 if self.on_cpu else 2**30
         found = places(self.options.directory, probe_bytes=probe_bytes)
         place = found[0]

@@ -8,7 +8,16 @@ leaves, and bytes by the library's own accounting. On an accelerator its questio
 import tempfile
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+
+import gockpt_jax as gockpt
 from bench.record import Record, without_fma
+from bench.transfer.gpu import answer
+from bench.transfer.hooks import NOTES, Hooks
+from bench.transfer.save_call import measure
 
 _LEAVES = 300  # a third of them parameters, the others their moments, and a counter
 _STEPS = 5
@@ -22,11 +31,6 @@ def run(quick: bool) -> Record:
       quick: Fewer windows.
     """
     without_fma()
-    import jax
-
-    from bench.transfer import hooks
-    from bench.transfer.save_call import measure
-
     record = Record("transfer")
     # Leaves are small: the CPU backend copies them on the caller's thread, as no accelerator does.
     width, saves = 64, 12 if quick else 40
@@ -41,7 +45,7 @@ def run(quick: bool) -> Record:
         f" of {_STEPS} steps, {len(windows)} of them; each step is waited for, and what follows it"
         " on the worker threads, and every second save until it is committed: the hooks are timed"
         " alone, and need not wait for budgets.",
-        *hooks.NOTES,
+        *NOTES,
         "staged_budget_ratio: most bytes staged and retained on one device at once, padding "
         f"included, over the device budget of {budget / 2**20:.1f} MiB; host_state_ratio: most "
         "bytes of chunks, retained values, replay's and the writer's buffers on the host, over the "
@@ -51,20 +55,12 @@ def run(quick: bool) -> Record:
     if jax.default_backend() == "cpu":
         record.notes.append("No accelerator: its questions were not asked.")
     else:
-        from bench.transfer.gpu import answer
-
         answer(record, quick=quick, limit_secs=_LIMIT_SECS[quick])
     return record
 
 
 def _train(width: int, saves: int) -> tuple[dict[str, list[float]], Any, int, int]:
     """Trains through some windows; the hooks' samples, the reports, bytes of state and budget."""
-    import jax
-    import orbax.checkpoint as ocp
-
-    import gockpt_jax as gockpt
-    from bench.transfer.hooks import Hooks
-
     state, update = _model(width)
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
     # Room for a block of a quarter of the moments, and what two steps in flight retain.
@@ -89,10 +85,6 @@ def _train(width: int, saves: int) -> tuple[dict[str, list[float]], Any, int, in
 
 
 def _model(width: int, leaves: int = _LEAVES) -> tuple[Any, Any]:
-    import jax
-    import jax.numpy as jnp
-    import optax
-
     tx = optax.adam(1e-3)
     params = {f"w{n:03}": jnp.full((width, width), 1.0 + n) for n in range(leaves // 3)}
 

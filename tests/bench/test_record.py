@@ -5,7 +5,10 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import os
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,11 @@ import pytest
 from bench.record import ROOT, Record, interleaved, ratios
 
 RESULTS = sorted((ROOT / "bench" / "results").rglob("*.json"))
-EXAMPLES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in (ROOT / "bench").rglob("*.py")
-    if ">>> " in path.read_text(encoding="utf-8")
-)
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "bench").rglob("*.py"))
+}
+EXAMPLES = [name for name, text in MODULES.items() if ">>> " in text]
 KEYS = {"name", "command", "commit", "versions", "hardware", "figures", "samples", "notes"}
 
 
@@ -71,6 +74,16 @@ def test_results_are_records_of_clean_commits(path):
     record = json.loads(path.read_text(encoding="utf-8"))
     check(record)
     assert "changes" not in record["commit"]
+
+
+def test_imports_start_no_backend():
+    """A benchmark says how much of a device JAX takes, and with what flags, when it runs."""
+    program = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *MODULES], cwd=ROOT, capture_output=True, text=True,
+        check=False, env=os.environ | {"JAX_PLATFORMS": "none_that_could_start"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("module", EXAMPLES)
