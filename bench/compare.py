@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bench.record import print_table
+from bench.tables import print_table
 
 LEAST_SAMPLES = 5
 _DRAWS, _LEVEL, _SEED = 4000, 0.99, 0

@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from bench.tables import print_table, spread_row
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
@@ -93,29 +91,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     beside = path.with_name(path.name + UNFINISHED)
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
-
-
-def spread_row(name: str, samples: Sequence[float]) -> tuple[str, ...]:
-    """A line of a table: a figure's median, least and most, and how many samples it has."""
-    numbers = (statistics.median(samples), min(samples), max(samples))
-    return (name, *(f"{x:.4g}" for x in numbers), str(len(samples)))
-
-
-def print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
-) -> None:
-    """Prints notes, and below them a table whose first column is text, the others numbers."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    for n, column in enumerate(columns):
-        table.add_column(column, justify="right" if n else "left", no_wrap=not n)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:  # a log file folds nothing
-        console.width = 160
-    for note in notes:
-        console.print(f"- {note}", markup=False, highlight=False)
-    console.print(table)
 
 
 def interleaved(

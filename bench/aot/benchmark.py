@@ -24,7 +24,8 @@ from typing import Any
 import jax
 
 from bench.aot.compile import GIB, MAX_STEPS, Case
-from bench.record import ROOT, Record, print_table, resident_bytes
+from bench.record import ROOT, Record, resident_bytes
+from bench.tables import print_by_row, print_table
 
 # No metadata server to ask; and libtpu lets one process at a time load it, for the TPU's sake.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -76,11 +77,10 @@ class AotRecord(Record):
 
     def show(self) -> None:
         """Prints the notes, and last the tables: the steps, and what a window costs at each K."""
-        figures = self.figures
+        columns = {name: name for name in _STEP_COLUMNS}
+        print_by_row("the step", "case", columns, self.samples, self.notes)
+        figures, ks = self.figures, range(2, MAX_STEPS + 1)
         cases = dict.fromkeys("/".join(name.split("/")[:3]) for name in figures)
-        steps = [(c, *(f"{figures[f'{c}/{name}']:.4g}" for name in _STEP_COLUMNS)) for c in cases]
-        print_table("the step", ("case", *_STEP_COLUMNS), steps, self.notes)
-        ks = range(2, MAX_STEPS + 1)
         windows = []
         for c in cases:
             pairs = [[figures[f"{c}/k{k}/{w}_gib"] for w in ("planned", "compiled")] for k in ks]

@@ -18,7 +18,8 @@ from pathlib import Path
 from bench.cut import programs
 from bench.cut.measure import measure
 from bench.cut.runs import REPLAYED, STEPS
-from bench.record import Record, print_table
+from bench.record import Record
+from bench.tables import print_by_row
 
 ISAS = {"avx": "--xla_cpu_max_isa=AVX", "fma": ""}
 NOTES = [
@@ -38,17 +39,13 @@ class CutRecord(Record):
 
     def show(self) -> None:
         """Prints the notes, and last the table."""
-        rows: dict[tuple[str, ...], dict[str, float]] = {}
-        for key, value in self.figures.items():
-            *row, name = key.split("/", 2)
-            rows.setdefault(tuple(row), {})[name] = value
         names = ["retained", "early bytes", "scalars", "early", "late"]
         names += [f"{isa}/{name}" for isa in ISAS for name in ("perturbed", "torn")] + ["fenced"]
-        table = [
-            (" ".join(row), *(f"{values[n]:.10g}" if n in values else "" for n in names))
-            for row, values in rows.items()
-        ]
-        print_table("bench cut", ("", *names), table, self.notes)
+        columns = {name: name for name in names}
+        print_by_row(
+            "bench cut", "model/optimizer", columns, self.samples, self.notes,
+            cell=lambda _, count: f"{count:.10g}",
+        )  # fmt: skip
 
 
 def run(quick: bool) -> CutRecord:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.record import print_table, spread_row
+from bench.tables import print_table, spread_row
 from bench.train.table import show_modes
 
 Samples = Mapping[str, Sequence[float]]

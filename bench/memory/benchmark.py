@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 from bench.memory.way import NOTES, QUICK, WAYS
-from bench.record import ROOT, Record, print_table, without_paths
+from bench.record import ROOT, Record, without_paths
+from bench.tables import print_by_row
 
 _COLUMNS = {
     "host_peak_extra_bytes": "host peak MB",
@@ -32,23 +33,14 @@ class MemoryRecord(Record):
 
     def show(self) -> None:
         """Prints the notes, and last a line for each way."""
-        ways = dict.fromkeys(name.partition("/")[0] for name in self.samples)
-        rows = [
-            (
-                way,
-                *(self._cell(f"{way}/{column}") for column in _COLUMNS),
-                str(len(self.samples.get(f"{way}/extra_rss_bytes", ()))),
-            )
-            for way in ways
-        ]
-        columns = ("way to save", *_COLUMNS.values(), "n")
-        print_table("bench memory: medians", columns, rows, self.notes)
+        print_by_row(
+            "bench memory: medians", "way to save", _COLUMNS, self.samples, self.notes,
+            count="extra_rss_bytes", cell=_cell,
+        )  # fmt: skip
 
-    def _cell(self, name: str) -> str:
-        if name not in self.samples:
-            return "-"
-        value = self.figures[name]
-        return f"{value / 1e6:.0f}" if name.endswith("_bytes") else f"{value:.3g}"
+
+def _cell(name: str, value: float) -> str:
+    return f"{value / 1e6:.0f}" if name.endswith("_bytes") else f"{value:.3g}"
 
 
 def run(

@@ -194,7 +194,7 @@ class Interval:
         """A phase of `ideal`; there is one on either side of each round, against drift within."""
         phase = self._attempt("ideal", lambda: self._phase("ideal", self.ideal_steps))
         if phase is None:
-            raise RuntimeError(self.record.details["failures"]["ideal"])
+            raise RuntimeError(self.record.details["failures"][f"ideal/{self.interval}"])
         self._keep(phase)
         return phase
 

@@ -1,10 +1,9 @@
 """The training benchmark as a table: a line for each mode and interval."""
 
-import re
-import statistics
 from collections.abc import Mapping, Sequence
 
-from bench.record import Record, print_table
+from bench.record import Record
+from bench.tables import print_by_row
 
 _COST = {
     "throughput_ratio": "through-put",
@@ -32,7 +31,6 @@ _HOLDINGS = {
     "device_memory_over_plan": "of plan",
     "host_memory_ratio": "host",
 }
-_FIGURE = re.compile(r"(.*/\d+)/([a-z0-9_]+)")
 
 
 class TrainRecord(Record):
@@ -53,30 +51,10 @@ def show_modes(
       samples: Of any figures; others are left out, and so are columns without any.
       notes: Printed above it.
     """
-    _show(f"{title}: what training pays", _COST, samples, notes)
-    _show(f"{title}: what moves and what is held", _HOLDINGS, samples)
-
-
-def _show(
-    title: str, names: Mapping[str, str], samples: Mapping[str, Sequence[float]],
-    notes: Sequence[str] = (),
-) -> None:  # fmt: skip
-    rows: dict[str, dict[str, Sequence[float]]] = {}
-    phases: dict[str, int] = {}
-    for name, values in samples.items():
-        found = _FIGURE.fullmatch(name)
-        if found and found[2] in names:
-            rows.setdefault(found[1], {})[found[2]] = values
-        if found and found[2] == "wall_secs":
-            phases[found[1]] = len(values)
-    columns = [c for c in names if any(c in figures for figures in rows.values())]
-    table = [
-        (
-            row,
-            *(f"{statistics.median(figures[c]):.3g}" if c in figures else "-" for c in columns),
-            str(phases.get(row, 0)),
-        )
-        for row, figures in rows.items()
-    ]
-    if table or notes:
-        print_table(title, ("mode/interval", *(names[c] for c in columns), "n"), table, notes)
+    for what, columns, said in (
+        ("what training pays", _COST, notes), ("what moves and what is held", _HOLDINGS, ()),
+    ):  # fmt: skip
+        print_by_row(
+            f"{title}: {what}", "mode/interval", columns, samples, said, count="wall_secs",
+            cell=lambda _, value: f"{value:.3g}",
+        )  # fmt: skip
