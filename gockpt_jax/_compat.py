@@ -213,11 +213,6 @@ def lies_as_pmap_left_it(sharding: Any) -> bool:
     return type(sharding).__name__ == "PmapSharding"
 
 
-def committed(array: Any) -> bool:
-    """Whether an array is pinned to its devices (`jax.Array.committed` came with jax 0.5)."""
-    return bool(getattr(array, "committed", getattr(array, "_committed", True)))
-
-
 def before_shutdown(callback: Callable[[], None]) -> None:
     """Has `callback` called when the main thread has ended, while executors still take work.
 

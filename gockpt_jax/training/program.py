@@ -290,7 +290,7 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _committed_sharding(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and _compat.committed(leaf):
+    if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True):
         return leaf.sharding
     return None
 
