@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--intervals", help="steps between saves, comma-separated; 10 on a CPU, else 50")
     add("--rounds", type=int, help="phases of each mode; 5, or 3 if quick")
     add("--minutes", type=float, help="stop in time; modes at the end of the list are left out")
-    add("--link-gb-per-sec", type=float, help="CPU only: 0 for none; as --link-steps if left out")
     add("--link-steps", type=float, default=3.0, help="CPU only: steps that the state takes (3)")
     add("--device-budget-fraction", type=float, help="of the state's bytes, for gockpt")
     add("--host-gib", type=float, help="host memory, where the system does not tell all of it")

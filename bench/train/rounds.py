@@ -107,16 +107,13 @@ class Interval:
     def _setting(self) -> Setting:
         options, state_bytes = self.shared.options, self.shared.state_bytes
         link = None
-        if self.shared.on_cpu and options.link_gb_per_sec != 0:
-            chosen = options.link_gb_per_sec
-            slowed = state_bytes / (options.link_steps * self.step_secs)
-            link = Link(chosen * 1e9 if chosen else slowed)
+        if self.shared.on_cpu:
+            link = Link(state_bytes / (options.link_steps * self.step_secs))
             self.record.notes.append(
                 f"Interval {self.interval}: the link was slowed to {link.bytes_per_sec / 1e9:.3f} "
-                f"GB/s, for all modes alike: the state takes "
-                f"{state_bytes / link.bytes_per_sec / self.step_secs:.1f} steps. Background "
-                "transfers of stock would wait in Orbax's thread, where the throttle is not: that "
-                "mode is left out."
+                f"GB/s, for all modes alike: the state takes {options.link_steps:.1f} steps. "
+                "Background transfers of stock would wait in Orbax's thread, where the throttle is "
+                "not: that mode is left out."
             )
             self.shared.modes = [m for m in self.shared.modes if m != "orbax_async_background"]
         fraction = options.device_budget_fraction

@@ -175,8 +175,7 @@ def record(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "train.json"
     options = {
         "size": "toy", "modes": "ideal,gockpt_k2,orbax_async,orbax_sync,device_copy",
-        "intervals": "5", "rounds": 1, "minutes": None, "link_gb_per_sec": None,
-        "link_steps": 3.0,
+        "intervals": "5", "rounds": 1, "minutes": None, "link_steps": 3.0,
         "device_budget_fraction": None, "host_gib": None, "directory": None, "alone": False,
         "out": out,
     }  # fmt: skip
