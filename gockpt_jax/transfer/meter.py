@@ -17,6 +17,20 @@ _MIN_SAMPLES, _MAX_SAMPLES = 3, 32
 _MAX_GAP_SECS = 1e-3
 
 
+class _Watched(threading.local):
+    """Transfers that came one behind the other, as the worker that landed them saw them: its own.
+
+    Attributes:
+      since: When the first of them that has not been counted began; `None`: not watched.
+      num_bytes: Of those, of one device.
+      last_end: When the last has come.
+    """
+
+    since: float | None = None
+    num_bytes: int = 0
+    last_end: float = float("-inf")
+
+
 class LinkMeter:
     """The median rate at which one device's bytes reach the host.
 
@@ -35,9 +49,7 @@ class LinkMeter:
     def __init__(self) -> None:
         self._rates: collections.deque[float] = collections.deque(maxlen=_MAX_SAMPLES)
         self._lock = threading.Lock()
-        self._busy_since: float | None = None
-        self._busy_bytes = 0
-        self._last_end = float("-inf")
+        self._watched = _Watched()
 
     @property
     def bytes_per_sec(self) -> float | None:
@@ -60,22 +72,23 @@ class LinkMeter:
           sources: The device buffers that are moved; waited for.
           is_done: Whether all of it has arrived already.
         """
-        now = time.perf_counter()
+        watched, now = self._watched, time.perf_counter()
         if not is_done and not all(source.is_ready() for source in sources):
             jax.block_until_ready(list(sources))
-            self._busy_since, self._busy_bytes = time.perf_counter(), 0
-        elif is_done or now - self._last_end > _MAX_GAP_SECS:
-            self._busy_since = None
+            watched.since, watched.num_bytes = time.perf_counter(), 0
+        elif is_done or now - watched.last_end > _MAX_GAP_SECS:
+            watched.since = None
 
     def end(self, chunks: Sequence[Any], num_devices: int) -> None:
         """Called when the pull has arrived, as chunks with `nbytes` from as many devices."""
-        if self._busy_since is None:
+        watched = self._watched
+        if watched.since is None:
             return
-        self._last_end = time.perf_counter()
-        self._busy_bytes += sum(c.nbytes for c in chunks) // max(num_devices, 1)
-        if self._busy_bytes >= _MIN_SAMPLE_BYTES:
-            self.pulled(self._busy_bytes, self._last_end - self._busy_since)
-            self._busy_since, self._busy_bytes = self._last_end, 0
+        watched.last_end = time.perf_counter()
+        watched.num_bytes += sum(c.nbytes for c in chunks) // max(num_devices, 1)
+        if watched.num_bytes >= _MIN_SAMPLE_BYTES:
+            self.pulled(watched.num_bytes, watched.last_end - watched.since)
+            watched.since, watched.num_bytes = watched.last_end, 0
 
 
 LINK = LinkMeter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,6 +87,19 @@ def test_small_pulls_count_together_and_devices_apart(clock):
         source = Source(clock, ready_in=1.0)
         for _ in range(8):
             land(meter, clock, source, 0.25, mib=16, devices=2)
+    assert meter.bytes_per_sec == 32 * MIB
+
+
+def test_a_worker_watches_its_own_pulls_alone(clock):
+    """The link is shared by all managers; what one worker comes too late for, another has seen."""
+    meter = LinkMeter()
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(3):
+            meter.begin([Source(clock, ready_in=3.0)], False)
+            clock.now += 1.0
+            other.submit(land, meter, clock, Source(clock), 0.5, done=True).result()
+            clock.now += 0.5
+            meter.end([np.empty(64 * MIB, np.int8)], 1)
     assert meter.bytes_per_sec == 32 * MIB
 
 
