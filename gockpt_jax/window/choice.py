@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import heapq
 from collections.abc import Iterator, Sequence
 
 from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, describe_bytes, predict
@@ -111,38 +110,9 @@ def _levels(units: Sequence[Unit]) -> Iterator[list[int]]:
 
 
 def _in_order(units: Sequence[Unit]) -> list[int]:
-    """Positions, each after those that must not leave later, otherwise groups by gain.
-
-    Rows of a group are neighbours.
-
-    Raises:
-      ValueError: if units wait for each other; they should be one.
-    """
-    waiting = [len(set(u.after)) for u in units]
-    allows: dict[int, list[int]] = collections.defaultdict(list)
-    for position, unit in enumerate(units):
-        for first in set(unit.after):
-            allows[first].append(position)
-
+    """Positions, groups by gain; rows of a group are neighbours."""
     rank = _ranks(units)
-
-    def entry(u: int) -> tuple[float, int, int, int]:
-        return (*rank[u], u)
-
-    ready = [entry(u) for u, n in enumerate(waiting) if n == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        *_, u = heapq.heappop(ready)
-        order.append(u)
-        for v in allows[u]:
-            waiting[v] -= 1
-            if waiting[v] == 0:
-                heapq.heappush(ready, entry(v))
-    if len(order) < len(units):
-        stuck = [u for u, n in enumerate(waiting) if n]
-        raise ValueError(f"units {stuck} must not leave later than each other; make them one")
-    return order
+    return sorted(range(len(units)), key=lambda u: (rank[u], u))
 
 
 def _ranks(units: Sequence[Unit]) -> list[tuple[float, int, int]]:

@@ -51,7 +51,6 @@ class Unit:
     Attributes:
       state_bytes: Staged and pulled when it leaves.
       retained_bytes: Pulled behind it after each later step of the window.
-      after: Positions of units that must not leave later than it.
       group: Whose rows it is; `None`: all of a group. What a group retains is pulled as it is if
         all its rows leave in one block, and else copied first.
       is_copied: Whether what it retains is copied first in any case: small arrays are packed.
@@ -59,7 +58,6 @@ class Unit:
 
     state_bytes: int
     retained_bytes: int
-    after: tuple[int, ...] = ()
     group: int | None = None
     is_copied: bool = False
 

@@ -19,12 +19,10 @@ TICK = 1.001e-3  # stalls closer than this are equal to the model
 def terms(draw):
     units: list[Unit] = []
     for _ in range(draw(st.integers(0, 6))):
-        after = draw(st.sets(st.integers(0, len(units) - 1), max_size=2)) if units else ()
         units.append(
             Unit(
                 state_bytes=draw(st.integers(0, 1000)),
                 retained_bytes=draw(st.integers(0, 600)),
-                after=tuple(sorted(after)),
                 group=draw(st.sampled_from([None, 0, 1])),
                 is_copied=draw(st.booleans()),
             )
@@ -140,7 +138,7 @@ def test_a_block_beside_what_the_step_before_it_retained():
 
 @thorough
 @given(terms())
-def test_every_unit_leaves_exactly_once_and_in_order(terms):
+def test_every_unit_leaves_exactly_once(terms):
     for steps in range(2, terms.max_steps + 1):
         blocks = fill(terms.units, steps, shrinking=steps % 2 == 0)
         if terms.units:
@@ -149,8 +147,6 @@ def test_every_unit_leaves_exactly_once_and_in_order(terms):
     for cost in windows_of(terms):
         leaves_at = {u: i for i, block in enumerate(cost.blocks) for u in block}
         assert sum(map(len, cost.blocks)) == len(leaves_at)
-        for u, at in leaves_at.items():
-            assert all(leaves_at.get(first, cost.steps) <= at for first in terms.units[u].after)
         following = [
             sum(terms.units[u].retained_bytes for u, at in leaves_at.items() if at <= i)
             for i in range(len(cost.blocks))
@@ -195,7 +191,7 @@ def test_least_stall_then_fewest_bytes_then_smallest_k(terms):
 @thorough
 @given(terms(), st.integers(2, 8), st.booleans())
 def test_blocks_are_within_one_unit_of_their_share(terms, steps, shrinking):
-    units = tuple(dataclasses.replace(u, after=()) for u in terms.units)
+    units = terms.units
     total = sum(u.state_bytes for u in units)
     if not total:
         return
@@ -216,12 +212,6 @@ def test_every_step_moves_the_same_bytes(steps, gain):
         traffic.append(len(block) * 1000 + left * int(1000 / gain))
         left += len(block)
     assert max(traffic) <= min(traffic) + 4 * 1000
-
-
-def test_units_that_wait_for_each_other_are_refused():
-    a, b = (Unit(state_bytes=1, retained_bytes=0, after=(i,)) for i in (1, 0))
-    with pytest.raises(ValueError, match=r"units \[0, 1\] must not leave later than each other"):
-        fill((a, b), 3, shrinking=True)
 
 
 # The paper: a step hides one K-th of the state, whatever exceeds it is stall.
