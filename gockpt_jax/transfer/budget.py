@@ -2,10 +2,12 @@
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import jax
+
+_T = TypeVar("_T")
 
 
 class ByteBudget:
@@ -18,9 +20,9 @@ class ByteBudget:
 
     Example:
       >>> budget = ByteBudget(10)
-      >>> budget.acquire(8); budget.try_acquire(4), budget.release(8)
-      0.0
-      (False, None)
+      >>> budget.acquire(8)
+      >>> budget.try_acquire(4)
+      False
       >>> budget.peak_bytes
       8
     """
@@ -31,18 +33,11 @@ class ByteBudget:
         self.peak_bytes = 0
         self._changed = threading.Condition()
 
-    def acquire(self, num_bytes: int) -> float:
-        """Takes bytes, waiting for room.
-
-        Returns:
-          Seconds waited.
-        """
-        start = time.perf_counter()
+    def acquire(self, num_bytes: int) -> None:
+        """Takes bytes, waiting for room."""
         with self._changed:
-            waited = not self._fits(num_bytes)
             self._changed.wait_for(lambda: self._fits(num_bytes))
             self._take(num_bytes)
-        return time.perf_counter() - start if waited else 0.0
 
     def try_acquire(self, num_bytes: int) -> bool:
         """Takes bytes if there is room now."""
@@ -106,21 +101,36 @@ class ByteBudget:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
 
-def batches(sizes: Sequence[int], limit_bytes: int | None) -> Iterator[list[int]]:
-    """Consecutive positions, of as much together as the limit allows; what is larger goes alone.
+def batches(
+    things: Iterable[_T],
+    nbytes: Callable[[_T], int],
+    limit_bytes: int | None,
+    limit: int | None = None,
+) -> Iterator[list[_T]]:
+    """Takes things together, in order.
+
+    Args:
+      things: Of any kind.
+      nbytes: How large one is.
+      limit_bytes: The most bytes of a batch, but for one thing that is larger; `None`: any.
+      limit: The most things in a batch; `None`: any.
 
     Example:
-      >>> list(batches([4, 3, 2, 9, 1], 6)), list(batches([4, 3], None))
-      ([[0], [1, 2], [3], [4]], [[0, 1]])
+      >>> list(batches([1, 2, 3, 9, 1], lambda n: n, 5))
+      [[1, 2], [3], [9], [1]]
+      >>> list(batches("abc", len, None, 2))
+      [['a', 'b'], ['c']]
     """
-    batch: list[int] = []
-    batch_bytes = 0
-    for n, num_bytes in enumerate(sizes):
-        if batch and limit_bytes is not None and batch_bytes + num_bytes > limit_bytes:
+    batch: list[_T] = []
+    total = 0
+    for thing in things:
+        size = nbytes(thing)
+        too_large = limit_bytes is not None and total + size > limit_bytes
+        if batch and (too_large or len(batch) == limit):
             yield batch
-            batch, batch_bytes = [], 0
-        batch.append(n)
-        batch_bytes += num_bytes
+            batch, total = [], 0
+        batch.append(thing)
+        total += size
     if batch:
         yield batch
 

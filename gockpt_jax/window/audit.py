@@ -125,8 +125,7 @@ class Auditor:
         limit = self._device.limit_bytes
         if limit is not None and sample_bytes(_probes(pairs)) <= limit:
             limit = None
-        sizes = [sample_bytes(_probes([pair])) for pair in pairs]
-        return [[pairs[n] for n in at] for at in batches(sizes, limit)]
+        return list(batches(pairs, lambda pair: sample_bytes(_probes([pair])), limit))
 
     def _send(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
         probes = _probes(pairs)

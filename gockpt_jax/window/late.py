@@ -212,8 +212,7 @@ def late_blocks(
       limit_bytes: Of the device budget.
     """
     part_bytes = _part_bytes([chunk for _, chunk in chunks], limit_bytes)
-    sizes = [_staged_bytes(chunk) for _, chunk in chunks]
+    together = batches(range(len(chunks)), lambda n: _staged_bytes(chunks[n][1]), part_bytes)
     return [
-        (at, block_of([chunks[n][1] for n in at], [chunks[n][0] for n in at]))
-        for at in batches(sizes, part_bytes)
+        (at, block_of([chunks[n][1] for n in at], [chunks[n][0] for n in at])) for at in together
     ]

@@ -13,7 +13,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,6 +28,7 @@ from gockpt_jax.storage.files.aligned import (
 )
 from gockpt_jax.storage.files.database import Place
 from gockpt_jax.storage.files.plain_array import Piece, PlainArray
+from gockpt_jax.transfer.budget import batches
 
 _THREADS = 8
 # What a thread takes at once where pieces are small; not all files, which would then wait for it.
@@ -141,34 +142,6 @@ class PlainReads:
             return found
         out[whole:] = found
         return out
-
-
-def batches(
-    things: Iterable[_T], nbytes: Callable[[_T], int], limit_bytes: int, limit: int | None = None
-) -> Iterator[list[_T]]:
-    """Takes things together, in order.
-
-    Args:
-      things: Of any kind.
-      nbytes: How large one is.
-      limit_bytes: The most bytes of a batch, but for one thing that is larger.
-      limit: The most things in a batch.
-
-    Example:
-      >>> list(batches([1, 2, 3, 9, 1], lambda n: n, 5))
-      [[1, 2], [3], [9], [1]]
-    """
-    batch: list[_T] = []
-    total = 0
-    for thing in things:
-        size = nbytes(thing)
-        if batch and (total + size > limit_bytes or len(batch) == limit):
-            yield batch
-            batch, total = [], 0
-        batch.append(thing)
-        total += size
-    if batch:
-        yield batch
 
 
 def _runs(job: Iterable[tuple[Piece, Boxes]]) -> Iterator[list[tuple[Piece, Boxes]]]:

@@ -19,9 +19,9 @@ import orbax.checkpoint as ocp
 from gockpt_jax.storage.files import bucket, grid
 from gockpt_jax.storage.files.aligned import BLOCK_BYTES, PIECE_BYTES, aligned_empty, threads
 from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
-from gockpt_jax.storage.files.plain_reads import PlainReads, batches
+from gockpt_jax.storage.files.plain_reads import PlainReads
 from gockpt_jax.storage.writing.registry import RegistryView, look_up
-from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.budget import ByteBudget, batches
 
 # Host memory for arrays on their way to the devices; an array larger than that goes alone.
 LIMIT_BYTES = 2 * 2**30
