@@ -152,7 +152,7 @@ def test_demoted_leaf_is_late_from_then_on(tmp_path: Path, monkeypatch: pytest.M
     fault = CorruptedGradient(monkeypatch, element=500)
     with Trainer(tmp_path, window=options(on_failure="demote")) as trainer:
         trainer.run_undisturbed(4)
-        early = trainer.report(4).early_bytes
+        before = trainer.report(4)
         fault.armed = True
         trainer.run(8)
         del trainer.given[8]
@@ -160,16 +160,19 @@ def test_demoted_leaf_is_late_from_then_on(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(gockpt.AuditError, match="late from now on"):
             trainer.manager.wait_until_finished()
         trainer.assert_intact()
-        assert_demoted_run(trainer, fault, early)
+        assert_demoted_run(trainer, fault, before)
 
 
-def assert_demoted_run(trainer: Trainer, fault: CorruptedGradient, early: int) -> None:
+def assert_demoted_run(
+    trainer: Trainer, fault: CorruptedGradient, before: gockpt.SaveReport
+) -> None:
     assert fault.fired
     trainer.run(16)
     trainer.assert_intact()
     report = trainer.report(16)
     assert (report.kind, report.error, report.audit.max_ulps) == ("window", None, 0)
-    assert 0 < report.early_bytes < early
+    assert 0 < report.early_bytes < before.early_bytes
+    assert 0 < report.gradient_bytes < before.gradient_bytes  # it has not left for nothing
     assert report.late_leaves
     assert all("audit of an earlier save failed" in why for why in report.late_leaves)
 

@@ -275,6 +275,38 @@ def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch
     assert by_step == [2, 2, 2]
 
 
+def test_copies_have_room_from_before_the_step_until_they_are_made(tmp_path, monkeypatch):
+    """And so have their originals: a copy reads them after the step has run."""
+    follow, start = OpenWindow.follow, block.Block.start_pull
+    take, dispatched = StepRoom.take, StepRoom.dispatched
+    taken, sent, watched, copied = [], [], [], []
+
+    def dispatching(room, results, following_bytes):
+        watched[:] = results
+        return dispatched(room, results, following_bytes)
+
+    def following(window, state, cut):
+        sent.clear()
+        follow(window, state, cut)
+        copies = [x for x in sent[0] if not any(x is y for y in cut)]
+        assert taken[-1] == sum(x.nbytes for x in (*cut, *copies))
+        assert all(any(x is y for y in watched) for x in copies)
+        copied.append(len(copies))
+
+    monkeypatch.setattr(StepRoom, "take", lambda room, n: (taken.append(n), take(room, n)))
+    monkeypatch.setattr(StepRoom, "dispatched", dispatching)
+    monkeypatch.setattr(block.Block, "start_pull", lambda b, x: (sent.append(x), start(b, x))[1])
+    monkeypatch.setattr(OpenWindow, "follow", following)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=8)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        step, state = manager.wrap(jax.jit(update, donate_argnums=0)), fresh()
+        for label in range(9):
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
+    assert manager.last_report.kind == "window"
+    assert any(copied)  # rows of the group that two blocks share
+
+
 def test_the_saved_state_is_the_loops_alone_when_save_has_returned(tmp_path, monkeypatch):
     """Also while it is still replayed: a step that does not donate has two states, not three."""
     may_end, finish = threading.Event(), EarlyChunks.finish
