@@ -271,6 +271,23 @@ def test_each_item_tells_of_its_own_leaves(tmp_path: Path) -> None:
         assert told["params"] is None
 
 
+def test_a_leaf_of_two_items_is_in_both(tmp_path: Path) -> None:
+    """The first has what left early; the second takes its own."""
+    with Trainer(tmp_path) as trainer:
+        while trainer.label <= 8:
+            trainer.update()
+            items = {name: gockpt.GoCkptSave(trainer.state) for name in ("state", "copy")}
+            trainer.save(args=ocp.args.Composite(**items))
+        trainer.manager.wait_until_finished()
+        assert trainer.report(8).kind == "window"
+        target = gockpt.GoCkptRestore(trainer.target)
+        found = trainer.manager.restore(8, args=ocp.args.Composite(state=target, copy=target))
+        assert not differing(bits_of(found["state"]), trainer.given[8])
+        assert not differing(bits_of(found["copy"]), trainer.given[8])
+        trainer.settle()
+        assert trainer.bytes_in_flight() == (0, 0)
+
+
 # --- Shards, rotation and budgets ----------------------------------------------------------------
 
 SIZE = 16 * 1024

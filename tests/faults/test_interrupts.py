@@ -15,6 +15,8 @@ import pytest
 import gockpt_jax as gockpt
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.writing import leaf_writer
+from gockpt_jax.window import open_window
+from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.seal import Seal
 from gockpt_jax.window.session import Session
 
@@ -44,6 +46,7 @@ class Once:
 
 PLACES = {
     "the state is taken": (Seal, "take", False),
+    "what left early is taken": (open_window, "send_late", False),
     "it is handed over": (gockpt.GoCkptHandler, "_write", False),
     "it has begun": (ocp.AsyncCheckpointer, "save", True),
 }
@@ -175,13 +178,21 @@ def test_an_interrupted_wait_leaves_the_save_to_its_end(
         assert trainer.bytes_in_flight() == (0, 0)
 
 
+BEHIND_THE_DISPATCH = {
+    "the update is counted": (Session, "after_update", False),
+    "its cut is sent": (OpenWindow, "_land", False),
+    "its cut has followed": (Session, "after_update", True),
+}
+
+
 @pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("place", BEHIND_THE_DISPATCH)
 def test_a_step_interrupted_behind_its_dispatch_is_the_end_of_its_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, behind: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, place: str
 ) -> None:
     """The loop goes on from the state before it, of which a block has left already."""
-    once, armed = Once(monkeypatch, Session, "after_update", behind=behind), []
+    owner, name, behind = BEHIND_THE_DISPATCH[place]
+    once, armed = Once(monkeypatch, owner, name, behind=behind), []
     after_update = Session.after_update
 
     def counted(session: Session, step: Any, result: Any) -> None:
@@ -209,5 +220,6 @@ def test_a_step_interrupted_behind_its_dispatch_is_the_end_of_its_window(
         assert interrupts == 1
         for label, saved in given.items():
             jax.tree.map(np.testing.assert_array_equal, dict(manager.restore(label)), saved)
-        assert (manager.reports[-1].kind, manager.reports[-1].gradient_bytes > 0) == ("window", True)
+        report = manager.reports[-1]
+        assert (report.kind, report.gradient_bytes > 0) == ("window", True)
         assert manager._gockpt_session.resources.device.used_bytes == 0
