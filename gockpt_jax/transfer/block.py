@@ -251,10 +251,9 @@ _in_default_layout = jax.jit(jnp.copy)
 
 def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
     """Whether a buffer would be a copy of one large array that nobody donates."""
-    first = chunks[buffer.chunks[0]]
-    alone = len(buffer.chunks) == 1 and not buffer.is_sliced
+    first = chunks[buffer.chunks[0]]  # alone there, if it is large
     return (
-        alone and first.is_whole and first.num_bytes >= LARGE_BYTES
+        not buffer.is_sliced and first.is_whole and first.num_bytes >= LARGE_BYTES
         and _lies_in_place(first.source) and not first.source.is_key
     )  # fmt: skip
 

@@ -276,5 +276,3 @@ class EarlyChunks:
         self._host.release(sum(self._held_bytes.values()))
         self._held_bytes.clear()
         self._leaves.clear()
-        self._landed.clear()
-        self._forget_pending()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -256,3 +257,18 @@ def test_what_could_not_be_put_in_its_place_is_given_back(window, monkeypatch):
     assert window.host.used_bytes == LEAF_BYTES
     window.early.drop()
     assert window.host.used_bytes == 0
+
+
+def test_what_was_dropped_is_held_by_nobody(window, monkeypatch):
+    """Not by the window either, which the trainer or the replayer may hold for longer."""
+    put, landed = Landing.put, []
+
+    def noting(self, chunk, found):
+        landed.extend(weakref.ref(h.data) for h in found)
+        put(self, chunk, found)
+
+    monkeypatch.setattr(Landing, "put", noting)
+    window.land(0)
+    assert [data() is None for data in landed] == [False]
+    window.early.drop()
+    assert [data() is None for data in landed] == [True]
