@@ -263,18 +263,13 @@ def _lies_in_place(source: Source) -> bool:
 
 
 def _join(buffer: Buffer, slices: Sequence[np.ndarray], offset: int, size: int) -> np.ndarray:
-    """Elements of a buffer: a view if one slice has them, else a copy."""
+    """Elements of a buffer: a view, or a copy where replicas have moved slices of one chunk."""
     if len(slices) == 1:
         return slices[0][offset : offset + size]
-    starts = [buffer.slice_start(number) for number in range(len(slices))]
-    for start, data in zip(starts, slices, strict=True):
-        if start <= offset and offset + size <= start + data.size:
-            return data[offset - start : offset - start + size]
     joined = np.empty(size, slices[0].dtype)
-    for start, data in zip(starts, slices, strict=True):
-        first, last = max(offset, start), min(offset + size, start + data.size)
-        if first < last:
-            joined[first - offset : last - offset] = data[first - start : last - start]
+    for number, data in enumerate(slices):
+        start = buffer.slice_start(number)
+        joined[start : start + data.size] = data
     return joined
 
 

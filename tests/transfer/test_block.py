@@ -34,7 +34,8 @@ RNG = np.random.default_rng(0)
 def small_scale(monkeypatch):
     """Sizes at which small arrays are large, and no blocks of other scales."""
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
-    monkeypatch.setattr(layout, "LARGE_BYTES", 512)
+    for module in (layout, blocks):
+        monkeypatch.setattr(module, "LARGE_BYTES", 512)
     monkeypatch.setattr(blocks, "_blocks", {})
 
 
@@ -57,6 +58,7 @@ def arrays():
         put(RNG.integers(0, 2, 5).astype(bool), P()),
         put(np.zeros((0, 3), np.float32), P()),
         put(jax.random.split(jax.random.key(3), 8), P("b")),
+        put(jax.random.split(jax.random.key(4), 512), P(("a", "b"))),
         put(jnp.arange(8).astype(jnp.int4), P("a")),
         put(np.arange(8.0, dtype=np.float32), P("b"), memory_kind="pinned_host"),
         put(normal((8, 8)).astype(np.float32), P("a", "b")),
@@ -230,6 +232,20 @@ def test_retained_values_need_no_copy_where_they_are_whole_large_and_in_place(mo
     assert len(found[0]) == 8
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.int4])  # of which one cannot be cut
+def test_retained_values_that_lie_on_other_devices_are_brought_first(dtype):
+    values = RNG.integers(0, 8, (16, 8)).astype(dtype)
+    array = jax.device_put(values, jax.devices()[3])
+    place = NamedSharding(MESH, P("a", "b"))
+    block = block_of([Chunk.whole(Source.of(array, place))], donatable=False)
+    staged = block.stage([array])
+    assert staged[0].addressable_shards[0].data.nbytes == block.staged_bytes == block.held_bytes
+    (found,) = block.start_pull(staged).result()
+    assert len(found) == 8
+    for part in found:
+        np.testing.assert_array_equal(part.data, values[part.index].reshape(-1))
+
+
 def test_captured_scalars_are_taken_by_every_process():
     scalars = [put(np.float32(2.5), P()), jnp.int32(7)]
     block = block_of([Chunk.whole(Source.of(x), everywhere=True) for x in scalars], donatable=False)
@@ -287,3 +303,13 @@ def test_arrays_that_lie_elsewhere_are_noticed():
         assert not block.is_cut_from([rows, replicated])
         assert not block.is_cut_from([columns, rows])
         assert block.is_cut_from([anew, columns])
+
+
+def test_few_placements_are_remembered(monkeypatch):
+    monkeypatch.setattr(blocks, "_REMEMBERED", 3)
+    arrays = [put(np.ones((8, 8), np.float32), P("a")) for _ in range(8)]
+    block = block_of([Chunk.whole(Source.of(arrays[0]))])
+    for array in arrays:
+        assert block.is_cut_from([array])
+        assert len(block._alike) <= 3
+    assert len({id(a.sharding) for a in arrays}) > 3

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window import late
+from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.worker import Worker
 
@@ -49,3 +50,26 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
     assert device.used_bytes == 0
     # Only what cannot be cut finer may exceed the budget, and then alone.
     assert limit_bytes is None or device.peak_bytes <= limit_bytes
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 3000])
+def test_only_what_has_not_landed_is_given_back_and_once(limit_bytes, monkeypatch):
+    """What is final is the writer's to give back, though its neighbour in the block is lost."""
+    put = Landing.put
+
+    def failing(self, chunk, found):
+        if chunk.source.shape == (64, 24):
+            raise MemoryError("injected")
+        put(self, chunk, found)
+
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
+    monkeypatch.setattr(Landing, "put", failing)
+    arrays = [jnp.arange(7.0), jnp.ones((64, 24)), jnp.arange(5.0)]
+    worker, device, host = Worker(), ByteBudget(limit_bytes), ByteBudget(None)
+    slots = take_now(arrays, worker, device=device, host=host)
+    worker.close()
+    data = [slot.data for array in arrays for slot in slots[id(array)]]
+    final = [x.result().nbytes for x in data if x.exception() is None]
+    assert str(data[1].exception()) == "injected"
+    assert (device.used_bytes, host.used_bytes) == (0, sum(final))
+    assert 28 in final
