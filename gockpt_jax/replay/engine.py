@@ -104,10 +104,8 @@ class Replayer:
         Raises:
           ReplayError: if the arrays of a shard do not fit together.
         """
-        pieces = collections.deque(
-            piece for shard in shards if shard.updates for piece in self._pieces(shard)
-        )
-        dtypes = {d for shard in shards if shard.updates for d in shard.spec.dtypes}
+        pieces = collections.deque(piece for shard in shards for piece in self._pieces(shard))
+        dtypes = {d for shard in shards for d in shard.spec.dtypes}
         errors: list[BaseException] = []
 
         def work(in_flight: int) -> None:
@@ -126,7 +124,6 @@ class Replayer:
         wanted = {
             (size, tuple(shard.states[i].itemsize for i in shard.recipe.changed))
             for shard in shards
-            if shard.updates
             for _, size in cut_up(shard.size)
         }
         return self.threads * sum(size * sum(itemsizes) for size, itemsizes in wanted)

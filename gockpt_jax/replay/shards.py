@@ -28,7 +28,7 @@ class ShardReplay:
     Attributes:
       recipe: The group's program.
       states: The group's leaves, shape (size,) each; written in place.
-      updates: The updates, in order.
+      updates: The updates, in order; one at least.
     """
 
     recipe: Recipe

@@ -97,7 +97,7 @@ class _LateArray:
 
     def fail(self, error: BaseException) -> None:
         """Some of it will not come; what is final is given back when it has been written."""
-        if not self._is_lost and not all(slot.data.done() for slot in self.slots):
+        if not all(slot.data.done() for slot in self.slots):
             fail(self.slots, error)
             self.release()
 

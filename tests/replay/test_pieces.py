@@ -131,6 +131,21 @@ def test_threads_share_the_pieces_and_change_nothing(recipe):
         assert_same_bits(shard.states, one_by_one(moments, state, g))
 
 
+def test_all_threads_have_ended_when_it_is_done(recipe, monkeypatch):
+    """What the others have not copied back yet would be missing from the checkpoint."""
+    ended = []
+
+    class Noting(threading.Thread):
+        def join(self, timeout=None):
+            super().join(timeout)
+            ended.append(self.name)
+
+    monkeypatch.setattr(engine.threading, "Thread", Noting)
+    state, g = state_of(moments, 1024), [numbers(9, 1024)]
+    Replayer("gpu", threads=4).apply([shard_of(recipe, state, g) for _ in range(8)])
+    assert ended == ["gockpt-replay"]
+
+
 @pytest.mark.parametrize("threads", range(1, 10))
 def test_as_many_pieces_run_at_once_as_there_are_threads(threads):
     shares = engine._shares(threads)
@@ -241,7 +256,9 @@ def test_scratch_is_a_small_part_of_a_large_shard(recipe):
     size = 50_000_000
     nothing = np.broadcast_to(np.float32(0), size)
     shard = ShardReplay(recipe, (nothing, nothing), (Update((nothing,), ()),))
-    assert Replayer("gpu", threads=1).scratch_bytes([shard]) < 0.02 * 2 * 4 * size
+    alone, together = (Replayer("gpu", n).scratch_bytes([shard]) for n in (1, 3))
+    assert CHUNK_SIZES[0] * 2 * 4 <= alone < 0.02 * 2 * 4 * size
+    assert together == 3 * alone
     assert ReplaySpec is type(shard.spec)
 
 

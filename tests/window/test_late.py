@@ -73,3 +73,27 @@ def test_only_what_has_not_landed_is_given_back_and_once(limit_bytes, monkeypatc
     assert str(data[1].exception()) == "injected"
     assert (device.used_bytes, host.used_bytes) == (0, sum(final))
     assert 28 in final
+
+
+def test_what_is_lost_twice_is_given_back_once(monkeypatch):
+    """What has come cannot be put in its place, and the rest cannot be staged."""
+    stage, staged = late.stage_and_pull, []
+
+    def staging(block, arrays):
+        staged.append(block)
+        if len(staged) == 3:
+            raise MemoryError("staging")
+        return stage(block, arrays)
+
+    def failing(self, chunk, found):
+        raise MemoryError("landing")
+
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
+    monkeypatch.setattr(late, "stage_and_pull", staging)
+    monkeypatch.setattr(Landing, "put", failing)
+    arrays = [jnp.full((64, 24), n, jnp.float32) for n in range(2)]
+    worker, device, host = Worker(), ByteBudget(6144), ByteBudget(None)
+    with pytest.raises(MemoryError, match="staging"):
+        take_now(arrays, worker, device=device, host=host)
+    worker.close()
+    assert (device.used_bytes, host.used_bytes) == (0, 0)
