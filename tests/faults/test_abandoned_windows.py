@@ -177,6 +177,22 @@ def test_refused_save_leaves_the_window_to_the_one_that_is_mended(tmp_path: Path
         assert trainer.bytes_in_flight() == (0, 0)
 
 
+def test_what_left_early_and_is_not_saved_is_given_back(tmp_path: Path) -> None:
+    """The save asks for one of the moments that the window has brought to the host."""
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(7)
+        trainer.update()
+        moments = [x for x in jax.tree.leaves(trainer.state.opt_state) if x.ndim == 2]
+        assert trainer.manager.save(8, args=gockpt.GoCkptSave({"m": moments[0]}))
+        trainer.manager.wait_until_finished()
+        trainer.settle()
+        assert (trainer.report(8).kind, trainer.report(8).early_bytes) == (
+            "window",
+            moments[0].nbytes,
+        )
+        assert trainer.bytes_in_flight() == (0, 0)
+
+
 def test_abandoned_window_gives_its_bytes_back(tmp_path: Path) -> None:
     with Trainer(tmp_path) as trainer:
         trainer.run_undisturbed(7)

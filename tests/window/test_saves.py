@@ -69,6 +69,16 @@ def test_planned_saves_tell_why(tmp_path, budget, kind, reason):
         assert reason in manager.last_report.reason
 
 
+def test_peaks_are_those_of_the_save_itself(tmp_path):
+    with GoCkptManager(tmp_path) as manager:
+        for step, size in enumerate((4096, 16)):
+            manager.save(step, args=GoCkptSave({"w": jnp.ones(size)}))
+            manager.wait_until_finished()
+        large, small = manager.reports
+        assert large.peak_device_bytes >= 4096 * 4 > small.peak_device_bytes > 0
+        assert large.peak_host_bytes >= 4096 * 4 > small.peak_host_bytes > 0
+
+
 @jax.jit
 def adapter_update(state, batch):
     """Adam on four leaves beside eight frozen ones, as in fine-tuning with adapters."""

@@ -304,6 +304,7 @@ def test_copies_have_room_from_before_the_step_until_they_are_made(tmp_path, mon
             state = step(state)
             manager.save(label, args=GoCkptSave(state))
     assert manager.last_report.kind == "window"
+    assert manager.last_report.peak_device_bytes >= max(taken)  # since it was opened
     assert any(copied)  # rows of the group that two blocks share
 
 
