@@ -199,12 +199,14 @@ def room():
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the step failed")])
-def test_room_is_given_back_in_two_parts(room, error):
+def test_room_is_given_back_in_two_parts(room, error, monkeypatch):
     room, device, watcher = room
     has_run = threading.Event()
     room.take(90)
     results = [Result(has_run, error)]
     ref = weakref.ref(results[0])
+    release, held = device.release, []
+    monkeypatch.setattr(device, "release", lambda n: (n and held.append(ref()), release(n)))
     pulled = room.dispatched(results, 30)
     results.clear()
     room.give_back()  # has nothing more to give
@@ -212,7 +214,8 @@ def test_room_is_given_back_in_two_parts(room, error):
     has_run.set()
     watcher.wait_until_idle()
     assert device.used_bytes == 30
-    assert error is not None or ref() is None  # its traceback refers to it
+    assert error is not None or held == [None]  # its traceback refers to it
+    held.clear()
     pulled()
     assert device.used_bytes == 0
 
@@ -234,8 +237,9 @@ def test_what_follows_is_free_only_when_nobody_waits_for_it_any_more(room):
 def test_a_step_that_did_not_run_gives_all_back(room):
     room, device, _ = room
     room.take(90)
-    room.give_back()
-    assert device.used_bytes == 0
+    for _ in range(2):  # an interrupt may come between that and what is to remember it
+        room.give_back()
+        assert device.used_bytes == 0
 
 
 def test_more_than_was_foreseen_is_counted(room):
