@@ -13,6 +13,7 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window import late
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.late import take_now
+from gockpt_jax.window.slots import give_back
 from gockpt_jax.window.worker import Worker
 
 P = PartitionSpec
@@ -50,6 +51,9 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
     assert device.used_bytes == 0
     # Only what cannot be cut finer may exceed the budget, and then alone.
     assert limit_bytes is None or device.peak_bytes <= limit_bytes
+    for _ in range(2):  # a writer and a save that is given up may both do so
+        give_back([slot for array in arrays for slot in slots[id(array)]], host)
+        assert host.used_bytes == 0
 
 
 @pytest.mark.parametrize("limit_bytes", [None, 3000])

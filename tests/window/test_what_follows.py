@@ -242,6 +242,18 @@ def test_a_step_that_did_not_run_gives_all_back(room):
         assert device.used_bytes == 0
 
 
+def test_an_interrupt_before_anybody_watches_gives_all_back(room, monkeypatch):
+    def interrupted(task):
+        raise KeyboardInterrupt
+
+    room, device, watcher = room
+    monkeypatch.setattr(watcher, "submit", interrupted)
+    room.take(90)
+    with pytest.raises(KeyboardInterrupt):
+        room.dispatched([], 30)
+    assert device.used_bytes == 0
+
+
 def test_more_than_was_foreseen_is_counted(room):
     """The compiler put a value elsewhere than its leaf, so it is copied."""
     room, device, watcher = room
