@@ -199,13 +199,16 @@ def test_replicas_share_the_transfer(spec, monkeypatch):
     assert block.staged_bytes == array.nbytes // 8
 
 
-def test_small_arrays_share_a_buffer_and_start_at_multiples_of_64_bytes():
+def test_small_arrays_share_a_buffer_and_start_at_multiples_of_64_bytes(monkeypatch):
     leaves = [jnp.arange(n, dtype=jnp.float32) for n in (1, 17, 16, 5)]
     (buffer,) = layout.lay_out([Chunk.whole(Source.of(x)) for x in leaves])
     assert (buffer.offsets, buffer.size) == ((0, 16, 48, 64), 80)
     large = [jnp.arange(300, dtype=jnp.float32), *leaves]
     sizes = [b.size for b in layout.lay_out([Chunk.whole(Source.of(x)) for x in large])]
     assert sizes == [300, 80]
+    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 256)
+    sizes = [b.size for b in layout.lay_out([Chunk.whole(Source.of(x)) for x in leaves])]
+    assert sizes == [64, 5]
 
 
 def test_retained_values_need_no_copy_where_they_are_whole_large_and_in_place(monkeypatch):
