@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from training_helpers import graph_of
 
 from gockpt_jax.training.exact import is_close, is_exact, may_be_cut
@@ -115,6 +117,33 @@ def in_place(x, y):
     return jax.new_ref(x[None] * 0.1)[y[0].astype(jnp.int32)]
 
 
+def looping(condition):
+    """A product in a loop that goes on as long as a condition holds."""
+    return lambda x, y: lax.while_loop(condition, lambda c: (c[0] + 1, c[1] * 0.1), (0, x))[1]
+
+
+def mapped(devices, f):
+    mesh = jax.make_mesh((devices,), ("rows",), axis_types=(AxisType.Auto,))
+    spread = jax.shard_map(
+        lambda x: f(x * 0.1), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    return lambda x, y: spread(x)
+
+
+def summed(x):
+    return lax.psum(x, "rows")
+
+
+def exchanged(x):
+    return lax.all_to_all(x, "rows", 0, 0, tiled=True)
+
+
+def convolved(size):
+    """With a kernel of so many numbers."""
+    return lambda x, y: lax.conv_general_dilated((x * y)[None, None], y[None, None, :size], (1,),
+                                                 "SAME")  # fmt: skip
+
+
 def in_a_kernel(x, y):
     """As the accelerators' own compilers make them: only traced here."""
 
@@ -148,6 +177,21 @@ def in_a_kernel(x, y):
         pytest.param(lambda x, y: jnp.sum((x * y)[None], 0), False, id="sum of one"),
         pytest.param(lambda x, y: jnp.sqrt(x), True, id="root"),
         pytest.param(lambda x, y: x, True, id="argument"),
+        pytest.param(lambda x, y: jnp.argmax(x * y), True, id="place of the largest"),
+        pytest.param(lambda x, y: jnp.dot(x * y, y), True, id="dot"),
+        pytest.param(lambda x, y: jnp.dot((x * y)[:, None], y[:1]), False, id="dot with one"),
+        pytest.param(lambda x, y: jnp.dot(y[:1], (x * y)[None]), False, id="one dot"),
+        pytest.param(
+            lambda x, y: lax.dot_general(x * y, y, (((), ()), ((), ()))), True, id="outer product"
+        ),
+        pytest.param(lambda x, y: jnp.einsum("i,i->i", x, y), False, id="product by rows"),
+        pytest.param(convolved(2), True, id="convolution"),
+        pytest.param(convolved(1), False, id="convolution with one"),
+        *(
+            pytest.param(mapped(n, f), n > 1, id=f"{f.__name__} by {n}")
+            for n in (1, 2)
+            for f in (summed, exchanged)
+        ),
         pytest.param(in_place, False, id="in place"),
         pytest.param(in_a_kernel, True, id="in a compiled kernel"),
         pytest.param(
@@ -158,6 +202,16 @@ def in_a_kernel(x, y):
             pytest.param(functools.partial(scaled, n, u), (n, u) == (2, 1), id=f"loop {n} {u}")
             for n, u in ((1, 1), (2, 1), (2, 2))
         ),
+        pytest.param(looping(lambda c: c[0] < 1), False, id="loop once"),
+        pytest.param(
+            looping(lambda c: (jnp.sum(c[1]), c[0] < 1)[1]), False, id="loop once, and look"
+        ),
+        pytest.param(looping(lambda c: jnp.sum(c[1]) > 9), True, id="loop as numbers are"),
+        pytest.param(
+            looping(lambda c: (c[0] < 3) & (jnp.sum(c[1]) > 9)), True, id="loop, but not for long"
+        ),
+        pytest.param(lambda x, y: x + 0.0, True, id="sum with zero"),
+        pytest.param(lambda x, y: x * y + 0.0, False, id="product, and zero"),
         pytest.param(lambda x, y: x + 0.1, False, id="sum with a constant"),
         pytest.param(lambda x, y: 0.3 - x, False, id="difference from a constant"),
         pytest.param(lambda x, y: (-(x + 0.1))[::-1] / 1.0, False, id="such a sum, moved"),
