@@ -143,7 +143,7 @@ def make_recipe(group: Group, leaves: Sequence[Leaf]) -> Recipe:
         stack = [root]  # post-order without recursion: update chains can be long
         while stack:
             value = stack[-1]
-            if value in register or value.is_constant:
+            if value in register:
                 stack.pop()
                 continue
             assert value.op is not None, "the cut separates every input from the outputs"
@@ -152,7 +152,6 @@ def make_recipe(group: Group, leaves: Sequence[Leaf]) -> Recipe:
                 continue
             instructions.append(_instruction(value, register))
             register[value] = len(inputs) + len(instructions) - 1
-            stack.pop()
         return _operand(root, register)
 
     outputs = tuple(visit(leaves[j].new) for j in group.leaves)

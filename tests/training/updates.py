@@ -126,6 +126,12 @@ def loss_scaled(s: State, g: jax.Array) -> State:
     return {"count": s["count"] + 1.0, "m": m, "w": s["w"] - rate * m}
 
 
+def counted(s: State, g: jax.Array) -> State:
+    """Whole numbers, of which a product is never contracted with a sum."""
+    codes = (g * 8.0).astype(jnp.int32)
+    return {"m": 3 * s["m"] + codes, "n": s["n"] - codes}
+
+
 def growing(s: State, g: jax.Array) -> State:
     return {"m": 0.9 * s["m"] + g, "queue": jnp.concatenate([s["queue"], g]), "u": s["u"] + g}
 
@@ -218,6 +224,7 @@ UPDATES = {
         loss_scaled, state("m", "w") | {"count": jnp.float32(3)}, [["m", "w"]], scalars=1,
         late={"count": "small"},
     ),
+    "counted": Update(counted, {k: jnp.arange(N) for k in "mn"}, [["m", "n"]]),
     "growing": Update(
         growing, state("m", "queue", "u"), [["m", "u"]], late={"queue": "float32.24. to .*48"}
     ),
