@@ -126,7 +126,6 @@ def _widen(
 ) -> tuple[list[Any], list[Any]]:
     """A `shard_map` that also returns the sites' values, laid out as the sites say."""
     inner: dict[Site, Any] = {}
-    sites = list(dict.fromkeys(sites))
     body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     eqns, rename = _open(body, sites, inner, path)
     results = [_renamed(a, rename) for a in body.outvars]
