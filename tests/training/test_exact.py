@@ -77,6 +77,8 @@ OTHER = [
     case("dot", jnp.dot, "float32", "float32"),
     case("cumulative sum", jnp.cumsum, "float32"),
     case("reverse", lambda x: x[::-1], "float32"),
+    case("sort", jnp.sort, "float32"),
+    case("remainder", lax.rem, "float32", "float32"),
     case("reduce precision", lambda x: lax.reduce_precision(x, 8, 7), "float32"),
     case("optimization barrier", lambda x: lax.optimization_barrier(x), "float32"),
     case("spread a row", lambda x: jnp.broadcast_to(x[:, None], (4, 3)), "float32"),
@@ -117,25 +119,22 @@ def in_place(x, y):
     return jax.new_ref(x[None] * 0.1)[y[0].astype(jnp.int32)]
 
 
-def looping(condition):
+def looping(condition, factor=lambda y: 0.1):
     """A product in a loop that goes on as long as a condition holds."""
-    return lambda x, y: lax.while_loop(condition, lambda c: (c[0] + 1, c[1] * 0.1), (0, x))[1]
+    return lambda x, y: lax.while_loop(condition, lambda c: (c[0] + 1, c[1] * factor(y)), (0, x))[1]
 
 
 def mapped(devices, f):
     mesh = jax.make_mesh((devices,), ("rows",), axis_types=(AxisType.Auto,))
-    spread = jax.shard_map(
-        lambda x: f(x * 0.1), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
-    return lambda x, y: spread(x)
+    return jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
 
-def summed(x):
-    return lax.psum(x, "rows")
+def summed(x, y):
+    return lax.psum(x * y, "rows")
 
 
-def exchanged(x):
-    return lax.all_to_all(x, "rows", 0, 0, tiled=True)
+def exchanged(x, y):
+    return lax.all_to_all(x * y, "rows", 0, 0, tiled=True)
 
 
 def convolved(size):
@@ -168,6 +167,10 @@ def in_a_kernel(x, y):
         pytest.param(lambda x, y: x / 10.0, False, id="division by a constant"),
         pytest.param(lambda x, y: x / jnp.full((4,), 10.0), False, id="by a constant array"),
         pytest.param(lambda x, y: jnp.real(x * (2 + 3j)), False, id="product with a complex one"),
+        pytest.param(
+            lambda x, y: mapped(1, jnp.divide)(x, jnp.full(4, 10.0, x.dtype)), False,
+            id="by what enters",
+        ),
         pytest.param(lambda x, y: x / y, True, id="division"),
         pytest.param(lambda x, y: x * y + y, True, id="what a product feeds"),
         pytest.param(lambda x, y: jnp.where(x > 0, x * y, y), True, id="a select"),
@@ -206,6 +209,9 @@ def in_a_kernel(x, y):
         pytest.param(
             looping(lambda c: (jnp.sum(c[1]), c[0] < 1)[1]), False, id="loop once, and look"
         ),
+        pytest.param(
+            looping(lambda c: c[0] < 1, lambda y: y), False, id="loop once, by what is there"
+        ),
         pytest.param(looping(lambda c: jnp.sum(c[1]) > 9), True, id="loop as numbers are"),
         pytest.param(
             looping(lambda c: (c[0] < 3) & (jnp.sum(c[1]) > 9)), True, id="loop, but not for long"
@@ -230,3 +236,39 @@ def in_a_kernel(x, y):
 )  # fmt: skip
 def test_what_may_be_cut(f, expected):
     assert may_be_cut(last(f, "float32", "float32")) is expected
+
+
+SEEN_THROUGH = {
+    "absolute": jnp.abs,
+    "as bits": lambda x: x.view(jnp.int32),
+    "behind a barrier": lax.optimization_barrier,
+    "complex": lambda x: lax.complex(x, x),
+    "converted": lambda x: x.astype(jnp.bfloat16),
+    "copied": jnp.copy,
+    "exponential": jnp.exp,
+    "joined": lambda x: jnp.concatenate([x, x]),
+    "logarithm": jnp.log,
+    "negated": jnp.negative,
+    "padded": lambda x: lax.pad(x, 0.0, [(1, 1, 0)]),
+    "reshaped": lambda x: x.reshape(2, 2),
+    "reversed": lambda x: x[::-1],
+    "rounded": lambda x: lax.reduce_precision(x, 8, 7),
+    "sliced": lambda x: lax.slice(x, (0,), (2,)),
+    "sliced somewhere": lambda x: lax.dynamic_slice(x, (x[0].astype(jnp.int32),), (2,)),
+    "spread": lambda x: lax.broadcast_in_dim(x, (2, 4), (1,)),
+    "squeezed": lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)),
+    "transposed": lambda x: lax.transpose(lax.expand_dims(x, (0,)), (1, 0)),
+    "updated": lambda x: lax.dynamic_update_slice(x, x[:1], (1,)),
+    "with no bits": lambda x: x.view(jnp.int32) | 0,
+    "with some bits": lambda x: x.view(jnp.int32) ^ 1,
+    **{
+        f"{f.__name__} of one": lambda x, f=f: f(lax.expand_dims(x, (0,)), 0)
+        for f in (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp)
+    },
+}
+
+
+@pytest.mark.parametrize("name", SEEN_THROUGH)
+def test_what_ends_no_chain(name):
+    """A factor in front of it may be folded with one behind it, or is erased with it."""
+    assert not may_be_cut(last(lambda x, y: SEEN_THROUGH[name](x * y), "float32", "float32"))

@@ -156,6 +156,17 @@ def test_a_step_that_is_traced_anew_is_another(arm, clear, at):
     assert observer.cuts == [n >= 3 and n != traced_anew_at for n in range(12)]
 
 
+def test_the_new_state_is_the_part_that_the_loop_gives_back():
+    """Of two that are alike: what a step returns first may be its gradients."""
+    observer, state = Observer((3,)), fresh()
+    step = wrap(jax.jit(lambda s, x: (jax.tree.map(jnp.sin, s), update(s, x))), observer)
+    for n in range(5):
+        _, state = step(state, X * n)
+    found = step.program.new_state_leaves(step.last_result)
+    assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
+    assert observer.cuts[3]
+
+
 def test_changed_call_falls_back_to_the_users_step():
     observer = Observer((3, 4, 5, 7))
     jitted = jax.jit(update, donate_argnums=0)
