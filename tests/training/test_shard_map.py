@@ -129,6 +129,18 @@ OF_EACH = {
     "exchanged": lambda n, axes: lax.all_to_all(jnp.arange(8) * n, axes, 0, 0, tiled=True)[1],
     "scattered": lambda n, axes: lax.psum_scatter(jnp.arange(8) * n, axes, tiled=True)[0],
     "place": lambda n, axes: lax.axis_index(axes[0]) * 1.0,
+    "place, from a loop": lambda n, axes: lax.fori_loop(
+        0, 3, lambda _, c: c + lax.axis_index(axes[0]), 0
+    ),
+    "after one turn": lambda n, axes: lax.scan(
+        lambda c, _: (2.0 * c, None), jnp.full(2, n), length=1
+    )[0][0],
+    "a host's": lambda n, axes: jax.pure_callback(
+        np.negative, jax.ShapeDtypeStruct((), np.float32), lax.psum(n, axes)
+    ),
+    "sum in groups": lambda n, axes: lax.psum(
+        n, axes[0], axis_index_groups=[[0, 1], [2, 3], [4, 5], [6, 7]][: 4 // len(axes)]
+    ),
 }
 
 
@@ -146,6 +158,21 @@ def test_a_number_is_captured_if_it_is_the_same_on_all_devices(name, axes):
     rows = jnp.ones((16, 6))
     program = program_of(jax.jit(mapped), {"m": rows, "v": rows}, rows)
     assert [len(group.scalars) for group in program.cut.groups] == [1] * (name in OF_ALL)
+
+
+def test_a_number_is_captured_that_is_made_outside_of_what_lies_otherwise_on_each_device():
+    mesh, state, x = placed(P(AXES))
+    mapped = jax.shard_map(
+        jnp.tanh, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
+    )
+
+    def step(state, x):
+        g = mapped(x)
+        bad = jnp.sum(g) > 1e9
+        return {k: jnp.where(bad, old, 0.9 * old + g) for k, old in state.items()}
+
+    program = program_of(jax.jit(step), state, jax.device_put(x, state["m"].sharding))
+    assert [len(group.scalars) for group in program.cut.groups] == [1]
 
 
 THIRD = jnp.float32(0.3)  # a `shard_map` that closes over it takes it as one more argument
