@@ -6,7 +6,7 @@ a `shard_map`, that one returns it too.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +109,7 @@ def _inline(
     eqns = []
     for e in body:
         operands = [_renamed(a, fresh) for a in e.invars]
-        outvars = [v if type(v) is _compat.DropVar else jex.Var(v.aval) for v in e.outvars]
+        outvars = [jex.Var(v.aval) for v in e.outvars]
         fresh.update(zip(e.outvars, outvars, strict=True))
         eqns.append(e.replace(invars=operands, outvars=outvars))
     found.update((site, _renamed(var, fresh)) for site, var in inner.items())
@@ -126,27 +126,18 @@ def _widen(
 ) -> tuple[list[Any], list[Any]]:
     """A `shard_map` that also returns the sites' values, laid out as the sites say."""
     inner: dict[Site, Any] = {}
-    sites = list(dict.fromkeys(sites))
     body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     eqns, rename = _open(body, sites, inner, path)
     results = [_renamed(a, rename) for a in body.outvars]
     body = _compat.with_equations(body, eqns, [*results, *(inner[s] for s in sites)])
-    found.update((s, jex.Var(_whole(s, eqn.params["mesh"].shape))) for s in sites)
+    # Their types are those of one shard. Nobody reads them: the program is traced anew.
+    found.update((s, jex.Var(s.var.aval)) for s in sites)
     params = eqn.params | {
         "jaxpr": body,
         "out_specs": (*eqn.params["out_specs"], *(s.spec for s in sites)),
     }
     outvars = [*eqn.outvars, *(found[s] for s in sites)]
     return [eqn.replace(invars=invars, outvars=outvars, params=params)], list(eqn.outvars)
-
-
-def _whole(site: Site, mesh: Mapping[str, int]) -> Any:
-    """What the shards of a site's value are together."""
-    shape = list(site.var.aval.shape)
-    for dim, axes in enumerate(site.spec):
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
-            shape[dim] *= mesh[axis]
-    return jax.core.ShapedArray(tuple(shape), site.var.aval.dtype)
 
 
 def _renamed(atom: Any, rename: dict[Any, Any]) -> Any:

@@ -18,7 +18,7 @@ from gockpt_jax.training.values import Op, unspread, without_walls
 def may_be_erased(op: Op) -> bool:
     """Whether XLA may see through an operation that otherwise hides what is in front of it."""
     names = op.params.get("axis_name", op.params.get("axes"))
-    if names is not None and op.inputs:
+    if names is not None:
         return _devices(op, names) == 1
     look = _BY_NAME.get("scatter" if op.name.startswith("scatter") else op.name)
     return look is not None and look(op)

@@ -67,7 +67,7 @@ def is_exact(op: Op) -> bool:
     if op.name in _MOVES | IDENTITIES:
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
-        return all(_full_width(v.dtype) for v in op.inputs) and op.params.get("y", 0) >= 0
+        return _full_width(op.inputs[0].dtype) and op.params.get("y", 0) >= 0
     if op.name == "div":
         return _divides_by_power_of_two(op)
     if op.name == "broadcast_in_dim":
@@ -81,9 +81,7 @@ def is_close(op: Op) -> bool:
     Arithmetic below fp32 and narrowings that are undone are not: there a difference is as large as
     the narrow type's own last place.
     """
-    return is_exact(op) or (
-        op.name in _ROUNDED and all(_full_width(v.dtype) for v in op.inputs if not v.is_constant)
-    )
+    return is_exact(op) or (op.name in _ROUNDED and _full_width(op.inputs[0].dtype))
 
 
 def _full_width(dtype: jnp.dtype) -> bool:
@@ -184,8 +182,8 @@ def _ends_chain(op: Op, value: Value) -> bool:
         return _scalar_constant(op.inputs[0]) is None  # else it is decided while compiling
     if op.name in ("max", "min", "clamp"):
         return not any(_is_infinite(_scalar_constant(v)) for v in op.inputs)
-    if op.name.startswith("reduce_") and op.name != "reduce_precision":
-        return op.inputs[0].shape != () and math.prod(op.inputs[0].shape) > math.prod(value.shape)
+    if op.name.startswith("reduce_"):
+        return math.prod(op.inputs[0].shape) > math.prod(value.shape)
     if op.name in _ENDS:
         return not may_be_erased(op)
     return _is_compiled_kernel(op)
@@ -218,25 +216,23 @@ def _scalar_constant(value: Value) -> Any:
 
 
 def _is_infinite(number: Any) -> bool:
-    return number is not None and bool(np.isinf(_as_double(number)))
+    return bool(np.isinf(_as_double(number)))
 
 
 def _is_power_of_two(number: Any) -> bool:
-    if number is None or not np.isfinite(_as_double(number)):
-        return False
     mantissa, exponent = np.frexp(np.abs(_as_double(number)))
     return bool(mantissa == 0.5 and abs(exponent) < 120)
 
 
 def _as_double(number: Any) -> np.float64:
-    """A number of any type; NaN for a complex one, of which nothing is taken for granted."""
-    return np.float64(np.nan if np.iscomplexobj(number) else number)
+    """A number of any type; NaN for none, or a complex one: nothing is taken for granted of it."""
+    return np.float64(np.nan if number is None or np.iscomplexobj(number) else number)
 
 
 def _divides_by_power_of_two(op: Op) -> bool:
     """Such a division is a multiplication by an exact reciprocal (a mean over 8 micro-batches)."""
-    full = all(_full_width(v.dtype) for v in op.inputs)
-    return full and _is_power_of_two(_scalar_constant(op.inputs[1]))
+    number, divisor = op.inputs
+    return _full_width(number.dtype) and _is_power_of_two(_scalar_constant(divisor))
 
 
 def _convert_is_exact(op: Op) -> bool:
@@ -251,10 +247,7 @@ def _convert_is_exact(op: Op) -> bool:
         return False
     if jnp.issubdtype(new, jnp.floating) and not _rounds_once(operand.dtype, new):
         return False
-    stored = without_walls(operand).op is None
-    return (
-        stored or _full_width(operand.dtype) or operand.dtype.itemsize == 0 or _is_integer(operand)
-    )
+    return without_walls(operand).op is None or _full_width(operand.dtype)
 
 
 def _rounds_once(old: Any, new: Any) -> bool:
@@ -263,10 +256,6 @@ def _rounds_once(old: Any, new: Any) -> bool:
     The CPU backend takes fp64 to fp16 by way of fp32, rounding twice. Of types of 8 bits and less
     overflow is the machine's affair: NaN, infinity or the largest number.
     """
-    if new.itemsize >= 4 or old == new:
-        return True
-    return bool(new.itemsize == 2 and (old.itemsize == 1 or old == jnp.float32))
-
-
-def _is_integer(value: Value) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jnp.integer) or value.dtype == jnp.bool_)
+    return bool(
+        new.itemsize >= 4 or (new.itemsize == 2 and (old.itemsize == 1 or old == jnp.float32))
+    )

@@ -50,7 +50,6 @@ def minimum_cut(
     flow = maximum_flow(capacity, number[start], number[end])
     assert flow.flow_value < _UNLIMITED, "a way from the start to the end has no link to cut"
     residual = capacity - flow.flow
-    residual.data[residual.data < 0] = 0
     residual.eliminate_zeros()
     reached = breadth_first_order(residual, number[start], return_predecessors=False)
     side = set(reached.tolist())

@@ -144,10 +144,10 @@ def _apply(
             _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in eqn.params["branches"]
         ]
         return [
-            _value(var.aval, Op(_SELECT, (index, *cases), {}, 1), 0, axes)
+            _value(var.aval, Op(_SELECT, (index, *cases), {}), 0, axes)
             for var, *cases in zip(eqn.outvars, *branches, strict=True)
         ]
-    op = Op(eqn.primitive, tuple(inputs), eqn.params, len(eqn.outvars))
+    op = Op(eqn.primitive, tuple(inputs), eqn.params)
     if name == "shard_map":
         _look_inside(op, (*path, position) if path is not None else None)
     elif name == "scan" and _is_unrolled(op):
@@ -165,7 +165,7 @@ def _behind_wall(value: Value) -> Value:
     """
     if value.is_constant or may_be_cut(value):
         return value
-    return Value(value.aval, Op(WALL, (value,), {}, 1), is_everywhere=value.is_everywhere)
+    return Value(value.aval, Op(WALL, (value,), {}), is_everywhere=value.is_everywhere)
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
@@ -180,7 +180,7 @@ def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
     op.entered = tuple(
         Value(var.aval, constant=outer.constant)
         if outer.is_constant and not any(spec)
-        else _value(var.aval, Op(ENTER, (outer,), {"is_whole": not any(spec)}, 1), 0, axes)
+        else _value(var.aval, Op(ENTER, (outer,), {"is_whole": not any(spec)}), 0, axes)
         for var, outer, spec in zip(body.invars, op.inputs, op.params["in_specs"], strict=True)
     )
     for var, value in zip(body.invars, op.entered, strict=True):

@@ -64,14 +64,14 @@ class Recipe:
       num_retained: Chunks of cut values it takes.
       num_scalars: Scalars it takes.
       instructions: In order; the n-th writes the register after all inputs and earlier results.
-      outputs: For each state, the register or constant that holds its new chunk.
+      outputs: For each state, the register that holds its new chunk.
     """
 
     num_states: int
     num_retained: int
     num_scalars: int
     instructions: tuple[Instruction, ...]
-    outputs: tuple[int | Constant, ...]
+    outputs: tuple[int, ...]
 
     def __hash__(self) -> int:
         """Programs are looked up by it for every shard that is replayed: worked out once."""
@@ -130,7 +130,7 @@ class Recipe:
             elif ins.name in PRODUCTS or any(o in products for o in ins.operands):
                 products.add(len(registers))  # or one that is negated, chosen, renamed, halved
             registers.append(_execute(ins, operands, shape))
-        return tuple(jnp.broadcast_to(read(o), shape) for o in self.outputs)
+        return tuple(registers[o] for o in self.outputs)
 
 
 def make_recipe(group: Group, leaves: Sequence[Leaf]) -> Recipe:
@@ -139,11 +139,11 @@ def make_recipe(group: Group, leaves: Sequence[Leaf]) -> Recipe:
     register = {value: i for i, value in enumerate(inputs)}
     instructions: list[Instruction] = []
 
-    def visit(root: Value) -> int | Constant:
+    def visit(root: Value) -> int:
         stack = [root]  # post-order without recursion: update chains can be long
         while stack:
             value = stack[-1]
-            if value in register or value.is_constant:
+            if value in register:
                 stack.pop()
                 continue
             assert value.op is not None, "the cut separates every input from the outputs"
@@ -152,8 +152,7 @@ def make_recipe(group: Group, leaves: Sequence[Leaf]) -> Recipe:
                 continue
             instructions.append(_instruction(value, register))
             register[value] = len(inputs) + len(instructions) - 1
-            stack.pop()
-        return _operand(root, register)
+        return register[root]
 
     outputs = tuple(visit(leaves[j].new) for j in group.leaves)
     sizes = (len(group.leaves), len(group.retained), len(group.scalars))
@@ -181,7 +180,7 @@ def _instruction(value: Value, register: dict[Value, int]) -> Instruction:
 def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> Any:
     if not ins.is_scalar:
         # `select_n` alone takes a scalar beside arrays as it is (its first operand).
-        keep = 1 if ins.primitive is lax.select_n_p and np.ndim(operands[0]) == 0 else 0
+        keep = 1 if ins.primitive is lax.select_n_p else 0
         operands[keep:] = [jnp.broadcast_to(x, shape) for x in operands[keep:]]
     if ins.primitive is None:
         return operands[0]

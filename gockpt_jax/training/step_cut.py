@@ -118,7 +118,7 @@ def _returned(
     for value in cut.values:
         site, array, j = value.site, ArraySpec.of(value), whole.get(value)
         assert site is not None, "only what can be returned is cut"
-        if j is not None and leaves[j].spec is not None:  # a shard, seen from inside
+        if j is not None:  # of a `shard_map` it is a shard, seen from inside
             site = dataclasses.replace(site, spec=leaves[j].spec)
             array = ArraySpec(specs[j].shape, array.dtype)
         sites.append(site)

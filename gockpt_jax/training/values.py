@@ -80,7 +80,6 @@ class Op:
     primitive: Any
     inputs: tuple[Value, ...]
     params: dict[str, Any]
-    num_outputs: int
     entered: "tuple[Value, ...]" = ()
     """Of a `shard_map`: what goes into its body, seen from inside."""
     results: "tuple[Value, ...]" = ()

@@ -114,7 +114,7 @@ def walk_back(
     """Walks back from a leaf's new value through operations that the host repeats.
 
     Args:
-      leaf: The leaf. Its shape is that of every value on the way, scalars aside.
+      leaf: The leaf.
       known: Old values of leaves: the walk does not go behind them.
       stop: Further values that it does not go behind.
       repeats: Which operations the host repeats: bit for bit, unless told otherwise.
@@ -137,7 +137,7 @@ def walk_back(
         walk.between[value] = None
         behind = _unplaced(value)
         is_leafs = behind is result or behind in known
-        if value in stop or _ends_walk(value, leaf.old.shape, repeats, is_leafs):
+        if value in stop or _ends_walk(value, repeats, is_leafs):
             walk.sources[value] = None
             continue
         assert value.op is not None
@@ -155,22 +155,18 @@ def _unplaced(value: Value) -> Value:
     return value
 
 
-def _ends_walk(
-    value: Value, shape: tuple[int, ...], repeats: Callable[[Op], bool], is_leafs: bool
-) -> bool:
+def _ends_walk(value: Value, repeats: Callable[[Op], bool], is_leafs: bool) -> bool:
     # A scalar costs nothing to capture: no need to repeat it but for rounding.
     may_repeat = repeats if value.shape else is_exact
-    if value.op is None or not (_fits(value.op, value, shape) and may_repeat(value.op)):
+    if value.op is None or not (may_repeat(value.op) and _is_elementwise(value.op, value)):
         return True
     # A marked gradient, as a rule: no need to look behind. But for a leaf that is told its place.
-    is_marked = is_identity(value.op) and not (is_leafs and value.op.name != "name")
+    is_marked = is_identity(value.op) and not is_leafs
     return is_marked and value.site is not None and may_be_cut(value)
 
 
-def _fits(op: Op, value: Value, shape: tuple[int, ...]) -> bool:
-    """Elementwise over the leaf's shape (or on scalars), one result."""
-    if op.num_outputs != 1 or value.shape not in (shape, ()):
-        return False
+def _is_elementwise(op: Op, value: Value) -> bool:
+    """Whether it needs what is in the same place, and scalars: sums spread rows of one element."""
     return all(v.shape in (value.shape, ()) for v in op.inputs)
 
 

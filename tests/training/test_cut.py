@@ -17,6 +17,7 @@ from updates import UPDATES, adam, gradient, momentum, state
 
 from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.markers import mark_gradients
 from gockpt_jax.training.program import StepProgram
 
 every_update = pytest.mark.parametrize("name", UPDATES)
@@ -195,6 +196,13 @@ def test_a_state_that_is_told_its_place_leaves_early_as_without(where):
     assert [v.op.name for v in found.cut.values] == ["sharding_constraint"]
 
 
+def test_a_new_state_that_is_named_leaves_early_as_without():
+    def step(s, g):
+        return mark_gradients(momentum(s, g))
+
+    assert analyse(step, state("m", "w"), gradient()).groups == [["m", "w"]]
+
+
 def test_numbers_of_less_than_a_byte_are_neither_replayed_nor_retained():
     """The programs of replay refuse them; what does not change leaves as it is."""
 
@@ -221,6 +229,40 @@ def test_row_means_of_factored_optimizers_stay_small_leaves():
     found = analyse(step, {"row": jnp.ones(4), "w": matrix}, matrix)
     assert found.groups == []
     assert found.late.keys() == {"row", "w"}
+
+
+@pytest.mark.parametrize(("update", "groups"), [(adam, [["m", "v"]]), (momentum, [])])
+def test_what_an_embedding_scatters_is_cut_in_front_of_a_product_alone(update, groups):
+    """With a sum that it feeds, XLA makes one scatter of it (`scatters`)."""
+    rows = jnp.array([1, 5, 1])
+
+    def step(s, g):
+        return update(s, jnp.zeros(N).at[rows].add(g[:3]))
+
+    names = ("m", "v", "w") if update is adam else ("m", "w")
+    assert analyse(step, state(*names), gradient()).groups == groups
+
+
+def test_a_row_that_a_sum_spreads_itself_makes_its_leaf_late():
+    """`lax.add` takes rows of one element: of them a chunk of the matrix has some, or none."""
+
+    def step(s, g):
+        return {"row": 0.9 * s["row"] + g[:, :1], "w": lax.add(lax.sub(s["w"], g), s["row"])}
+
+    matrix = vector(0, 16).reshape(4, 4)
+    found = analyse(step, {"row": jnp.ones((4, 1)), "w": matrix}, matrix, even_for_nothing=True)
+    assert found.groups == [["row"]]
+
+
+def test_a_mark_in_a_branch_ends_no_walk():
+    """It cannot be returned from there; what was marked can, from in front of the branch."""
+
+    def step(s, g):
+        is_finite = jnp.isfinite(jnp.sum(g))
+        return lax.cond(is_finite, lambda: momentum(s, mark_gradients(g)), lambda: s)
+
+    found = analyse(step, state("m", "w"), gradient())
+    assert found.groups == [["m", "w"]]
 
 
 # The size of real models.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from training_helpers import graph_of
 
-from gockpt_jax.training.exact import is_exact, may_be_cut
+from gockpt_jax.training.exact import is_close, is_exact, may_be_cut
 
 
 def last(f, *dtypes, size=4):
@@ -23,7 +27,7 @@ def case(name, f, *dtypes):
 
 
 EXACT = [
-    *(case("add", jnp.add, d, d) for d in ("float32", "int32")),
+    *(case("add", jnp.add, d, d) for d in ("float32", "int32", "int8")),
     case("subtract", jnp.subtract, "float32", "float32"),
     case("multiply", jnp.multiply, "float32", "float32"),
     case("square", jnp.square, "float32"),
@@ -45,18 +49,24 @@ EXACT = [
     case("widen a flag", lambda x, y: (x < y).astype(jnp.float32), "float32", "float32"),
     case("widen a count", lambda n: (n + 1).astype(jnp.float32), "int32"),
     case("widen a code", lambda x: x.astype(jnp.bfloat16), "int8"),
+    case("narrow a count", lambda n: n.astype(jnp.int8), "int32"),
     case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
 ]
 
-INEXACT = [
+ROUNDED = [
     case("divide", jnp.divide, "float32", "float32"),
     case("divide by 10", lambda x: x / 10.0, "float32"),
     case("divide by 2**-126", lambda x: x / jnp.float32(2.0**-126), "float32"),
     case("divide by zero", lambda x: x / 0.0, "float32"),
-    case("divide bf16 by 8", lambda x: x / 8.0, "bfloat16"),
     *(case(f.__name__, f, "float32") for f in (jnp.sqrt, lax.rsqrt, jnp.exp, jnp.tanh, jnp.log)),
     case("reciprocal power", lambda x: x**-2, "float32"),
     case("power", lambda x, y: x**y, "float32", "float32"),
+    case("whole power", lax.pow, "float32", "int32"),
+]
+
+OTHER = [
+    case("divide bf16 by 8", lambda x: x / 8.0, "bfloat16"),
+    case("whole power", lax.pow, "bfloat16", "int32"),
     *(case("add", jnp.add, d, d) for d in ("bfloat16", "float16")),
     case("multiply", jnp.multiply, "bfloat16", "bfloat16"),
     case("narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"),
@@ -67,6 +77,8 @@ INEXACT = [
     case("dot", jnp.dot, "float32", "float32"),
     case("cumulative sum", jnp.cumsum, "float32"),
     case("reverse", lambda x: x[::-1], "float32"),
+    case("sort", jnp.sort, "float32"),
+    case("remainder", lax.rem, "float32", "float32"),
     case("reduce precision", lambda x: lax.reduce_precision(x, 8, 7), "float32"),
     case("optimization barrier", lambda x: lax.optimization_barrier(x), "float32"),
     case("spread a row", lambda x: jnp.broadcast_to(x[:, None], (4, 3)), "float32"),
@@ -78,9 +90,20 @@ def test_exact(f, dtypes):
     assert is_exact(last(f, *dtypes).op)
 
 
-@pytest.mark.parametrize(("f", "dtypes"), INEXACT)
+@pytest.mark.parametrize(("f", "dtypes"), ROUNDED + OTHER)
 def test_inexact(f, dtypes):
     assert not is_exact(last(f, *dtypes).op)
+
+
+@pytest.mark.parametrize(("f", "dtypes"), EXACT + ROUNDED)
+def test_close(f, dtypes):
+    assert is_close(last(f, *dtypes).op)
+
+
+@pytest.mark.parametrize(("f", "dtypes"), OTHER)
+def test_not_close(f, dtypes):
+    """A cumulative sum, say, is none of the elements of a chunk alone."""
+    assert not is_close(last(f, *dtypes).op)
 
 
 def scaled(turns, unroll, x, y):
@@ -89,34 +112,163 @@ def scaled(turns, unroll, x, y):
     return lax.scan(lambda c, _: (c * 0.1, None), x, length=turns, unroll=unroll)[0]
 
 
+def in_place(x, y):
+    """Written into an array of one row, which is then read by a number that is no constant."""
+    if not hasattr(jax, "new_ref"):
+        pytest.skip("this version of JAX has no such arrays")
+    return jax.new_ref(x[None] * 0.1)[y[0].astype(jnp.int32)]
+
+
+def looping(condition, factor=lambda y: 0.1):
+    """A product in a loop that goes on as long as a condition holds."""
+    return lambda x, y: lax.while_loop(condition, lambda c: (c[0] + 1, c[1] * factor(y)), (0, x))[1]
+
+
+def mapped(devices, f):
+    mesh = jax.make_mesh((devices,), ("rows",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def summed(x, y):
+    return lax.psum(x * y, "rows")
+
+
+def exchanged(x, y):
+    return lax.all_to_all(x * y, "rows", 0, 0, tiled=True)
+
+
+def convolved(size):
+    """With a kernel of so many numbers."""
+    return lambda x, y: lax.conv_general_dilated((x * y)[None, None], y[None, None, :size], (1,),
+                                                 "SAME")  # fmt: skip
+
+
+def in_a_kernel(x, y):
+    """As the accelerators' own compilers make them: only traced here."""
+
+    def scale(given, made):
+        made[...] = given[...] * 0.1
+
+    return pallas.pallas_call(scale, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
 @pytest.mark.parametrize(
     ("f", "expected"),
     [
         pytest.param(lambda x, y: x * y, False, id="product"),
         pytest.param(lambda x, y: jnp.square(x), False, id="square"),
+        pytest.param(lambda x, y: lax.integer_pow(x, 3), False, id="cube"),
+        pytest.param(lambda x, y: lax.integer_pow(x, 1), True, id="first power"),
+        pytest.param(lambda x, y: lax.pow(x, 2.0), False, id="square as a power"),
+        pytest.param(lambda x, y: lax.pow(x, 1.0), True, id="first power as a power"),
+        pytest.param(lambda x, y: lax.pow(x * y, 0.5), True, id="root as a power"),
+        pytest.param(lambda x, y: x * 0.25, True, id="product with a power of two"),
+        pytest.param(lambda x, y: x / 8.0, True, id="division by a power of two"),
         pytest.param(lambda x, y: x / 10.0, False, id="division by a constant"),
         pytest.param(lambda x, y: x / jnp.full((4,), 10.0), False, id="by a constant array"),
         pytest.param(lambda x, y: jnp.real(x * (2 + 3j)), False, id="product with a complex one"),
+        pytest.param(
+            lambda x, y: mapped(1, jnp.divide)(x, jnp.full(4, 10.0, x.dtype)), False,
+            id="by what enters",
+        ),
         pytest.param(lambda x, y: x / y, True, id="division"),
         pytest.param(lambda x, y: x * y + y, True, id="what a product feeds"),
         pytest.param(lambda x, y: jnp.where(x > 0, x * y, y), True, id="a select"),
+        pytest.param(lambda x, y: jnp.maximum(x * y, 0.5), True, id="at least a half"),
+        pytest.param(lambda x, y: jnp.maximum(x * y, -jnp.inf), False, id="at least -infinity"),
+        pytest.param(lambda x, y: jnp.sum(x[:, None] * y, 0), True, id="sum"),
+        pytest.param(lambda x, y: jnp.sum((x * y)[None], 0), False, id="sum of one"),
         pytest.param(lambda x, y: jnp.sqrt(x), True, id="root"),
         pytest.param(lambda x, y: x, True, id="argument"),
+        pytest.param(lambda x, y: jnp.argmax(x * y), True, id="place of the largest"),
+        pytest.param(lambda x, y: jnp.dot(x * y, y), True, id="dot"),
+        pytest.param(lambda x, y: jnp.dot((x * y)[:, None], y[:1]), False, id="dot with one"),
+        pytest.param(lambda x, y: jnp.dot(y[:1], (x * y)[None]), False, id="one dot"),
+        pytest.param(
+            lambda x, y: lax.dot_general(x * y, y, (((), ()), ((), ()))), True, id="outer product"
+        ),
+        pytest.param(lambda x, y: jnp.einsum("i,i->i", x, y), False, id="product by rows"),
+        pytest.param(convolved(2), True, id="convolution"),
+        pytest.param(convolved(1), False, id="convolution with one"),
+        *(
+            pytest.param(mapped(n, f), n > 1, id=f"{f.__name__} by {n}")
+            for n in (1, 2)
+            for f in (summed, exchanged)
+        ),
+        pytest.param(in_place, False, id="in place"),
+        pytest.param(in_a_kernel, True, id="in a compiled kernel"),
+        pytest.param(
+            lambda x, y: lax.custom_linear_solve(lambda v: v / y, x, lambda _, b: b * 0.1),
+            False, id="in a solver",
+        ),
         *(
             pytest.param(functools.partial(scaled, n, u), (n, u) == (2, 1), id=f"loop {n} {u}")
             for n, u in ((1, 1), (2, 1), (2, 2))
         ),
+        pytest.param(looping(lambda c: c[0] < 1), False, id="loop once"),
+        pytest.param(
+            looping(lambda c: (jnp.sum(c[1]), c[0] < 1)[1]), False, id="loop once, and look"
+        ),
+        pytest.param(
+            looping(lambda c: c[0] < 1, lambda y: y), False, id="loop once, by what is there"
+        ),
+        pytest.param(looping(lambda c: jnp.sum(c[1]) > 9), True, id="loop as numbers are"),
+        pytest.param(
+            looping(lambda c: (c[0] < 3) & (jnp.sum(c[1]) > 9)), True, id="loop, but not for long"
+        ),
+        pytest.param(lambda x, y: x + 0.0, True, id="sum with zero"),
+        pytest.param(lambda x, y: x * y + 0.0, False, id="product, and zero"),
         pytest.param(lambda x, y: x + 0.1, False, id="sum with a constant"),
         pytest.param(lambda x, y: 0.3 - x, False, id="difference from a constant"),
         pytest.param(lambda x, y: (-(x + 0.1))[::-1] / 1.0, False, id="such a sum, moved"),
+        pytest.param(lambda x, y: (x + 0.1) * 1.0, False, id="such a sum, times one"),
+        pytest.param(lambda x, y: -1.0 * (x + 0.1), False, id="minus one times such a sum"),
+        pytest.param(lambda x, y: (x + 0.1) * 2.0, True, id="twice such a sum"),
         pytest.param(
             lambda x, y: x + np.arange(4.0, dtype=np.float32), False, id="with a constant array"
         ),
+        pytest.param(lambda x, y: x[:0] + np.ones(0, np.float32), False, id="with an empty one"),
         pytest.param(lambda x, y: (x + 0.1) + y, True, id="with more than a constant"),
         pytest.param(lambda x, y: jnp.where(x > 0, x + 0.1, y), True, id="a sum or not"),
-        pytest.param(lambda x, y: 0.1 / (x + 0.1), True, id="division by such a sum"),
+        pytest.param(lambda x, y: 1.0 / (x + 0.1), True, id="division by such a sum"),
         pytest.param(lambda x, y: x.astype(jnp.int32) + 1, True, id="count"),
     ],
-)
+)  # fmt: skip
 def test_what_may_be_cut(f, expected):
     assert may_be_cut(last(f, "float32", "float32")) is expected
+
+
+SEEN_THROUGH = {
+    "absolute": jnp.abs,
+    "as bits": lambda x: x.view(jnp.int32),
+    "behind a barrier": lax.optimization_barrier,
+    "complex": lambda x: lax.complex(x, x),
+    "converted": lambda x: x.astype(jnp.bfloat16),
+    "copied": jnp.copy,
+    "exponential": jnp.exp,
+    "joined": lambda x: jnp.concatenate([x, x]),
+    "logarithm": jnp.log,
+    "negated": jnp.negative,
+    "padded": lambda x: lax.pad(x, 0.0, [(1, 1, 0)]),
+    "reshaped": lambda x: x.reshape(2, 2),
+    "reversed": lambda x: x[::-1],
+    "rounded": lambda x: lax.reduce_precision(x, 8, 7),
+    "sliced": lambda x: lax.slice(x, (0,), (2,)),
+    "sliced somewhere": lambda x: lax.dynamic_slice(x, (x[0].astype(jnp.int32),), (2,)),
+    "spread": lambda x: lax.broadcast_in_dim(x, (2, 4), (1,)),
+    "squeezed": lambda x: lax.squeeze(lax.expand_dims(x, (0,)), (0,)),
+    "transposed": lambda x: lax.transpose(lax.expand_dims(x, (0,)), (1, 0)),
+    "updated": lambda x: lax.dynamic_update_slice(x, x[:1], (1,)),
+    "with no bits": lambda x: x.view(jnp.int32) | 0,
+    "with some bits": lambda x: x.view(jnp.int32) ^ 1,
+    **{
+        f"{f.__name__} of one": lambda x, f=f: f(lax.expand_dims(x, (0,)), 0)
+        for f in (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp)
+    },
+}
+
+
+@pytest.mark.parametrize("name", SEEN_THROUGH)
+def test_what_ends_no_chain(name):
+    """A factor in front of it may be folded with one behind it, or is erased with it."""
+    assert not may_be_cut(last(lambda x, y: SEEN_THROUGH[name](x * y), "float32", "float32"))

@@ -144,6 +144,7 @@ MERGED = {
     "root, then negated": (_ROOT, lambda x: (-x) * (-x)),
     "power": (lambda g: jnp.abs(g @ g) ** 0.5, jnp.square),
     "exponential": (_EXP, lambda x: x * x),
+    "power of two": (lambda g: jnp.exp2(jnp.tanh(g @ g)), lambda x: x * x),
     "sum": (lambda g: (g @ g) + 0.1, lambda x: x + 0.3),
     "difference": (lambda g: 0.1 - (g @ g), lambda x: 0.3 - x),
     "one turn": (lambda g: lax.fori_loop(0, 1, lambda _, x: x * 0.3, g @ g), lambda x: x * 0.7),

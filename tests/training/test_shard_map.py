@@ -59,9 +59,13 @@ def placed(spec):
     return mesh, jax.device_put(state, sharding), jax.device_put(x, NamedSharding(mesh, P()))
 
 
-def program_of(jitted, *args):
+def traced(jitted, *args):
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    return StepProgram(jitted, form, args, {}, even_for_nothing=False)
+
+
+def program_of(jitted, *args):
+    program = traced(jitted, *args)
     program.arm()
     program.wait_until_ready()
     assert program.failure() is None
@@ -81,8 +85,9 @@ SPECS = [P(AXES), P(AXES, None), P(), P(None)]
 def test_what_leaves_early_is_repeated_from_the_cut(step, scalars, spec, check_vma):
     mesh, state, x = placed(spec)
     specs = dict.fromkeys(state, spec)
+    same = dict.fromkeys(state, P(*filter(None, spec)))  # as others write it
     mapped = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, P()), out_specs=specs, check_vma=check_vma
+        step, mesh=mesh, in_specs=(same, P()), out_specs=specs, check_vma=check_vma
     )
     jitted = jax.jit(mapped)
     program = program_of(jitted, state, x)
@@ -115,6 +120,65 @@ def test_a_number_of_each_devices_own_is_not_captured(spec):
     assert early(program) == set()
 
 
+OF_ALL = {
+    "sum": lambda n, axes: lax.psum(n, axes),
+    "largest": lambda n, axes: lax.pmax(n, axes),
+    "least": lambda n, axes: lax.pmin(n, axes),
+    "the fourth's": lambda n, axes: lax.all_gather(n, axes)[3],
+}
+OF_EACH = {
+    "its own": lambda n, axes: n,
+    "sum along one axis": lambda n, axes: lax.psum(n, axes[1:]),
+    "its neighbour's": lambda n, axes: lax.ppermute(n, axes, [(i, i - 1) for i in range(1, 8)]),
+    "exchanged": lambda n, axes: lax.all_to_all(jnp.arange(8) * n, axes, 0, 0, tiled=True)[1],
+    "scattered": lambda n, axes: lax.psum_scatter(jnp.arange(8) * n, axes, tiled=True)[0],
+    "place": lambda n, axes: lax.axis_index(axes[0]) * 1.0,
+    "place, from a loop": lambda n, axes: lax.fori_loop(
+        0, 3, lambda _, c: c + lax.axis_index(axes[0]), 0
+    ),
+    "after one turn": lambda n, axes: lax.scan(
+        lambda c, _: (2.0 * c, None), jnp.full(2, n), length=1
+    )[0][0],
+    "a host's": lambda n, axes: jax.pure_callback(
+        np.negative, jax.ShapeDtypeStruct((), np.float32), lax.psum(n, axes)
+    ),
+    "sum in groups": lambda n, axes: lax.psum(
+        n, axes[0], axis_index_groups=[[0, 1], [2, 3], [4, 5], [6, 7]][: 4 // len(axes)]
+    ),
+}
+
+
+@pytest.mark.parametrize("axes", [("a",), AXES], ids=len)
+@pytest.mark.parametrize("name", [*OF_ALL, *OF_EACH])
+def test_a_number_is_captured_if_it_is_the_same_on_all_devices(name, axes):
+    mesh = Mesh(np.array(jax.devices()).reshape((4, 2) if axes == AXES else 8), axes)
+
+    def step(state, x):
+        g = jnp.tanh(x)
+        bad = (OF_ALL | OF_EACH)[name](jnp.sum(g), axes) > 1e9
+        return {k: jnp.where(bad, old, 0.9 * old + g) for k, old in state.items()}
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False)
+    rows = jnp.ones((16, 6))
+    program = traced(jax.jit(mapped), {"m": rows, "v": rows}, rows)  # jax 0.7 compiles not all
+    assert [len(group.scalars) for group in program.cut.groups] == [1] * (name in OF_ALL)
+
+
+def test_a_number_is_captured_that_is_made_outside_of_what_lies_otherwise_on_each_device():
+    mesh, state, x = placed(P(AXES))
+    mapped = jax.shard_map(
+        jnp.tanh, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
+    )
+
+    def step(state, x):
+        g = mapped(x)
+        bad = jnp.sum(g) > 1e9
+        return {k: jnp.where(bad, old, 0.9 * old + g) for k, old in state.items()}
+
+    program = program_of(jax.jit(step), state, jax.device_put(x, state["m"].sharding))
+    assert [len(group.scalars) for group in program.cut.groups] == [1]
+
+
 THIRD = jnp.float32(0.3)  # a `shard_map` that closes over it takes it as one more argument
 
 
@@ -133,8 +197,20 @@ def scattered(g):
     return g + THIRD
 
 
-@pytest.mark.parametrize("after", [divided, raised, scattered])
-def test_the_compiler_sees_no_wall(after):
+def divided_by(g, third):
+    """The same, by a number that comes in as an argument."""
+    return (g / third) * 7.0
+
+
+@pytest.mark.parametrize(
+    ("after", "given"),
+    [
+        *((after, None) for after in (divided, raised, scattered)),
+        (divided_by, lambda: jnp.full((16, 6), 0.3)),
+        (divided_by, lambda: lax.convert_element_type(np.float16(0.3), jnp.float32)),
+    ],
+)
+def test_the_compiler_sees_no_wall(after, given):
     """What it folds is not cut where a constant, or the gradient, comes from outside."""
     mesh, state, x = placed(P())
     mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=False)
@@ -145,14 +221,15 @@ def test_the_compiler_sees_no_wall(after):
         g = jnp.tanh(x)
         return jnp.zeros_like(x).at[rows].add(g[rows]) + x if after is scattered else g
 
-    def update(state, g):
-        h = after(g)
+    def update(state, g, *third):
+        h = after(g, *third)
         return {k: 0.9 * old + 0.1 * h for k, old in state.items()}
 
     @jax.jit
     def step(state, x):
         g = mapped(gradient, in_specs=P())(x)
-        return mapped(update, in_specs=(P(), P()))(state, g)
+        third = [given()] if given else []
+        return mapped(update, in_specs=P())(state, g, *third)
 
     program = program_of(step, both, x)
     old = jax.tree.leaves(both)

@@ -156,16 +156,48 @@ def test_a_step_that_is_traced_anew_is_another(arm, clear, at):
     assert observer.cuts == [n >= 3 and n != traced_anew_at for n in range(12)]
 
 
+def test_the_new_state_is_the_part_that_the_loop_gives_back():
+    """Of two that are alike: what a step returns first may be its gradients."""
+    observer, state = Observer((3,)), fresh()
+    step = wrap(jax.jit(lambda s, x: (jax.tree.map(jnp.sin, s), update(s, x))), observer)
+    for n in range(5):
+        _, state = step(state, X * n)
+    found = step.program.new_state_leaves(step.last_result)
+    assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
+    assert observer.cuts[3]
+
+
 def test_changed_call_falls_back_to_the_users_step():
-    observer = Observer((3, 4, 5, 7))
+    observer = Observer((3, 4, 5, 6, 7))
     jitted = jax.jit(update, donate_argnums=0)
-    batches = {4: X[:1]}
+    batches = {4: X[:1], 6: X[:1]}
     state = run(wrap(jitted, observer), fresh(), 8, lambda n: batches.get(n, X))
     assert_same(state, run(jitted, fresh(), 8, lambda n: batches.get(n, X)))
-    (reason,) = observer.refusals
-    assert reason.startswith("the call changed")
-    # One odd batch is no reason to trace anew: the next update runs armed again.
+    assert [reason.startswith("the call changed") for reason in observer.refusals] == [True] * 2
+    # One odd batch is no reason to trace anew, nor is one now and then: the next runs armed again.
     assert observer.cuts == [n in (3, 5, 7) for n in range(8)]
+
+
+def test_a_step_that_changes_for_good_now_and_then_keeps_its_windows():
+    """However often, if it has run armed in between."""
+    observer = Observer(range(100))
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer)
+    run(step, fresh(), 36, lambda n: jnp.ones(n // 6 + 1))
+    assert step.why_not is None
+    assert observer.cuts[-1]
+
+
+def test_a_step_that_cannot_be_traced_again_warns_once(monkeypatch):
+    """It runs, so it is no mistake of the call's."""
+    jitted, observer = jax.jit(update), Observer(range(8))
+    untraceable = Failing(jitted)
+    untraceable.trace = Failing(None, times=8)
+    step = wrap(jitted, observer)
+    monkeypatch.setattr(step, "step", untraceable)
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="tracing it failed with Runt") as told:
+        state = run(step, fresh(), 5)
+    assert len(told) == 1
+    assert_same(state, run(jitted, fresh(), 5))
 
 
 def test_another_program_of_the_same_shapes_is_the_users():

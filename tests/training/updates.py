@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from training_helpers import N, vector
 
 State = dict[str, Any]
+_MASK = np.arange(N, dtype=np.float32) / N
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,11 +114,22 @@ def tied(s: State, g: jax.Array) -> State:
     return momentum(s, jnp.cos(g) + jnp.sin(g))
 
 
+def masked(s: State, g: jax.Array) -> State:
+    """By an array that the step closes over: of it a chunk would need its own part."""
+    return momentum(s, g * _MASK)
+
+
 def loss_scaled(s: State, g: jax.Array) -> State:
     """A learning rate from the count: a scalar that the host is sent."""
     rate = 0.1 / (1.0 + jnp.sqrt(s["count"]))
     m = 0.9 * s["m"] + g
     return {"count": s["count"] + 1.0, "m": m, "w": s["w"] - rate * m}
+
+
+def counted(s: State, g: jax.Array) -> State:
+    """Whole numbers, of which a product is never contracted with a sum."""
+    codes = (g * 8.0).astype(jnp.int32)
+    return {"m": 3 * s["m"] + codes, "n": s["n"] - codes}
 
 
 def growing(s: State, g: jax.Array) -> State:
@@ -204,10 +217,14 @@ UPDATES = {
     "tied": Update(
         tied, state("m", "w"), [["m", "w"]], lambda s, g: [jnp.cos(g) + jnp.sin(g)]
     ),
+    "masked": Update(
+        masked, state("m", "w"), [], lambda s, g: [], late={"m": "product", "w": "saves too little"}
+    ),
     "learning rate": Update(
         loss_scaled, state("m", "w") | {"count": jnp.float32(3)}, [["m", "w"]], scalars=1,
         late={"count": "small"},
     ),
+    "counted": Update(counted, {k: jnp.arange(N) for k in "mn"}, [["m", "n"]]),
     "growing": Update(
         growing, state("m", "queue", "u"), [["m", "u"]], late={"queue": "float32.24. to .*48"}
     ),
