@@ -18,6 +18,7 @@ from gockpt_jax.window.audit import Auditor, PendingAudit
 from gockpt_jax.window.departure import Departure, Scalars, make_departure, nothing_left
 from gockpt_jax.window.early import CutPull, EarlyChunks, Task
 from gockpt_jax.window.late import send_late
+from gockpt_jax.window.late_groups import LateGroups
 from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
@@ -67,7 +68,7 @@ class OpenWindow:
         self._left = [nothing_left()]  # in that order, the last with what follows them all
         self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
-        self._late: dict[int, str] = {}  # groups that became late, with the reason
+        self._late = LateGroups(program.cut, auditor)
         self._retained_bytes = planned.size.retained
         self._room = StepRoom(resources.device, resources.watcher)
         self._scalars = Scalars(program)
@@ -95,10 +96,11 @@ class OpenWindow:
           version: Of the state about to go into the step.
           old: Its leaves.
         """
-        self._check_continuity(old)
-        self._heed_demotions()
         n = version - (self.target - self.plan.steps + 1)
-        self._check_arrays(n, old)
+        leaving = dict.fromkeys(self._units[u].group for u in self.plan.blocks[n])
+        self._late.look_for_replaced(self._group_of, old, self.state)
+        self._late.heed_demotions()
+        self._late.look_for_host_arrays(leaving, old)
         departure = self._departure(n, old)
         # First: should sending fail, the other processes go on, and this one beside them.
         self._left.append(departure)
@@ -115,32 +117,6 @@ class OpenWindow:
         if planned.units == (*before.units, *units) and planned.is_cut_from(old):
             return planned
         return make_departure(self.program, units, old, before)
-
-    def _check_continuity(self, old: Sequence[Any]) -> None:
-        """What left can be replayed only if each step starts from what the last one returned."""
-        for j, g in self._group_of.items():
-            if old[j] is not self.state[j] and g not in self._late:
-                path = self.program.positions.paths[j]
-                self._late[g] = f"{path}: replaced between two steps of the window, outside them"
-
-    def _check_arrays(self, n: int, old: Sequence[Any]) -> None:
-        """What the loop has taken to the host cannot leave a device."""
-        for g in {self._units[u].group: None for u in self.plan.blocks[n]}:
-            for j in self.program.cut.groups[g].leaves:
-                if not isinstance(old[j], jax.Array):
-                    path, kind = self.program.positions.paths[j], type(old[j]).__name__
-                    why = f"{path}: a `{kind}`, on no device, when it was to leave"
-                    self._late.setdefault(g, why)
-
-    def _heed_demotions(self) -> None:
-        """The audit of the last save may still be running while this window is open."""
-        if not self._auditor.has_demoted:
-            return
-        paths = self.program.positions.paths
-        for g in {unit.group: None for unit in self._units}:
-            reason = self._auditor.demoted([paths[j] for j in self.program.cut.groups[g].leaves])
-            if reason is not None:
-                self._late.setdefault(g, reason)
 
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
         with self._device.lent(block.state.staged_bytes) as give_back:
@@ -245,11 +221,11 @@ class OpenWindow:
           handed over to another item of the same save. And what their audit has shown, which is
           complete once a slot is; `None` if there is none.
         """
-        self._heed_demotions()
+        self._late.heed_demotions()
         wanted = self._followed(arrays)
         slots = {j: make_slots(self._replicas.boxes(arrays[j])) for j in wanted}
         self._early.promise(slot for promised in slots.values() for slot in promised)
-        self.record.late_leaves = tuple(self._late.values())
+        self.record.late_leaves = self._late.reasons
         paths = self.program.positions.paths
         audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
         try:

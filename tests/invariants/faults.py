@@ -47,12 +47,13 @@ def _once(change: Callable[[Sequence[Update]], Sequence[Update]]) -> Any:
             for shard in shards:
                 old = [x.copy() for x in shard.states]
                 apply(self, [shard])
-                if injected.times or not shard.updates:
+                if injected.times:
                     continue
                 wrong = dataclasses.replace(
                     shard, states=tuple(old), updates=tuple(change(shard.updates))
                 )
-                apply(self, [wrong])
+                if wrong.updates:
+                    apply(self, [wrong])
                 if not all(map(np.array_equal, wrong.states, shard.states)):
                     injected.times += 1
                     for x, y in zip(shard.states, wrong.states, strict=True):
