@@ -173,6 +173,30 @@ def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch)
     with pytest.raises(OSError, match="broken disk"):
         files.write(f"{tmp_path}/x", np.zeros(6 * direct.PIECE_BYTES, np.uint8)).result()
     assert sorted(ended) == [n * direct.PIECE_BYTES for n in range(1, 6)]
+    assert open_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EOPNOTSUPP])
+def test_room_on_the_disk_is_taken_first(tmp_path, files, monkeypatch, code):
+    """Where there is none, nothing is written; where it cannot be taken beforehand, all the same."""
+    written, write = [], os.pwrite
+
+    def refuse(fd, offset, nbytes):
+        raise OSError(code, "no room")
+
+    monkeypatch.setattr(direct.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(direct.os, "pwrite", lambda *of: written.append(of[2]) or write(*of))
+    path, values = f"{tmp_path}/x", np.arange(2**18, dtype=np.float32)
+    future = files.write(path, values)
+    if code == errno.ENOSPC:
+        with pytest.raises(OSError, match="no room") as caught:
+            future.result()
+        assert caught.value.filename == path
+        assert written == []
+        assert open_below(tmp_path) == []
+    else:
+        future.result()
+        assert pathlib.Path(path).read_bytes() == values.tobytes()
 
 
 def synced_paths(monkeypatch):

@@ -416,6 +416,7 @@ def test_exit_codes(item, layout, tmp_path):
     result = run(root, "--json")
     assert result.exit_code == 1
     assert any("_METADATA" in f for v in json.loads(result.output)["found"] for f in v["faults"])
+    assert run(root, "--newest").exit_code == 3  # the damaged one is older
 
     for nothing in (tmp_path / "absent", tmp_path):
         assert run(nothing / "x").exit_code == 2
