@@ -219,7 +219,7 @@ def test_no_piece_is_written_when_its_file_has_been_closed(tmp_path, files, monk
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EOPNOTSUPP])
 def test_room_on_the_disk_is_taken_first(tmp_path, files, monkeypatch, code):
-    """Where there is none, nothing is written; where it cannot be taken beforehand, all the same."""
+    """A full disk is known before anything is written; where none can be taken, writes show it."""
     written, write = [], os.pwrite
 
     def refuse(fd, offset, nbytes):

@@ -170,5 +170,5 @@ def test_what_is_whole_raises_what_it_raised(
 
     for handler in (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler):
         monkeypatch.setattr(handler, "restore", refuse)
-    with pytest.raises(error, match="^the user's$"):
+    with pytest.raises(error, match=r"^the user's$"):
         restored(saved, args=args)
