@@ -125,6 +125,33 @@ def test_a_label_is_saved_again_when_its_files_have_gone(
         assert manager.restore(3)["w"].tolist() == [2.0, 2.0]
 
 
+def test_closing_waits_for_what_is_being_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's thread is a daemon: the end of the script would leave the files that it has not had."""
+    deleter, going = ocp.path.deleter, threading.Event()
+    delete, close = deleter.StandardCheckpointDeleter.delete, deleter.ThreadedCheckpointDeleter.close
+
+    def deletes(stock: Any, step: int) -> None:
+        assert going.wait(LIMIT_SECS)
+        delete(stock, step)
+
+    def closes(stock: Any) -> None:
+        going.set()
+        close(stock)
+
+    monkeypatch.setattr(deleter.StandardCheckpointDeleter, "delete", deletes)
+    monkeypatch.setattr(deleter.ThreadedCheckpointDeleter, "close", closes)
+    options = ocp.CheckpointManagerOptions(enable_background_delete=True)
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        manager.save(3, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+        manager.wait_until_finished()
+        manager.delete(3)
+    left = list(tmp_path.iterdir())
+    going.set()
+    assert left == []
+
+
 NAMES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefix": {"step_prefix": "run", "step_format_fixed_length": 6},

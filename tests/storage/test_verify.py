@@ -127,6 +127,18 @@ def test_every_kind_of_leaf_has_checksums(tmp_path, save_dtype):
     assert verdict.chunks >= len([x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)])
 
 
+def test_one_checksum_of_several_chunks(tmp_path):
+    """Stock writes a NumPy array as a whole; its chunks are columns of it."""
+    state = {"x": np.arange(4096.0).reshape(2, 2048)}
+    args = {"x": ocp.SaveArgs(chunk_byte_size=2**13)}
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state, save_args=args))
+    item = tmp_path / "0/state"
+    assert StoredItem(item).plain("x").chunk == (2, 512)
+    verdict = verify_item(item)
+    assert (verdict.state, verdict.chunks) == ("whole", 1), verdict
+
+
 def test_each_of_several_trees_has_its_own_checksums(tmp_path):
     """Orbax begins the items of a save side by side, on one thread."""
     trees = {"a": {"x": jnp.arange(4.0)}, "b": {"y": jnp.zeros((3, 2)), "number": 1}}
