@@ -128,9 +128,11 @@ def test_a_label_is_saved_again_when_its_files_have_gone(
 def test_closing_waits_for_what_is_being_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock's thread is a daemon: the end of the script would leave the files that it has not had."""
-    deleter, going = ocp.path.deleter, threading.Event()
-    delete, close = deleter.StandardCheckpointDeleter.delete, deleter.ThreadedCheckpointDeleter.close
+    """Stock's thread is a daemon: the end of the script leaves the files that it has not had."""
+    going = threading.Event()
+    standard = ocp.path.deleter.StandardCheckpointDeleter
+    threaded = ocp.path.deleter.ThreadedCheckpointDeleter
+    delete, close = standard.delete, threaded.close
 
     def deletes(stock: Any, step: int) -> None:
         assert going.wait(LIMIT_SECS)
@@ -140,8 +142,8 @@ def test_closing_waits_for_what_is_being_deleted(
         going.set()
         close(stock)
 
-    monkeypatch.setattr(deleter.StandardCheckpointDeleter, "delete", deletes)
-    monkeypatch.setattr(deleter.ThreadedCheckpointDeleter, "close", closes)
+    monkeypatch.setattr(standard, "delete", deletes)
+    monkeypatch.setattr(threaded, "close", closes)
     options = ocp.CheckpointManagerOptions(enable_background_delete=True)
     with gockpt.GoCkptManager(tmp_path, options=options) as manager:
         manager.save(3, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
