@@ -275,6 +275,14 @@ def test_the_metadata_of_the_step(item, layout, text, fault):
     assert [f for f in faults_of(item.parents[1]) if fault in f]
 
 
+@pytest.mark.parametrize("layout", ["ocdbt"])
+def test_what_says_that_an_item_is_a_tree(item, layout):
+    """Without all of it nobody would look for its chunks."""
+    shutil.rmtree(item / FOLDER)
+    (item / "_METADATA").unlink()
+    assert faults_of(item.parents[1]) == ["it holds no tree of arrays"]
+
+
 def rewrite(item, change, process=0):
     """Changes what the checksums say, and makes them agree among themselves again."""
     file = item / FOLDER / f"process_{process}.json"
