@@ -124,6 +124,9 @@ def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
     asyncio.run(cell())
     with ocp.StandardCheckpointer() as stock:
         assert stock.restore(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
+    handler = gockpt.GoCkptHandler()
+    assert handler.restore(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
+    handler.close()
 
 
 @pytest.mark.parametrize("names", [("7", "8"), ("7", "7")])
