@@ -371,6 +371,8 @@ def test_digests_do_not_depend_on_how_the_bytes_lie():
     views = [x, np.asfortranarray(x), np.pad(x, 1)[1:-1, 1:-1, 1:-1], x[::-1][::-1]]
     assert len({checksums.digest(v) for v in views}) == 1
     assert checksums.digest(x.swapaxes(0, 1)) != checksums.digest(x)
+    int4 = [np.array([n], np.uint8).view(jnp.int4) for n in (0x01, 0xF1)]  # upper bits are nobody's
+    assert checksums.digest(int4[0]) == checksums.digest(int4[1])
     assert checksums.digest(np.float32(1)[None][0].reshape(())) == xxhash.xxh3_128_hexdigest(
         np.float32(1).tobytes()
     )
