@@ -195,7 +195,8 @@ def test_nothing_is_left_of_it(tmp_path: Path, options: dict[str, Any]) -> None:
     if "todelete_subdir" in options:
         expected.add("bin")
         assert sorted(p.name for p in (tmp_path / "bin").iterdir()) == ["1", "2", "4"]
-        assert (tmp_path / "bin" / "4" / "_CHECKPOINT_METADATA").exists()
+        moved, kept = ({p.name for p in (tmp_path / x).iterdir()} for x in ("bin/4", "3"))
+        assert moved == kept  # all of it, with what says that it was committed
     assert {p.name for p in tmp_path.iterdir()} == expected
 
 

@@ -183,8 +183,9 @@ def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch)
         return len(content)
 
     monkeypatch.setattr(direct.os, "pwrite", write)
-    with pytest.raises(OSError, match="broken disk"):
+    with pytest.raises(OSError, match="broken disk") as caught:
         files.write(f"{tmp_path}/x", np.zeros(6 * direct.PIECE_BYTES, np.uint8)).result()
+    assert caught.value.filename == f"{tmp_path}/x"
     assert sorted(ended) == [n * direct.PIECE_BYTES for n in range(1, 6)]
     assert open_below(tmp_path) == []
 

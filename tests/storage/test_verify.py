@@ -214,6 +214,16 @@ def test_bits_flipped_anywhere_are_found_or_change_nothing(item, layout, tmp_pat
     assert faults_of(item) == []
 
 
+@pytest.mark.parametrize("layout", ["files"])
+def test_a_flipped_bit_in_what_says_how_chunks_are_stored(item, layout):
+    """Each such file has a digest of its own: what it damages need not show in any value."""
+    small = ("_METADATA", "_sharding", "array_metadatas/process_0", "w/.zarray", "numpy/.zarray")
+    for name in small:
+        flip_bit(item / name, 2)
+    damaged = {f"`{name}` is damaged: its content has changed" for name in small}
+    assert damaged <= set(faults_of(item))
+
+
 @every_layout
 def test_a_truncated_file(item, layout):
     for file in random.Random(0).sample(data_files(item), 2):
