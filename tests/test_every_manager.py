@@ -175,7 +175,9 @@ def test_a_save_that_fails_under_a_stock_manager_is_reported(
             with pytest.raises(OSError, match="the disk is gone"):
                 save(1)
         assert handler.window_status == "idle"
-        assert handler._gockpt_session.host.used_bytes == 0
+        session = handler._gockpt_session
+        session.resources.worker.wait_until_idle()
+        assert session.host.used_bytes == 0
         told = [(r.step, r.error and "the disk is gone" in r.error) for r in handler.reports]
         assert told == [(0, None), (1, True)]
 
