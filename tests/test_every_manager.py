@@ -124,6 +124,9 @@ def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
     asyncio.run(cell())
     with ocp.StandardCheckpointer() as stock:
         assert stock.restore(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
+    handler = gockpt.GoCkptHandler()
+    assert handler.restore(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
+    handler.close()
 
 
 @pytest.mark.parametrize("names", [("7", "8"), ("7", "7")])
@@ -172,6 +175,9 @@ def test_a_save_that_fails_under_a_stock_manager_is_reported(
             with pytest.raises(OSError, match="the disk is gone"):
                 save(1)
         assert handler.window_status == "idle"
+        session = handler._gockpt_session
+        session.resources.worker.wait_until_idle()
+        assert session.host.used_bytes == 0
         told = [(r.step, r.error and "the disk is gone" in r.error) for r in handler.reports]
         assert told == [(0, None), (1, True)]
 

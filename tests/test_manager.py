@@ -342,6 +342,7 @@ def test_synchronous_saving(tmp_path):
             state = step(state, BATCH)
             manager.save(label, args=GoCkptSave(state))
             assert manager.latest_step() == label - label % 4  # visible at once
+            assert len(manager.reports) == label // 4 + 1  # and told of
         assert [r.kind for r in manager.reports] == ["snapshot", "window", "window"]
         assert_same(manager.restore(8), state)
 

@@ -125,6 +125,35 @@ def test_a_label_is_saved_again_when_its_files_have_gone(
         assert manager.restore(3)["w"].tolist() == [2.0, 2.0]
 
 
+def test_closing_waits_for_what_is_being_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock's thread is a daemon: the end of the script leaves the files that it has not had."""
+    going = threading.Event()
+    standard = ocp.path.deleter.StandardCheckpointDeleter
+    threaded = ocp.path.deleter.ThreadedCheckpointDeleter
+    delete, close = standard.delete, threaded.close
+
+    def deletes(stock: Any, step: int) -> None:
+        assert going.wait(LIMIT_SECS)
+        delete(stock, step)
+
+    def closes(stock: Any) -> None:
+        going.set()
+        close(stock)
+
+    monkeypatch.setattr(standard, "delete", deletes)
+    monkeypatch.setattr(threaded, "close", closes)
+    options = ocp.CheckpointManagerOptions(enable_background_delete=True)
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        manager.save(3, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+        manager.wait_until_finished()
+        manager.delete(3)
+    left = list(tmp_path.iterdir())
+    going.set()
+    assert left == []
+
+
 NAMES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefix": {"step_prefix": "run", "step_format_fixed_length": 6},
@@ -166,7 +195,8 @@ def test_nothing_is_left_of_it(tmp_path: Path, options: dict[str, Any]) -> None:
     if "todelete_subdir" in options:
         expected.add("bin")
         assert sorted(p.name for p in (tmp_path / "bin").iterdir()) == ["1", "2", "4"]
-        assert (tmp_path / "bin" / "4" / "_CHECKPOINT_METADATA").exists()
+        moved, kept = ({p.name for p in (tmp_path / x).iterdir()} for x in ("bin/4", "3"))
+        assert moved == kept  # all of it, with what says that it was committed
     assert {p.name for p in tmp_path.iterdir()} == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,42 @@ def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
         found = manager.restore(0, verify=True)
         np.testing.assert_array_equal(found["w"], new["w"])
         assert manager._gockpt_session.host.used_bytes == 0
+
+
+def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax makes it on a thread of its own: there it would take the place of the next one's."""
+    path, future = ocp.path.atomicity.AtomicRenameTemporaryPath, ocp.future
+    create, wait = path.create, future.CommitFutureAwaitingContractedSignals.result
+    go_on, made_by = threading.Event(), []
+
+    async def creates(tmp: Any, *args: Any, **kwargs: Any) -> Any:
+        if tmp.get().parent.name != tmp_path.name:  # an item's
+            return await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        if made_by[0] is not made_by[-1]:
+            go_on.set()
+        assert go_on.wait(60)
+        made = await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        return made
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        go_on.set()
+        return wait(*args, **kwargs)
+
+    once = Once(monkeypatch, Seal, "take")
+    monkeypatch.setattr(path, "create", creates)
+    monkeypatch.setattr(future.CommitFutureAwaitingContractedSignals, "result", waits)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        once.armed = True
+        args = gockpt.GoCkptSave({"w": jnp.ones(3)})
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert manager.save(0, args=args)
+        assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
+    assert len([*itertools.groupby(made_by)]) == 2  # one after the other
 
 
 def test_an_interrupted_wait_leaves_the_save_to_its_end(

@@ -170,6 +170,21 @@ def test_no_thread_waits_for_a_directory_that_save_itself_could_not_make(
         assert_goes_on(trainer)
 
 
+def test_a_save_that_could_not_begin_is_not_accepted(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    options = ocp.CheckpointManagerOptions(async_options=at_once)
+    args = gockpt.GoCkptSave({"w": jnp.ones(4)})
+    with gockpt.GoCkptManager(tmp_path, options=options, window=window("warn")) as manager:
+        with (
+            read_only(tmp_path, monkeypatch),
+            pytest.warns(gockpt.SaveFailedWarning, match="Read-only file system"),
+        ):
+            assert not manager.save(0, args=args)
+        assert manager.save(0, args=args)
+
+
 def test_a_failed_window_is_warned_of(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,6 +65,19 @@ def test_a_file_system_without_direct_mode(tmp_path, files, monkeypatch):
     assert (tmp_path / "x").read_bytes() == values.tobytes()
 
 
+@pytest.mark.parametrize("n", [9000, 9 * 2**20 + 5])
+def test_the_system_may_take_a_part_of_what_it_is_given(tmp_path, files, monkeypatch, n):
+    """A signal, or a disk that is nearly full: the rest comes behind it."""
+    write, values = os.pwrite, np.random.default_rng(0).integers(0, 256, n, np.uint8)
+
+    def write_a_part(fd, content, offset):
+        return write(fd, content[: max(1, len(content) // 3 // 4096) * 4096], offset)
+
+    monkeypatch.setattr(direct.os, "pwrite", write_a_part)
+    files.write(f"{tmp_path}/x", values).result()
+    assert (tmp_path / "x").read_bytes() == values.tobytes()
+
+
 def test_values_are_in_c_order(tmp_path, files):
     values = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(ml_dtypes.bfloat16)
     for n, part in enumerate((values, values.T, values[1:5, ::2], values[:, 1:3, 2:])):
@@ -170,9 +183,62 @@ def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch)
         return len(content)
 
     monkeypatch.setattr(direct.os, "pwrite", write)
-    with pytest.raises(OSError, match="broken disk"):
+    with pytest.raises(OSError, match="broken disk") as caught:
         files.write(f"{tmp_path}/x", np.zeros(6 * direct.PIECE_BYTES, np.uint8)).result()
+    assert caught.value.filename == f"{tmp_path}/x"
     assert sorted(ended) == [n * direct.PIECE_BYTES for n in range(1, 6)]
+    assert open_below(tmp_path) == []
+
+
+def test_no_piece_is_written_when_its_file_has_been_closed(tmp_path, files, monkeypatch):
+    """Not where the thread that cuts the pieces fails, either."""
+    go_on, ended, wait, close = threading.Event(), [], concurrent.futures.wait, os.close
+    path = f"{tmp_path}/x"
+
+    def fail(pieces):
+        next(pieces), next(pieces)  # which has the first one written
+        raise MemoryError("of the digest")
+
+    def waited_for(*of, **how):
+        go_on.set()
+        return wait(*of, **how)
+
+    def is_closed(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == path:
+            ended.append("closed")
+            go_on.set()
+        close(fd)
+
+    monkeypatch.setattr(direct, "digest_of", fail)
+    monkeypatch.setattr(direct, "_write_all", lambda *_: go_on.wait(60) and ended.append("written"))
+    monkeypatch.setattr(concurrent.futures, "wait", waited_for)
+    monkeypatch.setattr(direct.os, "close", is_closed)
+    with pytest.raises(MemoryError, match="of the digest"):
+        files.write(path, np.zeros(3 * direct.PIECE_BYTES, np.uint8)).result()
+    assert ended == ["written", "closed"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EOPNOTSUPP])
+def test_room_on_the_disk_is_taken_first(tmp_path, files, monkeypatch, code):
+    """A full disk is known before anything is written; where none can be taken, writes show it."""
+    written, write = [], os.pwrite
+
+    def refuse(fd, offset, nbytes):
+        raise OSError(code, "no room")
+
+    monkeypatch.setattr(direct.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(direct.os, "pwrite", lambda *of: written.append(of[2]) or write(*of))
+    path, values = f"{tmp_path}/x", np.arange(2**18, dtype=np.float32)
+    future = files.write(path, values)
+    if code == errno.ENOSPC:
+        with pytest.raises(OSError, match="no room") as caught:
+            future.result()
+        assert caught.value.filename == path
+        assert written == []
+        assert open_below(tmp_path) == []
+    else:
+        future.result()
+        assert pathlib.Path(path).read_bytes() == values.tobytes()
 
 
 def synced_paths(monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import threading
 
 import jax
@@ -84,6 +85,20 @@ def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cac
             read_now = read(array, boxes, past_cache=past_cache, is_aligned=is_aligned)
             for found, box in zip(read_now, boxes, strict=True):
                 assert found.tobytes() == values[box].tobytes()
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+def test_the_system_may_give_a_part_of_what_is_asked_for(tmp_path, monkeypatch, past_cache):
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: False)
+    values, preadv = np.arange(2**14, dtype=np.float32), os.preadv
+    array = PlainArray.found_in(stored(tmp_path, values, [values.size]))
+
+    def read_a_part(fd, buffers, offset):
+        return preadv(fd, [buffers[0][: max(1, len(buffers[0]) // 3 // 4096) * 4096]], offset)
+
+    monkeypatch.setattr(plain_reads.os, "preadv", read_a_part)
+    (found,) = read(array, [(slice(0, values.size),)], past_cache=past_cache)
+    assert found.tobytes() == values.tobytes()
 
 
 def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):

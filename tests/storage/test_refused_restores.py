@@ -157,10 +157,18 @@ def test_a_step_that_lacks_an_item_is_not_whole(tmp_path: Path) -> None:
             manager.restore(4, verify=True)
 
 
-def test_what_is_whole_raises_what_it_raised(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [(GoCkptRestore(STATE), MemoryError), (ocp.args.StandardRestore(), ValueError)],
+    ids=["ours", "stock's, without a target that might not fit"],
+)
+def test_what_is_whole_raises_what_it_raised(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, args: Any, error: type[Exception]
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise MemoryError("the user's")
+        raise error("the user's")
 
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", refuse)
-    with pytest.raises(MemoryError, match="the user's"):
-        restored(saved, args=GoCkptRestore(STATE))
+    for handler in (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler):
+        monkeypatch.setattr(handler, "restore", refuse)
+    with pytest.raises(error, match=r"^the user's$"):
+        restored(saved, args=args)

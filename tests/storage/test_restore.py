@@ -19,7 +19,9 @@ from storage_helpers import assert_same_arrays, mesh, save
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave
 from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.restoring import restore as restoring
 from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
+from gockpt_jax.storage.restoring.target import Stored
 
 P = PartitionSpec
 
@@ -109,6 +111,23 @@ def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):
     params = training_state()["params"]
     assert_same_arrays(restored["params"]["b"], params["b"].astype(jnp.float32))
     assert_same_arrays(restored["params"]["w"], params["w"][:, :4])
+
+
+def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch):
+    """It refuses a leaf that is larger than its limit."""
+    limits, stock = [], ocp.StandardCheckpointHandler
+
+    def made(**options):
+        limits.append(options["restore_concurrent_gb"])
+        return stock(**options)
+
+    monkeypatch.setattr(ocp, "StandardCheckpointHandler", made)
+    item, args = root / "3/state", GoCkptRestore()
+    for told in (Stored((3,), "float32"), Stored((2**33,), "float32")):
+        monkeypatch.setattr(restoring, "shapes_told", lambda _, told=told: {"x": told})
+        restoring.restore(item, args, {})
+    restoring.restore(item, args, {"restore_concurrent_gb": 7})
+    assert limits == [16, 36, 7]
 
 
 def forget_devices(root):

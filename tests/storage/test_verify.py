@@ -127,6 +127,18 @@ def test_every_kind_of_leaf_has_checksums(tmp_path, save_dtype):
     assert verdict.chunks >= len([x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)])
 
 
+def test_one_checksum_of_several_chunks(tmp_path):
+    """Stock writes a NumPy array as a whole; its chunks are columns of it."""
+    state = {"x": np.arange(4096.0).reshape(2, 2048)}
+    args = {"x": ocp.SaveArgs(chunk_byte_size=2**13)}
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state, save_args=args))
+    item = tmp_path / "0/state"
+    assert StoredItem(item).plain("x").chunk == (2, 512)
+    verdict = verify_item(item)
+    assert (verdict.state, verdict.chunks) == ("whole", 1), verdict
+
+
 def test_each_of_several_trees_has_its_own_checksums(tmp_path):
     """Orbax begins the items of a save side by side, on one thread."""
     trees = {"a": {"x": jnp.arange(4.0)}, "b": {"y": jnp.zeros((3, 2)), "number": 1}}
@@ -202,6 +214,16 @@ def test_bits_flipped_anywhere_are_found_or_change_nothing(item, layout, tmp_pat
     assert faults_of(item) == []
 
 
+@pytest.mark.parametrize("layout", ["files"])
+def test_a_flipped_bit_in_what_says_how_chunks_are_stored(item, layout):
+    """Each such file has a digest of its own: what it damages need not show in any value."""
+    small = ("_METADATA", "_sharding", "array_metadatas/process_0", "w/.zarray", "numpy/.zarray")
+    for name in small:
+        flip_bit(item / name, 2)
+    damaged = {f"`{name}` is damaged: its content has changed" for name in small}
+    assert damaged <= set(faults_of(item))
+
+
 @every_layout
 def test_a_truncated_file(item, layout):
     for file in random.Random(0).sample(data_files(item), 2):
@@ -261,6 +283,14 @@ def test_the_metadata_of_the_step(item, layout, text, fault):
     else:
         file.write_text(text)
     assert [f for f in faults_of(item.parents[1]) if fault in f]
+
+
+@pytest.mark.parametrize("layout", ["ocdbt"])
+def test_what_says_that_an_item_is_a_tree(item, layout):
+    """Without all of it nobody would look for its chunks."""
+    shutil.rmtree(item / FOLDER)
+    (item / "_METADATA").unlink()
+    assert faults_of(item.parents[1]) == ["it holds no tree of arrays"]
 
 
 def rewrite(item, change, process=0):
@@ -351,6 +381,8 @@ def test_digests_do_not_depend_on_how_the_bytes_lie():
     views = [x, np.asfortranarray(x), np.pad(x, 1)[1:-1, 1:-1, 1:-1], x[::-1][::-1]]
     assert len({checksums.digest(v) for v in views}) == 1
     assert checksums.digest(x.swapaxes(0, 1)) != checksums.digest(x)
+    int4 = [np.array([n], np.uint8).view(jnp.int4) for n in (0x01, 0xF1)]  # upper bits are nobody's
+    assert checksums.digest(int4[0]) == checksums.digest(int4[1])
     assert checksums.digest(np.float32(1)[None][0].reshape(())) == xxhash.xxh3_128_hexdigest(
         np.float32(1).tobytes()
     )
@@ -416,6 +448,7 @@ def test_exit_codes(item, layout, tmp_path):
     result = run(root, "--json")
     assert result.exit_code == 1
     assert any("_METADATA" in f for v in json.loads(result.output)["found"] for f in v["faults"])
+    assert run(root, "--newest").exit_code == 3  # the damaged one is older
 
     for nothing in (tmp_path / "absent", tmp_path):
         assert run(nothing / "x").exit_code == 2

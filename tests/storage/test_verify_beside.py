@@ -51,10 +51,8 @@ class JsonNotes(Notes):
     """Likewise."""
 
 
-def save(root: Path, *, is_async: bool = True, **more: Any) -> None:
-    options = ocp.CheckpointManagerOptions(
-        best_fn=lambda metrics: metrics["loss"], enable_async_checkpointing=is_async
-    )
+def save(root: Path, given: dict[str, Any] | None = None, **more: Any) -> None:
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], **given or {})
     items = ocp.args.Composite(
         state=gockpt.GoCkptSave({"w": jnp.ones(4)}),
         cursor=ocp.args.JsonSave({"epoch": 3, "position": 12345}),
@@ -84,9 +82,17 @@ def found(root: Path) -> tuple[int, list[str]]:
     return code, [line for v in verify(root) for line in (*v.faults, *v.notes)]
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-def test_whole(tmp_path: Path, is_async: bool) -> None:
-    save(tmp_path / "run", is_async=is_async)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"enable_async_checkpointing": False},
+        {"temporary_path_class": ocp.path.atomicity.CommitFileTemporaryPath},
+    ],
+    ids=["", "synchronous", "under its own name from the start, as in buckets"],
+)
+def test_whole(tmp_path: Path, given: dict[str, Any]) -> None:
+    save(tmp_path / "run", given)
     assert found(tmp_path / "run") == (0, [])
 
 

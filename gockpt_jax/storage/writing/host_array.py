@@ -156,8 +156,3 @@ class HostArray:
     def size(self) -> int:
         """The number of elements of the global array."""
         return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the global array (not only of this process's shards)."""
-        return self.size * self.dtype.itemsize
