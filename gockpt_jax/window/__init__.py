@@ -21,6 +21,7 @@ In the order of their imports:
     planner      plans, made once and anew
     early        chunks that left before, replayed until the seal
     audit        samples, against what replay made of them
+    late_groups  what became late inside a window
     step_room    room on the device for what armed steps retain
     open_window  one window between its opening and its seal
     opener       when one opens
