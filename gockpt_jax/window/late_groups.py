@@ -45,7 +45,8 @@ class LateGroups:
         """
         for j, g in left.items():
             if old[j] is not state[j]:
-                why = f"{self._cut.paths[j]}: replaced between two steps of the window, outside them"
+                path = self._cut.paths[j]
+                why = f"{path}: replaced between two steps of the window, outside them"
                 self._reasons.setdefault(g, why)
 
     def look_for_host_arrays(self, groups: Iterable[int], old: Sequence[Any]) -> None:
