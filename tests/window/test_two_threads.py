@@ -60,7 +60,8 @@ def test_what_follows_is_of_the_update_that_left(tmp_path, monkeypatch):
 
 def test_the_call_keeps_its_program(tmp_path, monkeypatch):
     """The evaluation's state lies elsewhere, and JAX has dropped the trace: there is none then."""
-    loop = Loop(tmp_path, window={"steps": 3})
+    own = jax.jit(lambda state, batch: update(state, batch))  # no other test keeps its trace
+    loop = Loop(tmp_path, window={"steps": 3}, step=own)
     device = jax.devices()[0]
 
     def evaluate():
