@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax.storage.files import direct, grid
-from gockpt_jax.storage.files.database import Place, values_by_array, values_of
+from gockpt_jax.storage.files.database import Extent, values_by_array, values_of
 from gockpt_jax.storage.writing import database_index, database_writer
 from gockpt_jax.storage.writing.database_index import PlacedArray, key_of, make_index
 from gockpt_jax.storage.writing.database_writer import DatabaseIndexes
@@ -57,7 +57,7 @@ def test_all_values_of_any_database_are_found(tmp_path, node_bytes, inline_bytes
     found = values_of(store.base, f"{tmp_path}/")
     assert found.keys() == expected.keys()
     for key, value in found.items():
-        assert isinstance(value, Place) == (len(expected[key]) > inline_bytes)
+        assert isinstance(value, Extent) == (len(expected[key]) > inline_bytes)
         assert content(value) == expected[key]
     by_array = values_by_array(str(tmp_path))
     assert by_array["blocks.8"] == {"2.1": found["blocks.8/2.1"]}
@@ -98,12 +98,12 @@ def test_places_do_not_overlap_and_large_values_begin_with_a_page(monkeypatch, p
             *([".zarray"] if array.metadata else []),
         ]
     }
-    assert index.places.keys() == expected
+    assert index.extents.keys() == expected
     taken = {}
-    for key, place in index.places.items():
-        if place.nbytes >= 4096:
-            assert not place.offset % page_bytes, key
-        taken.setdefault(place.path, []).append((place.offset, place.offset + place.nbytes))
+    for key, extent in index.extents.items():
+        if extent.nbytes >= 4096:
+            assert not extent.offset % page_bytes, key
+        taken.setdefault(extent.path, []).append((extent.offset, extent.offset + extent.nbytes))
     assert {path: nbytes for path, (nbytes, _) in index.data_files.items()} == {
         path: max(stop for _, stop in spans) for path, spans in taken.items()
     }
@@ -125,8 +125,8 @@ def test_the_index_is_that_of_tensorstore(tmp_path):
     index = make_index(arrays, 2**20)
     for array in arrays:
         for cell in array.cells:
-            place = index.places[key_of(array.name, grid.key(cell, array.chunk))]
-            put(tmp_path / place.path, place.offset, values[array.name][cell].tobytes())
+            extent = index.extents[key_of(array.name, grid.key(cell, array.chunk))]
+            put(tmp_path / extent.path, extent.offset, values[array.name][cell].tobytes())
     for name, text in index.files.items():
         put(tmp_path / name, 0, text)
     base = {"driver": "file", "path": f"{tmp_path}/"}
@@ -157,9 +157,9 @@ def test_values_that_end_within_a_block_have_files_of_their_own_and_one_index(mo
     monkeypatch.setattr(database_index, "SMALL_BYTES", 4096)
     arrays = [placed(f"x{n}", (2000,), (2000,), metadata=None) for n in range(50)]
     index = make_index([*arrays, placed("even", (2048,), (1024,))], 2**14)
-    alone = [index.places[f"x{n}/0"] for n in range(50)]
-    assert {place.offset for place in alone} == {0}
-    assert len({place.path for place in alone}) == 50
+    alone = [index.extents[f"x{n}/0"] for n in range(50)]
+    assert {extent.offset for extent in alone} == {0}
+    assert len({extent.path for extent in alone}) == 50
     assert len(index.data_files) == 52
     assert len(index.files) < 8
 
@@ -181,7 +181,7 @@ def test_items_that_are_saved_at_the_same_time_have_indexes_of_their_own():
     arrays = [placed("x", (4,), (4,))]
     first = indexes.of(arrays, 0)
     assert indexes.of(Meanwhile(arrays), 0) is first
-    assert first.places.keys() == {"x/0", "x/.zarray"}
+    assert first.extents.keys() == {"x/0", "x/.zarray"}
 
 
 def test_the_index_of_each_item_is_made_once(monkeypatch):
@@ -220,10 +220,10 @@ def test_arrays_of_both_ways_are_in_one_database(tmp_path):
     tree["cast"] = tree["cast"].astype(jnp.bfloat16)
     found = stock_restore(tmp_path / "x", tree)
     assert_same_arrays(found, tree)
-    places = values_by_array(str(tmp_path / "x"))
+    extents = values_by_array(str(tmp_path / "x"))
     is_direct = {
-        name: any("/direct/" in place.path for place in of.values() if isinstance(place, Place))
-        for name, of in places.items()
+        name: any("/direct/" in extent.path for extent in of.values() if isinstance(extent, Extent))
+        for name, of in extents.items()
     }
     assert is_direct == {
         "ours": True, "cast": False, "int4": False, "numpy": False, "scalar": False
@@ -255,10 +255,10 @@ def test_tensorstore_writes_where_an_index_is_not_as_expected(tmp_path, monkeypa
     monkeypatch.undo()
     for n in range(2):
         assert_same_arrays(stock_restore(tmp_path / f"{n}", tree), tree)
-        places = values_by_array(str(tmp_path / f"{n}"))
+        extents = values_by_array(str(tmp_path / f"{n}"))
         assert not any(
-            "/direct/" in place.path
-            for of in places.values() for place in of.values() if isinstance(place, Place)
+            "/direct/" in extent.path
+            for of in extents.values() for extent in of.values() if isinstance(extent, Extent)
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from storage_helpers import assert_same_arrays, host_tree, mesh, save
 from gockpt_jax import GoCkptRestore
 from gockpt_jax.storage.files import grid, pieces, plain_reads
 from gockpt_jax.storage.files.aligned import aligned_empty
-from gockpt_jax.storage.files.database import Place
+from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.plain_array import PlainArray
 from gockpt_jax.storage.files.plain_reads import PlainReads
 from gockpt_jax.storage.restoring import array_reader
@@ -72,7 +72,7 @@ def random_box(rng, shape):
 @pytest.mark.parametrize("shape", [(), (5000,), (37, 90), (3, 70, 41), (2, 1, 64, 48)])
 def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cache, is_cached):
     """Boxes that overlap, chunks at the edge, pieces that begin and end anywhere in a block."""
-    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: is_cached)
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: is_cached)
     rng = np.random.default_rng(len(shape))
     for n, dtype in enumerate((np.float32, ml_dtypes.bfloat16, np.int8)):
         values = rng.integers(-99, 99, shape).astype(dtype)
@@ -89,7 +89,7 @@ def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cac
 
 @pytest.mark.parametrize("past_cache", [True, False])
 def test_the_system_may_give_a_part_of_what_is_asked_for(tmp_path, monkeypatch, past_cache):
-    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: False)
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
     values, preadv = np.arange(2**14, dtype=np.float32), os.preadv
     array = PlainArray.found_in(stored(tmp_path, values, [values.size]))
 
@@ -103,7 +103,7 @@ def test_the_system_may_give_a_part_of_what_is_asked_for(tmp_path, monkeypatch, 
 
 def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
     """But for what lies in the file's last block: nothing is copied, and there is no buffer."""
-    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: False)
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
     values = np.arange(5 * 1024 + 100, dtype=np.float32)
     array = PlainArray.found_in(stored(tmp_path, values, [values.size]))
     reads, fill = [], plain_reads._read_all
@@ -122,23 +122,23 @@ def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("past_cache", [True, False])
 def test_what_lies_side_by_side_is_read_at_once(tmp_path, monkeypatch, past_cache):
     """Small arrays in one file, of odd sizes, with a gap; the last lies before the first."""
-    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, place: False)
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
     rng, fetch, fetched = np.random.default_rng(0), PlainReads._fetch, []
     shapes = {300: (7,), 307: (33, 3), 703: (), 707: (5, 100), 5000: (900,), 8600: (11,), 0: (75,)}
     dtypes = {300: np.int8}
     content, arrays, wanted = np.zeros(9000, np.uint8), [], []
     for offset, shape in shapes.items():
         values = rng.integers(-99, 99, shape).astype(dtypes.get(offset, np.float32))
-        place = Place(str(tmp_path / "file"), offset, values.nbytes)
+        extent = Extent(str(tmp_path / "file"), offset, values.nbytes)
         content[offset : offset + values.nbytes] = values.reshape(-1).view(np.uint8)
         arrays.append((values, np.empty_like(values)))
-        array = PlainArray(shape, shape, values.dtype, lambda key, place=place: place)
+        array = PlainArray(shape, shape, values.dtype, lambda key, extent=extent: extent)
         wanted.append((array, [(grid.whole(shape), arrays[-1][1])]))
     content.tofile(tmp_path / "file")
 
-    def spied(self, place, out):
-        fetched.append((place.offset, place.nbytes))
-        return fetch(self, place, out)
+    def spied(self, extent, out):
+        fetched.append((extent.offset, extent.nbytes))
+        return fetch(self, extent, out)
 
     monkeypatch.setattr(PlainReads, "_fetch", spied)
     with contextlib.closing(PlainReads(past_cache=past_cache)) as reads:
@@ -155,7 +155,7 @@ def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):
     pieces = list(array.pieces(rows))
     assert [p.box[0] for p in pieces] == [slice(0, 2), slice(2, 4)]  # 2 rows are 8 KiB
     assert all(
-        p.place.nbytes <= SMALL_PIECE_BYTES for p in array.pieces([(slice(0, 64), slice(0, 1024))])
+        p.extent.nbytes <= SMALL_PIECE_BYTES for p in array.pieces([(slice(0, 64), slice(0, 1024))])
     )
 
 

@@ -1,7 +1,7 @@
 """Where the values of an OCDBT database lie: TensorStore's format, and stock Orbax's layout.
 
 Such a database is an index (a manifest, and the nodes of a B+tree) and data files, in which values
-follow one another, just as they are. Who knows their places can read and write them without
+follow one another, just as they are. Who knows their extents can read and write them without
 TensorStore, which does both through the page cache. `ts.ocdbt.dump` tells them.
 """
 
@@ -16,7 +16,7 @@ import tensorstore as ts
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Extent:
     """Where the bytes of a value lie.
 
     Attributes:
@@ -29,12 +29,12 @@ class Place:
     offset: int = 0
     nbytes: int = 0
 
-    def is_before(self, other: Place) -> bool:
+    def is_before(self, other: Extent) -> bool:
         """Whether another one begins where this one ends."""
         return self.path == other.path and self.offset + self.nbytes == other.offset
 
 
-Values = Mapping[str, Place | bytes]
+Values = Mapping[str, Extent | bytes]
 """By key: where a value lies; or the value, where it is in the index itself."""
 
 
@@ -43,7 +43,7 @@ def values_of(files: ts.KvStore, folder: str = "") -> Values:
 
     Args:
       files: The store of its files.
-      folder: What the paths of places begin with.
+      folder: What the paths of extents begin with.
 
     Returns:
       All of them. None where there is no database, or it is none that we can read.
@@ -66,7 +66,7 @@ def values_of(files: ts.KvStore, folder: str = "") -> Values:
 def values_by_array(folder: str) -> Mapping[str, Values]:
     """Looks up the values of the database in a local folder: by array, and by key in it."""
     files = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-    found: dict[str, dict[str, Place | bytes]] = {}
+    found: dict[str, dict[str, Extent | bytes]] = {}
     for name, value in values_of(files, f"{folder}/").items():
         array, _, key = name.rpartition("/")
         found.setdefault(array, {})[key] = value
@@ -75,7 +75,7 @@ def values_by_array(folder: str) -> Mapping[str, Values]:
 
 def _below(
     files: ts.KvStore, node: str, prefix: bytes, folder: str
-) -> Iterator[tuple[str, Place | bytes]]:
+) -> Iterator[tuple[str, Extent | bytes]]:
     """The values below a node of the tree, whose keys lack a prefix."""
     for entry in ts.ocdbt.dump(files, node).result()["entries"]:
         if (below := entry.get("location")) is not None:
@@ -83,10 +83,10 @@ def _below(
             continue
         key = (prefix + entry["key"]).decode(errors="surrogateescape")
         inline = entry.get("inline_value")
-        yield key, _place(entry["indirect_value"], folder) if inline is None else inline
+        yield key, _extent(entry["indirect_value"], folder) if inline is None else inline
 
 
-def _place(reference: str, folder: str) -> Place:
+def _extent(reference: str, folder: str) -> Extent:
     """Parses "value:<database that was merged into this one>:<file of it>:<offset>:<length>"."""
     _, database, file, offset, nbytes = reference.split(":")
-    return Place(folder + urllib.parse.unquote(database + file), int(offset), int(nbytes))
+    return Extent(folder + urllib.parse.unquote(database + file), int(offset), int(nbytes))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.storage.files import grid
-from gockpt_jax.storage.files.database import Place, Values, values_by_array
+from gockpt_jax.storage.files.database import Extent, Values, values_by_array
 from gockpt_jax.storage.files.pieces import piece_shape
 
 
@@ -34,20 +34,20 @@ class PlainArray:
       shape: Of the array.
       chunk: The shape of a chunk; those at the array's edge are stored as whole chunks, too.
       dtype: Of its values, as stored.
-      place: Where a chunk lies, by its key.
+      extent: Where a chunk lies, by its key.
     """
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     dtype: np.dtype[Any]
-    place: Callable[[str], Place]
+    extent: Callable[[str], Extent]
 
     @classmethod
     def found_in(cls, folder: str) -> PlainArray | None:
         """Looks at what is stored in a folder; None where it is stored in another way."""
         try:
             with open(f"{folder}/.zarray", "rb") as file:
-                return cls._told(file.read(), lambda key: Place(f"{folder}/{key}"))
+                return cls._told(file.read(), lambda key: Extent(f"{folder}/{key}"))
         except OSError:
             return None
 
@@ -59,8 +59,8 @@ class PlainArray:
             text = told if isinstance(told, bytes) else _content(told)
         except (KeyError, OSError):
             return None
-        places = {key: place for key, place in values.items() if isinstance(place, Place)}
-        array = cls._told(text, places.__getitem__)
+        extents = {key: extent for key, extent in values.items() if isinstance(extent, Extent)}
+        array = cls._told(text, extents.__getitem__)
         if array is None:
             return None
         nbytes = math.prod(array.chunk) * array.dtype.itemsize
@@ -68,11 +68,11 @@ class PlainArray:
             grid.key(cell, array.chunk) for cell in grid.cells(grid.whole(array.shape), array.chunk)
         )
         return (
-            array if all(key in places and places[key].nbytes == nbytes for key in keys) else None
+            array if all(key in extents and extents[key].nbytes == nbytes for key in keys) else None
         )
 
     @classmethod
-    def _told(cls, text: bytes, place: Callable[[str], Place]) -> PlainArray | None:
+    def _told(cls, text: bytes, extent: Callable[[str], Extent]) -> PlainArray | None:
         try:
             told: Mapping[str, Any] = json.loads(text)
             dtype = jnp.dtype(str(told["dtype"]).removeprefix("<").removeprefix("|"))
@@ -84,7 +84,7 @@ class PlainArray:
                 and told.get("dimension_separator", ".") == "."
                 and is_stored_as_it_is(dtype)
             )
-            array = cls(tuple(told["shape"]), tuple(told["chunks"]), dtype, place)
+            array = cls(tuple(told["shape"]), tuple(told["chunks"]), dtype, extent)
             return array if is_plain else None
         except (ValueError, TypeError, KeyError):
             return None
@@ -109,7 +109,7 @@ class PlainArray:
         shape = piece_shape(self.chunk, self.dtype.itemsize)
         for cell in grid.cells(hull, self.chunk):
             origin = tuple(s.start - s.start % n for s, n in zip(cell, self.chunk, strict=True))
-            place = self.place(grid.key(cell, self.chunk))
+            extent = self.extent(grid.key(cell, self.chunk))
             for inner in grid.cells(grid.whole(self.chunk), shape):
                 box = tuple(
                     slice(s.start + o, s.stop + o) for s, o in zip(inner, origin, strict=True)
@@ -117,9 +117,9 @@ class PlainArray:
                 if any(grid.overlap(box, wanted) is not None for wanted in boxes):
                     corner = tuple(s.start for s in inner)
                     start = int(np.ravel_multi_index(corner, self.chunk)) if inner else 0
-                    offset = place.offset + start * self.dtype.itemsize
+                    offset = extent.offset + start * self.dtype.itemsize
                     nbytes = math.prod(grid.shape_of(inner)) * self.dtype.itemsize
-                    yield Piece(Place(place.path, offset, nbytes), box, self.dtype)
+                    yield Piece(Extent(extent.path, offset, nbytes), box, self.dtype)
 
 
 class PlainArrays:
@@ -146,12 +146,12 @@ class Piece:
     """A range of a file.
 
     Attributes:
-      place: Where its bytes lie.
+      extent: Where its bytes lie.
       box: Which part of the array it is; it may reach over the array's edge.
       dtype: Of the array.
     """
 
-    place: Place
+    extent: Extent
     box: grid.Box
     dtype: np.dtype[Any]
 
@@ -161,7 +161,7 @@ class Piece:
         return grid.shape_of(self.box)
 
 
-def _content(place: Place) -> bytes:
-    with open(place.path, "rb") as file:
-        file.seek(place.offset)
-        return file.read(place.nbytes)
+def _content(extent: Extent) -> bytes:
+    with open(extent.path, "rb") as file:
+        file.seek(extent.offset)
+        return file.read(extent.nbytes)

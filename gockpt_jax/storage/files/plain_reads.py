@@ -26,7 +26,7 @@ from gockpt_jax.storage.files.aligned import (
     set_direct,
     threads,
 )
-from gockpt_jax.storage.files.database import Place
+from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.plain_array import Piece, PlainArray
 from gockpt_jax.transfer.budget import batches
 
@@ -76,7 +76,7 @@ class PlainReads:
             for array, boxes in wanted
             for piece in array.pieces([box for box, _ in boxes])
         )
-        jobs = batches(pieces, lambda one: one[0].place.nbytes, _TOGETHER_BYTES, _TOGETHER)
+        jobs = batches(pieces, lambda one: one[0].extent.nbytes, _TOGETHER_BYTES, _TOGETHER)
         return [self._pool.submit(self._read, job) for job in jobs]
 
     def stream(self, array: PlainArray, box: grid.Box) -> Iterator[_Bytes]:
@@ -90,7 +90,7 @@ class PlainReads:
           Its bytes in order, each time in the same 4 MiB of memory.
         """
         for piece in array.pieces([box]):
-            yield self._fetch(piece.place, None)
+            yield self._fetch(piece.extent, None)
 
     def close(self) -> None:
         """Ends the threads; drops what has not begun."""
@@ -98,45 +98,45 @@ class PlainReads:
 
     def _read(self, job: Sequence[tuple[Piece, Boxes]]) -> None:
         for run in _runs(job):
-            first, last = run[0][0].place, run[-1][0].place
+            first, last = run[0][0].extent, run[-1][0].extent
             out = _destination(*run[0]) if len(run) == 1 else None
             nbytes = last.offset + last.nbytes - first.offset
-            found = self._fetch(Place(first.path, first.offset, nbytes), out)
+            found = self._fetch(Extent(first.path, first.offset, nbytes), out)
             if out is None:
                 for piece, boxes in run:
-                    start = piece.place.offset - first.offset
-                    _hand_out(found[start : start + piece.place.nbytes], piece, boxes)
+                    start = piece.extent.offset - first.offset
+                    _hand_out(found[start : start + piece.extent.nbytes], piece, boxes)
 
-    def _fetch(self, place: Place, out: _Bytes | None) -> _Bytes:
+    def _fetch(self, extent: Extent, out: _Bytes | None) -> _Bytes:
         """Reads bytes into given memory, or into memory of this thread until its next read."""
-        fd = os.open(place.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(extent.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            past_cache = self._past_cache and O_DIRECT and not _is_for_cache(fd, place)
+            past_cache = self._past_cache and O_DIRECT and not _is_for_cache(fd, extent)
             if past_cache and set_direct(fd, True):
-                return self._fetch_direct(fd, place, out)
+                return self._fetch_direct(fd, extent, out)
             if out is None:
-                out = self._buffer.memory[: place.nbytes]
-            _read_all(fd, out, place.offset)
+                out = self._buffer.memory[: extent.nbytes]
+            _read_all(fd, out, extent.offset)
             return out
         except OSError as error:
-            error.filename = place.path
+            error.filename = extent.path
             raise
         finally:
             os.close(fd)
 
-    def _fetch_direct(self, fd: int, place: Place, out: _Bytes | None) -> _Bytes:
-        skip = place.offset % BLOCK_BYTES
+    def _fetch_direct(self, fd: int, extent: Extent, out: _Bytes | None) -> _Bytes:
+        skip = extent.offset % BLOCK_BYTES
         whole = 0  # bytes that can be read to where they belong
         if out is not None and not skip and not out.ctypes.data % BLOCK_BYTES:
-            whole = place.nbytes - place.nbytes % BLOCK_BYTES
-            _read_all(fd, out[:whole], place.offset)
-        rest = place.nbytes - whole
+            whole = extent.nbytes - extent.nbytes % BLOCK_BYTES
+            _read_all(fd, out[:whole], extent.offset)
+        rest = extent.nbytes - whole
         if not rest:
             assert out is not None
             return out
         buffer = self._buffer.memory
         blocks = -(-(skip + rest) // BLOCK_BYTES) * BLOCK_BYTES
-        _read_all(fd, buffer[:blocks], place.offset - skip + whole, at_least=skip + rest)
+        _read_all(fd, buffer[:blocks], extent.offset - skip + whole, at_least=skip + rest)
         found = buffer[skip : skip + rest]
         if out is None:
             return found
@@ -148,7 +148,7 @@ def _runs(job: Iterable[tuple[Piece, Boxes]]) -> Iterator[list[tuple[Piece, Boxe
     """Takes together what follows one another in a file."""
     run: list[tuple[Piece, Boxes]] = []
     for one in job:
-        if run and not run[-1][0].place.is_before(one[0].place):
+        if run and not run[-1][0].extent.is_before(one[0].extent):
             yield run
             run = []
         run.append(one)
@@ -194,12 +194,12 @@ def _read_all(fd: int, out: _Bytes, offset: int, at_least: int | None = None) ->
         done += count
 
 
-def _is_for_cache(fd: int, place: Place) -> bool:
+def _is_for_cache(fd: int, extent: Extent) -> bool:
     """Whether reading by the page cache is faster: where most of it is there, or it is little."""
-    if place.nbytes <= _LITTLE_BYTES:
+    if extent.nbytes <= _LITTLE_BYTES:
         return True
-    start = place.offset - place.offset % mmap.ALLOCATIONGRANULARITY
-    length = place.offset + place.nbytes - start
+    start = extent.offset - extent.offset % mmap.ALLOCATIONGRANULARITY
+    length = extent.offset + extent.nbytes - start
     try:
         with mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start) as pages:
             resident = np.zeros(-(-length // mmap.PAGESIZE), np.uint8)

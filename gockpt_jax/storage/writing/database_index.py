@@ -19,7 +19,7 @@ import tensorstore as ts
 
 from gockpt_jax.storage.files import grid
 from gockpt_jax.storage.files.aligned import BLOCK_BYTES
-from gockpt_jax.storage.files.database import Place, values_of
+from gockpt_jax.storage.files.database import Extent, values_of
 from gockpt_jax.storage.files.direct import SMALL_BYTES
 
 _VALUES = "v/"
@@ -67,12 +67,12 @@ class DatabaseIndex:
 
     Attributes:
       files: Its manifest and nodes, by their paths in its folder.
-      places: Where the value of each key belongs; paths are relative to its folder.
+      extents: Where the value of each key belongs; paths are relative to its folder.
       data_files: The length of each file of values, and where they begin in it.
     """
 
     files: Mapping[str, bytes]
-    places: Mapping[str, Place]
+    extents: Mapping[str, Extent]
     data_files: Mapping[str, tuple[int, Collection[int]]]
 
 
@@ -112,7 +112,7 @@ def _database(data_file_bytes: int) -> Any:
     return {
         "driver": "ocdbt",
         "base": "memory://",
-        # All values are in data files, so that their places do not depend on what they are.
+        # All values are in data files, so that their extents do not depend on what they are.
         "config": {"max_inline_value_bytes": 0, "max_decoded_node_bytes": 100_000_000},
         "target_data_file_size": data_file_bytes,
         "value_data_prefix": _VALUES,
@@ -145,18 +145,18 @@ def _commits(
 
 def _read(files: ts.KvStore) -> DatabaseIndex:
     values = values_of(files)
-    places = {key: place for key, place in values.items() if isinstance(place, Place)}
-    in_files: dict[str, list[Place]] = {}
-    for place in places.values():
-        in_files.setdefault(place.path, []).append(place)
+    extents = {key: extent for key, extent in values.items() if isinstance(extent, Extent)}
+    in_files: dict[str, list[Extent]] = {}
+    for extent in extents.values():
+        in_files.setdefault(extent.path, []).append(extent)
     names = {name.decode() for name in files.list().result()}
     return DatabaseIndex(
         {name: bytes(files[name]) for name in names - in_files.keys()},
-        places,
+        extents,
         {
             path: (
-                max(place.offset + place.nbytes for place in inside),
-                [place.offset for place in inside],
+                max(extent.offset + extent.nbytes for extent in inside),
+                [extent.offset for extent in inside],
             )
             for path, inside in in_files.items()
         },
@@ -164,12 +164,12 @@ def _read(files: ts.KvStore) -> DatabaseIndex:
 
 
 def _is_as_expected(index: DatabaseIndex, arrays: Sequence[PlacedArray]) -> bool:
-    """Whether there is a place for each value, as long as it is, and no byte is of two."""
+    """Whether there is an extent for each value, as long as it is, and no byte is of two."""
     lengths = {
         key_of(array.name, key): nbytes for array in arrays for key, nbytes in array.values()
     }
-    found = {key: place.nbytes for key, place in index.places.items()}
-    in_order = sorted(index.places.values(), key=lambda place: (place.path, place.offset))
+    found = {key: extent.nbytes for key, extent in index.extents.items()}
+    in_order = sorted(index.extents.values(), key=lambda extent: (extent.path, extent.offset))
     return found == lengths and all(
         one.path != other.path or one.offset + one.nbytes <= other.offset
         for one, other in itertools.pairwise(in_order)

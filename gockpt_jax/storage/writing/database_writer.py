@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from gockpt_jax.storage.files.database import Place
+from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing import spec as spec_lib
 from gockpt_jax.storage.writing.array_layout import ItemLayout
@@ -24,7 +24,7 @@ from gockpt_jax.storage.writing.database_index import (
     key_of,
     make_index,
 )
-from gockpt_jax.storage.writing.leaf_writer import Places, to_the_end
+from gockpt_jax.storage.writing.leaf_writer import Extents, to_the_end
 
 _LOG = logging.getLogger("gockpt_jax")
 _FOLDER = "direct/"
@@ -49,13 +49,13 @@ class DatabaseWriter:
         for path, content in index.files.items():
             files.write(f"{self._folder}{path}", np.frombuffer(content, np.uint8)).result()
 
-    def places_of(self, name: str) -> Places:
+    def extents_of(self, name: str) -> Extents:
         """Returns where the values of a leaf belong."""
-        return functools.partial(self._place, name)
+        return functools.partial(self._extent, name)
 
-    def _place(self, name: str, key: str) -> Place:
-        place = self._index.places[key_of(name, key)]
-        return Place(f"{self._folder}{place.path}", place.offset, place.nbytes)
+    def _extent(self, name: str, key: str) -> Extent:
+        extent = self._index.extents[key_of(name, key)]
+        return Extent(f"{self._folder}{extent.path}", extent.offset, extent.nbytes)
 
     async def join(self, context: ts.Context) -> None:
         """Has the process's database tell of these values; they need not be there yet."""

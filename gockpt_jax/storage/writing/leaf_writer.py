@@ -13,14 +13,14 @@ import numpy as np
 import tensorstore as ts
 
 from gockpt_jax.storage.files import grid
-from gockpt_jax.storage.files.database import Place
+from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing.array_layout import ArrayLayout
 from gockpt_jax.storage.writing.host_array import HostShard, ShardFuture
 from gockpt_jax.storage.writing.write_budget import WriteBudget
 
 _T = TypeVar("_T")
-Places = Callable[[str], Place]
+Extents = Callable[[str], Extent]
 """Where a leaf's values lie, by their keys: a chunk's, or `.zarray`."""
 
 # A chunk that TensorStore compresses, and what it has become.
@@ -40,7 +40,7 @@ class LeafWriter:
 
     layout: ArrayLayout
     budget: WriteBudget
-    target: ts.TensorStore | Places
+    target: ts.TensorStore | Extents
     files: DirectFiles
 
     async def write_shard(self, shard: HostShard, box: grid.Box) -> None:
@@ -79,8 +79,8 @@ class LeafWriter:
 
     def _written(self, cell: grid.Box, data: np.ndarray[Any, Any]) -> Awaitable[Any]:
         if not isinstance(self.target, ts.TensorStore):
-            place = self.target(grid.key(cell, self.layout.chunk))
-            return _result(self.files.write(place.path, data, place.offset))
+            extent = self.target(grid.key(cell, self.layout.chunk))
+            return _result(self.files.write(extent.path, data, extent.offset))
         # No copy into TensorStore's cache: the bytes stay as they are until released.
         return to_the_end(
             self.target[cell].write(data, can_reference_source_data_indefinitely=True)

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from gockpt_jax.storage.files import bucket, grid
-from gockpt_jax.storage.files.database import Place
+from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.plain_array import is_stored_as_it_is
 from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
 from gockpt_jax.storage.writing.database_index import PlacedArray
@@ -99,9 +99,9 @@ def array_spec(layout: ArrayLayout) -> Json:
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
 
 
-def folder_places(layout: ArrayLayout) -> Callable[[str], Place]:
+def folder_extents(layout: ArrayLayout) -> Callable[[str], Extent]:
     """Returns where values of a leaf belong that are files, by their keys."""
-    return lambda key: Place(f"{layout.path}/{key}")
+    return lambda key: Extent(f"{layout.path}/{key}")
 
 
 def placed_array(
@@ -120,16 +120,16 @@ def placed_array(
     )
 
 
-def metadata_place(layout: ArrayLayout, places: Callable[[str], Place] | None) -> Place | None:
+def metadata_extent(layout: ArrayLayout, extents: Callable[[str], Extent] | None) -> Extent | None:
     """Returns where to write what a leaf is; None where only TensorStore can.
 
     Args:
       layout: Of the leaf.
-      places: Where its values are written, if without TensorStore.
+      extents: Where its values are written, if without TensorStore.
     """
     if layout.item.use_ocdbt or layout.item.is_in_bucket:
-        return places(".zarray") if places else None
-    return folder_places(layout)("zarr.json" if layout.item.use_zarr3 else ".zarray")
+        return extents(".zarray") if extents else None
+    return folder_extents(layout)("zarr.json" if layout.item.use_zarr3 else ".zarray")
 
 
 def metadata_text(spec: Json) -> bytes:

@@ -20,7 +20,7 @@ from gockpt_jax.storage.writing.database_writer import DatabaseIndexes, Database
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_writer import (
     LeafWriter,
-    Places,
+    Extents,
     first_error_alone,
     named_in_errors,
     open_store,
@@ -65,16 +65,16 @@ class TreeWriter:
           with_array_metadatas: Whether to write `array_metadatas`.
         """
         async with first_error_alone(), asyncio.TaskGroup() as group:
-            places = self._places(indexes, group)
+            extents = self._extents(indexes, group)
             for leaf in self.leaves:
-                group.create_task(self._write_leaf(leaf, places.get(leaf.layout.name), group))
+                group.create_task(self._write_leaf(leaf, extents.get(leaf.layout.name), group))
                 await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
             if self.is_primary:
                 group.create_task(self._write_shardings())
             if with_array_metadatas:
                 self._write_array_metadatas()
 
-    def _places(self, indexes: DatabaseIndexes, group: asyncio.TaskGroup) -> Mapping[str, Places]:
+    def _extents(self, indexes: DatabaseIndexes, group: asyncio.TaskGroup) -> Mapping[str, Extents]:
         """Where values are written without TensorStore, by leaf; begins their database."""
         direct: list[tuple[ArrayLayout, list[grid.Box]]] = []
         for leaf in self.leaves:
@@ -84,29 +84,29 @@ class TreeWriter:
             if is_ours and spec_lib.is_written_as_it_is(leaf.layout, boxes):
                 direct.append((leaf.layout, boxes))
         if not (direct and self.item.use_ocdbt):
-            return {layout.name: spec_lib.folder_places(layout) for layout, _ in direct}
+            return {layout.name: spec_lib.folder_extents(layout) for layout, _ in direct}
         arrays = [spec_lib.placed_array(*one, self.is_primary) for one in direct]
         index = indexes.of(arrays, self.item.written_file_bytes)
         if index is None:
             return {}
         database = DatabaseWriter(self.item, index, self.files)
         group.create_task(database.join(self.context))
-        return {layout.name: database.places_of(layout.name) for layout, _ in direct}
+        return {layout.name: database.extents_of(layout.name) for layout, _ in direct}
 
     async def _write_leaf(
-        self, leaf: Leaf, places: Places | None, group: asyncio.TaskGroup
+        self, leaf: Leaf, extents: Extents | None, group: asyncio.TaskGroup
     ) -> None:
         """Opens the leaf's array and starts one task per shard."""
         layout, context = leaf.layout, self.context
         with named_in_errors(layout.name):
             spec = spec_lib.array_spec(layout)
             if self.is_primary:
-                if place := spec_lib.metadata_place(layout, places):
+                if extent := spec_lib.metadata_extent(layout, extents):
                     text = np.frombuffer(spec_lib.metadata_text(spec), np.uint8)
-                    self.files.write(place.path, text, place.offset).result()
+                    self.files.write(extent.path, text, extent.offset).result()
                 else:
                     await open_store(spec, context, create=True, open=True)
-            target = places or await open_store(spec, context, open=True, assume_metadata=True)
+            target = extents or await open_store(spec, context, open=True, assume_metadata=True)
         writer = LeafWriter(layout, self.budget, target, self.files)
         for shard, box in zip(leaf.array.shards, leaf.array.boxes(), strict=True):
             group.create_task(writer.write_shard(shard, box))
