@@ -19,8 +19,8 @@ from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
 from gockpt_jax.storage.writing.database_writer import DatabaseIndexes, DatabaseWriter
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_writer import (
-    LeafWriter,
     Extents,
+    LeafWriter,
     first_error_alone,
     named_in_errors,
     open_store,
