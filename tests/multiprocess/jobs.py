@@ -19,11 +19,17 @@ class Ended:
     """A process of a job, and what it left."""
 
     returncode: int
-    output: str
+    told: str
+    logged: str
+
+    @property
+    def output(self) -> str:
+        """All that it wrote."""
+        return self.told + self.logged
 
     def said(self, word: str) -> list[str]:
         """The lines that begin with a word, without it."""
-        lines = self.output.splitlines()
+        lines = self.told.splitlines()
         return [line[len(word) + 1 :] for line in lines if line.split(" ")[0] == word]
 
     def did(self, scenario: str) -> bool:
@@ -44,17 +50,21 @@ class Job:
     def __init__(
         self, directory: Path, processes: int, *scenarios: str, devices: int = DEVICES
     ) -> None:
-        self._logs = [directory / f"process_{index}.log" for index in range(processes)]
+        # Apart: a thread may log in the middle of a line.
+        self._logs = [
+            tuple(directory / f"process_{index}.{kind}" for kind in ("out", "log"))
+            for index in range(processes)
+        ]
         self._children: list[nursery.Started] = []
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
         words = [",".join(scenarios), str(directory), f"localhost:{port}", str(processes)]
-        for index, path in enumerate(self._logs):
-            with path.open("w") as log:
+        for index, (told, logged) in enumerate(self._logs):
+            with told.open("w") as out, logged.open("w") as log:
                 child = nursery.start(
                     "multiprocess.child", *words, str(index),
-                    env=_environment(devices), cwd=directory, stdout=log, stderr=log,
+                    env=_environment(devices), cwd=directory, stdout=out, stderr=log,
                 )  # fmt: skip
             self._children.append(child)
 
@@ -71,7 +81,9 @@ class Job:
         for child in self._children:
             child.wait(LIMIT_SECS)
         ends = zip(self._children, self._logs, strict=True)
-        return [Ended(child.returncode, log.read_text()) for child, log in ends]
+        return [
+            Ended(child.returncode, *(path.read_text() for path in paths)) for child, paths in ends
+        ]
 
 
 def run_job(
