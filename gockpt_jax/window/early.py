@@ -276,3 +276,4 @@ class EarlyChunks:
         self._host.release(sum(self._held_bytes.values()))
         self._held_bytes.clear()
         self._leaves.clear()
+        self._forget_pending()  # if the update that they wait for was never passed on

@@ -244,6 +244,15 @@ def test_what_waits_is_given_back_when_the_window_is_dropped(window):
     assert window.host.used_bytes == 0
 
 
+def test_what_waits_for_an_update_that_is_never_passed_on_is_given_back(window):
+    """No thread could be started for it, say. What it holds itself is then lost, and that alone."""
+    window.land(0)
+    first, _ = [window.early.take_in(window.update(n)) for n in range(2)]
+    first()
+    window.early.drop()
+    assert window.host.used_bytes == CUT_BYTES
+
+
 def test_what_could_not_be_put_in_its_place_is_given_back(window, monkeypatch):
     """Its bytes are on the host all the same."""
     put = window.early.land([(0, 0)], *pull_of([window.expected[0]]))

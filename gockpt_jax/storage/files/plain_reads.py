@@ -14,7 +14,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +40,6 @@ _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Array = np.ndarray[Any, Any]
-_T = TypeVar("_T")
 
 Boxes = Sequence[tuple[grid.Box, _Array]]
 """Boxes of an array, and C-contiguous arrays of their shapes to read them into."""
