@@ -212,7 +212,7 @@ def test_saves_stay_within_the_default_budget(tmp_path):
     loop.start()
     for label in range(4, 21, 4):
         loop.train(label)
-        loop.manager.wait_until_finished()
+        loop.finish()
     loop.close()
     assert [r.kind for r in loop.manager.reports[1:]] == ["window"] * 5
     for report in loop.manager.reports:
