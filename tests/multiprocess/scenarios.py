@@ -15,8 +15,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from data_position import Position
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.saving import handler
 from gockpt_jax.storage.writing import leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
@@ -445,6 +447,7 @@ def others(directory: Path) -> None:
     stock(directory / "stock")
     waiting(directory / "waiting")
     busy(directory / "busy")
+    positions(directory / "positions")
 
 
 def started(directory: Path) -> None:
@@ -548,3 +551,21 @@ def death(directory: Path) -> None:
     loop.manager.close()
     print("done death", flush=True)
     os._exit(0)  # `jax.distributed` would wait for the dead one
+
+
+def positions(directory: Path) -> None:
+    """Of a data iterator each process writes its own file, and `verify` knows all of them."""
+    loop = Loop(directory, save_interval_steps=1)
+    for label in range(2):
+        loop.update()
+        items = {
+            "state": gockpt.GoCkptSave(loop.state),
+            "data": Position({"next": 10 * label + jax.process_index()}),
+        }
+        assert loop.manager.save(label, args=ocp.args.Composite(**items))
+    loop.manager.wait_until_finished()
+    files = sorted(file.name for file in (directory / "1" / "data").glob("process_*"))
+    count = jax.process_count()
+    assert files == [f"process_{n}-of-{count}.json" for n in range(count)]
+    assert {(found.state, *found.notes) for found in verify(directory)} == {("whole",)}
+    loop.manager.close()

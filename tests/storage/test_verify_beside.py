@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
+from data_position import Position
 
 import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
@@ -153,6 +154,17 @@ def test_an_item_of_a_handler_of_the_users(tmp_path: Path, notes: type[Notes]) -
     assert found(tmp_path / "run") == (3, ["the item `notes` has no checksums"])
     with gockpt.GoCkptManager(tmp_path / "run") as manager:
         assert manager.restore(7, verify=True)["state"]["w"].tolist() == [1.0] * 4
+
+
+def test_the_position_of_a_data_iterator(tmp_path: Path) -> None:
+    save(tmp_path / "run", data=Position({"next_index": 12}))
+    assert found(tmp_path / "run") == (0, [])
+    with gockpt.GoCkptManager(tmp_path / "run") as manager:
+        restored = manager.restore(7, args=ocp.args.Composite(data=Position()), verify=True)
+    assert restored["data"] == {"next_index": 12}
+    (tmp_path / "run/7/data/process_0-of-1.json").write_text('{"next_index": 13}')
+    told = "`data/process_0-of-1.json` is damaged: its content has changed"
+    assert found(tmp_path / "run") == (1, [told])
 
 
 def test_a_tree_that_is_no_part_of_a_step(saved: Path, tmp_path: Path) -> None:

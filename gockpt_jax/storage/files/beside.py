@@ -20,7 +20,13 @@ from gockpt_jax.storage.files.item_files import STEP_METADATA, TEMPORARY, file_d
 Json = dict[str, Any]
 
 # Their files are what they will be before any item is finalized; of the user's own nobody knows.
-_WRITTEN_BY_THEN = frozenset({"JsonCheckpointHandler", "ProtoCheckpointHandler"})
+_WRITTEN_BY_THEN = frozenset(
+    {
+        ("orbax", "JsonCheckpointHandler"),
+        ("orbax", "ProtoCheckpointHandler"),
+        ("grain", "CheckpointHandler"),  # of data iterators
+    }
+)
 # Orbax adds the time of the commit to the others.
 _OF_METADATA = ("custom_metadata", "item_handlers")
 
@@ -71,9 +77,8 @@ def what_lies_beside(item: epath.Path) -> Beside:
     folders = {_final_name(path, handlers): path for path in step.iterdir() if path.is_dir()}
     items = {}
     for name, handler in handlers.items():
-        module, _, kind = str(handler).rpartition(".")
-        is_known = module.startswith("orbax.") and kind in _WRITTEN_BY_THEN
-        if is_known and name in folders:
+        package, *_, kind = str(handler).split(".")
+        if (package, kind) in _WRITTEN_BY_THEN and name in folders:
             sizes = dict(files_of(folders[name]))
             digests = file_digests(folders[name], list(sizes))
             items[name] = dict(zip(sizes, zip(sizes.values(), digests, strict=True), strict=True))
