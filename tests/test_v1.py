@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import v1
-from window.training_loop import BATCH, assert_same, fresh, to_host, update
+from window.training_loop import BATCH, WAIT_SECS, assert_same, fresh, to_host, update
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.v1 import GoCkptCheckpointable
 
 pytestmark = pytest.mark.skipif(
@@ -95,13 +98,55 @@ def test_a_target_as_v1_describes_it(tmp_path):
             assert [type(loaded[x]) for x in ("n", "numpy")] == [int, np.ndarray]
 
 
+def test_saves_that_overlap_are_told_apart(tmp_path, monkeypatch):
+    """v1 takes a save for over whose end no thread had begun to wait for at the next call."""
+    may_hear, may_end = threading.Event(), threading.Event()
+    start, result = threading.Thread.start, Written.result
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "save_finalize":
+            run = thread.run
+            thread.run = lambda: may_hear.wait(WAIT_SECS) and run()
+        start(thread)
+
+    def end_late(written: Written, timeout: float | None = None) -> None:
+        result(written, timeout)
+        assert written._record.step != 2 or may_end.wait(WAIT_SECS)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    monkeypatch.setattr(Written, "result", end_late)
+    every = v1.training.save_decision_policies.FixedIntervalPolicy(2)
+    with (
+        v1.training.Checkpointer(tmp_path, save_decision_policy=every) as checkpointer,
+        GoCkptCheckpointable(window=WINDOW) as windows,
+    ):
+        step, state, given, responses, saves = windows.wrap(update), fresh(), {}, {}, {}
+        for label in (2, 3, 4):
+            state = step(state, BATCH)
+            given[label] = to_host(state)
+            items = {"state": windows(state)}
+            responses[label] = checkpointer.save_checkpointables_async(label, items)
+            saves[label] = checkpointer._manager._checkpointer
+            if label == 3:
+                may_hear.set()
+        assert responses[3] is None
+        responses[4].result()
+        assert [r.step for r in windows.reports] == [4]
+        may_end.set()
+        saves[2].wait_until_finished()
+        assert [r.step for r in windows.reports] == [4, 2]
+        for label in (2, 4):
+            loaded = checkpointer.load_checkpointables(label, {"state": windows(fresh())})
+            assert_same(loaded["state"].item, given[label])
+
+
 def test_what_fails_when_it_is_finalized_fails_the_save(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is gone")
 
     with GoCkptCheckpointable() as windows:
         checkpointer = v1.training.Checkpointer(tmp_path)
-        monkeypatch.setattr(windows._handler, "finalize", fail)
+        monkeypatch.setattr(windows._handler, "complete", fail)
         with pytest.raises(OSError, match="the disk is gone"):
             checkpointer.save_checkpointables(0, {"state": windows(fresh())})
         with pytest.raises(OSError, match="the disk is gone"):

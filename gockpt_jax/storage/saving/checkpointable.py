@@ -75,8 +75,9 @@ class GoCkptCheckpointable(WindowFace):
         """
         path = directory.path
         futures = await self._handler.async_save(path, GoCkptSave(self.item))
-
-        label, processes = self._handler.label, self._gockpt_session.processes
+        # v1 may begin the next save before this one has ended.
+        label, pending = self._handler.label, self._handler.pending
+        processes = self._gockpt_session.processes
 
         async def write() -> None:
             await directory.await_creation()
@@ -86,7 +87,9 @@ class GoCkptCheckpointable(WindowFace):
             error = None
             if ocp.multihost.is_primary_host(0):
                 try:
-                    await asyncio.to_thread(self._handler.finalize, path)
+                    await asyncio.to_thread(self._handler.complete, path)
+                    if pending is not None:
+                        pending.committed()  # but for the rename
                 except Exception as failed:
                     error = failed
             await asyncio.to_thread(agree, processes, "finalized", label, error)

@@ -252,11 +252,15 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         return self._standard.metadata(directory)
 
     def finalize(self, directory: Any) -> None:
+        """Completes an item; the save is visible then, but for the rename."""
+        self.complete(directory)
+        if not self.has_manager:
+            self.committed()
+
+    def complete(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
         self._trees.finalize(directory)
         checksum_files.seal_item(directory, shared=self._primary_host is not None)
-        if not self.has_manager:
-            self.committed()  # but for the rename
 
     def committed(self) -> None:
         """The last save is visible, if there is one and it has not failed."""
