@@ -148,7 +148,7 @@ def test_updates_that_are_there_are_applied_together_and_four_at_most(window):
 
 
 CUT_BYTES = 2 * LEAF_BYTES
-PATIENCE_SECS = 20
+PATIENCE_SECS = 200  # only ends a test that hangs
 
 
 class Room(ByteBudget):

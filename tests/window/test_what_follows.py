@@ -127,7 +127,7 @@ class Loop:
 
         def stopping(early, cut):
             self.at_update.set()
-            assert self.may_go.wait(10)
+            assert self.may_go.wait(200)
             return land_update(early, cut)
 
         monkeypatch.setattr(OpenWindow, "follow", noting)
