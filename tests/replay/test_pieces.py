@@ -77,6 +77,12 @@ def test_a_shard_is_cut_up_once_and_whole(size):
     assert all(program <= 2 * size or program == CHUNK_SIZES[-1] for _, program in pieces)
 
 
+@pytest.mark.parametrize("size", CHUNK_SIZES)
+def test_what_a_program_fits_is_not_cut_up(size):
+    """As a rule: dimensions are powers of two."""
+    assert list(cut_up(size)) == [(slice(0, size), size)]
+
+
 @pytest.mark.parametrize("updates", range(10))
 def test_updates_are_fused_into_few_numbers(updates):
     assert sum(fused(updates)) == updates

@@ -31,24 +31,35 @@ def test_inputs_and_outputs_are_the_flat_arguments_and_results():
     assert graph.outputs[1].op.inputs[0] is graph.inputs[0]
 
 
+@jax.custom_jvp
+def tripled_sine(x):
+    return jnp.sin(x) * 3.0
+
+
+tripled_sine.defjvps(lambda tangent, result, x: tangent)
+
+
 @pytest.mark.parametrize(
-    ("call", "inside"),
+    "call",
     [
-        pytest.param(jax.nn.relu, "max", id="custom_jvp"),
-        pytest.param(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), "cos", id="cond"),
+        pytest.param(tripled_sine, id="custom_jvp"),
+        pytest.param(jax.checkpoint(lambda x: jnp.sin(x) * 3.0), id="checkpoint"),
+        pytest.param(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), id="cond"),
         pytest.param(
-            lambda x: jax.jit(jnp.sin, out_shardings=SingleDeviceSharding(jax.devices()[0]))(x),
-            "sin", id="jit with a placement",
+            jax.jit(
+                lambda x: jnp.sin(x) * 3.0, out_shardings=SingleDeviceSharding(jax.devices()[0])
+            ),
+            id="jit with a placement",
         ),
     ],
-)  # fmt: skip
-def test_bodies_that_cannot_be_opened_can_be_read_only_where_they_return(call, inside):
+)
+def test_bodies_that_cannot_be_opened_can_be_read_only_where_they_return(call):
     graph = graph_of(lambda x: call(x * 2.0) + 1.0, X)
     result = graph.outputs[0].op.inputs[0]
-    assert inside in ops_behind(result)
     assert result.site is not None
     assert result.site.path == ()
     behind = {v.op.name: v for v in result.op.inputs if v.op is not None}
+    assert "sin" in behind
     assert all(behind[n].site is None for n in ("sin", "cos") if n in behind)
 
 

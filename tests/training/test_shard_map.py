@@ -179,6 +179,27 @@ def test_a_number_is_captured_that_is_made_outside_of_what_lies_otherwise_on_eac
     assert [len(group.scalars) for group in program.cut.groups] == [1]
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_number_that_comes_out_is_captured_if_jax_has_checked_it(check_vma):
+    """Of what a loop makes we cannot tell; JAX's types can."""
+    mesh, state, x = placed(P(AXES))
+
+    def inside(x):
+        g = jnp.tanh(x)
+        return g, lax.fori_loop(0, 3, lambda _, c: 0.5 * c, lax.psum(jnp.sum(g), AXES))
+
+    mapped = jax.shard_map(
+        inside, mesh=mesh, in_specs=P(AXES), out_specs=(P(AXES), P()), check_vma=check_vma
+    )
+
+    def step(state, x):
+        g, size = mapped(x)
+        return {k: jnp.where(size > 1e9, old, 0.9 * old + g) for k, old in state.items()}
+
+    program = program_of(jax.jit(step), state, jax.device_put(x, state["m"].sharding))
+    assert [len(group.scalars) for group in program.cut.groups] == [1] * check_vma
+
+
 THIRD = jnp.float32(0.3)  # a `shard_map` that closes over it takes it as one more argument
 
 

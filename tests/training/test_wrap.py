@@ -553,6 +553,23 @@ def test_what_the_analysis_stumbles_over_is_told_in_a_line(monkeypatch):
     assert len(step.why_not) < 400
 
 
+def test_what_lowering_stumbles_over_is_no_window_and_one_warning(monkeypatch):
+    """Nobody is to wait for a program that nobody compiles."""
+
+    def stumble(*_):
+        raise NotImplementedError("of the compiler's")
+
+    monkeypatch.setattr(program_module, "with_outputs", stumble)
+    observer, jitted = Observer(range(3, 6)), jax.jit(update, donate_argnums=0)
+    step = wrap(jitted, observer)
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="failed with NotImplemented") as told:
+        state = run(step, fresh(), 6)
+    assert len(told) == 1
+    assert step.program is None
+    assert_same(state, run(jitted, fresh(), 6))
+    assert observer.cuts == [False] * 6
+
+
 @jax.tree_util.register_pytree_node_class
 class Scale:
     """A class that looks at what it is given, as loss scales of `jmp` do."""
