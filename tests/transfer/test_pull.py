@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +86,28 @@ def test_align_moves_nothing_that_is_in_place():
     """Equivalent is enough: specifications are spelt in many ways."""
     array = put(VALUES, P("fsdp"))
     assert align(array, NamedSharding(MESH, P("fsdp", None))) is array
+
+
+@pytest.mark.parametrize(
+    ("platform", "kinds", "wanted"),
+    [
+        ("gpu", ("device", "pinned_host"), "pinned_host"),
+        ("gpu", ("device",), None),
+        ("cpu", ("device", "pinned_host"), None),
+    ],
+)
+def test_pulls_go_to_pinned_memory_where_there_is_such(platform, kinds, wanted):
+    memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
+    device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+    assert pulls.host_memory_kind.__wrapped__(device) == wanted
+
+
+def test_what_goes_to_pinned_memory_arrives_there(monkeypatch):
+    monkeypatch.setattr(pulls, "host_memory_kind", lambda device: "pinned_host")
+    buffer = jax.device_put(VALUES, jax.devices()[2])
+    pinned = pulls.start_buffer(buffer)
+    assert pinned.sharding == SingleDeviceSharding(jax.devices()[2], memory_kind="pinned_host")
+    np.testing.assert_array_equal(pinned, VALUES)
 
 
 # Staging.
