@@ -83,6 +83,15 @@ def test_what_a_program_fits_is_not_cut_up(size):
     assert list(cut_up(size)) == [(slice(0, size), size)]
 
 
+@pytest.mark.parametrize("size", [s for s in CHUNK_SIZES if s <= 32 * 1024])
+def test_what_is_left_is_padded_where_it_is_half_a_program_or_more(size):
+    """In one small piece, which costs less than many: a start each."""
+    assert list(cut_up(size // 2)) == [(slice(0, size // 2), size)]
+    assert len(list(cut_up(CHUNK_SIZES[0] + size - 1))) == 2
+    if size > CHUNK_SIZES[-1]:
+        assert next(cut_up(size // 2 - 1))[1] < size
+
+
 @pytest.mark.parametrize("updates", range(10))
 def test_updates_are_fused_into_few_numbers(updates):
     assert sum(fused(updates)) == updates

@@ -31,6 +31,10 @@ def test_inputs_and_outputs_are_the_flat_arguments_and_results():
     assert graph.outputs[1].op.inputs[0] is graph.inputs[0]
 
 
+def tripled(x, y):
+    return jnp.sin(x) * (y + 1.0)
+
+
 @jax.custom_jvp
 def tripled_sine(x):
     return jnp.sin(x) * 3.0
@@ -61,6 +65,20 @@ def test_bodies_that_cannot_be_opened_can_be_read_only_where_they_return(call):
     behind = {v.op.name: v for v in result.op.inputs if v.op is not None}
     assert "sin" in behind
     assert all(behind[n].site is None for n in ("sin", "cos") if n in behind)
+
+
+@pytest.mark.parametrize(("decided", "inside"), [(True, "sin"), (False, "cos")])
+def test_a_branch_that_is_decided_while_tracing_is_a_call(decided, inside):
+    """Also where other operands are known, or what is not decided comes with one that is."""
+    graph = graph_of(
+        lambda x: lax.cond(decided, tripled, lambda x, y: jnp.cos(x) * y, x, 2.0), X
+    )  # fmt: skip
+    assert graph.outputs[0].op.name == "mul"
+    value = graph.outputs[0].op.inputs[0]
+    assert value.op.name == inside
+    assert len(value.site.path) == 1
+    undecided = graph_of(lambda i, x: lax.switch(i, [tripled, lambda y, x: x], 2.0, x), 0, X)
+    assert undecided.outputs[0].op.name == "select_n"
 
 
 def test_cond_becomes_select_with_a_case_per_branch():

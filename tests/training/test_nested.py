@@ -195,6 +195,25 @@ def test_a_changed_state_is_found_again(arm):
     assert found == {id(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)}
 
 
+def test_a_leaf_that_does_not_come_out_of_the_program_is_no_part_of_it():
+    """A number of the step's own: Equinox hands it out beside the program's results."""
+
+    @eqx.filter_jit
+    def update(state, x):
+        m = 0.9 * state["m"] + jnp.tanh(x)
+        return {"m": m, "rate": 0.5, "w": state["w"] - state["rate"] * m}
+
+    observer = Observer({3})
+    step = wrap_step(
+        update, observer, state=0, state_out=None, arm="window", even_for_nothing=True
+    )  # fmt: skip
+    state = {"m": jnp.zeros(8), "rate": jnp.float32(0.5), "w": jnp.ones(8)}
+    for n in range(5):
+        state = step(state | {"rate": jnp.float32(0.5)}, jnp.arange(8.0) * n)
+    assert observer.cuts[3]
+    assert step._inner.program.positions.paths == ("['m']", "['w']")
+
+
 def test_cached_partial():
     observer = Observer(armed_at={3})
     state = nnx_state()

@@ -180,6 +180,40 @@ def test_shardings_given_to_jit_are_kept_without_a_result():
     assert loss.sharding.is_fully_replicated
 
 
+def test_results_lie_where_those_of_the_users_step_lay():
+    """Wherever that is: the compiler alone may place those of the armed step otherwise."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    spread, whole = (NamedSharding(mesh, PartitionSpec(p)) for p in ("x", None))
+    state, x = (jax.device_put(tree, whole) for tree in (fresh(16), jnp.arange(16.0)))
+    jitted = jax.jit(update)
+    new, loss = jitted(state, x)
+    program = arm(jitted, state, x, result=(jax.device_put(new, spread), loss))
+    (new, _), _, _ = program.call((state, x), {})
+    assert all(leaf.sharding.is_equivalent_to(spread, 1) for leaf in jax.tree.leaves(new))
+
+
+def test_where_jax_does_not_tell_what_it_was_given_the_arguments_do(monkeypatch):
+    monkeypatch.setattr(_compat, "specified_shardings", lambda traced, which: None)
+    jitted = jax.jit(update)
+    (state, _), _, _ = arm(jitted, fresh(), X).call((fresh(), X), {})
+    jax.tree.map(np.testing.assert_array_equal, state, jitted(fresh(), X)[0])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda state, loss: (loss, state),
+        lambda state, loss: ({"m": state["m"], "v": state["w"]}, loss),
+        lambda state, loss: ({k: v[:3] for k, v in state.items()}, loss),
+        lambda state, loss: ({k: v.astype(jnp.bfloat16) for k, v in state.items()}, loss),
+    ],
+)
+def test_the_state_is_not_looked_for_in_another_programs_result(other):
+    program = arm(jax.jit(update), fresh(), X)
+    assert program.new_state_leaves((fresh(), jnp.float32(0))) is not None
+    assert program.new_state_leaves(other(fresh(), jnp.float32(0))) is None
+
+
 def test_explain_tells_every_leaf_its_shape_and_its_fate():
     def step(state, x):
         new, loss = update({"m": state["m"], "w": state["w"]}, x)

@@ -304,6 +304,26 @@ def test_a_scalar_is_as_certain_as_where_it_came_out(is_summed, check_vma):
     assert early(program) == ({"['m']", "['v']", "['w']"} if is_summed else set())
 
 
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_what_is_made_of_an_uncertain_scalar_is_uncertain(is_summed):
+    """However certain the other is that goes into it."""
+    mesh, state, x = placed(P(AXES))
+
+    def size_of(x):
+        return lax.psum(jnp.sum(x), AXES) if is_summed else jnp.sum(x)
+
+    mapped = jax.shard_map(
+        size_of, mesh=mesh, in_specs=P(AXES), out_specs=P(), check_vma=False
+    )  # fmt: skip
+
+    def step(state, x, limit):
+        g, kept = jnp.tanh(x), mapped(x) > limit
+        return {k: jnp.where(kept, old, 0.9 * old + g) for k, old in state.items()}
+
+    program = program_of(jax.jit(step), state, jax.device_put(x, state["m"].sharding), 1e9)
+    assert [len(group.scalars) for group in program.cut.groups] == [1] * is_summed
+
+
 def test_a_leaf_that_comes_out_otherwise_than_it_went_in_is_late():
     mesh, state, x = placed(P(AXES))
     specs = dict.fromkeys(state, P(AXES))

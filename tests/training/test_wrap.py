@@ -419,7 +419,9 @@ def test_a_method_of_a_class(monkeypatch, owner, places):
         return state
 
     observer, alone = Observer((3, 4)), train()
-    monkeypatch.setattr(owner, "update", wrap(owner.update, observer, **places))
+    wrapped = wrap(owner.update, observer, **places)
+    monkeypatch.setattr(owner, "update", wrapped)
+    assert owner.update is wrapped
     assert_same(train(), alone)
     assert observer.cuts == [n in (3, 4) for n in range(6)]
 
@@ -568,6 +570,20 @@ def test_what_lowering_stumbles_over_is_no_window_and_one_warning(monkeypatch):
     assert step.program is None
     assert_same(state, run(jitted, fresh(), 6))
     assert observer.cuts == [False] * 6
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_rounding_is_accepted_where_it_is_worth_it_and_nothing_is_armed(arm):
+    step, state = wrap(jax.jit(update), arm=arm), fresh()
+    step.accept_rounding(lambda rounded: True)
+    assert step.program is None
+    run(step, state, 3)
+    exact = step.program
+    step.accept_rounding(lambda rounded: False)
+    assert step.program is exact
+    step.accept_rounding(lambda rounded: not rounded.cut.is_exact)
+    assert step.program.cut.is_exact == (arm == "always")
+    assert step.why_not is None
 
 
 @jax.tree_util.register_pytree_node_class

@@ -181,6 +181,15 @@ def test_staged_buffers_are_new_and_weighed_to_the_byte():
     assert on_device[jax.devices()[3]] == block.staged_bytes == block.held_bytes
 
 
+@pytest.mark.parametrize("size", [4, 300])
+def test_a_buffer_of_one_flat_array_is_new_too(size):
+    """Its program has nothing to do but to return it."""
+    array = jnp.arange(float(size))
+    (staged,) = block_of([Chunk.whole(Source.of(array))]).stage([array])
+    assert staged.unsafe_buffer_pointer() != array.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(staged, array)
+
+
 @pytest.mark.parametrize("spec", [P(), P("a"), P("b"), P("a", "b")])
 def test_replicas_share_the_transfer(spec, monkeypatch):
     """Each device moves its part of the array, and all of it leaves once."""

@@ -57,6 +57,7 @@ def test_owned_shards_are_one_replica(spec, parts, replicas):
     assert len(array.addressable_shards) == parts * replicas
     assert sum(math.prod(s.data.shape) for s in shards) == VALUES.size
     assert FIRST_ALONE.owned_bytes(array) == VALUES.nbytes
+    assert FIRST_ALONE.owned_bytes_at_most(array) == VALUES.nbytes
     assert Source.of(array).shard_bytes == VALUES.nbytes // parts
 
 
