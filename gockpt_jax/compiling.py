@@ -15,6 +15,7 @@ import jax
 _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 
 _Compile = Callable[[], Any]
+_Job = tuple[_Compile, concurrent.futures.Future[Any]]
 
 
 def debugged_by() -> str | None:
@@ -50,8 +51,8 @@ class Programs:
         self._name = thread_name
         self._found: dict[Hashable, concurrent.futures.Future[Any]] = {}
         # What is still to be compiled, in order: what somebody waits for, and all else.
-        self._needed: dict[Hashable, _Compile] = {}
-        self._wanted: dict[Hashable, _Compile] = {}
+        self._needed: dict[Hashable, _Job] = {}
+        self._wanted: dict[Hashable, _Job] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -72,16 +73,19 @@ class Programs:
         return self._ask(key, compile_it, self._needed).result()
 
     def _ask(
-        self, key: Hashable, compile_it: _Compile, queue: dict[Hashable, _Compile]
+        self, key: Hashable, compile_it: _Compile, queue: dict[Hashable, _Job]
     ) -> concurrent.futures.Future[Any]:
+        # Ctrl-C may come between any two of these: whatever is in `_found` has been queued before,
+        # and a thread that is known may never have been started.
         with self._lock:
             found = self._found.get(key)
             if found is None:
-                found = self._found[key] = concurrent.futures.Future()
-                queue[key] = compile_it
+                found = concurrent.futures.Future()
+                queue[key] = compile_it, found
+                self._found[key] = found
             elif key in self._wanted:
-                queue[key] = self._wanted.pop(key)
-            if self._thread is not None or key not in queue:
+                queue[key] = self._wanted[key]
+            if key not in queue or (self._thread is not None and self._thread.is_alive()):
                 return found
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=False)
             try:
@@ -94,24 +98,27 @@ class Programs:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            key, compile_it, found = job
+            key, (compile_it, found) = job
             try:
                 with unwatched():
                     found.set_result(compile_it())
             except BaseException as error:  # handed to whoever needs the program
                 with self._lock:
-                    del self._found[key]
+                    if self._found.get(key) is found:
+                        del self._found[key]
                 found.set_exception(error)
 
-    def _next(self) -> tuple[Hashable, _Compile, concurrent.futures.Future[Any]] | None:
+    def _next(self) -> tuple[Hashable, _Job] | None:
         with self._lock:
             if not threading.main_thread().is_alive():  # nobody will need what is only wanted
                 for key in self._wanted:
-                    del self._found[key]
+                    self._found.pop(key, None)
                 self._wanted.clear()
             queue = self._needed or self._wanted
             if not queue:
                 self._thread = None
                 return None
             key = next(iter(queue))
-            return key, queue.pop(key), self._found[key]
+            job = queue.pop(key)
+            self._wanted.pop(key, None)  # what was wanted before it was needed is in both
+            return key, job

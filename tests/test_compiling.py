@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
 
 import pytest
 
+from gockpt_jax import compiling
 from gockpt_jax.compiling import Programs
 
 WAIT_SECS = 60
@@ -85,3 +88,53 @@ def test_nothing_is_compiled_ahead_once_the_main_thread_has_ended(monkeypatch):
     assert compiler.need("third") == "third"
     assert compiler.made == ["first", "third"]
     assert compiler.need("second") == "second"
+
+
+class Interrupted:
+    """Raises `KeyboardInterrupt` before one line that this thread executes in `compiling.py`.
+
+    Not at a `with`, as the block is left, nor at a `try`: a trace can raise there, outside of what
+    a surrounding `with` protects, and a signal cannot.
+    """
+
+    def __init__(self, at):
+        self.lines_left = at
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+
+    def __exit__(self, kind, *_):
+        sys.settrace(None)
+        return kind is KeyboardInterrupt
+
+    def _trace(self, frame, event, arg):
+        if frame.f_code.co_filename != compiling.__file__:
+            return None
+        line = linecache.getline(compiling.__file__, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(("with ", "try:")):
+            self.lines_left -= 1
+            if self.lines_left < 0:
+                raise KeyboardInterrupt
+        return self._trace
+
+
+@pytest.mark.parametrize("first", ["wanted", "needed", "wanted, then needed"])
+def test_whoever_is_interrupted_as_they_ask_may_ask_again(first):
+    """It was waited for ever: nobody had it in a queue, or the thread had not been started."""
+    for at in range(100):
+        programs, interrupted = Programs("a test"), Interrupted(at)
+        made = []
+        if "," in first:
+            programs.wanted("seven", lambda: 7)
+        with interrupted:
+            if first == "wanted":
+                programs.wanted("seven", lambda: 7)
+            else:
+                programs._ask("seven", lambda: 7, programs._needed)
+        for key in ("six", "seven"):
+            found = programs._ask(key, lambda key=key: made.append(key) or key, programs._needed)
+            assert found.result(WAIT_SECS) in (key, 7)
+        if interrupted.lines_left >= 0:
+            assert made == ["six"]
+            return
+    pytest.fail("it takes more lines than that")

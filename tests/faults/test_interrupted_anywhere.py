@@ -38,8 +38,12 @@ LIVES = seeds("INTERRUPTS") or range(4)
 
 @functools.cache
 def lines_of_with(path: str) -> frozenset[int]:
-    """Where a trace can raise and a signal cannot: as a block is left, before its `__exit__`."""
-    found = [n for n in ast.walk(ast.parse(Path(path).read_text())) if isinstance(n, ast.With)]
+    """Where a trace can raise and a signal cannot: as a block is left, before its `__exit__`.
+
+    Nor can it at a `try`, which the block that is around it does not protect.
+    """
+    tree = ast.parse(Path(path).read_text())
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.With | ast.Try)]
     return frozenset(line for n in found for line in range(n.lineno, n.body[0].lineno))
 
 
