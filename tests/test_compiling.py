@@ -121,9 +121,10 @@ class Interrupted:
 @pytest.mark.parametrize("first", ["wanted", "needed", "wanted, then needed"])
 def test_whoever_is_interrupted_as_they_ask_may_ask_again(first):
     """It was waited for ever: nobody had it in a queue, or the thread had not been started."""
+    made = []
     for at in range(100):
         programs, interrupted = Programs("a test"), Interrupted(at)
-        made = []
+        made.clear()
         if "," in first:
             programs.wanted("seven", lambda: 7)
         with interrupted:

@@ -92,6 +92,11 @@ def test_what_is_left_is_padded_where_it_is_half_a_program_or_more(size):
         assert next(cut_up(size // 2 - 1))[1] < size
 
 
+def test_the_largest_pieces_are_never_padded():
+    """Copies of them would need fresh memory."""
+    assert max(size for _, size in cut_up(CHUNK_SIZES[0] - 1)) < CHUNK_SIZES[0]
+
+
 @pytest.mark.parametrize("updates", range(10))
 def test_updates_are_fused_into_few_numbers(updates):
     assert sum(fused(updates)) == updates

@@ -59,6 +59,16 @@ def test_missing_state_names_what_was_looked_for_and_what_came(state):
     assert "wrap(step, state=...)" in message
 
 
+def test_only_what_may_be_given_by_position_has_one():
+    def several(first, *rest, state=None):
+        return first
+
+    with pytest.raises(StepMismatchError, match="`state='state'` names no argument"):
+        form(several, "state").state_of((1, 2, 3), {})
+    with pytest.raises(StepMismatchError, match="`state='rest'` names no argument"):
+        form(several, "rest").state_of((1, 2, 3), {})
+
+
 @pytest.mark.parametrize("places", [1.5, None, (), ("a", 2.0), {"a": 1}, True])
 def test_places_that_are_none(places):
     with pytest.raises(WrapError, match=r"`state_out` must be a position.*pass `state_out=\(0, 1"):

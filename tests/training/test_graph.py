@@ -105,10 +105,13 @@ def test_loops_are_opaque(loop, name):
 
 
 def test_typed_keys_keep_their_cond():
-    def step(b, key):
-        return lax.cond(b, lambda k: k, lambda k: jax.random.split(k)[0], key)
+    def step(b, key, x):
+        return lax.cond(
+            b, lambda k, x: (k, x), lambda k, x: (jax.random.split(k)[0], -x), key, x
+        )  # fmt: skip
 
-    assert graph_of(step, True, jax.random.key(0)).outputs[0].op.name == "cond"
+    outputs = graph_of(step, True, jax.random.key(0), X).outputs
+    assert [value.op.name for value in outputs] == ["cond", "cond"]
 
 
 def test_sites_prefer_the_outermost():

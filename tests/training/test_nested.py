@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import threading
+import weakref
 
 import equinox as eqx
 import jax
@@ -15,6 +18,7 @@ from flax import nnx
 from training.test_wrap import Observer
 
 import gockpt_jax as gockpt
+from gockpt_jax.training import nested
 from gockpt_jax.training.nested import NestedStep, wrap_step
 
 WAIT_SECS = 60
@@ -234,6 +238,32 @@ def test_a_state_that_does_not_come_back_is_told_before_an_update_is_lost():
     assert observer.cuts == [False]
 
 
+@pytest.mark.parametrize("kind", ["nnx", "eqx", "jit"])
+def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch):
+    """Which takes time at every call, and would keep a second state on the devices."""
+    make, _ = KINDS[kind]
+    wrapped, state, first = wrap(make()), nnx_state() if kind == "nnx" else eqx_state(), []
+
+    def call(state):
+        first.extend(weakref.ref(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array))
+        *new, _ = [*state, wrapped(*state, X)] if kind == "nnx" else wrapped(*state, X)
+        return new
+
+    for _ in range(2):
+        state = call(state)
+    monkeypatch.setattr(nested, "leaf_paths", lambda states: pytest.fail("it was looked at"))
+    state = call(state)
+    gc.collect()
+    there = {id(x) for x in jax.tree.leaves(state)}
+    assert all(x() is None or id(x()) in there for x in first)
+
+
+def test_arrays_that_are_there_twice_are_found_in_turn():
+    a, b = jnp.zeros(2), jnp.ones(2)
+    assert nested._positions([a, b, a, 3, X], [a, 3, a, b]) == [0, 3, 2, None, None]
+    assert nested._positions([a, a, a], [a, a]) == [0, 1, 1]
+
+
 def test_a_state_that_is_not_in_the_program():
     wrapped, state = wrap(nnx_step(), state=3), nnx_state()
     step = wrap(eqx.filter_jit(lambda name, x: (name, x)), state=0)
@@ -272,6 +302,22 @@ def test_equal_static_leaves_share_a_program():
     assert tree["f"] is jnp.tanh
     step(tree | {"name": "b"})
     assert traced == ["a", "b"]
+
+
+def test_what_can_be_made_an_array_is_not_static():
+    """Its number may change, and the program would not see it."""
+
+    class Holder:
+        number = 1.0
+
+        def __jax_array__(self):
+            return jnp.float32(self.number)
+
+    step, holder, found = gockpt.jit(lambda tree: tree["w"] + 1), Holder(), []
+    with contextlib.suppress(ValueError):  # newer versions of JAX refuse it, as in `jax.jit`
+        for holder.number in (1.0, 5.0):
+            found.append(step({"w": holder}).item())
+    assert found in ([], [2.0, 6.0])
 
 
 def test_unhashable_leaves_are_named():

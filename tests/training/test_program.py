@@ -19,6 +19,10 @@ def update(state, x, scale=1.0):
     return {"m": m, "w": state["w"] - 0.1 * m}, jnp.sum(g) * scale
 
 
+def update_of_nothing(state, x):
+    return state, jnp.sum(x)
+
+
 def fresh(size=6):
     return {"m": jnp.zeros(size), "w": jnp.ones(size)}
 
@@ -231,6 +235,12 @@ def test_result_without_the_state_is_an_error():
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     with pytest.raises(StepMismatchError, match="holds no tree like the state"):
         StepProgram(jitted, form, (fresh(), X), {}, even_for_nothing=False)
+
+
+def test_a_state_of_nothing_is_no_error():
+    program = arm(jax.jit(update_of_nothing), {}, X)
+    np.testing.assert_array_equal(program.call(({}, X), {}).result[1], jnp.sum(X))
+    assert program.cut.groups == ()
 
 
 def test_a_batch_taken_for_the_state_is_an_error():

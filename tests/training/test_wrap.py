@@ -256,6 +256,16 @@ def test_a_state_moved_between_calls_stays_where_it_was_put(arm, moved_at):
     assert observer.cuts[15]
 
 
+def test_shapes_that_never_settle_are_armed_a_few_times(monkeypatch):
+    """Each is compiled once more than by the user's step, even if it runs armed."""
+    armed, arm = [], StepProgram.arm
+    monkeypatch.setattr(StepProgram, "arm", lambda program: armed.append(program) or arm(program))
+    jitted = jax.jit(lambda state, x: update(state, jnp.sum(x)))
+    state = run(wrap(jitted, arm="always"), fresh(), 8, lambda n: jnp.ones(n + 1))
+    assert_same(state, run(jitted, fresh(), 8, lambda n: jnp.ones(n + 1)))
+    assert len(armed) == 3
+
+
 def test_shapes_that_never_settle_end_in_one_warning():
     """Batches that are never padded: whenever the armed step is wanted, the shape is another."""
     step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), Observer({3, 4, 6, 7, 9, 10}))
@@ -424,6 +434,22 @@ def test_a_method_of_a_class(monkeypatch, owner, places):
     assert owner.update is wrapped
     assert_same(train(), alone)
     assert observer.cuts == [n in (3, 4) for n in range(6)]
+
+
+@jax.tree_util.register_static
+class Config:
+    """It goes into its step, and holds no array."""
+
+    @jax.jit
+    def update(self, state, x):
+        return update(state, x)
+
+
+def test_a_method_bound_to_what_holds_no_array():
+    observer = Observer((3,))
+    state = run(wrap(Config().update, observer), fresh(), 5)
+    assert_same(state, run(jax.jit(update), fresh(), 5))
+    assert observer.cuts[3]
 
 
 def test_a_method_bound_to_the_state_itself():

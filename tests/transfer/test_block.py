@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gockpt_jax.transfer import block as blocks
 from gockpt_jax.transfer import layout, packing, pull
@@ -37,6 +37,10 @@ def small_scale(monkeypatch):
     for module in (layout, blocks):
         monkeypatch.setattr(module, "LARGE_BYTES", 512)
     monkeypatch.setattr(blocks, "_blocks", {})
+
+
+def on(mesh, spec):
+    return NamedSharding(mesh, spec)
 
 
 def put(values, spec, mesh=MESH, **kwargs):
@@ -244,10 +248,14 @@ def test_retained_values_need_no_copy_where_they_are_whole_large_and_in_place(mo
     assert len(found[0]) == 8
 
 
+FEWER = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[4:])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, jnp.int4])  # of which one cannot be cut
-def test_retained_values_that_lie_on_other_devices_are_brought_first(dtype):
+@pytest.mark.parametrize("lies", [SingleDeviceSharding(jax.devices()[3]), on(FEWER, P("a"))])
+def test_retained_values_that_lie_on_other_devices_are_brought_first(dtype, lies):
     values = RNG.integers(0, 8, (16, 8)).astype(dtype)
-    array = jax.device_put(values, jax.devices()[3])
+    array = jax.device_put(values, lies)
     place = NamedSharding(MESH, P("a", "b"))
     block = block_of([Chunk.whole(Source.of(array, place))], donatable=False)
     staged = block.stage([array])
@@ -256,6 +264,21 @@ def test_retained_values_that_lie_on_other_devices_are_brought_first(dtype):
     assert len(found) == 8
     for part in found:
         np.testing.assert_array_equal(part.data, values[part.index].reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("lies", "is_there"),
+    [
+        (on(MESH, P("b")), True),
+        (on(TURNED, P("a")), True),
+        (on(jax.sharding.Mesh(MESH.devices[::-1], ("a", "b")), P()), False),
+        (on(FEWER, P()), False),
+        (SingleDeviceSharding(jax.devices()[0]), False),
+    ],
+)
+def test_values_are_on_a_programs_devices_in_their_order(lies, is_there):
+    given = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=lies)
+    assert packing.on_its_devices(Source.of(given, on(MESH, P("a", "b")))) == is_there
 
 
 def test_captured_scalars_are_taken_by_every_process():

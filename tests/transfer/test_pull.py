@@ -89,6 +89,9 @@ def test_align_moves_nothing_that_is_in_place():
     assert align(array, NamedSharding(MESH, P("fsdp", None))) is array
 
 
+@pytest.mark.skipif(
+    not hasattr(pulls.host_memory_kind, "__wrapped__"), reason="`make pretended` has its own"
+)
 @pytest.mark.parametrize(
     ("platform", "kinds", "wanted"),
     [
@@ -101,6 +104,23 @@ def test_pulls_go_to_pinned_memory_where_there_is_such(platform, kinds, wanted):
     memories = [types.SimpleNamespace(kind=kind) for kind in kinds]
     device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
     assert pulls.host_memory_kind.__wrapped__(device) == wanted
+
+
+def test_elsewhere_they_start_on_the_buffer_itself(monkeypatch):
+    class Buffer:
+        sharding = SingleDeviceSharding(jax.devices()[2])
+        started = 0
+
+        def devices(self):
+            return {jax.devices()[2]}
+
+        def copy_to_host_async(self):
+            self.started += 1
+
+    monkeypatch.setattr(pulls, "host_memory_kind", lambda device: None)
+    buffer = Buffer()
+    assert pulls.start_buffer(buffer) is buffer
+    assert buffer.started == 1
 
 
 def test_what_goes_to_pinned_memory_arrives_there(monkeypatch):
