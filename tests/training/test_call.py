@@ -203,3 +203,11 @@ def test_of_several_parts_alike_the_one_that_the_loop_gives_back(states, result,
     out_tree = jax.tree.structure(before)
     assert places.locate(args, {}, out_tree, before).outputs == outputs
     assert places.locate(args, {}, out_tree).outputs == tuple(range(len(states)))
+
+
+def test_of_several_parts_alike_the_one_of_the_states_shapes_and_dtypes():
+    """Where the arrays alone tell: gradients may be narrower."""
+    given = {"w": jnp.ones(2)}
+    result = [{"w": jnp.ones(2, jnp.bfloat16)}, {"w": jnp.ones(3)}, {"w": jnp.ones(2)}, given]
+    found = form(lambda state: result, 0).new_leaves_of(result, (given,))
+    assert [x is result[2]["w"] for x in found] == [True]

@@ -164,6 +164,26 @@ def test_a_number_is_captured_if_it_is_the_same_on_all_devices(name, axes):
     assert [len(group.scalars) for group in program.cut.groups] == [1] * (name in OF_ALL)
 
 
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_all_devices_are_those_along_the_axes_that_it_maps_over(is_summed):
+    """Along the others it sees no shards."""
+    mesh, state, x = placed(P("a"))
+
+    def step(state, x):
+        g = jnp.tanh(x)
+        size = lax.psum(jnp.sum(g), "a") if is_summed else jnp.sum(g)
+        return {k: jnp.where(size > 1e9, old, 0.9 * old + g) for k, old in state.items()}
+
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False, axis_names={"a"}
+    )
+    x = jax.device_put(x, state["m"].sharding)
+    (mapping,) = jax.jit(mapped).trace(state, x).jaxpr.eqns
+    is_told = "newly_manual_axes" in mapping.params  # jax 0.7 has another name for them
+    program = traced(jax.jit(mapped), state, x)
+    assert [len(group.scalars) for group in program.cut.groups] == [1] * (is_summed and is_told)
+
+
 def test_a_number_is_captured_that_is_made_outside_of_what_lies_otherwise_on_each_device():
     mesh, state, x = placed(P(AXES))
     mapped = jax.shard_map(

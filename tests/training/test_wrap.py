@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import re
@@ -256,6 +257,13 @@ def test_a_state_moved_between_calls_stays_where_it_was_put(arm, moved_at):
     assert observer.cuts[15]
 
 
+def test_with_always_a_changed_call_is_a_new_program_at_once():
+    """So that few steps run by another executable than the others."""
+    observer, step = Observer(range(8)), jax.jit(update, donate_argnums=0)
+    run(wrap(step, observer, arm="always"), fresh(), 8, lambda n: X[:1] if n < 4 else X)
+    assert observer.cuts == [n != 4 for n in range(8)]
+
+
 def test_shapes_that_never_settle_are_armed_a_few_times(monkeypatch):
     """Each is compiled once more than by the user's step, even if it runs armed."""
     armed, arm = [], StepProgram.arm
@@ -471,6 +479,7 @@ def test_attributes_are_the_jitted_functions():
     assert step.trace(fresh(), X).jaxpr is not None
     with pytest.raises(AttributeError, match="no_such"):
         _ = step.no_such
+    assert_same(copy.copy(step)(fresh(), X), update(fresh(), X))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ def test_the_limit_of_a_group_of_version_2(system):
     assert host_headroom_bytes(root) == 15 * GIB
 
 
+def test_a_group_that_does_not_tell_what_is_taken(system):
+    files = v2("/job", 20 * GIB, 9 * GIB)
+    del files["sys/fs/cgroup/job/memory.current"]
+    assert host_headroom_bytes(system({"proc/self/cgroup": "0::/job\n"} | files)) == 64 * GIB
+
+
 def test_a_group_above_may_leave_less(system):
     groups = v2("/pod", 12 * GIB, 9 * GIB) | v2("/pod/job", 20 * GIB, 2 * GIB)
     assert host_headroom_bytes(system({"proc/self/cgroup": "0::/pod/job\n"} | groups)) == 3 * GIB
