@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gockpt_jax import StepMismatchError, _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
+
+WAIT_SECS = 60
 
 
 def update(state, x, scale=1.0):
@@ -249,6 +253,25 @@ def test_a_batch_taken_for_the_state_is_an_error():
     told = r"the state goes in as float32\[3,2\] and comes out as float32\[\].*`wrap\(step, state="
     with pytest.raises(StepMismatchError, match=told):
         StepProgram(jitted, form, (jnp.ones((3, 2)), fresh()), {}, even_for_nothing=False)
+
+
+def test_the_trainer_does_not_wait_for_the_compiler(monkeypatch):
+    go_on, compile_it = threading.Event(), jax.stages.Lowered.compile
+
+    def held_up(lowered, **options):
+        assert go_on.wait(WAIT_SECS)
+        return compile_it(lowered, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", held_up)
+    jitted = jax.jit(update)
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted, form, (fresh(), X), {}, even_for_nothing=False)
+    program.arm()
+    assert program.is_armed
+    assert not program.is_ready()
+    go_on.set()
+    program.wait_until_ready()
+    assert program.failure() is None
 
 
 def test_failure_to_compile_is_kept_for_who_asks():

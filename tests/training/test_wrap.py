@@ -460,11 +460,12 @@ def test_a_method_bound_to_what_holds_no_array():
     assert observer.cuts[3]
 
 
-def test_a_method_bound_to_the_state_itself():
+@pytest.mark.parametrize("w", [jnp.ones(8), 1.0])
+def test_a_method_bound_to_the_state_itself(w):
     """It would start from that one again and again."""
     remedy = r"bound to one `Agent`, which holds arrays.*`Agent.update = manager.wrap\(Agent.up"
     with pytest.raises(gockpt.WrapError, match=remedy):
-        wrap(Agent(**fresh()).update)
+        wrap(Agent(m=jnp.zeros(8), w=w).update)
 
 
 # What it looks like from outside.
