@@ -48,7 +48,8 @@ class StepProgram:
         *, even_for_nothing: bool, before: Any = None,
     ):  # fmt: skip
         self._form = form
-        self._traced = traced = step.trace(*args, **kwargs)
+        traced = step.trace(*args, **kwargs)
+        self._jaxpr = traced.jaxpr  # alone: jax 0.7's trace holds the arguments, a whole state
         self._remembered = weakref.ref(traced.jaxpr)
         self._is_in_no_cache = bool(getattr(jax.config, "jax_check_tracer_leaks", False))
         flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
@@ -72,8 +73,8 @@ class StepProgram:
         self.cut: StepCut = self._cut(exact=True)
 
     def _cut(self, *, exact: bool) -> StepCut:
-        jaxpr, for_nothing = self._traced.jaxpr, self._even_for_nothing
-        return cut_step(jaxpr, self.positions, even_for_nothing=for_nothing, exact=exact)
+        for_nothing = self._even_for_nothing
+        return cut_step(self._jaxpr, self.positions, even_for_nothing=for_nothing, exact=exact)
 
     def rounded(self) -> "StepProgram":
         """The same trace with a cut that accepts rounding, so that more leaves leave early.
@@ -104,7 +105,7 @@ class StepProgram:
         """
         settings = self._form.settings
         armed = jax.jit(
-            with_outputs(self._traced.jaxpr, self.cut.sites),
+            with_outputs(self._jaxpr, self.cut.sites),
             donate_argnums=self._donated,
             keep_unused=settings.keep_unused,
             **self._placements(),
@@ -116,7 +117,7 @@ class StepProgram:
         compiling = thread.submit(lowered.compile, compiler_options=settings.compiler_options)
         thread.shutdown(wait=False)  # it ends when that is done
         self._executable = compiling
-        del self._traced, self._in_specs  # they hold constants, and what the user may change
+        del self._jaxpr, self._in_specs  # they hold constants, and what the user may change
 
     @property
     def is_armed(self) -> bool:
@@ -217,7 +218,7 @@ class StepProgram:
 
     def _input_specs(self, flat: Sequence[Any]) -> list[Any]:
         """What to lower the armed step for; of an array that changes in place, itself."""
-        avals = [v.aval for v in _compat.open_jaxpr(self._traced.jaxpr)[0].invars]
+        avals = [v.aval for v in _compat.open_jaxpr(self._jaxpr)[0].invars]
         return [
             leaf
             if _compat.is_mutable(aval)
