@@ -71,6 +71,24 @@ def test_while_no_thread_can_be_had_the_caller_compiles(monkeypatch):
     assert compiler.need("second") == "second"
 
 
+def test_a_thread_that_is_about_to_end_is_not_counted_on(monkeypatch):
+    run, found_nothing, go_on = Programs._run, threading.Event(), threading.Event()
+
+    def lingering(programs):
+        run(programs)
+        found_nothing.set()
+        assert go_on.wait(WAIT_SECS)
+
+    monkeypatch.setattr(Programs, "_run", lingering)
+    programs = Programs("a test")
+    assert programs.needed("six", lambda: 6) == 6
+    assert found_nothing.wait(WAIT_SECS)
+    try:
+        assert programs._ask("seven", lambda: 7, programs._needed).result(WAIT_SECS) == 7
+    finally:
+        go_on.set()
+
+
 def test_a_failure_reaches_whoever_needs_it_and_is_tried_again():
     programs = Programs("a test")
     programs.wanted("zero", lambda: 1 / 0)
