@@ -423,8 +423,10 @@ class Agent:
 @pytest.mark.parametrize("places", [{}, {"state": "state"}, {"state": -2}])
 def test_a_bound_method(places):
     observer, updater = Observer((3, 4)), Updater(2.0)
-    state = run(wrap(updater.update, observer, **places), fresh(), 6)
+    step = wrap(updater.update, observer, **places)
+    state = run(step, fresh(), 6)
     assert_same(state, run(updater.update, fresh(), 6))
+    assert step.__func__.program.positions.paths == ("['m']", "['w']")
     assert observer.cuts == [n in (3, 4) for n in range(6)]
 
 
