@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import linen as nn
 from window.training_loop import BATCH, Options, fresh, update
 
 import gockpt_jax as gockpt
@@ -32,6 +33,7 @@ NO_STEPS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a place of bytes": (lambda m: m.wrap(update, state=b"s"), "must be a position.*got b's'"),
     "a flag": (lambda m: m.wrap(update, state=(0, True)), r"be a position.*got \(0, True\)"),
     "no optimizer": (lambda m: gockpt.retain(optax.adam), "got <function .*>. Make it first, as"),
+    "a model": (lambda m: gockpt.retain(nn.Dense(3)), "takes an optax transformation, got Dense"),
     "no function": (lambda m: gockpt.jit(None), "`jit` needs a function, got None. As a decor"),
 }
 

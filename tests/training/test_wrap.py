@@ -476,7 +476,7 @@ def test_a_method_bound_to_the_state_itself(w):
 def test_attributes_are_the_jitted_functions():
     jitted = jax.jit(update, donate_argnums=0)
     step = wrap(jitted)
-    assert step.__name__ == "update"
+    assert (step.__name__, step.__doc__) == ("update", jitted.__doc__)
     assert step.lower(fresh(), X).compile()(fresh(), X).keys() == {"m", "w"}
     assert step.eval_shape(fresh(), X)["m"].shape == (8,)
     assert step.trace(fresh(), X).jaxpr is not None

@@ -37,8 +37,9 @@ def test_without_a_limit_it_is_what_the_kernel_says(system):
     assert host_headroom_bytes(root) == 64 * GIB
 
 
-def test_the_limit_of_a_group_of_version_2(system):
-    root = system({"proc/self/cgroup": "0::/job\n"} | v2("/job", 20 * GIB, 9 * GIB, 4 * GIB))
+@pytest.mark.parametrize("group", ["/job", "/pod.slice:containerd:job"])
+def test_the_limit_of_a_group_of_version_2(system, group):
+    root = system({"proc/self/cgroup": f"0::{group}\n"} | v2(group, 20 * GIB, 9 * GIB, 4 * GIB))
     assert host_headroom_bytes(root) == 15 * GIB
 
 
