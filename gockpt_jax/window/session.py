@@ -182,9 +182,7 @@ class Session:
 
     def _drop_update(self, reason: str) -> None:
         self._stepping = None
-        if self._window is not None:
-            self._window.give_back_room()
-            self.abandon(reason)
+        self.abandon(reason)
 
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
         """Counts the update and sends its cut after what has left."""
@@ -224,6 +222,7 @@ class Session:
             window = self._window
             if window is None:
                 return
+            window.give_back_room()  # an interrupted step's, of which nobody else may hear
             window.drop()
             self._window = None
             if window.error is not None:

@@ -260,3 +260,39 @@ def test_a_step_interrupted_behind_its_dispatch_is_the_end_of_its_window(
         report = manager.reports[-1]
         assert (report.kind, report.gradient_bytes > 0) == ("window", True)
         assert manager._gockpt_session.resources.device.used_bytes == 0
+
+
+BEFORE_THE_DISPATCH = {
+    "a block leaves": (OpenWindow, "leave", True),
+    "there is room": (OpenWindow, "make_room", True),
+}
+
+
+def assert_holds_nothing(trainer: Trainer) -> None:
+    trainer.settle()
+    trainer.manager._gockpt_session.resources.watcher.wait_until_idle()
+    assert (trainer.manager.window_status, *trainer.bytes_in_flight()) == ("idle", 0, 0)
+
+
+@pytest.mark.parametrize("place", [*BEFORE_THE_DISPATCH, *BEHIND_THE_DISPATCH])
+def test_a_loop_whose_step_was_interrupted_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """To a checkpoint, without another step: what the armed one was to take was never given back.
+
+    What is interrupted before its dispatch has the state still, and holds nothing at once.
+    """
+    owner, name, behind = (BEFORE_THE_DISPATCH | BEHIND_THE_DISPATCH)[place]
+    once = Once(monkeypatch, owner, name, behind=behind)
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        once.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            trainer.update()
+        if place in BEFORE_THE_DISPATCH:
+            assert_holds_nothing(trainer)
+        restore = gockpt.GoCkptRestore(trainer.target)
+        trainer.state, trainer.label = trainer.manager.restore(4, args=restore), 5
+        assert_holds_nothing(trainer)
+        trainer.run_past_next_window()
+        trainer.assert_intact()
