@@ -117,3 +117,21 @@ def test_an_evaluation_through_the_wrapped_step(tmp_path, make, batches, arm):
         for label, want in saved.items():
             assert_same(manager.restore(label), want)
         assert [r.kind for r in manager.reports].count("window") >= 4
+
+
+def test_an_evaluation_before_the_step_is_planned_for(tmp_path):
+    """It was traced, and then JAX looked for NaNs; what is planned for is a training step's."""
+    options, window = Options(save_interval_steps=4), WindowOptions(steps=3)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(plain_steps())
+        state = {"m": jnp.zeros(SIZE), "w": jnp.ones(SIZE)}
+        for n in range(13):
+            state = step(state, 1.0 * n)
+            if n == 1:
+                assert step.program is not None
+                with jax.debug_nans(True):
+                    step(state, 1.0, train=False)
+            manager.save(n, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert_same(manager.restore(12), to_host(state))
+        assert manager.last_report.kind == "window"

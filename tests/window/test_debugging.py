@@ -41,7 +41,7 @@ def fresh():
 
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("debugged", [range(17), range(6, 9), range(5, 6)])
+@pytest.mark.parametrize("debugged", [range(17), range(6, 9), range(5, 6), range(8, 9)])
 def test_no_step_runs_armed(tmp_path, setting, debugged, arm):
     state, alone, saved = fresh(), fresh(), {}
     options, window = Options(save_interval_steps=4), WindowOptions(steps=3, arm=arm)

@@ -112,6 +112,31 @@ def test_windows_need_host_memory(tmp_path, monkeypatch, room, in_memory, kind):
     assert ("the host budget" in reports[-1].reason) == (kind == "snapshot")
 
 
+def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
+    """By an evaluation, just before the save after which the plan would have been made anew."""
+    monkeypatch.setattr(units, "LARGE_BYTES", 0)
+    facts = [Facts()]
+    monkeypatch.setattr(planner_module, "measured_facts", lambda clock: facts[0])
+    jitted = jax.jit(
+        lambda state, x, train=True: update(state, x) if train else x, static_argnames="train"
+    )
+    window = WindowOptions(device_budget_bytes=20 * LEAF)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=10), window=window) as manager:
+        step, state = manager.wrap(jitted), fresh()
+        for label in range(41):
+            state = step(state, BATCH)
+            if step.program is not None and step.program.is_armed:
+                step.program.wait_until_ready()
+            if label == 20:
+                facts[0] = Facts(20.0, RATE)
+                step(state, BATCH, train=False)
+            if manager.save(label, args=GoCkptSave(state)):
+                manager.wait_until_finished()
+        by_label = {r.step: (r.kind, r.window_steps) for r in manager.reports}
+        assert [by_label[n] for n in (10, 30, 40)] == [("window", n) for n in (3, 3, 2)]
+        assert_same(manager.restore(40), to_host(state))
+
+
 class Time:
     """Steps take a second, saves a hundred."""
 

@@ -23,6 +23,7 @@ from window.training_loop import (
 from gockpt_jax import GoCkptManager, GoCkptSave, HostBudgetError, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.telemetry import events
+from gockpt_jax.training.program import StepProgram
 
 
 def kinds(manager):
@@ -89,15 +90,18 @@ def adapter_update(state, batch):
     return state | {"m": m, "v": v, "w": w}
 
 
+def adapters():
+    sizes = {"frozen": 8, "m": 4, "v": 4, "w": 4}
+    return {k: {str(i): jnp.full(SIZE, 0.5) for i in range(n)} for k, n in sizes.items()}
+
+
 @pytest.mark.parametrize(("leaves", "steps"), [(20, 1), (19, 3), (12, 3), (11, 4), (10, 5), (8, 1)])
 def test_planner_takes_the_fewest_steps_that_keep_the_budget(tmp_path, leaves, steps):
     """Of 20 leaves 16 may leave early, what is frozen first; an armed step retains 4."""
-    sizes = {"frozen": 8, "m": 4, "v": 4, "w": 4}
-    state = {k: {str(i): jnp.full(SIZE, 0.5) for i in range(n)} for k, n in sizes.items()}
     budget = leaves * SIZE * 4
     window = WindowOptions(device_budget_bytes=budget)
     with GoCkptManager(tmp_path, options=Options(save_interval_steps=5), window=window) as manager:
-        step = manager.wrap(adapter_update)
+        step, state = manager.wrap(adapter_update), adapters()
         for label in range(16):
             state = step(state, BATCH)
             manager.save(label, args=GoCkptSave(state))
@@ -113,6 +117,33 @@ def wait_for_compilation(step):
     """Without a fixed K a window opens only if the armed step is compiled by then."""
     if step.program is not None and step.program.is_armed:
         step.program.wait_until_ready()
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "reason"),
+    [
+        ("is_ready", False, "the armed step was still compiling"),
+        ("failure", RuntimeError("no room"), "the armed step did not compile: no room"),
+    ],
+)
+def test_nobody_waits_for_an_armed_step_nor_calls_one_that_is_none(
+    tmp_path, monkeypatch, name, found, reason
+):
+    window = WindowOptions(device_budget_bytes=12 * SIZE * 4)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5), window=window) as manager:
+        step, state = manager.wrap(adapter_update), adapters()
+        with monkeypatch.context() as patch:
+            patch.setattr(StepProgram, name, lambda program: found)
+            for label in range(16):
+                if label == 11:
+                    patch.undo()
+                    wait_for_compilation(step)
+                state = step(state, BATCH)
+                manager.save(label, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert [r.kind for r in manager.reports] == ["snapshot"] * 3 + ["window"]
+        assert manager.reports[2].reason == reason
+        assert_same(manager.restore(15), state)
 
 
 def test_a_forced_save_is_a_snapshot_and_does_not_disturb(tmp_path):

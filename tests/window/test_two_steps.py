@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, update
 
-from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax import GoCkptManager, GoCkptSave, SnapshotOnlyWarning, WindowOptions
+from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.replicas import FIRST_ALONE
 
 
@@ -75,6 +76,41 @@ def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
             (24, "window", 4),
         ]  # fmt: skip
         assert all(r.early_bytes > 0 for r in manager.reports if r.kind == "window")
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
+def test_a_window_ends_with_a_step_that_cannot_be_armed(tmp_path, monkeypatch):
+    """It is met inside the window for the first time: nothing waits for its armed step."""
+    options, arm = Options(save_interval_steps=6), StepProgram.arm
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        plain = manager.wrap(jax.jit(update.__wrapped__, donate_argnums=0))
+        extra = manager.wrap(jax.jit(norm_too, donate_argnums=0))
+
+        def arm_plain(program):
+            if program is extra.program:
+                raise RuntimeError("injected")
+            arm(program)
+
+        monkeypatch.setattr(StepProgram, "arm", arm_plain)
+        state, saved = jax.tree.map(jnp.array, fresh()), {}
+        for label in range(13):
+            if label == 6:
+                assert manager.window_status == "window 2/3"
+                assert extra.program is not None
+                with pytest.warns(SnapshotOnlyWarning, match="injected"):
+                    state, _ = extra(state, BATCH)
+            elif label in (1, 2):
+                state, _ = extra(state, BATCH)
+            else:
+                state = plain(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        assert [(r.step, r.kind) for r in manager.reports] == [
+            (0, "snapshot"), (6, "snapshot"), (12, "window"),
+        ]  # fmt: skip
+        assert "the step's program changed inside the window" in manager.reports[1].reason
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
 
