@@ -75,9 +75,26 @@ def test_training_goes_on(tmp_path, arm, change, log):
         assert manager.last_report.kind == "window"
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_windows_come_back_after_a_batch_of_another_structure(tmp_path, arm):
+    """The state is as ever, so a window opens; only the call in it tells that it is another."""
+    options, window = Options(save_interval_steps=4), WindowOptions(steps=3, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(plain_steps())
+        state = {"m": jnp.zeros(SIZE), "w": jnp.ones(SIZE)}
+        for n in range(25):
+            batch = jnp.full(SIZE, 0.5)
+            state = step(state, {"x": batch} if n < 6 else {"x": batch, "y": batch})
+            manager.save(n, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert_same(manager.restore(24), to_host(state))
+        assert [r.kind for r in manager.reports[-2:]] == ["window"] * 2
+
+
 def plain_steps():
     @functools.partial(jax.jit, static_argnames="train")
     def step(state, batch, train=True):
+        batch = sum(jax.tree.leaves(batch))
         if not train:
             return jnp.sum(jnp.sin(state["w"] + batch))
         m = 0.9 * state["m"] + jnp.sin(state["w"] + batch)

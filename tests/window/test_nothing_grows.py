@@ -84,13 +84,16 @@ def test_nothing_grows(tmp_path: Path, on_busy: str, steps: int | None) -> None:
     assert not grown
 
 
-def test_a_closed_manager_holds_no_state(tmp_path: Path) -> None:
+def test_a_closed_manager_holds_no_state_and_no_threads(tmp_path: Path) -> None:
     """Manager and steps refer to each other: what they held would stay for a collection."""
     gc.collect()
+    threads = set(threading.enumerate())
     loop = Loop(tmp_path, window={"steps": 3}, step=donating)
     before = {id(x) for x in jax.live_arrays()}  # the batch and the first state among them
     loop.train(8)
     loop.manager.close()
     loop.state = None
+    started = {t.name for t in set(threading.enumerate()) - threads}
+    assert not started & {"gockpt-worker", "gockpt-replayer", "gockpt-steps"}
     assert loop.step.last_result is None
     assert not [x.shape for x in jax.live_arrays() if id(x) not in before and x.size > 1]

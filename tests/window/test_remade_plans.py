@@ -163,6 +163,23 @@ def test_steps_are_timed_without_saves_and_windows(tmp_path, monkeypatch):
         assert manager._gockpt_session.planner.clock.secs == 1.0
 
 
+def test_steps_are_timed_without_windows_in_vain(tmp_path, monkeypatch):
+    """No save ends them, and there is one in each stretch that is timed."""
+    clock = Time()
+    monkeypatch.setattr(session_module, "time", clock)
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step, state, in_windows = manager.wrap(update), fresh(), 0
+        for n in range(111):
+            if n % 22 == 17:
+                manager.expect_save(in_steps=3)
+            is_open = manager.window_status.startswith("window")
+            in_windows += is_open
+            clock.now += 50.0 if is_open else 1.0
+            state = step(state, BATCH)
+        assert in_windows == 10
+        assert manager._gockpt_session.planner.clock.secs == 1.0
+
+
 @pytest.mark.parametrize("name", ["step_secs", "link_bytes_per_sec"])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), True, "fast"])
 def test_facts_that_cannot_be(name, value):

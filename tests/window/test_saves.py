@@ -24,6 +24,7 @@ from gockpt_jax import GoCkptManager, GoCkptSave, HostBudgetError, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.telemetry import events
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.window import planner
 
 
 def kinds(manager):
@@ -78,6 +79,25 @@ def test_peaks_are_those_of_the_save_itself(tmp_path):
         large, small = manager.reports
         assert large.peak_device_bytes >= 4096 * 4 > small.peak_device_bytes > 0
         assert large.peak_host_bytes >= 4096 * 4 > small.peak_host_bytes > 0
+
+
+def test_peaks_of_a_window_are_measured_from_its_opening_on(tmp_path):
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        resources = manager._gockpt_session.resources
+        step, state = manager.wrap(update), fresh()
+        for _ in range(3):
+            state = step(state, BATCH)
+        for budget in (resources.host, resources.device):
+            budget.add(10**9)
+            budget.release(10**9)
+        manager.expect_save(in_steps=1)
+        state = step(state, BATCH)
+        manager.save(0, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        report = manager.last_report
+        assert report.kind == "window"
+        assert STATE_BYTES <= report.peak_host_bytes < 10**9
+        assert 0 < report.peak_device_bytes < 10**9
 
 
 @jax.jit
@@ -144,6 +164,24 @@ def test_nobody_waits_for_an_armed_step_nor_calls_one_that_is_none(
         assert [r.kind for r in manager.reports] == ["snapshot"] * 3 + ["window"]
         assert manager.reports[2].reason == reason
         assert_same(manager.restore(15), state)
+
+
+def test_what_steps_leave_free_is_measured_once_and_behind_one(tmp_path, monkeypatch):
+    """A save before the first step cannot know; what is measured later counts our own copies."""
+    free = [10_000]
+    monkeypatch.setattr(planner, "device_headroom_bytes", lambda: free[-1])
+    with GoCkptManager(tmp_path) as manager:
+        device = manager._gockpt_session.resources.device
+        step, state = manager.wrap(update), fresh()
+        manager.save(0, args=GoCkptSave(state))
+        assert device.limit_bytes == 10_000
+        for label, now in ((1, 5_000), (2, 2_000), (3, 1_000)):
+            free.append(now)
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+            assert device.limit_bytes == 5_000
+        manager.wait_until_finished()
+        assert_same(manager.restore(3), to_host(state))
 
 
 def test_a_forced_save_is_a_snapshot_and_does_not_disturb(tmp_path):
