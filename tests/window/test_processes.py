@@ -1,0 +1,282 @@
+"""What the processes of a job ask each other, and when: here they are threads of one process."""
+
+from __future__ import annotations
+
+import collections
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from gockpt_jax import ProcessError, WindowOptions
+from gockpt_jax.window import processes
+from gockpt_jax.window.agreement import Agreement
+from gockpt_jax.window.processes import Processes
+
+LIMIT_SECS = 60  # only ends a test that hangs
+
+
+class Service:
+    """The coordination service of a job, of which each process is a client.
+
+    Attributes:
+      kept: What it has been told.
+      absent: Processes for which the others wait in vain.
+      is_gone: Whether it tells nothing any more.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        self.absent: set[int] = set()
+        self.is_gone = False
+        self._lock = threading.Lock()
+        self._barriers: dict[str, threading.Barrier] = {}
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        with self._lock:
+            if key in self.kept and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
+            self.kept[key] = value
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        if self.is_gone:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+        with self._lock:
+            return [(k, v) for k, v in self.kept.items() if k.startswith(folder)]
+
+    def key_value_delete(self, folder: str) -> None:
+        with self._lock:
+            self.kept = {k: v for k, v in self.kept.items() if not k.startswith(folder)}
+
+    def wait_at_barrier(self, name: str, timeout_ms: int, process_ids: list[int]) -> None:
+        assert timeout_ms == 1000 * processes.PATIENCE_SECS
+        there = len(set(process_ids) - self.absent)
+        with self._lock:
+            barrier = self._barriers.setdefault(f"{name} {there}", threading.Barrier(there))
+        barrier.wait(LIMIT_SECS)
+        if there < len(process_ids):
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: late.\nMore of it")
+
+
+class Job:
+    """Processes of which each does its part on a thread."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, count: int):
+        self.service, self._patch, self._count = Service(), patch, count
+        patch.setattr(jax, "process_count", lambda: count)
+        patch.setattr(processes._compat, "coordination_client", lambda: self.service)
+
+    def made(self, members: set[int] | None = None, before: int = 0) -> dict[int, Processes]:
+        """What the processes make, each after so many others of these members."""
+        found = {}
+        for index in range(self._count) if members is None else members:
+            self._patch.setattr(jax, "process_index", lambda index=index: index)
+            self._patch.setattr(processes, "_made", collections.Counter())
+            found[index] = [Processes(members) for _ in range(before + 1)][-1]
+        return found
+
+
+def everywhere(parts: dict[int, Processes], ask: Callable[[int, Processes], Any]) -> dict[int, Any]:
+    with ThreadPoolExecutor(len(parts)) as threads:
+        asked = {index: threads.submit(ask, index, part) for index, part in parts.items()}
+        return {index: future.result(LIMIT_SECS) for index, future in asked.items()}
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(monkeypatch, 3)
+
+
+def test_an_objection_is_the_same_everywhere(job: Job) -> None:
+    parts = job.made()
+    for against, answers in (
+        ({1: "no"}, ["process 1: no"]),
+        ({}, [None]),  # that of the question before is not taken for this one's
+        ({0: "no", 2: "nor I"}, ["process 0: no", "process 2: nor I"]),
+        ({0: ""}, ["process 0: "]),
+    ):
+        told = everywhere(parts, lambda i, part, a=against: part.objection("window", a.get(i)))
+        assert set(told) == {0, 1, 2}
+        assert len(set(told.values())) == 1
+        assert told[0] in answers
+
+
+def test_what_all_say_is_gathered_and_forgotten_behind_them(job: Job) -> None:
+    parts, kept = job.made(), []
+    for n in range(5):
+        told = everywhere(parts, lambda i, part, n=n: part.gather("facts", f"{n} of {i}"))
+        assert [list(x.items()) for x in told.values()] == [
+            [(i, f"{n} of {i}") for i in range(3)]
+        ] * 3
+        kept.append(len(job.service.kept))
+    assert kept[1:] == kept[1:2] * 4
+
+
+def test_the_least_of_what_has_a_bound(job: Job) -> None:
+    parts = job.made()
+    for numbers, least in (((None, 5, 13), 5), ((None,) * 3, None), ((0, None, 7), 0)):
+        told = everywhere(parts, lambda i, part, n=numbers: part.least("room", n[i]))
+        assert list(told.values()) == [least] * 3
+
+
+def test_subjects_members_and_managers_are_apart(job: Job) -> None:
+    """None of them waits for another, or is told of its answers."""
+    some, all_of_them, second = job.made({1, 2}), job.made(), job.made(before=1)
+    assert [part.several for part in some.values()] == [True, True]
+    for index, mine in ((1, "first"), (2, "second")):
+        told = everywhere(some, lambda i, part, m=mine: part.gather("facts", f"{m} of {i}"))
+        assert told[index] == {1: f"{mine} of 1", 2: f"{mine} of 2"}
+    assert len({parts[1].prefix for parts in (some, all_of_them, second)}) == 3
+    for parts in (all_of_them, second):
+        assert set(everywhere(parts, lambda i, part: part.objection("facts", None))) == {0, 1, 2}
+        assert len({part.prefix for part in parts.values()}) == 1
+    everywhere(all_of_them, lambda _, part: part.barrier("other"))
+
+
+@pytest.mark.parametrize(
+    ("absent", "named"), [({1}, "process 1"), ({1, 2}, "processes 1, 2"), ({0}, "process 0")]
+)
+def test_who_does_not_come_is_named_and_may_come_again(
+    job: Job, absent: set[int], named: str
+) -> None:
+    parts = job.made()
+
+    def wait(index: int, part: Processes) -> str:
+        with pytest.raises(ProcessError) as raised:
+            part.barrier("commit")
+        return str(raised.value)
+
+    def come_too_late(index: int, part: Processes) -> None:
+        job.service.absent = set(here)
+        wait(index, part)
+
+    for _ in range(2):
+        job.service.absent = set()
+        everywhere(parts, lambda _, part: part.barrier("commit"))
+        assert [part.is_one_missing for part in parts.values()] == [False] * 3
+        job.service.absent = absent
+        here = {i: part for i, part in parts.items() if i not in absent}
+        for told in everywhere(here, wait).values():
+            assert re.match(rf"{named} did not come to `commit` within \d+ s, so nothing is", told)
+            assert "DEADLINE_EXCEEDED: late. Look at its log" in told
+        assert [part.is_one_missing for part in here.values()] == [True] * len(here)
+        everywhere({i: parts[i] for i in absent}, come_too_late)
+
+
+def test_a_service_that_is_gone_names_nobody(job: Job) -> None:
+    parts = job.made()
+    job.service.absent, job.service.is_gone = {1, 2}, True
+    with pytest.raises(ProcessError, match=r"^a process did not come"):
+        parts[0].barrier("turn")
+
+
+def test_several_need_a_service(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
+    with pytest.raises(RuntimeError, match="3 processes save together, and nothing connects them"):
+        Processes()
+    assert not Processes({0}).several
+
+
+# --- What a program is asked for -----------------------------------------------------------------
+
+
+class Program:
+    """One that is armed, or being so."""
+
+    def __init__(self, why_not: str | None = None):
+        self.why_not, self.waited = why_not, 0
+
+    def wait_until_ready(self) -> None:
+        self.waited += 1
+
+    def is_ready(self) -> bool:
+        return self.why_not != "compiling"
+
+    def failure(self) -> BaseException | None:
+        return RuntimeError("no room") if self.why_not == "failed" else None
+
+
+class Step:
+    def __init__(self, program: Program | None, why_not: str | None = None):
+        self.program, self.why_not = program, why_not
+
+    def give_up(self, why: str) -> None:
+        self.program, self.why_not = None, why
+
+
+class Told:
+    """Two processes, of which the other says what it is told to."""
+
+    several = True
+
+    def __init__(self, *answers: str | None):
+        self.answers, self.asked = list(answers), []
+
+    def objection(self, subject: str, mine: str | None) -> str | None:
+        self.asked.append((subject, mine))
+        other = self.answers.pop(0)
+        return mine or other
+
+
+def agreement(told: Any, **options: Any) -> Agreement:
+    return Agreement(WindowOptions(**options), told)
+
+
+def test_a_step_is_settled_once_and_again_with_each_plan() -> None:
+    told, step = Told(None, None, "process 1: no"), Step(None)
+    settled = agreement(told)
+    settled.settle(step, planned=False)  # nothing is known of it yet
+    assert told.asked == []
+    step.program = Program()
+    for planned in (False, False, True):
+        settled.settle(step, planned=planned)
+    assert told.asked == [("program", None)] * 2
+    step.program = Program()  # traced anew
+    settled.settle(step, planned=False)
+    assert (step.program, step.why_not) == (None, "process 1: no")
+    settled.settle(step, planned=False)
+    assert told.asked == [("program", None)] * 3
+
+
+def test_a_step_that_cannot_be_armed_here_is_told_once() -> None:
+    told, step = Told(None), Step(None, "no program")
+    settled = agreement(told)
+    for _ in range(2):
+        settled.settle(step, planned=False)
+    assert told.asked == [("program", "no program")]
+    assert step.why_not == "no program"
+
+
+def test_readiness_is_asked_once_for_each_save_until_all_are_ready() -> None:
+    told, program, other = Told("busy", None), Program(), Program()
+    asking = agreement(told)
+    assert [asking.why_not_ready(program, n) for n in (7, 7, 7)] == ["busy"] * 3
+    assert told.asked == [("armed", None)]
+    assert [asking.why_not_ready(program, n) for n in (8, 8, 9)] == [None] * 3
+    assert told.asked == [("armed", None)] * 2
+    told.answers.append("busy too")
+    assert asking.why_not_ready(other, 9) == "busy too"
+    assert program.waited == 0
+
+
+@pytest.mark.parametrize(
+    ("why_not", "said"),
+    [
+        ("compiling", "the armed step was still compiling"),
+        ("failed", "the armed step did not compile: no room"),
+    ],
+)
+def test_what_is_not_ready_here_is_told(why_not: str, said: str) -> None:
+    told = Told(None)
+    assert agreement(told).why_not_ready(Program(why_not), 7) == said
+    assert told.asked == [("armed", said)]
+
+
+def test_a_fixed_k_waits_for_the_armed_step() -> None:
+    program = Program()
+    assert agreement(Told(None), steps=3).why_not_ready(program, 7) is None
+    assert program.waited == 1
