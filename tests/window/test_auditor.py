@@ -91,6 +91,7 @@ def test_error_names_the_worst_and_counts_the_others(worker):
     worker.wait_until_idle()
     pending.check(off_by(4))
     assert (record.audit.max_ulps, record.audit.worst_leaf) == (4, "leaf 3")
+    assert (record.audit.chunks, record.audit.compared_bytes) == (8, 8192)
     wrong = off_by(9) | {"leaf 5": off_by(1000, "leaf 5")["leaf 5"]}
     with pytest.raises(AuditError) as raised:
         pending.check(wrong)

@@ -46,7 +46,8 @@ class Service:
         if self.is_gone:
             raise jax.errors.JaxRuntimeError("UNAVAILABLE")
         with self._lock:
-            return [(k, v) for k, v in self.kept.items() if k.startswith(folder)]
+            found = [(k, v) for k, v in self.kept.items() if k.startswith(folder)]
+        return sorted(found, reverse=True)  # any order is as good as another
 
     def key_value_delete(self, folder: str) -> None:
         with self._lock:
@@ -144,6 +145,7 @@ def test_who_does_not_come_is_named_and_may_come_again(
     job: Job, absent: set[int], named: str
 ) -> None:
     parts = job.made()
+    assert [part.is_one_missing for part in parts.values()] == [False] * 3
 
     def wait(index: int, part: Processes) -> str:
         with pytest.raises(ProcessError) as raised:
@@ -178,7 +180,20 @@ def test_several_need_a_service(job: Job, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
     with pytest.raises(RuntimeError, match="3 processes save together, and nothing connects them"):
         Processes()
-    assert not Processes({0}).several
+
+
+def test_one_process_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
+    alone = Processes({0})
+    alone.barrier("commit")
+    assert alone.gather("facts", "mine") == {0: "mine"}
+    assert (alone.least("room", 7), alone.least("room", None)) == (7, None)
+    assert (alone.objection("armed", "no"), alone.objection("armed", None)) == ("no", None)
+    # What is compiled a step later is ready then, though it was not when it was first asked for.
+    asking, program = agreement(alone), Program("compiling")
+    assert asking.why_not_ready(program, 7) == "the armed step was still compiling"
+    program.why_not = None
+    assert asking.why_not_ready(program, 7) is None
 
 
 # --- What a program is asked for -----------------------------------------------------------------
@@ -219,7 +234,7 @@ class Told:
     def objection(self, subject: str, mine: str | None) -> str | None:
         self.asked.append((subject, mine))
         other = self.answers.pop(0)
-        return mine or other
+        return other if mine is None else f"process 0: {mine}"
 
 
 def agreement(told: Any, **options: Any) -> Agreement:
@@ -272,7 +287,7 @@ def test_readiness_is_asked_once_for_each_save_until_all_are_ready() -> None:
 )
 def test_what_is_not_ready_here_is_told(why_not: str, said: str) -> None:
     told = Told(None)
-    assert agreement(told).why_not_ready(Program(why_not), 7) == said
+    assert agreement(told).why_not_ready(Program(why_not), 7) == f"process 0: {said}"
     assert told.asked == [("armed", said)]
 
 

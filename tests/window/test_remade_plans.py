@@ -11,6 +11,7 @@ from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
+from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.plan import Facts
 
 SIZE = 64
@@ -135,6 +136,25 @@ def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
         by_label = {r.step: (r.kind, r.window_steps) for r in manager.reports}
         assert [by_label[n] for n in (10, 30, 40)] == [("window", n) for n in (3, 3, 2)]
         assert_same(manager.restore(40), to_host(state))
+
+
+def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatch):
+    """Of which each has an eighth of every leaf; what a plan is made for is one device's part."""
+    room, asked = HostBudget.room_bytes, []
+    monkeypatch.setattr(
+        HostBudget, "room_bytes", lambda budget, n: (asked.append(n), room(budget, n))[1]
+    )
+    rows = jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a"))
+    window = WindowOptions(steps=3, host_budget_bytes=80 * LEAF)
+    with GoCkptManager(tmp_path, window=window) as manager:
+        step, state = manager.wrap(update), jax.device_put(fresh(), rows)
+        for _ in range(3):
+            state = step(state, jax.device_put(BATCH, rows))
+        planned = manager._gockpt_session.planner.planned(step.program)
+        assert asked == [24 * LEAF]
+        assert planned.num_devices == 8
+        assert planned.host_bytes == (24 * LEAF, 8 * LEAF)
+        assert planned.facts.host_budget_bytes == 80 * LEAF // 8
 
 
 class Time:
