@@ -86,6 +86,13 @@ def test_a_window_that_stopped_to_gain_is_a_snapshot(tmp_path, monkeypatch):
     assert "no window gains: predicted stall at least" in snapshot.reason
 
 
+def test_a_window_that_begins_to_gain_is_armed(tmp_path, monkeypatch):
+    facts = [Facts(1e-4, RATE), Facts(20.0, RATE), Facts(20.0, RATE)]
+    (_, *reports), executables = run(tmp_path, facts, monkeypatch)
+    assert [r.kind for r in reports] == ["snapshot", "window", "window"]
+    assert len(executables) == 1
+
+
 def test_what_the_user_says_is_not_measured(tmp_path, monkeypatch):
     said = {"step_secs": 20.0, "link_bytes_per_sec": RATE}
     reports, _ = run(tmp_path, [Facts(1e-3, 1.0), Facts(9.0, 9.0)], monkeypatch, **said)

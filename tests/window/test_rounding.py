@@ -78,11 +78,18 @@ def test_what_left_early_is_within_the_bound_that_was_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"audit": ACCEPTS, "exact": True}], ids=["the audit accepts none", "exact"]
+    "options",
+    [
+        {},
+        {"audit": ACCEPTS, "exact": True},
+        {"audit": ACCEPTS, "steps": 3, "budget_bytes": 15 * LEAF_BYTES // 4},
+    ],
+    ids=["the audit accepts none", "exact", "there is an exact window"],
 )
 def test_nothing_is_rounded_unless_accepted(options, tmp_path):
     saved, restored, reports = train(tmp_path, **options)
     assert not any("rounding" in r.reason for r in reports)
+    assert (reports[-1].kind == "window") == ("steps" in options)
     for label, true in saved.items():
         jax.tree.map(np.testing.assert_array_equal, restored[label], true)
 

@@ -182,6 +182,20 @@ def test_what_steps_leave_free_is_measured_once_and_behind_one(tmp_path, monkeyp
             assert device.limit_bytes == 5_000
         manager.wait_until_finished()
         assert_same(manager.restore(3), to_host(state))
+    with GoCkptManager(tmp_path / "no save") as manager:  # before there is a plan
+        step = manager.wrap(update)
+        step(step(fresh(), BATCH), BATCH)
+        assert manager._gockpt_session.resources.device.limit_bytes == 1_000
+
+
+def test_the_first_state_may_come_from_the_host_in_part(tmp_path):
+    """Nothing is known then of how what the step returns will lie: nothing is compiled for it."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step = manager.wrap(update)
+        state = step(fresh() | {"params": {"w": np.ones(SIZE, np.float32)}}, BATCH)
+        manager.save(0, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert_same(manager.restore(0), to_host(state))
 
 
 def test_a_forced_save_is_a_snapshot_and_does_not_disturb(tmp_path):

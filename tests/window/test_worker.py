@@ -13,6 +13,8 @@ import pytest
 
 from gockpt_jax.window.worker import Worker
 
+WAIT_SECS = 60
+
 
 @pytest.fixture
 def worker():
@@ -121,6 +123,16 @@ def test_a_thread_without_tasks_ends_and_another_takes_the_next(monkeypatch):
     del worker
     gc.collect()
     assert alive() is None
+
+
+def test_a_thread_that_waits_is_woken(worker, monkeypatch):
+    """By each task, and by the end; not some polls later."""
+    monkeypatch.setattr("gockpt_jax.window.worker._POLL_SECS", WAIT_SECS)
+    for _ in range(50):
+        ran = threading.Event()
+        worker.submit(ran.set)
+        assert ran.wait(WAIT_SECS / 2)
+        worker.wait_until_idle()
 
 
 @pytest.fixture
