@@ -90,6 +90,7 @@ def test_the_default_is_never_more_than_the_host_has_left(host):
     assert budget.why_no_room(1000) is not None, "and something else has been, since"
     host["free"] = None
     assert budget.why_no_room(1000) is None
+    assert budget.room_bytes(1000) is None
 
 
 def test_files_in_memory_take_from_the_same(host):

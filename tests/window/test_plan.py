@@ -105,6 +105,24 @@ def test_reasons_tell_why():
     assert "steps=4" in reason(size, 1, steps=4)
 
 
+@pytest.mark.parametrize("facts", [Facts(), Facts(step_secs=1.0), Facts(link_bytes_per_sec=100.0)])
+def test_until_time_and_rate_are_known_the_budget_decides(facts):
+    size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
+    plan = plan_window(size, WindowOptions(), 120, facts)
+    assert plan == plan_window(size, WindowOptions(), 120)
+    assert (plan.steps, plan.reason.partition(" of")[0]) == (
+        3, "3 steps keep within the device budget",
+    )  # fmt: skip
+
+
+def test_units_of_a_block_are_in_order():
+    """Whatever gains most leaves first."""
+    units = [unit(100, retained, group) for group, retained in enumerate((50, 20, 40, 10, 30))]
+    assert fill_blocks(units, 3, "").blocks == ((1, 3, 4), (0, 2))
+    assert fill_blocks(units, 2, "").blocks == ((0, 1, 2, 3, 4),)
+    assert fill_blocks(units, 1, "").blocks == ()
+
+
 KNOWN = Facts(step_secs=1.0, link_bytes_per_sec=100.0)
 
 

@@ -163,6 +163,8 @@ class TestAbandoned:
         else:
             predictor.observe(4, 4, True)
             assert predictor.next_save(4, HORIZON) == 5
+        predictor.abandoned()  # and one is forgiven again
+        assert predictor.next_save(6, HORIZON) == 10
 
     def test_a_save_between_forgives(self):
         predictor = self.predictor()

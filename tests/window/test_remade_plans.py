@@ -157,11 +157,14 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         step, state = manager.wrap(update), jax.device_put(fresh(), rows)
         for _ in range(3):
             state = step(state, jax.device_put(BATCH, rows))
-        planned = manager._gockpt_session.planner.planned(step.program)
+        planner = manager._gockpt_session.planner
+        planned = planner.planned(step.program)
         assert asked == [24 * LEAF]
         assert planned.num_devices == 8
         assert planned.host_bytes == (24 * LEAF, 8 * LEAF)
         assert planned.facts.host_budget_bytes == 80 * LEAF // 8
+        # A process may have no device with a part of the state: it sets no bound.
+        assert planner._facts(planned.size, 0).host_budget_bytes is None
 
 
 class Time:

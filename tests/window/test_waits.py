@@ -17,6 +17,7 @@ import pytest
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.replay.programs import ReplayProgram
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer import block
 from gockpt_jax.transfer.block import Block
@@ -259,6 +260,21 @@ def test_nobody_waits_for_a_copy_program_to_be_compiled(tmp_path, monkeypatch, s
         scalars = [b for b in staged if all(c.everywhere for c in b.chunks)]
         assert {id(b) for b in staged if b not in scalars} <= {id(b) for b in ahead}
         assert len(staged) > len(scalars)
+
+
+def test_nobody_waits_for_a_replay_program_to_be_compiled(tmp_path, monkeypatch):
+    ahead, used = set(), set()
+    compile_ahead, compiled = ReplayProgram.compile_ahead, ReplayProgram.compiled
+    monkeypatch.setattr(
+        ReplayProgram, "compile_ahead", lambda p: (ahead.add(p), compile_ahead(p))[1]
+    )
+    monkeypatch.setattr(ReplayProgram, "compiled", lambda p: (used.add(p), compiled(p))[1])
+    loop = Loop(tmp_path, 4, device_budget_bytes=BUDGET, audit=None)
+    with loop.manager:
+        loop.run_a_window()
+        loop.assert_saved(4)
+    assert used
+    assert used <= ahead
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET])

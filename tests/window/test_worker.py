@@ -133,6 +133,27 @@ def test_a_thread_that_waits_is_woken(worker, monkeypatch):
         worker.submit(ran.set)
         assert ran.wait(WAIT_SECS / 2)
         worker.wait_until_idle()
+    closer = threading.Thread(target=worker.close)
+    closer.start()
+    closer.join(WAIT_SECS / 2)
+    assert not closer.is_alive()
+
+
+def test_a_thread_whose_start_was_interrupted_is_not_relied_on(monkeypatch):
+    """What it was to do is done by the next one, in order."""
+
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    worker, ran, both_ran = Worker(), [], threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.submit(lambda: ran.append(1))
+    worker.submit(lambda: (ran.append(2), both_ran.set()))
+    assert both_ran.wait(WAIT_SECS / 2)
+    assert ran == [1, 2]
+    worker.close()
 
 
 @pytest.fixture
@@ -173,6 +194,8 @@ def test_without_threads_to_be_had_the_caller_does_it(pair, monkeypatch):
     pair.submit(lambda: pair.pass_on(lambda: ran.append(threading.current_thread())))
     pair.submit_behind(lambda: ran.append(threading.current_thread()))
     assert ran == [threading.current_thread()] * 2
+    pair.submit(lambda: (pair.submit(lambda: ran.append("behind")), ran.append("before")))
+    assert ran[2:] == ["before", "behind"]
 
 
 SCRIPT = """
