@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import jax
@@ -20,12 +21,14 @@ from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.plan import (
     Facts,
     GroupUnit,
+    Plan,
     StateBytes,
     fill_blocks,
     measure_bytes,
     peak_device_bytes,
     plan_window,
 )
+from gockpt_jax.window.planned import Planned
 
 thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 
@@ -121,6 +124,16 @@ def test_units_of_a_block_are_in_order():
     assert fill_blocks(units, 3, "").blocks == ((1, 3, 4), (0, 2))
     assert fill_blocks(units, 2, "").blocks == ((0, 1, 2, 3, 4),)
     assert fill_blocks(units, 1, "").blocks == ()
+
+
+def test_a_plan_is_shortened_only_where_the_save_is_nearer():
+    """As it was chosen otherwise: its blocks need not be even."""
+    size = state_of((100, 100, 100), [unit(100, 5, group) for group in range(3)])
+    planned = Planned(Plan(((0, 1), (2,), ()), "chosen"), size, (300, 15), 1, Facts())
+    assert planned.within(4) is planned.within(9) is planned
+    shorter = planned.within(3)
+    assert shorter.plan == Plan(((0, 1), (2,)), "the save was 2 steps away")
+    assert shorter.size is size
 
 
 KNOWN = Facts(step_secs=1.0, link_bytes_per_sec=100.0)
@@ -224,6 +237,23 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
         assert (size.sent, size.late, size.units, size.retained) == (sent, sent, (), leaf)
         assert size.leaves == (leaf, leaf)  # what is on the host and on disk in the end
         assert plan_window(size, WindowOptions(), max(sent, 1)).steps == 1
+
+
+def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
+    """Frozen numbers of which two are in a byte, beside others, which leave in parts."""
+    monkeypatch.setattr("gockpt_jax.window.units.MIN_CHUNK_BYTES", 64)
+    jitted = jax.jit(lambda s: s | {"w": jnp.cos(s["w"])})
+    state = {"base": jnp.ones(512, jnp.int4), "kept": jnp.ones(512, jnp.int8), "w": jnp.ones(64)}
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted, form, (state,), {}, even_for_nothing=True)
+    parts = collections.defaultdict(list)
+    for found in measure_bytes(program, jax.tree.leaves(state)).units:
+        (leaf,) = program.cut.groups[found.group].leaves
+        parts[program.positions.paths[leaf]].append((found.start, found.stop))
+    base, kept = parts.values()
+    assert base == [(0, 512)]
+    assert len(kept) > 1
+    assert [0, *(stop for _, stop in kept)] == [*(start for start, _ in kept), 512]
 
 
 def test_copies_that_the_host_makes_take_of_its_budget():

@@ -157,8 +157,8 @@ def test_nobody_waits_for_an_armed_step_nor_calls_one_that_is_none(
             for label in range(16):
                 if label == 11:
                     patch.undo()
-                    wait_for_compilation(step)
                 state = step(state, BATCH)
+                wait_for_compilation(step)
                 manager.save(label, args=GoCkptSave(state))
         manager.wait_until_finished()
         assert [r.kind for r in manager.reports] == ["snapshot"] * 3 + ["window"]
