@@ -148,6 +148,7 @@ def test_an_evaluation_before_the_step_is_planned_for(tmp_path):
                 assert step.program is not None
                 with jax.debug_nans(True):
                     step(state, 1.0, train=False)
+                manager.expect_save(in_steps=2)  # so a window were to open now
             manager.save(n, args=GoCkptSave(state))
         manager.wait_until_finished()
         assert_same(manager.restore(12), to_host(state))
