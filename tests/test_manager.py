@@ -302,6 +302,13 @@ def test_a_look_at_an_unnamed_item_of_stock_binds_nothing(tmp_path):
         assert_same(manager.restore(6)["state"], fresh())
 
 
+def test_metadata_of_the_directory_is_stocks(tmp_path):
+    with GoCkptManager(tmp_path, metadata={"run": 7}) as manager:
+        assert manager.metadata().custom_metadata == {"run": 7}
+    with ocp.CheckpointManager(tmp_path) as stock:
+        assert stock.metadata().custom_metadata == {"run": 7}
+
+
 def test_the_newest_step_of_another_directory(tmp_path):
     with (
         ocp.CheckpointManager(tmp_path / "stock") as stock,

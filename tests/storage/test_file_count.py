@@ -121,6 +121,28 @@ def test_what_we_write_is_large_and_what_tensorstore_compresses_is_small(tmp_pat
     assert default(use_zarr3=True) == 64 * 2**20
 
 
+MIB = 2**20
+
+
+@pytest.mark.parametrize("folder", ["folder", "gs://bucket/folder"])
+@pytest.mark.parametrize("given", [None, 0, 200])
+def test_data_files_are_as_large_as_the_user_says(folder, given):
+    """Or as we find best where nobody says anything; chunks are cut as for stock's."""
+
+    def sizes(compressed):
+        layout = array_layout.ItemLayout(folder, True, False, compressed, given)
+        return layout.data_file_bytes, layout.written_file_bytes
+
+    in_bucket = folder != "folder"
+    stocks = 400 * MIB if in_bucket else 2048 * MIB
+    expected = [(stocks, 256 * MIB), (stocks, 128 * MIB)]
+    if given is not None:
+        expected = [(given, given)] * 2
+    elif in_bucket:
+        expected = [(stocks, stocks)] * 2
+    assert [sizes(compressed=False), sizes(compressed=True)] == expected
+
+
 def test_memory_of_compressed_chunks_is_given_back(tmp_path, monkeypatch):
     from gockpt_jax.storage.writing import write_budget
 

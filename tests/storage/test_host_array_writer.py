@@ -168,15 +168,18 @@ def test_save_args_do_what_they_do_in_stock(tmp_path, options, save_args):
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
 
 
-def test_shards_above_the_data_file_size_are_split_like_stock(tmp_path):
-    """Stock's rule for 2 GiB, at a size that a test can write."""
+@pytest.mark.parametrize(("use_ocdbt", "size"), [(True, 200), (True, 0), (False, 200)])
+def test_shards_above_the_data_file_size_are_split_like_stock(tmp_path, use_ocdbt, size):
+    """Stock's rule for 2 GiB, at a size that a test can write; 0 is none, and files have none."""
     state = {k: example_state()[k] for k in ("replicated", "fsdp", "bf16", "single", "keys")}
-    args = {"ocdbt_target_data_file_size": 200}
-    save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state, **args)
-    save(make_tree_handler(), tmp_path / "ours", host_tree(state), **args)
+    args, options = {"ocdbt_target_data_file_size": size}, {"use_ocdbt": use_ocdbt}
+    save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state, **args)
+    save(make_tree_handler(**options), tmp_path / "ours", host_tree(state), **args)
     ours = disk_contents(tmp_path / "ours")
     assert ours == disk_contents(tmp_path / "stock")
-    assert {b"single/0.0", b"single/1.0"} <= ours["manifest.ocdbt"].keys()
+    written = ours["manifest.ocdbt"] if use_ocdbt else {name.encode() for name in ours}
+    assert b"single/0.0" in written
+    assert (b"single/1.0" in written) == (use_ocdbt and size > 0)
 
 
 def test_chunk_shapes_are_those_of_stock(tmp_path):
@@ -196,6 +199,7 @@ def test_chunk_shapes_are_those_of_stock(tmp_path):
         )
         ours = chunk_shape(shape, write, 4, min(limit_bytes or 2**31, 2**31))
         assert ours == tuple(stock["metadata"]["chunks"])
+    assert chunk_shape((8,), (8,), 4, 4) == (1,)
     with pytest.raises(ValueError, match="`chunk_byte_size`: expected at least 4, got 3"):
         chunk_shape((8,), (8,), 4, 3)
     with pytest.raises(ValueError, match=r"`shard_axes`: expected axes of a 1-d array, got \(1,\)"):

@@ -13,6 +13,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, train, update
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.storage.saving.policies import AskedAhead
 
 K = 3
 Any, Every, Steps = (
@@ -105,6 +106,49 @@ def test_a_function_of_the_last_save_is_asked_again_where_that_was_not_foreseen(
         assert manager.all_steps() == [0, 5, 8, 13]
 
 
+def test_what_is_asked_ahead_is_told_of_the_last_save():
+    """Of one that was forced, too; what it said of labels that have come is forgotten."""
+    told = []
+
+    def should_save(label, last):
+        told.append((label, last))
+        return label % 5 == 0
+
+    asked = AskedAhead(should_save, lambda: None)
+    assert [asked.will_save(label) for label in (4, 5, 6)] == [False, True, False]
+    assert told == [(4, None), (5, None), (6, 5)]
+    assert asked(5, None)
+    assert not asked(6, 5)
+    assert len(told) == 3
+    assert not asked(9, 8)
+    assert [asked.will_save(label) for label in (10, 11, 10)] == [True, False, True]
+    assert told[3:] == [(9, 8), (10, 8), (11, 10)]
+
+
+class EveryFifth:
+    """A policy of a user's own, of whose labels nobody knows before."""
+
+    def should_save(self, step, previous_steps, *, context):
+        return step.step % 5 == 0
+
+
+def test_a_policy_of_a_users_own_among_others_goes_by_its_period(tmp_path):
+    options = Options(save_decision_policy=Any([Every(1000), EveryFifth()]))
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(21))
+        assert kinds(manager) == expected([0, 5], [10, 15, 20])
+        check(manager, saved)
+
+
+def test_forced_saves_go_by_their_period_where_the_policy_foresees_none(tmp_path):
+    """Of labels it says nothing, not that there will be no save."""
+    options = Options(save_decision_policy=Any(NOT_LABELS))
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(20), force=lambda n: n % 5 == 4)
+        assert kinds(manager) == expected([0, 4, 9], [14, 19])
+        check(manager, saved)
+
+
 # By time or load: the policy's yes starts the window.
 
 
@@ -115,6 +159,14 @@ def test_a_start_driven_policy(tmp_path):
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
         saved = run(manager, range(14))
         assert kinds(manager) == expected([0, 1], [4, 7, 10, 13])
+        check(manager, saved)
+
+
+def test_a_start_driven_policy_saves_at_once_where_there_are_no_windows(tmp_path):
+    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(max_steps=1)) as manager:
+        saved = run(manager, range(4))
+        assert kinds(manager) == expected(range(4), [])
         check(manager, saved)
 
 
