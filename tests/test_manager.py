@@ -266,6 +266,8 @@ def test_a_users_handler_finalizes_what_it_has_written(named, tmp_path):
         assert_same(restored["state"] if named else restored, fresh())
         manager.save(1, args=GoCkptSave(fresh()))
         assert_same(manager.restore(1, args=GoCkptRestore(fresh())), fresh())
+    names = [[item.name for item in (tmp_path / step).iterdir() if item.is_dir()] for step in "01"]
+    assert names == [["state" if named else "default"], ["state"]]
 
 
 def test_a_handler_without_arguments_is_refused(tmp_path):
@@ -292,11 +294,17 @@ def test_who_names_items_gets_names_back(tmp_path):
         assert manager.metadata(1).item_metadata["params"]["w"].shape == (SIZE,)
 
 
-def test_a_look_at_an_unnamed_item_of_stock_binds_nothing(tmp_path):
-    with ocp.CheckpointManager(tmp_path) as stock:
-        stock.save(5, args=ocp.args.StandardSave(fresh()), custom_metadata={"a": 1})
-    with GoCkptManager(tmp_path) as manager:
+@pytest.mark.parametrize("metrics", [None, {"loss": 0.5}])
+def test_a_look_at_an_unnamed_item_of_stock_binds_nothing(tmp_path, metrics):
+    options = Options(best_fn=(lambda found: found["loss"]) if metrics else None)
+    with ocp.CheckpointManager(tmp_path, options=options) as stock:
+        args = ocp.args.StandardSave(fresh())
+        stock.save(5, args=args, metrics=metrics, custom_metadata={"a": 1})
+        stock.wait_until_finished()
+        expected = stock.metadata(5).metrics
+    with GoCkptManager(tmp_path, options=options) as manager:
         assert manager.metadata(5).custom_metadata == {"a": 1}
+        assert manager.metadata(5).metrics == expected == (metrics or {})
         assert manager.item_metadata(5)["params"]["w"].shape == (SIZE,)
         assert manager.save(6, args=ocp.args.Composite(state=GoCkptSave(fresh())))
         assert_same(manager.restore(6)["state"], fresh())

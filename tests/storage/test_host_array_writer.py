@@ -227,6 +227,23 @@ def test_replica_layouts_are_those_of_stock(tmp_path, layout):
     assert disk_contents(tmp_path / "ours")[key] == disk_contents(tmp_path / "stock")[key]
 
 
+def test_what_is_in_pinned_memory_is_cut_as_stock_cuts_it(tmp_path):
+    """Which slices replicas of what suits its tiles alone."""
+    place = NamedSharding(mesh(4, 2), PartitionSpec(), memory_kind="pinned_host")
+    shapes = [(1024,), (8, 128), (16, 64), (24, 256), (3, 128), (8, 8, 128)]
+    state = {
+        f"x{n}": jax.device_put(np.arange(np.prod(shape), dtype=np.float32).reshape(shape), place)
+        for n, shape in enumerate(shapes)
+    }
+    save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state)
+    save(make_tree_handler(), tmp_path / "ours", host_tree(state))
+    ours = disk_contents(tmp_path / "ours")
+    assert ours == disk_contents(tmp_path / "stock")
+    keys = ours["manifest.ocdbt"].keys()
+    assert [f"x{n}/1{'.0' * (len(shape) - 1)}".encode() in keys for n, shape in enumerate(shapes)] \
+        == [False, True, False, True, False, True]
+
+
 def test_any_partition_into_boxes_gives_the_same_bytes(tmp_path):
     """Boxes need not be shards: rows of a shard, and pieces of a chunk, in any order."""
     state = {"x": example_state()["fsdp"]}
