@@ -209,13 +209,17 @@ def test_chunk_shapes_are_those_of_stock(tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
+        {},
         {"use_replica_parallel": False},
         {"use_replica_parallel": True, "max_replicas_for_replica_parallel": 2},
         {"use_replica_parallel": True, "min_slice_bytes_for_replica_parallel": 400},
     ],
     ids=str,
 )
-def test_replica_layouts_are_those_of_stock(tmp_path, layout):
+@pytest.mark.parametrize("platforms", ["", "cuda,cpu", "GPU"])
+def test_replica_layouts_are_those_of_stock(tmp_path, monkeypatch, layout, platforms):
+    """Stock's own choice is made by the environment."""
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
     state = {k: v for k, v in example_state().items() if isinstance(v, jax.Array)}
     stock = ocp.type_handlers.ArrayHandler(**layout)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, stock))

@@ -32,6 +32,7 @@ import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.managing import waiting as waiting_room
+from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.window.early import EarlyChunks
 
@@ -453,6 +454,33 @@ def test_orbax_refuses_the_waiting_save(start, monkeypatch):
     assert not loop.manager.is_saving_in_progress()
     loop.manager.wait_until_finished()
     loop.assert_saved(0, 4)
+    loop.manager.close()
+
+
+@pytest.mark.parametrize("heard_by", ["the last save", "the turn"])
+def test_beside_a_process_that_is_gone_the_one_that_waits_is_given_up(
+    start, monkeypatch, heard_by
+):
+    """It would wait for that one, too."""
+    loop = start(4)
+    loop.train(3)
+    gone, error = gockpt.ProcessError("process 1 did not come"), "process 1 did not come"
+    if heard_by == "the last save":
+        fail_writing_of(monkeypatch, 4)
+        error = "injected"
+    loop.train(8)
+    loop.finish()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=error):
+        if heard_by == "the last save":
+            patch.setattr(loop.session.processes, "is_one_missing", True)
+            loop.manager.wait_until_finished()
+        else:
+            patch.setattr(Turn, "has_come", lambda *_, **__: (_ for _ in ()).throw(gone))
+            loop.update()
+    assert loop.manager._gockpt_saves.waiting is None
+    assert error in loop.report(8).error
+    loop.manager.wait_until_finished()
+    loop.assert_saved(*([0] if heard_by == "the last save" else [0, 4]))
     loop.manager.close()
 
 

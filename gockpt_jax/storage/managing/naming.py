@@ -133,14 +133,14 @@ class Naming:
         """
         if isinstance(args, ocp.args.Composite):
             self._is_named = True
-        elif args is not None:
+        else:
             _require_arguments(args)
             self._is_bare = True
 
     def name(self, args: Any) -> Any:
         """Arguments by the names of their items."""
         self.note(args)
-        if args is None or isinstance(args, ocp.args.Composite):
+        if isinstance(args, ocp.args.Composite):
             return args
         return ocp.args.Composite(**{self.item_of(args): args})
 
