@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.saving.begun import BegunSave
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.window import open_window
@@ -152,8 +153,8 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orbax makes it on a thread of its own: there it would take the place of the next one's."""
-    path, future = ocp.path.atomicity.AtomicRenameTemporaryPath, ocp.future
-    create, wait = path.create, future.CommitFutureAwaitingContractedSignals.result
+    path = ocp.path.atomicity.AtomicRenameTemporaryPath
+    create, wait = path.create, BegunSave.wait_for_what_was_left
     go_on, made_by = threading.Event(), []
 
     async def creates(tmp: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,13 +168,14 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
         made_by.append(threading.current_thread())
         return made
 
-    def waits(*args: Any, **kwargs: Any) -> Any:
-        go_on.set()
-        return wait(*args, **kwargs)
+    def waits(begun: BegunSave) -> None:
+        if begun._left:
+            go_on.set()
+        wait(begun)
 
     once = Once(monkeypatch, Seal, "take")
     monkeypatch.setattr(path, "create", creates)
-    monkeypatch.setattr(future.CommitFutureAwaitingContractedSignals, "result", waits)
+    monkeypatch.setattr(BegunSave, "wait_for_what_was_left", waits)
     with gockpt.GoCkptManager(tmp_path) as manager:
         once.armed = True
         args = gockpt.GoCkptSave({"w": jnp.ones(3)})

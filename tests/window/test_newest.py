@@ -333,6 +333,50 @@ def test_items_are_taken_all_or_none(start):
     loop.manager.close()
 
 
+def test_what_was_taken_is_given_back_where_another_item_cannot_be(start, monkeypatch):
+    loop = start(4)
+    loop.train(7)
+    loop.update()
+    loop.settle()
+    used_bytes, take = loop.session.host.used_bytes, gockpt.GoCkptHandler.take
+
+    def refuse(handler: Any, args: Any, *when: float) -> Any:
+        if "other" in args.item:
+            loop.settle()
+            assert loop.session.host.used_bytes > used_bytes
+            raise MemoryError("injected")
+        return take(handler, args, *when)
+
+    monkeypatch.setattr(gockpt.GoCkptHandler, "take", refuse)
+    other = GoCkptSave({"other": jax.numpy.ones(3)})
+    args = ocp.args.Composite(state=GoCkptSave(loop.state), other=other)
+    with pytest.raises(MemoryError, match="injected"):
+        loop.manager.save(8, args=args)
+    assert loop.manager._gockpt_saves.waiting is None
+    loop.settle()
+    assert loop.session.host.used_bytes <= used_bytes
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4)
+    loop.manager.close()
+
+
+def test_other_items_are_superseded_with_it(start):
+    loop = start(4)
+    loop.train(7)
+    loop.update()
+    state = GoCkptSave(loop.state)
+    args = ocp.args.Composite(before=ocp.args.JsonSave({"a": 1}), state=state)
+    assert loop.manager.save(8, args=args)
+    loop.label = 9
+    assert loop.train(12)
+    assert loop.kinds[8] == "superseded"
+    loop.gates[4].set()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 12)
+    loop.manager.close()
+
+
 def test_without_room_it_is_skipped(start, monkeypatch):
     budget = 2 * STATE_BYTES + 100  # for two states, or a window
     loop = start(4, window={"host_budget_bytes": budget, "audit": None})
