@@ -11,10 +11,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from flax import linen as nn
 from window.training_loop import BATCH, Options, fresh, update
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.managing.arguments import root_of
 
 
 async def coroutine(state):
@@ -97,3 +100,10 @@ def test_a_directory_below_the_users_own(tmp_path, monkeypatch):
         manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
     assert (tmp_path / "run" / "0").is_dir()
     assert not (tmp_path / "~").exists()
+
+
+def test_an_address_in_a_bucket_is_taken_as_it_is(monkeypatch):
+    """Nobody is asked whether it is there: no directory above it is."""
+    monkeypatch.setattr(bucket, "prepare", lambda directory: None)
+    monkeypatch.setattr(type(epath.Path("gs://bucket")), "exists", lambda path: 1 / 0)
+    assert str(root_of("gs://bucket/run")) == "gs://bucket/run"

@@ -15,7 +15,8 @@ import pytest
 from window.training_loop import BATCH, SIZE, Options, assert_same, fresh, to_host, train, update
 
 from gockpt_jax import GoCkptHandler, GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
-from gockpt_jax.errors import NoCheckpointError, SnapshotOnlyWarning
+from gockpt_jax.errors import NoCheckpointError, ProcessError, SnapshotOnlyWarning
+from gockpt_jax.storage.saving.written import Written
 
 
 class MySave(ocp.args.PyTreeSave):
@@ -408,3 +409,38 @@ def test_each_attempt_at_a_save_is_voted_on(tmp_path, has_begun):
             handler.begun.give_back()  # as a manager does then
     assert votes.begun == [7, 7]
     handler.close()
+
+
+def test_votes_are_cancelled_with_a_refused_save_and_have_the_last_word(tmp_path, monkeypatch):
+    """What fails here is why; what is raised is what the other processes raise."""
+
+    class Votes:
+        failure = None
+        cancelled = 0
+
+        def begin(self, label):
+            pass
+
+        def cancel(self):
+            self.cancelled += 1
+
+    def fail(*_):
+        raise RuntimeError("injected")
+
+    args = GoCkptSave({"w": jnp.ones(2)})
+    with GoCkptManager(tmp_path) as manager:
+        votes = manager._gockpt_handler.votes = Votes()
+        manager.save(0, args=args)
+        manager.wait_until_finished()
+        assert votes.cancelled == 0
+        with pytest.raises(ValueError, match="already exists"):
+            manager.save(0, args=args, force=True)
+        assert votes.cancelled == 1
+        monkeypatch.setattr(Written, "result", fail)
+        for label, failure in ((1, ProcessError("process 1 has failed")), (2, None)):
+            votes.failure = failure
+            manager.save(label, args=args)
+            with pytest.raises(RuntimeError, match="process 1" if failure else "injected") as told:
+                manager.wait_until_finished()
+            assert str(told.value if failure is None else told.value.__cause__) == "injected"
+        assert manager.all_steps() == [0]

@@ -170,6 +170,8 @@ def test_what_is_not_saved_is_not_looked_at(manager: gockpt.GoCkptManager) -> No
     """A loop calls `save` at every step: only an accepted one has its arguments refused."""
     assert not manager.save(0, args=gockpt.GoCkptSave({"x": object()}), metrics={"loss": object()})
     assert not refused(manager, args=gockpt.GoCkptSave({})).startswith("the state")
+    with pytest.raises(TypeError, match="`args` must be checkpoint arguments, got a `dict`"):
+        manager.save(0, args=STATE)  # of no save can these be
     assert manager.should_save(1)  # what was offered to `save` is of no concern to a question
 
 

@@ -22,6 +22,7 @@ AWKWARD = {
     "long": ["x" * 300],
     "taken": ["_METADATA", "_sharding", "manifest.ocdbt"],
     "chunk": ["a", "a/0", "a/.zarray"],
+    "chunk, not beside it": ["a", "a-b", "a/0"],
     "zero byte": ["a\0b"],
 }
 FILES = ["a/b", "a/c", "a.b", "a b", "ü", "%2F", "*", "d"]

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
@@ -165,6 +166,12 @@ def test_the_position_of_a_data_iterator(tmp_path: Path) -> None:
     (tmp_path / "run/7/data/process_0-of-1.json").write_text('{"next_index": 13}')
     told = "`data/process_0-of-1.json` is damaged: its content has changed"
     assert found(tmp_path / "run") == (1, [told])
+
+
+def test_an_item_of_orbaxs_that_is_not_final_before_its_end(tmp_path: Path) -> None:
+    """Keys are kept as items of an item, which are renamed as it is finalized."""
+    save(tmp_path / "run", key=ocp.args.JaxRandomKeySave(jax.random.key(0)))
+    assert found(tmp_path / "run") == (3, ["the item `key` has no checksums"])
 
 
 def test_a_tree_that_is_no_part_of_a_step(saved: Path, tmp_path: Path) -> None:

@@ -334,9 +334,11 @@ def test_items_are_taken_all_or_none(start):
 
 
 def test_what_was_taken_is_given_back_where_another_item_cannot_be(start, monkeypatch):
+    """And the save that waits is still there."""
     loop = start(4)
-    loop.train(7)
+    loop.train(11)
     loop.update()
+    assert loop.written[4].wait(WAIT_SECS)
     loop.settle()
     used_bytes, take = loop.session.host.used_bytes, gockpt.GoCkptHandler.take
 
@@ -351,10 +353,26 @@ def test_what_was_taken_is_given_back_where_another_item_cannot_be(start, monkey
     other = GoCkptSave({"other": jax.numpy.ones(3)})
     args = ocp.args.Composite(state=GoCkptSave(loop.state), other=other)
     with pytest.raises(MemoryError, match="injected"):
-        loop.manager.save(8, args=args)
-    assert loop.manager._gockpt_saves.waiting is None
+        loop.manager.save(12, args=args)
+    assert loop.manager._gockpt_saves.waiting.step == 8
     loop.settle()
     assert loop.session.host.used_bytes <= used_bytes
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 8)
+    loop.manager.close()
+
+
+def test_what_has_no_arrays_does_not_wait(start):
+    """Orbax takes it from the caller, and writes it later."""
+    loop = start(4)
+    loop.train(7)
+    loop.update()
+    args = ocp.args.Composite(notes=ocp.args.JsonSave({"a": 1}))
+    assert not loop.manager.save(8, args=args)
+    report = loop.manager.last_report
+    assert (report.step, report.kind) == (8, "skipped")
+    assert "there is no tree of arrays in it" in report.reason
     loop.finish()
     loop.manager.wait_until_finished()
     loop.assert_saved(0, 4)
@@ -394,8 +412,11 @@ def test_without_room_it_is_skipped(start, monkeypatch):
         with pytest.raises(TypeError, match="pickle"):  # it cannot be copied
             loop.train(12)
     assert loop.manager._gockpt_saves.waiting.step == 8
+    host.reset_peak()
     assert loop.train(12), "room is made by the one that it supersedes"
     assert loop.report(8).kind == "superseded"
+    loop.settle()
+    assert host.peak_bytes <= budget, "before its own state is taken"
     host.add(200)  # something else has come
     assert not loop.train(16)
     report = loop.manager.last_report
