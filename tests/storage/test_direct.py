@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from etils import epath
 from storage_helpers import host_tree, save
 
 from gockpt_jax import GoCkptManager, GoCkptSave
@@ -300,6 +301,26 @@ def test_a_file_that_cannot_be_synced_fails_the_save(tmp_path, monkeypatch):
         save(handler, tmp_path / "x", host_tree({"x": jnp.ones(4)}))
     assert "/x/" in str(caught.value.filename)
     assert not (tmp_path / "x").exists()
+
+
+def test_no_file_stays_open_where_one_beside_the_arrays_cannot_be_opened(tmp_path, monkeypatch):
+    """Nor a thread: a save that fails is tried again."""
+    for n in range(3):
+        (tmp_path / str(n)).write_text("x")
+    opened, real, threads_before = [], os.open, set(threading.enumerate())
+
+    def refuse_third(path, *args, **kwargs):
+        if str(path).startswith(str(tmp_path)):
+            opened.append(path)
+            if len(opened) == 3:
+                raise OSError(24, "too many open files")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse_third)
+    with pytest.raises(OSError, match="too many"):
+        item_files.sync_small(epath.Path(tmp_path))
+    assert open_below(tmp_path) == []
+    assert set(threading.enumerate()) <= threads_before
 
 
 def test_small_files_are_synced_beside_a_large_one(tmp_path, files, monkeypatch):
