@@ -210,6 +210,8 @@ def test_what_the_caller_did_wrong_is_raised_all_the_same(
         trainer.update()
         with pytest.raises(ValueError, match="donated"):
             trainer.manager.save(4, args=gockpt.GoCkptSave(old))
+        with pytest.raises(ValueError, match="already exists"):
+            trainer.manager.save(0, args=gockpt.GoCkptSave(trainer.state), force=True)
         interrupt = Fault(monkeypatch, Seal, "take", error=KeyboardInterrupt())
         interrupt.arm()
         with pytest.raises(KeyboardInterrupt):
