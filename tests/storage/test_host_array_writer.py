@@ -244,8 +244,9 @@ def test_what_is_in_pinned_memory_is_cut_as_stock_cuts_it(tmp_path):
     ours = disk_contents(tmp_path / "ours")
     assert ours == disk_contents(tmp_path / "stock")
     keys = ours["manifest.ocdbt"].keys()
-    assert [f"x{n}/1{'.0' * (len(shape) - 1)}".encode() in keys for n, shape in enumerate(shapes)] \
-        == [False, True, False, True, False, True]
+    assert [
+        f"x{n}/1{'.0' * (len(shape) - 1)}".encode() in keys for n, shape in enumerate(shapes)
+    ] == [False, True, False, True, False, True]
 
 
 def test_any_partition_into_boxes_gives_the_same_bytes(tmp_path):

@@ -523,25 +523,27 @@ def test_orbax_refuses_the_waiting_save(start, monkeypatch):
 
 
 @pytest.mark.parametrize("heard_by", ["the last save", "the turn"])
-def test_beside_a_process_that_is_gone_the_one_that_waits_is_given_up(
-    start, monkeypatch, heard_by
-):
+def test_beside_a_process_that_is_gone_the_one_that_waits_is_given_up(start, monkeypatch, heard_by):
     """It would wait for that one, too."""
     loop = start(4)
     loop.train(3)
-    gone, error = gockpt.ProcessError("process 1 did not come"), "process 1 did not come"
+    error = "injected" if heard_by == "the last save" else "process 1 did not come"
     if heard_by == "the last save":
         fail_writing_of(monkeypatch, 4)
-        error = "injected"
     loop.train(8)
     loop.finish()
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=error):
+
+    def gone(*_: Any, **__: Any) -> bool:
+        raise gockpt.ProcessError(error)
+
+    with monkeypatch.context() as patch:
         if heard_by == "the last save":
             patch.setattr(loop.session.processes, "is_one_missing", True)
-            loop.manager.wait_until_finished()
         else:
-            patch.setattr(Turn, "has_come", lambda *_, **__: (_ for _ in ()).throw(gone))
-            loop.update()
+            patch.setattr(Turn, "has_come", gone)
+        hear = loop.update if heard_by == "the turn" else loop.manager.wait_until_finished
+        with pytest.raises(RuntimeError, match=error):
+            hear()
     assert loop.manager._gockpt_saves.waiting is None
     assert error in loop.report(8).error
     loop.manager.wait_until_finished()
