@@ -161,6 +161,21 @@ def test_what_nobody_will_read_is_not_replayed(start, monkeypatch, on_busy, read
     loop.manager.close()
 
 
+def test_an_older_label_does_not_take_the_place_of_a_newer_one(start, monkeypatch):
+    loop = start(4)
+    loop.train(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.manager, "should_save", lambda step: True)
+        assert not loop.manager.save(6, args=GoCkptSave(loop.state))
+    report = loop.manager.last_report
+    assert (report.step, report.kind) == (6, "skipped")
+    assert "a newer save waits, of step 8" in report.reason
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 8)
+    loop.manager.close()
+
+
 @pytest.mark.parametrize("how", ["wait_until_finished", "close", "restore", "delete"])
 def test_whoever_waits_waits_for_it_too(start, how):
     loop = start(4)
