@@ -132,7 +132,7 @@ def chunk_shape(
     chunk = [1 if axis in shard_axes else n for axis, n in enumerate(write)]
     if limit_bytes < itemsize:
         raise ValueError(f"`chunk_byte_size`: expected at least {itemsize}, got {limit_bytes}.")
-    is_cut = [n != w or i in shard_axes for i, (n, w) in enumerate(zip(shape, write, strict=True))]
+    is_cut = [n != w for n, w in zip(shape, write, strict=True)]
     while math.prod(chunk) * itemsize > limit_bytes:
         longest = max((n for n, cut in zip(chunk, is_cut, strict=True) if cut), default=1)
         if longest == 1:
