@@ -149,6 +149,39 @@ def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
         assert manager._gockpt_session.host.used_bytes == 0
 
 
+def test_orbax_is_not_closed_before_what_a_save_has_left_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread would write into a checkpoint that nobody has an eye on any more."""
+    real, waited, check = Composite.async_save, HandedOver.result, leaf_writer._check_data
+    close, go_on, ended = ocp.CheckpointManager.close, threading.Event(), []
+
+    async def interrupted(*args: Any, **kwargs: Any) -> Any:
+        await real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def result(left: HandedOver, timeout: float | None = None) -> None:
+        go_on.set()
+        waited(left, timeout)
+        ended.append("what was left")
+
+    def closes(manager: ocp.CheckpointManager) -> None:
+        go_on.set()
+        ended.append("Orbax")
+        close(manager)
+
+    monkeypatch.setattr(Composite, "async_save", interrupted)
+    monkeypatch.setattr(HandedOver, "result", result)
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+    monkeypatch.setattr(ocp.CheckpointManager, "close", closes)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(1000)}))
+        assert not go_on.is_set()
+    assert ended == ["what was left", "Orbax"]
+    assert manager._gockpt_session.host.used_bytes == 0
+
+
 def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ def test_chunk_shapes_are_those_of_stock(tmp_path):
         {"use_replica_parallel": False},
         {"use_replica_parallel": True, "max_replicas_for_replica_parallel": 2},
         {"use_replica_parallel": True, "min_slice_bytes_for_replica_parallel": 400},
+        {"use_replica_parallel": True, "min_slice_bytes_for_replica_parallel": 100},
     ],
     ids=str,
 )
