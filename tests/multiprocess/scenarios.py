@@ -153,7 +153,7 @@ def v1(directory: Path) -> None:
         for key, shard in shards_of(loaded["state"].item).items():
             assert shard.tobytes() == expected[key].tobytes(), key
         with replaced(
-            handler.GoCkptHandler, "finalize", failing(RuntimeError("injected")), only_on=0
+            handler.GoCkptHandler, "complete", failing(RuntimeError("injected")), only_on=0
         ):
             loop.run(4 * INTERVAL)
             assert "process 0: RuntimeError: injected" in failure_of(loop)
@@ -168,7 +168,7 @@ def unasked(directory: Path) -> None:
     """A failure under v1's `Checkpointer` that nobody has asked for is raised by `close`."""
     loop = Loop(directory, "data_parallel", checkpointable=GoCkptCheckpointable())
     injected = failing(RuntimeError("injected"))
-    with replaced(handler.GoCkptHandler, "finalize", injected, only_on=0):
+    with replaced(handler.GoCkptHandler, "complete", injected, only_on=0):
         loop.run(0)
         with pytest.raises(gockpt.ProcessError, match="process 0: RuntimeError: injected"):
             loop.manager.close()
