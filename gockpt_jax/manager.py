@@ -148,6 +148,18 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             self._gockpt_naming.note(kwargs["args"])
             return self._gockpt_saves.save(step, kwargs, started_at)
 
+    def should_save(self, step: int) -> bool:
+        """Whether the policy would save this label now, as stock says it.
+
+        A loop that asks at every step, and calls `save` if the answer is yes, has its saves foreseen
+        as if it called `save` at every step.
+        """
+        answer: bool = super().should_save(step)
+        if not self._gockpt_saves.calls.is_inside:  # Orbax asks, too
+            session = self._gockpt_session
+            session.predictor.asked(session.version, step, answer)
+        return answer
+
     def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:
         """Restores a step; arguments and result are those of `ocp.CheckpointManager`.
 

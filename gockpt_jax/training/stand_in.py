@@ -17,6 +17,10 @@ class StandIn:
     """
 
     def __init__(self, step: Callable[..., Any]):
+        # Whoever wraps this one in turn (`functools.wraps`, `nnx.cached_partial`) asks for nothing
+        # but `__dict__`, and has the function's attributes from there.
+        kept = getattr(step, "__dict__", {}).items()
+        self.__dict__.update({name: x for name, x in kept if not hasattr(type(self), name)})
         self.step = step
         functools.update_wrapper(self, step, updated=())
         self.__wrapped__ = getattr(step, "__wrapped__", step)

@@ -12,28 +12,58 @@ _log = logging.getLogger("gockpt_jax")
 _PATIENCE = 2
 
 
+class Calls:
+    """The last two calls of a loop, of one kind: where they were, and with which labels.
+
+    Attributes:
+      last: Version and label of the last one.
+      updates_apart: Updates between the last two.
+      labels_apart: And how far their labels are apart.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[int, int] | None = None
+        self.updates_apart: int | None = None
+        self.labels_apart: int | None = None
+
+    def observe(self, version: int, label: int) -> None:
+        """Told of every call."""
+        if self.last is not None and version != self.last[0]:
+            self.updates_apart, self.labels_apart = version - self.last[0], label - self.last[1]
+        self.last = (version, label)
+
+    def updates_per_label(self, *, sees_every_call: bool) -> int | None:
+        """How many updates a label stands for; `None` if the calls do not come with all labels."""
+        updates, labels = self.updates_apart, self.labels_apart
+        if updates is None or labels is None:
+            return None
+        if sees_every_call:
+            return updates if labels == 1 else None
+        return 1 if updates == labels else None
+
+
 class SavePredictor:
     """Predicts the version of the next save.
 
-    In order: what `expect` was told; the user's policy, once `save` has come with two consecutive
-    labels at two consecutive versions; the period of the last two accepted saves.
+    In order: what `expect` was told; the user's policy, once `save` has come, or was asked for,
+    with two consecutive labels; the period of the last two accepted saves.
 
     Attributes:
       is_save_label: Whether the user's policy saves at a label, where that is known beforehand.
       sees_every_call: Whether `observe` is told of calls that the policy refused, too. If it is,
-        only labels of consecutive calls tie labels to versions: a loop that calls `save` now and
-        then has a rule of its own. If not, any two saves do that lie as far apart in both.
-      is_called_every_update: Whether the last two calls that `observe` was told of were an update
-        apart.
+        only consecutive labels tie labels to versions, which are a few updates apart where
+        gradients are accumulated: a loop that calls `save` now and then has a rule of its own. If
+        not, any two saves do that lie as far apart in both.
     """
 
     def __init__(self, is_save_label: Callable[[int], bool] | None = None):
         self.is_save_label = is_save_label
         self.sees_every_call = True
-        self.is_called_every_update = False
         self._expected: int | None = None
-        self._last_call: tuple[int, int] | None = None  # version, label
-        self._consecutive = False
+        self._calls = Calls()  # of `save`
+        self._questions = Calls()  # whether a label would be saved
+        self._said_yes = False  # to the last one
+        self._saves_as_told = True  # what it asks for, when the answer is yes
         self._accepted: list[int] = []  # versions of the last two accepted saves
         self._abandoned = 0
         self._is_over = False
@@ -47,16 +77,42 @@ class SavePredictor:
 
     def observe(self, version: int, label: int, accepted: bool) -> None:
         """Told of every call of `save`."""
-        if self._last_call is not None and version != self._last_call[0]:
-            updates, labels = version - self._last_call[0], label - self._last_call[1]
-            self.is_called_every_update = updates == 1
-            self._consecutive = updates == labels and (updates == 1 or not self.sees_every_call)
-        self._last_call = (version, label)
+        self._calls.observe(version, label)
         self._cached = None
         if accepted:
             self._abandoned = 0
+            if self._questions.last is not None:
+                asked_at, asked_for = self._questions.last
+                updates = self._questions.updates_per_label(sees_every_call=True) or 1
+                self._saves_as_told &= (label - asked_for) * updates == version - asked_at
             if not self._accepted or self._accepted[-1] != version:
                 self._accepted = [*self._accepted[-1:], version]
+
+    def asked(self, version: int, label: int, answer: bool) -> None:
+        """Told of every time that the loop asks whether a label would be saved, and the answer.
+
+        A loop that asks at every update and calls `save` if the answer is yes has its policy as one
+        that always calls `save`; unless it saves other labels, or has a rule of its own besides.
+        """
+        before = self._questions.last
+        if before is not None and self._said_yes and version != before[0]:
+            self._saves_as_told &= self._calls.last is not None and self._calls.last[0] >= before[0]
+        self._said_yes = answer
+        self._questions.observe(version, label)
+        self._cached = None
+
+    @property
+    def updates_between_calls(self) -> int | None:
+        """After how many updates the loop will call `save` again, or ask; `None`: nobody knows."""
+        kinds = (self._calls, self._questions)
+        if any(calls.updates_apart == 1 for calls in kinds):  # whatever labels count
+            return 1
+        known = [calls.updates_per_label(sees_every_call=True) for calls in kinds]
+        return min((n for n in known if n is not None), default=None)
+
+    def has_saved_since(self, version: int) -> bool:
+        """Whether the last accepted save is of this version, or a later one."""
+        return bool(self._accepted) and self._accepted[-1] >= version
 
     def abandoned(self) -> None:
         """Told when a window was opened for a save that did not come."""
@@ -105,19 +161,31 @@ class SavePredictor:
         self._cached = (version, target)
         return target
 
+    def _in_step(self) -> tuple[Calls, int] | None:
+        """The calls by which labels are tied to versions, if any are; and the updates per label."""
+        updates = self._calls.updates_per_label(sees_every_call=self.sees_every_call)
+        if updates is not None:
+            return self._calls, updates
+        updates = self._questions.updates_per_label(sees_every_call=True)
+        if updates is not None and self._saves_as_told:
+            return self._questions, updates
+        return None
+
     def _by_policy(self, version: int, horizon: int) -> int | None:
-        if self.is_save_label is None or not self._consecutive or self._last_call is None:
+        found = self._in_step()
+        if self.is_save_label is None or found is None or found[0].last is None:
             return None
-        last_version, last_label = self._last_call
-        label = last_label + version - last_version
-        for ahead in range(1, horizon + 1):
-            if self.is_save_label(label + ahead):
-                return version + ahead
+        (last_version, last_label), updates = found[0].last, found[1]
+        first = (version - last_version) // updates + 1  # label behind the last one, not yet past
+        for label in range(first, (version + horizon - last_version) // updates + 1):
+            if self.is_save_label(last_label + label):
+                return last_version + label * updates
         return None
 
     def _by_period(self, version: int) -> int | None:
         # A policy that says no to the labels ahead knows better than the period of the past.
-        if len(self._accepted) < 2 or (self.is_save_label is not None and self._consecutive):
+        knows_better = self.is_save_label is not None and self._in_step() is not None
+        if len(self._accepted) < 2 or knows_better:
             return None
         period = self._accepted[1] - self._accepted[0]
         target = self._accepted[1] + period

@@ -39,6 +39,8 @@ class CheckpointManager:
         )
 
     def save(self, step, model, optimizer, *, force=False):
+        if not force and not self.manager.should_save(step):
+            return False
         items = {
             "model_params": nnx.state(model),
             "optimizer_state": nnx.state(optimizer, nnx.optimizer.OptState),
@@ -68,7 +70,8 @@ def train(directory, gockpt):
     policy = ocp.checkpoint_managers.FixedIntervalPolicy(5)
     checkpoints = CheckpointManager(directory, gockpt, policy)
     train_step = checkpoints.manager.wrap(jitted(), state=(0, 1))  # new, before:
-    train_step = nnx.cached_partial(train_step, model, optimizer)
+    train_step = functools.partial(nnx.cached_partial(train_step, model, optimizer))
+    assert train_step.func.jitted_fn._cache_size() >= 0  # which tunix logs
     losses = []
     with checkpoints.manager:
         for train_steps in range(1, STEPS + 1):

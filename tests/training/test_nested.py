@@ -227,6 +227,18 @@ def test_cached_partial():
     assert observer.cuts == [n == 3 for n in range(6)]
 
 
+@pytest.mark.parametrize("make", [nnx_step, lambda: jax.jit(nnx_update)], ids=["nnx.jit", "jax.jit"])
+def test_what_is_wrapped_around_it_has_the_attributes_of_the_step(make):
+    """`functools.wraps` copies them, as `nnx.cached_partial` does: tunix logs `jitted_fn`'s cache."""
+    step = make()
+    step.remark, step.arm = "the user's", "the user's too, beside our own"
+    wrapped = wrap(step, state=0)
+    outer = functools.wraps(wrapped)(lambda *args: wrapped(*args))
+    for name in ("jitted_fn", "remark"):
+        assert getattr(outer, name, None) is getattr(step, name, None)
+    assert isinstance(wrapped, NestedStep) or callable(wrapped.arm)
+
+
 def test_a_state_that_does_not_come_back_is_told_before_an_update_is_lost():
     step = eqx.filter_jit(lambda *args: jax.tree.leaves(eqx_update(*args)), donate="all")
     observer = Observer()

@@ -194,6 +194,64 @@ def test_should_save_may_be_asked_too(tmp_path):
         check(manager, saved)
 
 
+# Loops that ask first, and call `save` where the answer is yes.
+
+
+@pytest.mark.parametrize(
+    ("policy", "snapshots", "windows"),
+    [
+        (Every(5), [0], [5, 10, 15]),
+        (managers.ContinuousCheckpointingPolicy(), [0, 1], [4, 7, 10, 13, 16]),
+    ],
+)
+def test_a_loop_that_asks_first(tmp_path, policy, snapshots, windows):
+    options = Options(save_decision_policy=policy)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(18), call=manager.should_save)
+        assert kinds(manager) == expected(snapshots, windows)
+        check(manager, saved)
+
+
+def test_a_loop_that_asks_first_and_then_itself(tmp_path):
+    """The yes of a policy by time holds until the loop saves, or it never would."""
+    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(18), call=lambda n: manager.should_save(n) and n % K == 0)
+        assert len(saved) >= 4
+        assert list(saved) == [r.step for r in manager.reports]
+        check(manager, saved)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "snapshots", "windows"),
+    [
+        (Every(3), [], [3, 6, 9]),
+        (managers.ContinuousCheckpointingPolicy(), [1, 2], [4, 6, 8, 10]),
+    ],
+)
+def test_labels_that_stand_for_two_updates(tmp_path, policy, snapshots, windows, asks):
+    """Gradients are accumulated: the labels count what the optimizer has done."""
+    options = Options(save_decision_policy=policy)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+
+        def call(n):
+            return n % 2 == 1 and (not asks or manager.should_save((n + 1) // 2))
+
+        saved = run(manager, [(n + 1) // 2 for n in range(21)], call=call)
+        assert kinds(manager) == expected(snapshots, windows)
+        check(manager, saved)
+
+
+def test_a_policy_by_time_is_not_made_to_wait_for_longer_than_a_window(tmp_path):
+    """A loop that calls `save` once in an epoch saves at its end, not at that of the next."""
+    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, [n // 5 for n in range(21)], call=lambda n: n % 5 == 4)
+        assert list(saved) == [0, 1, 2, 3]
+        check(manager, saved)
+
+
 def test_a_start_driven_policy_in_a_loop_that_rarely_calls_save(tmp_path):
     """It would not be called where the window ends: the save is at once, and then has a period."""
     options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())

@@ -129,6 +129,77 @@ def test_no_update_is_predicted_before_the_first_save():
     assert SavePredictor(every(1)).next_save(0, HORIZON) is None
 
 
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_labels_that_stand_for_several_updates(updates):
+    """Gradients are accumulated: `save` comes with every label, and with every second update."""
+    labels = [n // updates if n % updates == 0 else None for n in range(1, 12 * updates)]
+    predicted = loop(SavePredictor(every(4)), labels, every(4))
+    first = 4 * updates
+    ahead = min(HORIZON, first - 2 * updates)  # two calls have to come before
+    assert predicted[: first - ahead] == [None] * (first - ahead)
+    assert predicted[first - ahead : first] == [first] * ahead
+    assert predicted[2 * first - HORIZON : 2 * first] == [2 * first] * HORIZON
+
+
+def test_policies_are_asked_for_few_labels_however_long_ago_the_last_call_was():
+    asked = []
+    predictor = SavePredictor(lambda label: bool(asked.append(label)))
+    loop(predictor, range(1, 4), lambda _: False)
+    asked.clear()
+    assert predictor.next_save(1000, HORIZON) is None
+    assert asked == [1001, 1002, 1003, 1004]
+
+
+class TestQuestions:
+    """Loops that ask first, and call `save` where the answer is yes."""
+
+    def loop(self, predictor, labels, policy, *, saves=lambda label: True, offset=0):
+        predicted = []
+        for version, label in enumerate(labels, start=1):
+            predicted.append(predictor.next_save(version - 1, HORIZON))
+            answer = policy(label + offset)
+            predictor.asked(version, label + offset, answer)
+            if answer and saves(label):
+                predictor.observe(version, label, True)
+        return predicted
+
+    @pytest.mark.parametrize("first", [1, 1000])
+    def test_their_policy_is_theirs(self, first):
+        policy, labels = every(5), range(first, first + 13)
+        predicted = self.loop(SavePredictor(policy), labels, policy)
+        saved = [version for version, label in enumerate(labels, start=1) if policy(label)]
+        for version, target in enumerate(predicted[2:], start=2):
+            ahead = [v for v in saved if version < v <= version + HORIZON]
+            if version + HORIZON <= 13:
+                assert target == (ahead[0] if ahead else None)
+
+    def test_a_last_save_that_is_forced_ties_the_labels_too(self):
+        predictor = SavePredictor(every(5))
+        self.loop(predictor, range(1, 7), every(5))
+        predictor.observe(7, 7, True)  # not asked for
+        assert predictor.next_save(7, HORIZON) == 10
+
+    def test_another_label_than_asked_for_is_no_tie(self):
+        """It asks for the next label, while the last save tells that labels are another's."""
+        predictor = SavePredictor(every(5))
+        predicted = self.loop(predictor, range(1, 24), every(5), offset=1)
+        assert predicted[4:9] == [None] * 5
+        assert predicted[9:14] == [None, *[14] * 4]  # by the period of the saves at 4 and 9
+
+    def test_a_rule_of_its_own_besides_is_no_tie(self):
+        predictor = SavePredictor(every(1))
+        predicted = self.loop(predictor, range(1, 24), every(1), saves=lambda label: label % 7 == 0)
+        assert predicted[3:14] == [None] * 11
+        assert predicted[17:21] == [21] * 4  # by the period of the saves at 7 and 14
+
+    def test_calls_know_better(self):
+        predictor = SavePredictor(every(5))
+        for version in range(1, 8):
+            predictor.asked(version, version + 1, False)
+            predictor.observe(version, version, False)
+        assert predictor.next_save(7, HORIZON) == 10
+
+
 class TestAbandoned:
     """Windows that were opened in vain."""
 

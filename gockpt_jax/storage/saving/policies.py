@@ -113,6 +113,9 @@ class AskedAhead:
 class StartsWindow:
     """A policy by time or load: its yes starts a window, and the save is where the window ends.
 
+    From there on the answer is yes until a save has come: a loop that asks first need not save when
+    it is told so.
+
     Args:
       policy: The user's.
       session: Opens the window.
@@ -121,20 +124,25 @@ class StartsWindow:
     def __init__(self, policy: Any, session: Session):
         self._policy = policy
         self._session = session
-        self._until: int | None = None  # the version at which a started window ends
+        self._until: int | None = None  # the version from which on a save is due
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
         """As Orbax asks it; may be asked more than once at a step."""
         version = self._session.version
+        predictor = self._session.predictor
         if self._until is not None and version <= self._until:
             return version == self._until
+        if self._until is not None and not predictor.has_saved_since(self._until):
+            return True
         if not self._policy.should_save(step, previous_steps, context=context):
             return False
         ahead = self._session.window_steps - 1
-        if ahead < 1 or not self._session.predictor.is_called_every_update:
+        between = predictor.updates_between_calls
+        if ahead < 1 or between is None or between > self._session.most_window_steps:
+            self._until = version  # who asks again is told the same
             return True
-        self._until = version + ahead
-        self._session.predictor.expect(self._until)
+        self._until = version + -(-ahead // between) * between  # at a call
+        predictor.expect(self._until)
         return False
 
 
