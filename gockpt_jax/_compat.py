@@ -326,6 +326,15 @@ def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> Any:
     return deleter
 
 
+def items_have_names(manager: Any) -> None:
+    """Says that a `CheckpointManager` is given items by their names, in a `Composite`, always.
+
+    With a handler registry it finds that out from the first call, or step: one that holds an item
+    by the name `default` passes for a step whose item has no name. Of Orbax 0.11.33 to 0.12.
+    """
+    manager._default_item.set(False)
+
+
 def deleting_thread(deleter: Any) -> Any | None:
     """The thread of an `ocp.path.deleter.ThreadedCheckpointDeleter`; `None` of another deleter.
 

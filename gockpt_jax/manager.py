@@ -114,6 +114,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
                 root, options=saves.options, handler_registry=names.registry,
                 metadata=metadata, logger=logger,
             )  # fmt: skip
+        _compat.items_have_names(self)
         saves.last.deleter = _compat.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )
@@ -151,8 +152,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
     def should_save(self, step: int) -> bool:
         """Whether the policy would save this label now, as stock says it.
 
-        A loop that asks at every step, and calls `save` if the answer is yes, has its saves foreseen
-        as if it called `save` at every step.
+        A loop that asks at every step, and calls `save` if the answer is yes, has its saves
+        foreseen as if it called `save` at every step.
         """
         answer: bool = super().should_save(step)
         if not self._gockpt_saves.calls.is_inside:  # Orbax asks, too
@@ -198,7 +199,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             raise resume.no_item(path, item or naming.ITEM, items)
         if verify:
             resume.require_whole_step(path)
-        if naming.UNNAMED in items and (item or wanted is None):
+        if self._gockpt_naming.is_unnamed(items, item, wanted):
             return unnamed.restore(path, wanted, self._gockpt_naming, self._gockpt_options)
         if item is not None and item not in items:
             raise resume.no_item(path, item, items)
@@ -246,7 +247,9 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if step is None:
             return super().metadata()
         path = arguments.step_path(self.directory, step, self._gockpt_options)
-        if (path / naming.UNNAMED).is_dir():
+        if (path / naming.UNNAMED).is_dir() and self._gockpt_naming.is_unnamed(
+            resume.items_of(path, self.directory)
+        ):
             found = unnamed.metadata(path, self._gockpt_handler, self._gockpt_options)
             return dataclasses.replace(found, metrics=self.metrics(step) or {})
         found = super().metadata(step)

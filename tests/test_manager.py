@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import io
 import json
 import threading
 
@@ -233,6 +234,30 @@ def test_a_stock_handler_of_trees_is_used_and_warned_of(tmp_path):
     assert json.loads((tmp_path / "0/items/_METADATA").read_text())["use_zarr3"]
 
 
+def test_no_windows_are_opened_for_what_others_handlers_take(tmp_path):
+    """tunix gives its own; armed steps and staged copies would be for nothing."""
+    handlers, options = {"items": ocp.PyTreeCheckpointHandler()}, Options(save_interval_steps=4)
+    with pytest.warns(SnapshotOnlyWarning):
+        manager = GoCkptManager(
+            tmp_path, options=options, item_handlers=handlers, window=WindowOptions(steps=2)
+        )
+    with manager:
+        step, state, seen = manager.wrap(update), fresh(), []
+        for label in range(14):
+            state = step(state, BATCH)
+            seen.append(manager.window_status)
+            item = ocp.args.PyTreeSave(state)
+            manager.save(label, args=ocp.args.Composite(items=item))
+        assert manager.all_steps() == [0, 4, 8, 12]
+        assert set(seen) == {"idle"}
+        told = io.StringIO()
+        manager.explain(told)
+        assert "no windows: the handlers given to the manager" in told.getvalue()
+        manager.save(14, args=GoCkptSave(state), force=True)  # a tree for ours, after all
+        manager.explain(told)
+        assert "windows of 2 steps" in told.getvalue()
+
+
 def test_what_is_no_tree_is_named_as_stock_names_it(tmp_path):
     save, restore = ocp.args.JsonSave({"a": 1}), ocp.args.JsonRestore()
     with GoCkptManager(tmp_path) as manager:
@@ -244,6 +269,27 @@ def test_what_is_no_tree_is_named_as_stock_names_it(tmp_path):
             manager.restore(1, args=restore)
     with ocp.CheckpointManager(tmp_path) as stock:
         assert stock.restore(0, args=restore) == {"a": 1}
+
+
+@pytest.mark.parametrize("writer", [GoCkptManager, ocp.CheckpointManager])
+def test_an_item_that_the_user_has_named_default(writer, tmp_path):
+    """As Kauldron names its state, beside others: no item without a name, which Orbax calls so."""
+    state, timer = ocp.args.StandardSave(fresh()), ocp.args.JsonSave({"a": 1})
+    names = ["default", "timer"]
+    with writer(tmp_path, item_names=names) as manager:
+        manager.save(0, args=ocp.args.Composite(default=state, timer=timer))
+    wanted = ocp.args.Composite(
+        default=ocp.args.StandardRestore(fresh()), timer=ocp.args.JsonRestore()
+    )
+    with GoCkptManager(tmp_path) as manager:
+        assert_same(manager.restore(0), fresh())  # stock has no other idea of it, either
+        restored = manager.restore(0, args=wanted)
+        assert_same(restored["default"], fresh())
+        assert restored["timer"] == {"a": 1}
+    with GoCkptManager(tmp_path, item_names=names) as manager:
+        assert set(manager.restore(0).keys()) == set(names)
+        assert set(manager.item_metadata(0).keys()) == set(names)
+        assert_same(manager.restore(0, args=GoCkptRestore(fresh())), fresh())
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -54,11 +54,14 @@ class SavePredictor:
         only consecutive labels tie labels to versions, which are a few updates apart where
         gradients are accumulated: a loop that calls `save` now and then has a rule of its own. If
         not, any two saves do that lie as far apart in both.
+      takes_state: Whether our handler took a tree in the last accepted save. If all went to others'
+        handlers, so will the next ones, and a window would be in vain.
     """
 
     def __init__(self, is_save_label: Callable[[int], bool] | None = None):
         self.is_save_label = is_save_label
         self.sees_every_call = True
+        self.takes_state = True
         self._expected: int | None = None
         self._calls = Calls()  # of `save`
         self._questions = Calls()  # whether a label would be saved
@@ -138,7 +141,7 @@ class SavePredictor:
         Returns:
           A version in (version, version + horizon], or None if no save is predicted there.
         """
-        if self._is_over:
+        if self._is_over or not self.takes_state:
             return None
         if self._expected is not None and self._expected > version:
             target: int | None = self._expected

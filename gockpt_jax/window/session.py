@@ -50,6 +50,7 @@ from gockpt_jax.window.seal import Seal, Taken
 _log = logging.getLogger("gockpt_jax")
 
 _NOT_PREDICTED = "the save was not predicted, so no window was open"
+_NOT_OURS = "no windows: the handlers given to the manager took all items of the last save"
 _NOT_WRAPPED = "no wrapped step has run: call what `wrap(train_step)` returned"
 
 
@@ -351,6 +352,8 @@ class Session:
 
     def explain(self) -> str:
         """What saves are planned to be, what leaves early, what is retained, what is late."""
+        if not self.predictor.takes_state:
+            return f"{_NOT_OURS}."
         return self.planner.explain(self._last_step) if self._last_step else f"{_NOT_WRAPPED}."
 
     def state_replaced(self) -> None:

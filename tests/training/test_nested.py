@@ -227,9 +227,11 @@ def test_cached_partial():
     assert observer.cuts == [n == 3 for n in range(6)]
 
 
-@pytest.mark.parametrize("make", [nnx_step, lambda: jax.jit(nnx_update)], ids=["nnx.jit", "jax.jit"])
+@pytest.mark.parametrize(
+    "make", [nnx_step, lambda: jax.jit(nnx_update)], ids=["nnx.jit", "jax.jit"]
+)
 def test_what_is_wrapped_around_it_has_the_attributes_of_the_step(make):
-    """`functools.wraps` copies them, as `nnx.cached_partial` does: tunix logs `jitted_fn`'s cache."""
+    """`functools.wraps` copies them, as `nnx.cached_partial` does: tunix reads `jitted_fn`."""
     step = make()
     step.remark, step.arm = "the user's", "the user's too, beside our own"
     wrapped = wrap(step, state=0)

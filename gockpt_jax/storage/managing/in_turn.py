@@ -78,6 +78,8 @@ class SavesInTurn:
             session.surface_failure()
             return False
         arguments = as_they_are(arguments | {"args": self._naming.name(arguments["args"])})
+        items = arguments["args"].items()
+        session.predictor.takes_state = any(self._naming.is_ours(*item) for item in items)
         if not session.processes.several:
             # Beside other processes it fails at its commit, where all of them hear of it.
             has_metrics = self.options.best_fn is not None

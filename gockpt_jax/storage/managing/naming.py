@@ -6,7 +6,7 @@ A bare tree is `state` on disk. `None` stands in Orbax's registries for items of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -143,6 +143,25 @@ class Naming:
         if isinstance(args, ocp.args.Composite):
             return args
         return ocp.args.Composite(**{self.item_of(args): args})
+
+    def is_unnamed(
+        self, items: Collection[str], item: str | None = None, wanted: Any = None
+    ) -> bool:
+        """Whether it is a step's item without a name that is wanted.
+
+        Among others it is one that was named so: a caller who names items wants all of them.
+
+        Args:
+          items: Of the step.
+          item: The name of the bare item that is wanted; `None`: items are wanted by their names.
+          wanted: Arguments of the restore; `None`: whatever there is.
+        """
+        if UNNAMED not in items:
+            return False
+        if item is not None:
+            return item == UNNAMED or item not in items
+        is_alone = set(items) - {METRICS} == {UNNAMED}
+        return wanted is None and (is_alone or not self._is_named)
 
     def unname(self, composite: Any) -> Any:
         """What a call without arguments gives: the bare item itself, where it is the only one."""
