@@ -15,6 +15,7 @@ In the order of their imports:
     step_cut   what stays of a cut once the graph is dropped
     armed      the user's program with the cut values as further results
     signature  what `jax.jit` tells programs apart by
+    returned   the new state among what a step returned
     program    one traced step: its state, its cut, its armed executable
     stand_in   what is called in place of a function
     wrap       the wrapped step

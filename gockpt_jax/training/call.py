@@ -60,15 +60,15 @@ class CallForm:
           args: Positional arguments of a call.
           kwargs: Keyword arguments of it.
           out_tree: Structure of the result.
-          before: Result of the call before: of several parts that are like the state, the new state
-            is the one that the loop has given back. `None`: the first of them.
+          before: Leaves of the result of the call before: of several parts that are like the state,
+            the new state is the one that the loop has given back. `None`: the first of them.
 
         Raises:
           StepMismatchError: if the state is not found.
         """
         states = self.state_of(args, kwargs)
         given = [set(map(id, jax.tree.leaves(s))) for s in states]
-        returned = [id(x) for x in jax.tree.leaves(before)]
+        returned = [id(x) for x in before or ()]
 
         def came_back(leaves: range, n: int) -> int:
             if len(returned) != out_tree.num_leaves:  # another program's

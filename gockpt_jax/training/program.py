@@ -14,6 +14,7 @@ from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
+from gockpt_jax.training.returned import StateInResult
 from gockpt_jax.training.signature import Signature
 from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
 
@@ -31,7 +32,7 @@ class StepProgram:
       args: Positional arguments of a call, alive.
       kwargs: Keyword arguments of it.
       even_for_nothing: Whether leaves may leave early that gain no bytes.
-      before: Result of the call before, if there was one.
+      before: Leaves of the result of the call before, if there was one.
 
     Attributes:
       positions: Of the state's leaves.
@@ -64,6 +65,7 @@ class StepProgram:
         specs = _state_specs(traced.jaxpr, self.positions)
         _refuse_no_state(specs, self.positions.paths)
         self._new_specs = [new for _, new in specs]
+        self._state_in_result = StateInResult(self.out_tree, self.positions.outputs)
         self._even_for_nothing = even_for_nothing
         self._donated = _compat.donated(traced)
         self._out_shardings: tuple[Any, ...] = (
@@ -86,16 +88,16 @@ class StepProgram:
         other.cut = self._cut(exact=False)
         return other
 
-    def returns_at(self, result: Any) -> None:
+    def returns_at(self, result: Sequence[Any]) -> None:
         """The armed step is to put its results where the user's own executable did.
 
         Without it, where the user told `jax.jit`.
 
         Args:
-          result: Of the call that was traced, alive. That of another call may lie elsewhere, and
-            the armed step would move the state there.
+          result: Leaves of what the call that was traced has returned, alive. That of another call
+            may lie elsewhere, and the armed step would move the state there.
         """
-        self._out_shardings = tuple(_committed_format(x) for x in jax.tree.leaves(result))
+        self._out_shardings = tuple(map(_committed_format, result))
 
     def arm(self) -> None:
         """Lowers the armed step on this thread and compiles it on another.
@@ -197,16 +199,19 @@ class StepProgram:
         """The state's leaves among a call's flat arguments."""
         return [flat[i] for i in self.positions.inputs]
 
-    def new_state_leaves(self, result: Any) -> list[Any] | None:
-        """The state's leaves in a result; `None` if that is another program's.
+    def new_state(self, result: Any) -> list[Any] | None:
+        """What of a result is the new state, as trees; `None` if that is another program's.
 
         Where a static argument or the state's structure has changed, the user's own executable has
         returned something else than what was traced, and nothing in it is where it was.
         """
-        flat, tree = _flatten(result)
-        if tree != self.out_tree:
+        return self._state_in_result.parts(result)
+
+    def new_state_leaves(self, new_state: Sequence[Any] | None) -> list[Any] | None:
+        """The state's leaves in what `new_state` has found; `None` if it is another program's."""
+        leaves = None if new_state is None else self._state_in_result.leaves(new_state)
+        if leaves is None:
             return None
-        leaves = [flat[i] for i in self.positions.outputs]
         specs = zip(leaves, self._new_specs, strict=True)
         are_ours = all(x.shape == spec.shape and x.dtype == spec.dtype for x, spec in specs)
         return leaves if are_ours else None
@@ -238,9 +243,9 @@ class StepProgram:
         return {"out_shardings": [*self._out_shardings, *(None,) * len(self.cut.sites)]}
 
 
-def placements(result: Any) -> list[Any]:
+def placements(leaves: Sequence[Any]) -> list[Any]:
     """The sharding of each leaf of a result; `None` for one that may be moved."""
-    return [_committed_sharding(x) for x in jax.tree.leaves(result)]
+    return [_committed_sharding(x) for x in leaves]
 
 
 def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:

@@ -72,7 +72,9 @@ class WrappedStep(StandIn):
     ):  # fmt: skip
         super().__init__(step)
         self.program: StepProgram | None = None
-        self.last_result: Any = None
+        self.last_result: Any = None  # the user's, who may change its containers
+        self.new_state: list[Any] | None = None  # in it, if it was the program's
+        self._last_leaves: list[Any] | None = None  # of it, while there is no program
         self.why_not = _why_no_program(step)
         self._observer = observer
         self._form = form
@@ -112,7 +114,7 @@ class WrappedStep(StandIn):
                     self._observer.no_update(f"the step raised {_brief(error)}")
                 raise
         result = self._run_unarmed(args, kwargs) if armed is None else armed.result
-        self.last_result = result
+        self._keep(result)
         self._observer.after_update(self, None if asked is None else armed)
         return result
 
@@ -143,11 +145,29 @@ class WrappedStep(StandIn):
             self.give_up(self._untraced)
         elif traced is not None:
             self._programs_left -= 1
+            leaves, before = jax.tree.leaves(result), self._leaves_before()
             # The second: they have settled.
-            if self._always or placements(result) == placements(self.last_result):
-                traced.returns_at(result)
+            if self._always or placements(leaves) == placements(before):
+                traced.returns_at(leaves)
                 self.program = self._found = traced
         return result
+
+    def _keep(self, result: Any) -> None:
+        """Takes what will be asked for out of a result before the user has it."""
+        self.last_result = result
+        self.new_state = None if self.program is None else self.program.new_state(result)
+        is_to_be_traced = self.program is None and self.why_not is None
+        self._last_leaves = jax.tree.leaves(result) if is_to_be_traced else None
+
+    def _leaves_before(self) -> list[Any]:
+        """Those of the last result."""
+        if self._last_leaves is not None:
+            return self._last_leaves
+        return jax.tree.leaves(self.last_result)  # there was a program: as the user has left it
+
+    def let_go(self) -> None:
+        """Keeps no array of the last result."""
+        self.last_result = self.new_state = self._last_leaves = None
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the state in a call, arrays or not; traced or not."""
@@ -202,7 +222,7 @@ class WrappedStep(StandIn):
             with self._giving_up_on_errors():
                 program = StepProgram(
                     self.step, self._form, args, kwargs,
-                    even_for_nothing=self._even_for_nothing, before=self.last_result,
+                    even_for_nothing=self._even_for_nothing, before=self._leaves_before(),
                 )  # fmt: skip
                 _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
                 return program

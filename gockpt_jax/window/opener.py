@@ -97,7 +97,7 @@ class Opener:
         planned = None if planned is None else planned.within(steps)
         if planned is not None and planned.plan.steps < steps:
             return planned.plan.reason if planned.plan.steps == 1 else None
-        leaves = None if planned is None else program.new_state_leaves(step.last_result)
+        leaves = None if planned is None else program.new_state_leaves(step.new_state)
         if planned is None or leaves is None:  # nor has a plan been made for such a call
             step.call_changed(last=True)
             return _CHANGED

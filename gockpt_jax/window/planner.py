@@ -78,7 +78,7 @@ class Planner:
             return False
         if program in self._ready:
             return self._review_due and self._review(step, program)
-        leaves = program.new_state_leaves(step.last_result)
+        leaves = program.new_state_leaves(step.new_state)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
@@ -122,7 +122,7 @@ class Planner:
         facts = self._facts(planned.size, planned.num_devices)
         if not facts.differ_from(planned.facts):
             return False
-        leaves = program.new_state_leaves(step.last_result)
+        leaves = program.new_state_leaves(step.new_state)
         if leaves is None:  # another program's, as above: after the next save
             return False
         plan = plan_window(planned.size, self._options, self._device.limit_bytes, facts)

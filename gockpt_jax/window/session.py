@@ -366,6 +366,6 @@ class Session:
         """Drops the open window, lets go of what steps returned, and ends the threads."""
         self.abandon("the manager was closed")
         for step in list(self._steps):  # a state would stay with them until garbage is collected
-            step.last_result = None
+            step.let_go()
         self.predictor.end()
         self.resources.close()

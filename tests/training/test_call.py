@@ -201,7 +201,7 @@ def test_of_several_parts_alike_the_one_that_the_loop_gives_back(states, result,
     before = [{"w": jnp.full(2, i)} for i, _ in enumerate(result)]
     args = [before[result.index(f"new {n}")] for n in states]
     out_tree = jax.tree.structure(before)
-    assert places.locate(args, {}, out_tree, before).outputs == outputs
+    assert places.locate(args, {}, out_tree, jax.tree.leaves(before)).outputs == outputs
     assert places.locate(args, {}, out_tree).outputs == tuple(range(len(states)))
 
 

@@ -36,7 +36,7 @@ def arm(jitted, *args, result=None, **kwargs):
     form = CallForm(jitted, 0, settings)
     program = StepProgram(jitted, form, args, kwargs, even_for_nothing=False)
     if result is not None:
-        program.returns_at(result)
+        program.returns_at(jax.tree.leaves(result))
     program.arm()
     program.wait_until_ready()
     assert program.failure() is None
@@ -61,9 +61,10 @@ def test_armed_call_is_the_step_and_the_cut():
         ("float32[6]", (6,))
     ]
     np.testing.assert_allclose(cut[0], jnp.tanh(X), rtol=1e-6)
-    assert [leaf is new for leaf, new in zip(
-        program.new_state_leaves((state, got_loss)), (state["m"], state["w"]), strict=True
-    )] == [True, True]  # fmt: skip
+    found = program.new_state_leaves(program.new_state((state, got_loss)))
+    assert [leaf is new for leaf, new in zip(found, (state["m"], state["w"]), strict=True)] == [
+        True, True
+    ]  # fmt: skip
 
 
 CHANGED = {
@@ -211,6 +212,8 @@ def test_where_jax_does_not_tell_what_it_was_given_the_arguments_do(monkeypatch)
     "other",
     [
         lambda state, loss: (loss, state),
+        lambda state, loss: (state, {"loss": loss}),
+        lambda state, loss: (state,),
         lambda state, loss: ({"m": state["m"], "v": state["w"]}, loss),
         lambda state, loss: ({k: v[:3] for k, v in state.items()}, loss),
         lambda state, loss: ({k: v.astype(jnp.bfloat16) for k, v in state.items()}, loss),
@@ -218,8 +221,10 @@ def test_where_jax_does_not_tell_what_it_was_given_the_arguments_do(monkeypatch)
 )
 def test_the_state_is_not_looked_for_in_another_programs_result(other):
     program = arm(jax.jit(update), fresh(), X)
-    assert program.new_state_leaves((fresh(), jnp.float32(0))) is not None
-    assert program.new_state_leaves(other(fresh(), jnp.float32(0))) is None
+    other = other(fresh(), jnp.float32(0))
+    assert program.new_state_leaves(program.new_state(other)) is None
+    assert program.new_state_leaves(program.new_state((fresh(), jnp.float32(0)))) is not None
+    assert program.new_state_leaves(program.new_state(other)) is None
 
 
 def test_explain_tells_every_leaf_its_shape_and_its_fate():

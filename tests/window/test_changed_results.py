@@ -153,3 +153,59 @@ def test_an_evaluation_before_the_step_is_planned_for(tmp_path):
         manager.wait_until_finished()
         assert_same(manager.restore(12), to_host(state))
         assert manager.last_report.kind == "window"
+
+
+def reporting(*, inside):
+    """Metrics in a dict of a dict, behind the state or around it."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        grad = jnp.sin(state["w"] + batch)
+        m = 0.9 * state["m"] + grad
+        new, metrics = {"m": m, "w": state["w"] - 0.1 * m}, {"scalar": {"norm": jnp.sum(grad)}}
+        return {"metrics": metrics, "state": new} if inside else (new, metrics)
+
+    return step
+
+
+def adds_to_metrics(result, n):
+    """As MaxText does."""
+    state, metrics = result
+    metrics["scalar"] |= {"perf/step": n, "perf/step_time_seconds": 0.1}
+    return state
+
+
+def takes_the_state_out(result, n):
+    state = result.pop("state")
+    result["perf"] = {"step": n}
+    return state
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("is_saved_first", [True, False])
+@pytest.mark.parametrize("change", [adds_to_metrics, takes_the_state_out])
+def test_the_loop_may_change_what_it_was_given(tmp_path, change, is_saved_first, arm):
+    """A result whose dicts have changed is not the one of another program."""
+    step = reporting(inside=change is takes_the_state_out)
+    state = {"m": jnp.zeros(SIZE), "w": jnp.ones(SIZE)}
+    options, window = Options(save_interval_steps=4), WindowOptions(steps=3, arm=arm)
+    saved = {}
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        wrapped = manager.wrap(step)
+        for n in range(17):
+            result = wrapped(state, jnp.linspace(-1.0, 1.0, SIZE) * n)
+            state = change(result, n) if not is_saved_first else _state_of(result)
+            if manager.save(n, args=GoCkptSave(state)):
+                saved[n] = to_host(state)
+            if is_saved_first:
+                change(result, n)
+        manager.wait_until_finished()
+        assert [(r.step, r.kind) for r in manager.reports] == [
+            (0, "snapshot"), *((n, "window") for n in (4, 8, 12, 16))
+        ]  # fmt: skip
+        for label, want in saved.items():
+            assert_same(manager.restore(label), want)
+
+
+def _state_of(result):
+    return result["state"] if isinstance(result, dict) else result[0]

@@ -1,0 +1,94 @@
+"""The new state among what a step returned, taken out of it at once.
+
+A loop may change the containers that it is given: it adds the time of the step to the metrics, or
+takes the state out. A result that is looked at later is then not what the step has returned.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+_Place = list[tuple[int, "_Place"]] | None
+"""Which children of a node to look into, and where in them; `None`: the node itself is a part."""
+
+
+class StateInResult:
+    """Takes a program's new state out of results, without a look at the leaves in it.
+
+    Args:
+      out_tree: The structure of the program's result.
+      outputs: Which of its leaves are the state's, in the order of the state's.
+
+    Example:
+      >>> import jax
+      >>> result = {"logs": {"loss": 1.0}, "state": {"w": 2.0, "m": 3.0}}
+      >>> state = StateInResult(jax.tree.structure(result), [2, 1])
+      >>> parts = state.parts(result)
+      >>> result["logs"]["secs"] = 0.5
+      >>> parts, state.leaves(parts)
+      ([{'w': 2.0, 'm': 3.0}], [2.0, 3.0])
+    """
+
+    def __init__(self, out_tree: Any, outputs: Sequence[int]):
+        self._out_tree = out_tree
+        self._place, self._structures = _place_of(out_tree, set(outputs))
+        rank = {output: i for i, output in enumerate(sorted(set(outputs)))}
+        self._order = [rank[output] for output in outputs]
+        self._beside: Any = None  # the structure of all but the parts, once one has been seen
+
+    def parts(self, result: Any) -> list[Any] | None:
+        """The trees in a result that are the new state; `None` if it is another program's."""
+        parts: list[Any] = []
+        try:
+            _take(result, self._place, parts)
+        except LookupError:
+            return None
+        taken = set(map(id, parts))
+        beside = jax.tree.structure(result, is_leaf=lambda node: id(node) in taken)
+        if self._beside is None:
+            if jax.tree.structure(result) != self._out_tree:
+                return None
+            self._beside = beside
+        return parts if beside == self._beside else None
+
+    def leaves(self, parts: Sequence[Any]) -> list[Any] | None:
+        """The state's leaves; `None` if the parts have come to be of another structure."""
+        flat: list[Any] = []
+        for part, wanted in zip(parts, self._structures, strict=True):
+            leaves, structure = jax.tree.flatten(part)
+            if structure != wanted:
+                return None
+            flat += leaves
+        return [flat[i] for i in self._order]
+
+
+def _place_of(tree: Any, wanted: set[int], start: int = 0) -> tuple[_Place, list[Any]]:
+    """Where the largest trees lie of which all leaves are wanted, and their structures."""
+    if all(i in wanted for i in range(start, start + tree.num_leaves)):
+        return None, [tree]
+    place, structures = [], []
+    for n, child in enumerate(tree.children()):
+        span = range(start, start + child.num_leaves)
+        if any(i in wanted for i in span):
+            inner, found = _place_of(child, wanted, start)
+            place.append((n, inner))
+            structures += found
+        start = span.stop
+    return place, structures
+
+
+def _take(node: Any, place: _Place, parts: list[Any]) -> None:
+    """Adds what lies at a place in a node.
+
+    Raises:
+      LookupError: if the node has no such children.
+    """
+    if place is None:
+        parts.append(node)
+        return
+    level = jax.tree_util.default_registry.flatten_one_level(node)
+    children: Iterable[Any] = () if level is None else level[0]
+    listed = list(children)
+    for n, inner in place:
+        _take(listed[n], inner, parts)
