@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import jax
@@ -78,6 +79,35 @@ def test_other_checkpointables_beside_it(tmp_path):
         )
         assert loaded["cursor"]["position"] == 7
         assert_same(loaded["state"].item, to_host(state))
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")  # there is no target
+def test_v1_knows_a_tree_by_any_name(tmp_path):
+    """As MaxText's `items`: without a target v1 goes by the handler that it says has written."""
+    state = to_host(fresh())
+    with (
+        v1.training.Checkpointer(tmp_path / "ours") as checkpointer,
+        GoCkptCheckpointable() as windows,
+    ):
+        checkpointer.save_checkpointables(0, {"items": windows(fresh()), "cursor": {"at": 7}})
+    with v1.training.Checkpointer(tmp_path / "stock") as checkpointer:
+        checkpointer.save_checkpointables(0, {"items": fresh(), "cursor": {"at": 7}})
+    v1.save_checkpointables(tmp_path / "alone" / "0", {"items": GoCkptCheckpointable()(fresh())})
+    told = [
+        json.loads((tmp_path / name / "0" / "_CHECKPOINT_METADATA").read_text())["item_handlers"]
+        for name in ("ours", "stock", "alone")
+    ]
+    assert told[0] == told[1] == {**told[2], "cursor": told[1]["cursor"]}
+    for name in ("ours", "stock", "alone"):
+        path = tmp_path / name / "0"
+        assert_same(v1.load(path, checkpointable_name="items"), state)
+        assert_same(v1.load_checkpointables(path)["items"], state)
+        leaves = jax.tree.leaves(v1.metadata(path, checkpointable_name="items").metadata)
+        assert [x.shape for x in leaves] == [x.shape for x in jax.tree.leaves(state)]
+        with GoCkptCheckpointable() as windows:
+            loaded = v1.load_checkpointables(path, {"items": windows(fresh())})["items"]
+            assert loaded is windows
+            assert_same(loaded.item, state)
 
 
 def test_a_target_as_v1_describes_it(tmp_path):
