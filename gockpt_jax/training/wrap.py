@@ -152,6 +152,14 @@ class WrappedStep(StandIn):
                 self.program = self._found = traced
         return result
 
+    @property
+    def why_no_program(self) -> str:
+        """Why there is nothing to arm: for good, or until the step is traced (anew)."""
+        if self.why_not is not None or self._found is None:
+            return self.why_not or "the step had not been traced yet"
+        of_what = self._why_refused and f" (of the last change: {self._why_refused})"
+        return f"the step had not been traced yet in the way it is called now{of_what}"
+
     def _keep(self, result: Any) -> None:
         """Takes what will be asked for out of a result before the user has it."""
         self.last_result = result
@@ -316,7 +324,7 @@ def _why_no_program(step: Any) -> str | None:
     elif kind == "PmapFunction" or (kind == "function" and hasattr(step, "lower")):  # jax 0.7; 0.8
         kind, remedy = "jax.pmap", "use `jax.jit` of `jax.shard_map` over a mesh"
     elif kind == "function":
-        remedy = "wrap the function in `jax.jit` first"
+        remedy = "wrap the function in `jax.jit` first, or the jitted one that it calls"
     else:
         remedy = "jit the function inside with `gockpt_jax.jit`"
     return f"a `{kind}` has no program to trace; {remedy}"

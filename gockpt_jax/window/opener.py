@@ -91,7 +91,7 @@ class Opener:
             return _DEBUGGED.format(setting)
         program = step.program
         if program is None:
-            return step.why_not or "the step had not been traced yet"
+            return step.why_no_program
         steps = target - version + 1
         planned = self._planner.planned(program)
         planned = None if planned is None else planned.within(steps)

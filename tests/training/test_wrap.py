@@ -179,6 +179,20 @@ def test_changed_call_falls_back_to_the_users_step():
     assert observer.cuts == [n in (3, 5, 7) for n in range(8)]
 
 
+def test_a_step_that_is_to_be_traced_anew_says_of_which_change():
+    step = wrap(jax.jit(update), Observer())
+    assert step.why_no_program == "the step had not been traced yet"
+    state = run(step, fresh(), 3)
+    step.call_changed("`x` is longer")
+    run(step, state, 1)
+    step.call_changed("`x` is longer")
+    assert step.program is None
+    assert step.why_no_program == (
+        "the step had not been traced yet in the way it is called now"
+        " (of the last change: `x` is longer)"
+    )
+
+
 def test_a_step_that_changes_for_good_now_and_then_keeps_its_windows():
     """However often, if it has run armed in between."""
     observer = Observer(range(100))
@@ -550,7 +564,7 @@ def pmapped():
     ("make", "first", "batch", "reason", "remedy"),
     [
         pytest.param(compiled, fresh, X, "`Compiled`", r"before `.lower\(\)", id="compiled"),
-        pytest.param(lambda: update, fresh, X, "`function`", "`jax.jit` first", id="python"),
+        pytest.param(lambda: update, fresh, X, "`function`", "one that it calls", id="python"),
         pytest.param(pmapped, lambda: {k: x[:, None] for k, x in fresh().items()}, X[:, None],
                      "pmap", "jax.jit.*mesh", id="pmap"),
     ],
