@@ -335,6 +335,15 @@ def items_have_names(manager: Any) -> None:
     manager._default_item.set(False)
 
 
+def wait_for_metadata(manager: Any) -> Callable[[], None]:
+    """What waits until the notes of a `CheckpointManager` on its steps have been written.
+
+    A thread of its own writes them, of Orbax 0.11.33 to 0.12.
+    """
+    wait: Callable[[], None] = manager._non_blocking_metadata_store.wait_until_finished
+    return wait
+
+
 def deleting_thread(deleter: Any) -> Any | None:
     """The thread of an `ocp.path.deleter.ThreadedCheckpointDeleter`; `None` of another deleter.
 

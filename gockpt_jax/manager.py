@@ -115,6 +115,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
                 metadata=metadata, logger=logger,
             )  # fmt: skip
         _compat.items_have_names(self)
+        handler.wait_for_metadata = _compat.wait_for_metadata(self)
         saves.last.deleter = _compat.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
 from gockpt_jax.storage.inspecting.verify import verify
 
+WAIT_SECS = 200  # only ends a test that hangs
 ITEMS = {"state": "state", "cursor": "metadata", "metrics": "metrics"}
 
 
@@ -95,6 +98,32 @@ def found(root: Path) -> tuple[int, list[str]]:
 )
 def test_whole(tmp_path: Path, given: dict[str, Any]) -> None:
     save(tmp_path / "run", given)
+    assert found(tmp_path / "run") == (0, [])
+
+
+def test_the_steps_metadata_is_written_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orbax has a thread write it, which may come behind the end of the save."""
+    may_write = threading.Event()
+    submit, finalize = ThreadPoolExecutor.submit, gockpt.GoCkptHandler.finalize
+
+    def late(pool: ThreadPoolExecutor, run: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(run, "__name__", "") != "_update_and_log":
+            return submit(pool, run, *args, **kwargs)
+        return submit(pool, lambda: may_write.wait(WAIT_SECS) and run(*args, **kwargs))
+
+    def complete(handler: Any, directory: Any) -> None:
+        wait = handler.wait_for_metadata
+        handler.wait_for_metadata = lambda: (may_write.set(), wait())
+        try:
+            finalize(handler, directory)
+        finally:
+            may_write.set()
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", late)
+    monkeypatch.setattr(gockpt.GoCkptHandler, "finalize", complete)
+    save(tmp_path / "run")
     assert found(tmp_path / "run") == (0, [])
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
         self.has_manager = False  # of ours, which knows labels, refused saves and commits
+        self.wait_for_metadata: Callable[[], None] | None = None  # of steps, as a manager notes it
         self.votes: CommitVotes | None = None  # at the commit, if a manager of ours takes them
         self.label = -1  # of the save that is about to begin
         self.pending: PendingReport | None = None  # of the last save that began
@@ -260,6 +261,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
     def complete(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
         self._trees.finalize(directory)
+        if self.wait_for_metadata is not None:
+            self.wait_for_metadata()
         checksum_files.seal_item(directory, shared=self._primary_host is not None)
 
     def committed(self) -> None:
