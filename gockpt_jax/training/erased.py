@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gockpt_jax import _compat
-from gockpt_jax.training.values import Op, unspread, without_walls
+from gockpt_jax.training.values import Op, is_known, unspread, without_walls
 
 
 def may_be_erased(op: Op) -> bool:
@@ -69,11 +69,13 @@ def _scatters_all(op: Op) -> bool:
 
 def _is_a_whole_power(op: Op) -> bool:
     exponent = unspread(op.inputs[1])
-    return exponent.is_constant and bool(np.all(exponent.constant == np.round(exponent.constant)))
+    if not exponent.is_constant:
+        return exponent.is_folded
+    return bool(np.all(exponent.constant == np.round(exponent.constant)))
 
 
 def _has_a_constant(op: Op) -> bool:
-    return any(unspread(v).is_constant for v in op.inputs)
+    return any(is_known(unspread(v)) for v in op.inputs)
 
 
 def _ends_at_a_known_turn(op: Op) -> bool:
@@ -86,7 +88,7 @@ def _ends_at_a_known_turn(op: Op) -> bool:
         if any(id(v) in read for v in eqn.outvars):
             read.update(map(id, eqn.invars))
     pairs = zip(condition.invars, given, strict=True)
-    return all(without_walls(value).is_constant for var, value in pairs if id(var) in read)
+    return all(is_known(without_walls(value)) for var, value in pairs if id(var) in read)
 
 
 _BY_NAME: Mapping[str, Callable[[Op], bool]] = {

@@ -8,7 +8,7 @@ may stand in a recipe; where the walk from a leaf meets anything else, the cut l
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from gockpt_jax import _compat
 from gockpt_jax.training.erased import is_one_product, may_be_erased
-from gockpt_jax.training.values import Op, Value, unspread, without_walls
+from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
 
 def _names(text: str) -> frozenset[str]:
@@ -39,6 +39,11 @@ _ROUNDED = _names(
 )
 # Two of these, multiplied, are one of them or none.
 _MELTING = _names("sqrt rsqrt exp exp2 pow")
+# The larger of two of these is one of the larger operand.
+_RISING = _names("sqrt cbrt exp exp2 expm1 log log1p tanh logistic erf")
+# Of constants every compiler works these out on the host, rounded as IEEE 754 says. Not of what is
+# made of constants: there it may first make another expression of all.
+_WORKED_OUT = _names("div sqrt")
 # Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
 # an operation that we do not know can only make a leaf late. Of `log(exp(x))` it makes `x`; what
 # else ends none at some sizes, `may_be_erased` tells.
@@ -68,6 +73,8 @@ def is_exact(op: Op) -> bool:
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
         return _full_width(op.inputs[0].dtype) and op.params.get("y", 0) >= 0
+    if op.name in _WORKED_OUT and all(unspread(v).is_constant for v in op.inputs):
+        return _full_width(op.inputs[0].dtype)
     if op.name == "div":
         return _divides_by_power_of_two(op)
     if op.name == "broadcast_in_dim":
@@ -112,12 +119,23 @@ def may_be_cut(value: Value) -> bool:
     )
 
 
-def melts(value: Value) -> bool:
-    """Whether XLA sees a root or an exponential, of which it may make one with another factor.
+def melts(op: Op) -> bool:
+    """Whether XLA may make one of the roots or exponentials that an operation is given.
 
-    `sqrt(x) * sqrt(x)` becomes `x`, `exp(a) * exp(b)` becomes `exp(a + b)`.
+    `sqrt(x) * sqrt(x)` becomes `x`, `exp(a) * exp(b)` becomes `exp(a + b)`, and the larger of
+    `erf(a)` and `erf(b)` becomes `erf` of the larger.
     """
-    return any(op.name in _MELTING for op in _chain(value, _ends_chain))
+    merged = _MELTING if op.name in PRODUCTS else _RISING if op.name in ("max", "min") else ()
+    return bool(merged) and all(_shows(v, merged) for v in op.inputs)
+
+
+def may_melt(value: Value) -> bool:
+    """Whether a value is one that `melts` may find."""
+    return _shows(value, _MELTING | _RISING)
+
+
+def _shows(value: Value, names: Collection[str]) -> bool:
+    return any(op.name in names for op in _chain(value, _ends_chain))
 
 
 def scatters(value: Value) -> bool:
@@ -167,8 +185,7 @@ def _is_rounding_factor(op: Op) -> bool:
     if op.name == "integer_pow":
         return bool(op.params["y"] != 1)
     if op.name == "div":
-        divisor = _scalar_constant(op.inputs[1])
-        return divisor is not None and not _is_power_of_two(divisor)
+        return _may_be(op.inputs[1], lambda divisor: not _is_power_of_two(divisor))
     if op.name == "pow":  # by a constant: erased, or made such a product
         return may_be_erased(op) and _scalar_constant(op.inputs[1]) != 1
     return op.name == "square" or is_one_product(op)
@@ -177,11 +194,11 @@ def _is_rounding_factor(op: Op) -> bool:
 def _ends_chain(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
     if op.name in SUMS:
-        return not any(_scalar_constant(v) == 0 for v in op.inputs)
+        return not any(_may_be(v, lambda number: number == 0) for v in op.inputs)
     if op.name == "select_n":
-        return _scalar_constant(op.inputs[0]) is None  # else it is decided while compiling
+        return not _may_be(op.inputs[0], lambda _: True)  # else it is decided while compiling
     if op.name in ("max", "min", "clamp"):
-        return not any(_is_infinite(_scalar_constant(v)) for v in op.inputs)
+        return not any(_may_be(v, _is_infinite) for v in op.inputs)
     if op.name.startswith("reduce_"):
         return math.prod(op.inputs[0].shape) > math.prod(value.shape)
     if op.name in _ENDS:
@@ -193,7 +210,7 @@ def _adds_constant(op: Op) -> bool:
     """Whether an operation adds a constant to a number that rounds."""
     return (
         op.name in SUMS
-        and any(unspread(v).is_constant and _scalar_constant(v) != 0 for v in op.inputs)
+        and any(is_known(unspread(v)) and _scalar_constant(v) != 0 for v in op.inputs)
         and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
     )
 
@@ -202,8 +219,14 @@ def _ends_sum(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
     if op.name == "mul" or op.name == "div":  # but by one, which is erased
         factors = op.inputs if op.name == "mul" else op.inputs[1:]
-        return not any(_scalar_constant(v) in (1, -1) for v in factors)
+        return not any(_may_be(v, lambda number: number in (1, -1)) for v in factors)
     return op.name in PRODUCTS or _ends_chain(op, value)
+
+
+def _may_be(value: Value, holds: Callable[[Any], bool]) -> bool:
+    """Whether something holds for a constant; of a folded one the compiler alone knows that."""
+    number = _scalar_constant(value)
+    return unspread(value).is_folded or (number is not None and holds(number))
 
 
 def _scalar_constant(value: Value) -> Any:

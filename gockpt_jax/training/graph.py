@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from gockpt_jax import _compat
 from gockpt_jax.training.exact import may_be_cut
-from gockpt_jax.training.values import ENTER, WALL, Op, Site, Value, is_everywhere
+from gockpt_jax.training.values import ENTER, WALL, Op, Site, Value, is_everywhere, is_known
 
 _SELECT = lax.select_n_p
 # Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
@@ -116,8 +116,10 @@ def _offer_site(
     value: Value, path: tuple[int, ...] | None, var: Any, axes: Collection[str]
 ) -> None:
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
-    if path is None or value.is_constant or type(var) is _compat.DropVar:
+    if path is None or type(var) is _compat.DropVar:
         return
+    if is_known(value):
+        return  # the step goes on with what the compiler makes of it
     if not (value.shape or value.is_everywhere):
         return  # a scalar is captured once, for all devices
     if value.site is None or len(path) < len(value.site.path):
@@ -170,7 +172,8 @@ def _behind_wall(value: Value) -> Value:
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    return Value(aval, op, index, is_everywhere=certain)
+    folded = bool(op.inputs) and all(map(is_known, op.inputs))
+    return Value(aval, op, index, is_everywhere=certain, is_folded=folded)
 
 
 def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:

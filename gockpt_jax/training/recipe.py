@@ -119,15 +119,17 @@ class Recipe:
         def read(operand: int | Constant) -> Any:
             return operand.value() if isinstance(operand, Constant) else registers[operand]
 
-        products: set[int] = set()
+        products, folded = set[int](), set[int]()
         for ins in self.instructions:
             operands = [read(o) for o in ins.operands]
-            if ins.name in SUMS:
+            if all(isinstance(o, Constant) or o in folded for o in ins.operands):
+                folded.add(len(registers))  # a constant to every compiler
+            elif ins.name in SUMS:
                 operands = [
                     _fenced(x, fence) if o in products else x
                     for o, x in zip(ins.operands, operands, strict=True)
                 ]
-            elif ins.name in PRODUCTS or any(o in products for o in ins.operands):
+            elif _multiplies(ins) or any(o in products for o in ins.operands):
                 products.add(len(registers))  # or one that is negated, chosen, renamed, halved
             registers.append(_execute(ins, operands, shape))
         return tuple(registers[o] for o in self.outputs)
@@ -185,6 +187,12 @@ def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> A
     if ins.primitive is None:
         return operands[0]
     return ins.primitive.bind(*operands, **dict(ins.params))
+
+
+def _multiplies(ins: Instruction) -> bool:
+    """Whether it is a product; by one it is none, and compilers see through it."""
+    constants = [o.value() for o in ins.operands if isinstance(o, Constant)]
+    return ins.name in PRODUCTS and not any(abs(c) == 1 for c in constants)
 
 
 def _fenced(product: jax.Array, fence: jax.Array | None) -> jax.Array:

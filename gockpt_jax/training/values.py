@@ -43,6 +43,8 @@ class Value:
       constant: Its value where that is known while tracing.
       is_everywhere: Whether it is certain to be the same on all devices: inside a `shard_map`, and
         of scalars that have come out of one which is not checked.
+      is_folded: Whether it is computed from constants alone. Then the compiler knows its number,
+        and may merge it with the constants that follow, as if it were one.
     """
 
     aval: Any
@@ -51,6 +53,7 @@ class Value:
     site: Site | None = None
     constant: Any = _NOTHING
     is_everywhere: bool = True
+    is_folded: bool = False
 
     @property
     def is_constant(self) -> bool:
@@ -107,6 +110,11 @@ def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
     if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
         return False
     return op.params.get("is_whole", True) and all(v.is_everywhere for v in op.inputs)
+
+
+def is_known(value: Value) -> bool:
+    """Whether the compiler knows a value's number: a constant, or made of constants."""
+    return value.is_constant or value.is_folded
 
 
 def without_walls(value: Value) -> Value:

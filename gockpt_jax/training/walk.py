@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from gockpt_jax import _compat
 from gockpt_jax.training.exact import (
-    PRODUCTS,
     SUMS,
     is_exact,
     is_identity,
     may_be_cut,
+    may_melt,
     melts,
     scatters,
 )
@@ -89,16 +89,13 @@ class Walk:
             for operand, user in self.uses
             if user.op and user.op.name in SUMS and scatters(operand)
         }
-        melted = any(
-            user.op and user.op.name in PRODUCTS and all(map(melts, user.op.inputs))
-            for _, user in self.uses
-        )
+        melted = any(user.op and melts(user.op) for _, user in self.uses)
         return {
             v: v.nbytes
             for v in (*self.reads, *self.between)
             if v.site is not None
             and v not in folded
-            and not (melted and melts(v))
+            and not (melted and may_melt(v))
             and not _compat.is_packed(v.dtype)
             and may_be_cut(v)
         }
@@ -156,8 +153,9 @@ def _unplaced(value: Value) -> Value:
 
 
 def _ends_walk(value: Value, repeats: Callable[[Op], bool], is_leafs: bool) -> bool:
-    # A scalar costs nothing to capture: no need to repeat it but for rounding.
-    may_repeat = repeats if value.shape else is_exact
+    # A scalar costs nothing to capture: no need to repeat it but for rounding. But the compiler
+    # merges one that it knows with what follows, and so it must where the host repeats it.
+    may_repeat = repeats if value.shape or value.is_folded else is_exact
     if value.op is None or not (may_repeat(value.op) and _is_elementwise(value.op, value)):
         return True
     # A marked gradient, as a rule: no need to look behind. But for a leaf that is told its place.

@@ -173,9 +173,33 @@ FOLLOWERS: dict[str, Callable[..., Any]] = {
     "rounded": lambda v, w, z: jnp.floor(v * 3.0),
     "counted": lambda v, w, z: v.astype(jnp.int32).astype(jnp.float32),
 }
+# Of constants the compiler makes one, and merges it with the next.
+FOLDED: dict[str, Callable[..., Any]] = {
+    "times a root of a constant": lambda v, w, z: ((v + z) * jnp.sqrt(0.3)) * 0.7,
+    "times a quotient of constants": lambda v, w, z: ((v + z) * (1.0 / jnp.abs(0.3))) * 0.7,
+    "times a constant quotient": lambda v, w, z: ((v + z) * lax.div(1.0, 3.0)) * 0.7,
+    "times a root over a constant": lambda v, w, z: ((v + z) * (jnp.sqrt(0.3) / 0.7)) * 0.7,
+    "times an exponential of a constant": lambda v, w, z: ((v + z) * jnp.exp(-0.3)) * 0.7,
+    "times a mean of constants": lambda v, w, z: (v + z) * jnp.mean(jnp.full(3, 0.3)) * 0.7,
+    "over a root of a constant": lambda v, w, z: ((v + z) / jnp.sqrt(0.3)) * 0.7,
+    "averaged by constants": lambda v, w, z: 0.9 * z + 0.1 * ((v + z) / (1.0 + jnp.abs(0.1))),
+    "plus a root of a constant": lambda v, w, z: ((v + z) + jnp.sqrt(0.3)) + 0.9,
+    "plus a product of constants": lambda v, w, z: ((v + z) + 0.1 * jnp.abs(0.1)) + 0.9,
+    "plus an exponential of a constant": lambda v, w, z: ((v + z) + jnp.exp(-0.3)) + 0.9,
+    "plus a constant, times one": lambda v, w, z: ((v + z + 0.1) * 1.0) + 0.9,
+}
+FOLLOWERS |= FOLDED
 PAIRS = list(itertools.product(VALUES, FOLLOWERS))
 SAMPLE = PAIRS if os.environ.get("GOCKPT_MERGES") else random.Random(0).sample(PAIRS, 16)
-SAMPLE = list(dict.fromkeys([*SAMPLE, *((value, "times a constant") for value in ERASED)]))
+SAMPLE = list(
+    dict.fromkeys(
+        [
+            *SAMPLE,
+            *((value, "times a constant") for value in ERASED),
+            *(("dot", follows) for follows in FOLDED),
+        ]
+    )
+)
 
 
 @pytest.mark.parametrize(("value", "follows"), SAMPLE)
@@ -190,5 +214,6 @@ def test_what_is_retained_is_what_the_step_goes_on_with(value: str, follows: str
     r = jnp.asarray(rng.standard_normal(WIDTH), jnp.float32)
     found = analyse(step, {"m": m, "n": n}, x, a, y, b, r, even_for_nothing=True)
     new, cut = found.run()
-    for j, leaf in found.replayed(cut):
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(new[j]))  # NaN is NaN
+    for fence in (None, np.int32(0)):  # for a CPU's run, and for an accelerator's
+        for j, leaf in found.replayed(cut, fence):
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(new[j]))  # NaN is NaN

@@ -68,14 +68,16 @@ class Analysis:
         """One step: the new leaves, and the cut values as the armed step returns them."""
         return self._armed()(self.args)
 
-    def replayed(self, cut: dict[Value, jax.Array]) -> Iterator[tuple[int, jax.Array]]:
+    def replayed(
+        self, cut: dict[Value, jax.Array], fence: Any = None
+    ) -> Iterator[tuple[int, jax.Array]]:
         """The leaves that leave early as one replay from the old ones makes them, by position."""
         old = jax.tree.leaves(self.args[0])
         for group in self.cut.groups:
             recipe = jax.jit(make_recipe(group, self.leaves).apply)
             new = recipe(
                 [old[j] for j in group.leaves], [cut[v] for v in group.retained],
-                [cut[v] for v in group.scalars],
+                [cut[v] for v in group.scalars], fence,
             )  # fmt: skip
             yield from zip(group.leaves, new, strict=True)
 
