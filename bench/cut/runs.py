@@ -30,14 +30,15 @@ class Traced:
 
     Attributes:
       first: As given.
+      jaxpr: Of the step, closed.
       leaves: Of the state, for the search of a cut.
     """
 
     def __init__(self, step: Any, first: Callable[[], Any]):
         self.first = first
         self._step, self._tree = step, jax.tree.structure(first())
-        self._jaxpr = step.trace(first(), batch(0)).jaxpr
-        graph = flatten(self._jaxpr)
+        self.jaxpr = step.trace(first(), batch(0)).jaxpr
+        graph = flatten(self.jaxpr)
         self.leaves = [
             Leaf(str(i), graph.inputs[i], graph.outputs[i]) for i in range(self._tree.num_leaves)
         ]
@@ -50,7 +51,7 @@ class Traced:
         """The one that returns the values of a cut too."""
         size = len(self.leaves)
         sites = [v.site for v in cut.values if v.site is not None]
-        armed = jax.jit(with_outputs(self._jaxpr, sites), donate_argnums=tuple(range(size)))
+        armed = jax.jit(with_outputs(self.jaxpr, sites), donate_argnums=tuple(range(size)))
 
         def step(state: list[Any], n: int) -> list[Any]:
             results = armed(*state, batch(n))

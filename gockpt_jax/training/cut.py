@@ -27,8 +27,8 @@ equals the most water that can run (`flow.py`). With matrices of 4 bytes in all:
 
 A scalar (`norm < 1`) costs next to nothing. Among equally cheap cuts the one nearest the sources is
 taken, and never a product: XLA may fold or contract a product with what it feeds, and would then go
-on with another number than the one returned (`exact.may_be_cut`). So the cut lies at the gradient,
-or at the first value after it that the host can go on from.
+on with another number than the one returned (`merging.py`). So the cut lies at the gradient, or at
+the first value after it that the host can go on from.
 
 `m` and `v` share `c`: they form one *group* and leave together. This is the paper's scheme (arXiv
 2511.07035, section 3) without its knowledge of Adam: "moments first, parameters last" comes out of

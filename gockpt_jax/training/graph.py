@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from gockpt_jax import _compat
-from gockpt_jax.training.exact import may_be_cut
+from gockpt_jax.training.merging import may_be_cut
 from gockpt_jax.training.values import ENTER, WALL, Op, Site, Value, is_everywhere, is_known
 
 _SELECT = lax.select_n_p
@@ -161,9 +161,9 @@ def _apply(
 def _behind_wall(value: Value) -> Value:
     """What is given to a branch, or to a block that is computed again.
 
-    The compiler folds a chain of factors (`exact.may_be_cut`) up to there, and in the branch anew;
-    or as one, if it does away with the branch. In a recipe there are no walls, and it would be
-    folded as one. So such a chain is not repeated across a wall.
+    The compiler folds a chain of factors (`merging.py`) up to there, and in the branch anew; or as
+    one, if it does away with the branch. In a recipe there are no walls, and it would be folded as
+    one. So such a chain is not repeated across a wall.
     """
     if value.is_constant or may_be_cut(value):
         return value

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gockpt_jax.training.constants import is_power_of_two
 from gockpt_jax.training.cut import Group
 from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
 from gockpt_jax.training.values import Value
@@ -190,9 +191,13 @@ def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> A
 
 
 def _multiplies(ins: Instruction) -> bool:
-    """Whether it is a product; by one it is none, and compilers see through it."""
+    """Whether it is a product that rounds.
+
+    By a power of two it does not: contracted or not it is the same number, and compilers merge what
+    stands on both sides of it.
+    """
     constants = [o.value() for o in ins.operands if isinstance(o, Constant)]
-    return ins.name in PRODUCTS and not any(abs(c) == 1 for c in constants)
+    return ins.name in PRODUCTS and not any(map(is_power_of_two, constants))
 
 
 def _fenced(product: jax.Array, fence: jax.Array | None) -> jax.Array:

@@ -9,15 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.training.exact import (
-    SUMS,
-    is_exact,
-    is_identity,
-    may_be_cut,
-    may_melt,
-    melts,
-    scatters,
-)
+from gockpt_jax.training.exact import SUMS, is_exact, is_identity
+from gockpt_jax.training.merging import may_be_cut, may_melt, melts, scatters
 from gockpt_jax.training.values import Op, Value
 
 

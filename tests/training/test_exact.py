@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from training_helpers import graph_of
 
-from gockpt_jax.training.exact import is_close, is_exact, may_be_cut
+from gockpt_jax.training.exact import is_close, is_exact
+from gockpt_jax.training.merging import may_be_cut
 
 
 def last(f, *dtypes, size=4):
@@ -51,6 +53,12 @@ EXACT = [
     case("widen a code", lambda x: x.astype(jnp.bfloat16), "int8"),
     case("narrow a count", lambda n: n.astype(jnp.int8), "int32"),
     case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
+    case("add products by other numbers", lambda x, y: x * 0.9 + y * 0.1, "float32", "float32"),
+    case("add halves", lambda x, y: x * 0.5 + y * 0.5, "float32", "float32"),
+    case("add a product and its factor", lambda x, y: x * y + y, "float32", "float32"),
+    case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
+    case("root of a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)), "float32"),
+    case("quotient of constants", lambda x: lax.div(jnp.full(4, 0.3), jnp.full(4, 0.7)), "float32"),
 ]
 
 ROUNDED = [
@@ -62,6 +70,19 @@ ROUNDED = [
     case("reciprocal power", lambda x: x**-2, "float32"),
     case("power", lambda x, y: x**y, "float32", "float32"),
     case("whole power", lax.pow, "float32", "int32"),
+    case("exponential of a constant", lambda x: jnp.exp(jnp.full(4, 0.3)), "float32"),
+    case("root over a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)) / 0.7, "float32"),
+    *(
+        case(f"{how}, {f.__name__}", lambda x, y, f=f, of=of: f(*of(x, y)), "float32", "float32")
+        for f in (jnp.add, jnp.subtract)
+        for how, of in {
+            "products by one number": lambda x, y: (x * 0.3, 0.3 * y),
+            "products by one scalar": lambda x, y: (x * x[0], y * x[0]),
+            "products by one array": lambda x, y: (x * y, y * jnp.sin(x)),
+            "squares": lambda x, y: (x * x, x * y),
+            "named products": lambda x, y: (checkpoint_name(x * 0.3, "a"), y * 0.3),
+        }.items()
+    ),
 ]
 
 OTHER = [
@@ -87,6 +108,7 @@ OTHER = [
 
 @pytest.mark.parametrize(("f", "dtypes"), EXACT)
 def test_exact(f, dtypes):
+    """Bit for bit on every machine, also as any compiler rewrites it."""
     assert is_exact(last(f, *dtypes).op)
 
 

@@ -202,17 +202,28 @@ SAMPLE = list(
 )
 
 
-@pytest.mark.parametrize(("value", "follows"), SAMPLE)
-def test_what_is_retained_is_what_the_step_goes_on_with(value: str, follows: str) -> None:
+def step_of_pair(value: str, follows: str) -> Callable[..., Any]:
+    """A kind of value, twice, and what is done with it before it reaches the state."""
+
     def step(state: Any, x: Any, a: Any, y: Any, b: Any, r: Any) -> Any:
         v, w = VALUES[value](x, a, r), VALUES[value](y, b, r)
         return {"m": FOLLOWERS[follows](v, w, state["m"]), "n": 0.9 * state["n"] + v - w}
 
+    return step
+
+
+def arguments_of_pair() -> tuple[Any, ...]:
+    """Of any such step: its state, and what it is given."""
     rng = np.random.default_rng(0)
     x, y, m, n = (jnp.asarray(3 * rng.standard_normal(SIZE), jnp.float32) for _ in range(4))
     a, b = (jnp.asarray(rng.standard_normal((SIZE, WIDTH)), jnp.float32) for _ in range(2))
     r = jnp.asarray(rng.standard_normal(WIDTH), jnp.float32)
-    found = analyse(step, {"m": m, "n": n}, x, a, y, b, r, even_for_nothing=True)
+    return {"m": m, "n": n}, x, a, y, b, r
+
+
+@pytest.mark.parametrize(("value", "follows"), SAMPLE)
+def test_what_is_retained_is_what_the_step_goes_on_with(value: str, follows: str) -> None:
+    found = analyse(step_of_pair(value, follows), *arguments_of_pair(), even_for_nothing=True)
     new, cut = found.run()
     for fence in (None, np.int32(0)):  # for a CPU's run, and for an accelerator's
         for j, leaf in found.replayed(cut, fence):

@@ -1,0 +1,162 @@
+"""What compilers of accelerators that are not here make of the cut: optax's optimizers, worked out.
+
+For each optimizer and model of `bench cut` the armed step is compiled for an H100 and for a TPU,
+which takes their compilers and no device. The optimised program is worked out on the host, each
+operation rounded by itself; what lies outside elementwise code (matrix products, reductions) is
+drawn at random. Of what the step returns the host replays the early leaves; they must be the
+program's own.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.compiled.expressions import Expressions
+from bench.compiled.step import CompiledStep, differing_early, differing_results
+from bench.compiled.targets import TARGETS
+from bench.cut.programs import OPTIMIZERS, QUICK, batch, make_step
+from bench.cut.runs import Traced
+from bench.record import ROOT, Record
+from bench.tables import print_by_row
+from gockpt_jax.training.cut import find_cut
+
+MODELS = ("mlp", "transformer")
+_COLUMNS = ("early", "late", "torn", "otherwise", "perturbed", "contracted")
+_NOTES = (
+    "Compiled, not run; one compilation each. Elementwise operations are worked out as IEEE 754 "
+    "rounds them, all else is drawn at random, alike wherever it is the same expression.",
+    "early, late: leaves. torn: early leaves that replay on the host makes otherwise than the "
+    "optimised program. otherwise: leaves whose expression is another in the armed step than in "
+    "the user's own; perturbed: those of them that are other numbers.",
+    "contracted (H100): multiply-adds in the kernels that no call of a mathematical function "
+    "asked for, and products and sums whose rounding is left to the assembler.",
+)
+_PTX_LOOSE = re.compile(r"\b(?:add|sub|mul)(?:\.ftz)?\.f(?:32|64)\b")
+_PTX_FMA = re.compile(r"\bfma\.\w+[\w.]*f(?:32|64)\b")
+_IR_FMA = re.compile(r"\bcall\b[^\n]*@llvm\.(?:nvvm\.)?fma\.")
+
+
+class CompiledRecord(Record):
+    """Counts of compiled programs; as a table, a line for each target, model and optimizer."""
+
+    def show(self) -> None:
+        """Prints the notes, and last the table."""
+        print_by_row(
+            "bench compiled", "target/model/optimizer", {name: name for name in _COLUMNS},
+            self.samples, self.notes, cell=lambda _, count: f"{count:.10g}",
+        )  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    parser.add_argument(
+        "--targets", default=",".join(TARGETS), help="comma-separated; those not installed are told"
+    )
+
+
+def run(quick: bool, targets: str, **_: Any) -> CompiledRecord:
+    """Compiles all optimizers on both models; if `quick`, a few on the MLP.
+
+    Args:
+      quick: Whether a few will do.
+      targets: Names of targets, comma-separated.
+
+    Raises:
+      SystemExit: if there is no such target, none is installed, or a process failed.
+    """
+    names = targets.split(",")
+    if unknown := [name for name in names if name not in TARGETS]:
+        raise SystemExit(f"`--targets` got {unknown}; there are {', '.join(TARGETS)}.")
+    record = CompiledRecord("compiled", notes=list(_NOTES))
+    missing = [name for name in names if not TARGETS[name].is_installed()]
+    told = [f"{name}: `pip install {TARGETS[name].packages}`" for name in missing]
+    if len(missing) == len(names):
+        raise SystemExit(f"None of these compilers is installed: {'; '.join(told)}.")
+    record.notes += [f"Not measured, its compiler is not installed: {name}." for name in missing]
+    for name in names:
+        if name not in missing:
+            found = _in_a_process_of_its_own(name, quick=quick)
+            record.samples |= {f"{name}/{figure}": [count] for figure, count in found.items()}
+    return record
+
+
+def _in_a_process_of_its_own(target: str, *, quick: bool) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as directory:
+        out, own = Path(directory, "figures.json"), dict(TARGETS[target].environment)
+        # The host must not contract: these figures are of what the accelerator's compiler does.
+        dumped = f"--xla_dump_to={directory}/dump --xla_dump_hlo_module_re=.*armed.*"
+        flags = (own.get("XLA_FLAGS", ""), "--xla_cpu_max_isa=AVX", dumped)
+        environment = os.environ | own | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+        command = [sys.executable, "-m", "bench.compiled.benchmark", target, str(int(quick))]
+        child = subprocess.run([*command, directory], cwd=ROOT, env=environment, check=False)
+        if child.returncode:
+            raise SystemExit(f"the process that compiles for {target} failed")
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def measure(optimizer: str, model: str, device: Any) -> dict[str, float]:
+    """Figures of one optimizer on one model, by name."""
+    traced = Traced(*make_step(optimizer, model))
+    cut = find_cut(traced.leaves, even_for_nothing=False)
+    arguments = [*map(_drawn, jax.tree.leaves(traced.first())), batch(0)]
+    expressions, count = Expressions(), len(traced.leaves)
+    armed = CompiledStep.of(traced.jaxpr, cut, arguments, device, expressions)
+    user = CompiledStep.of(traced.jaxpr, None, arguments, device, expressions, "users")
+    torn = differing_early(armed, cut, traced.leaves, arguments)
+    otherwise, perturbed = differing_results(armed, user, arguments, count)
+    return {
+        "early": len(torn), "late": len(cut.late), "torn": sum(n > 0 for n in torn.values()),
+        "otherwise": otherwise, "perturbed": perturbed,
+    }  # fmt: skip
+
+
+def _drawn(leaf: Any) -> Any:
+    """A leaf of a state in the middle of training: a first one is mostly zeros, which hide much."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    normal = np.random.default_rng(leaf.size).standard_normal(leaf.shape)
+    return np.abs(normal).astype(leaf.dtype)  # second moments are positive
+
+
+def contracted(dump: Path) -> int:
+    """Counts multiply-adds of a compiler's own in dumped kernels, and what may become one.
+
+    A mathematical function is made of multiply-adds, which are calls in LLVM's IR. What PTX rounds
+    explicitly (`mul.rn`) the assembler never contracts.
+    """
+    count = 0
+    for path in dump.glob("*.ptx"):
+        code = path.read_text(errors="replace")
+        ir = path.with_suffix(".ir-with-opt.ll").read_text(errors="replace")
+        own = len(_PTX_FMA.findall(code)) - len(_IR_FMA.findall(ir))
+        count += max(0, own) + len(_PTX_LOOSE.findall(code))
+    return count
+
+
+def _child(target: str, directory: Path, *, quick: bool) -> None:
+    figures: dict[str, float] = {}
+    device, dump = TARGETS[target].device(), directory / "dump"
+    for model in MODELS[:1] if quick else MODELS:
+        for optimizer in QUICK if quick else OPTIMIZERS:
+            found = measure(optimizer, model, device)
+            if target == "h100":
+                found["contracted"] = contracted(dump)
+                shutil.rmtree(dump)
+            figures |= {f"{model}/{optimizer}/{name}": n for name, n in found.items()}
+            print(target, model, optimizer, found, flush=True)
+    (directory / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], Path(sys.argv[3]), quick=sys.argv[2] == "1")

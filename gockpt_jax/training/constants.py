@@ -1,0 +1,39 @@
+"""What is known of constants, as a compiler sees them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gockpt_jax.training.values import Value, unspread
+
+
+def may_be(value: Value, holds: Callable[[Any], bool]) -> bool:
+    """Whether something holds for a constant; of a folded one the compiler alone knows that."""
+    number = scalar_constant(value)
+    return unspread(value).is_folded or (number is not None and holds(number))
+
+
+def scalar_constant(value: Value) -> Any:
+    """The one number of a constant, spread over a shape or not; `None` if it has several."""
+    value = unspread(value)
+    if not value.is_constant:
+        return None
+    numbers: np.ndarray = np.asarray(value.constant).reshape(-1)
+    return numbers[0] if numbers.size and np.all(numbers == numbers[0]) else None
+
+
+def is_infinite(number: Any) -> bool:
+    """Whether a number, if it is one, is infinite."""
+    return bool(np.isinf(_as_double(number)))
+
+
+def is_power_of_two(number: Any) -> bool:
+    """Whether a number, if it is one, is a power of two, far from where products underflow."""
+    mantissa, exponent = np.frexp(np.abs(_as_double(number)))
+    return bool(mantissa == 0.5 and abs(exponent) < 120)
+
+
+def _as_double(number: Any) -> np.float64:
+    """A number of any type; NaN for none, or a complex one: nothing is taken for granted of it."""
+    return np.float64(np.nan if number is None or np.iscomplexobj(number) else number)

@@ -1,0 +1,156 @@
+"""What a compiler merges across a value that a program also returns.
+
+It then goes on with another number than the one returned (docs/decisions/0001). So a cut lies only
+where nothing in front of the value can be merged with what follows.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator
+
+import jax.numpy as jnp
+
+from gockpt_jax import _compat
+from gockpt_jax.training.constants import is_infinite, is_power_of_two, may_be, scalar_constant
+from gockpt_jax.training.erased import is_one_product, may_be_erased
+from gockpt_jax.training.exact import IDENTITIES, PRODUCTS, SUMS, names
+from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
+
+# Two of these, multiplied, are one of them or none.
+_MELTING = names("sqrt rsqrt exp exp2 pow")
+# The larger of two of these is one of the larger operand.
+_RISING = names("sqrt cbrt exp exp2 expm1 log log1p tanh logistic erf")
+# Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
+# an operation that we do not know can only make a leaf late. Of `log(exp(x))` it makes `x`; what
+# else ends none at some sizes, `may_be_erased` tells.
+_ENDS = names(
+    """dot_general ragged_dot conv_general_dilated scan while cond gather sort custom_call ffi_call
+    scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul scatter_min
+    scatter_max cumsum cumprod cummax cummin cumlogsumexp sqrt rsqrt cbrt exp2 expm1 log1p pow tanh
+    sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc erf_inv lgamma
+    digamma sign round floor ceil rem nextafter eq ne lt le gt ge and or not xor is_finite
+    random_bits random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum2
+    psum_invariant all_gather reduce_scatter all_to_all ppermute eigh qr cholesky svd lu
+    triangular_solve"""
+)
+
+
+def may_be_cut(value: Value) -> bool:
+    """Whether a value is the same number where it is returned and where the step goes on with it.
+
+    A product is not: XLA folds a chain of scalar factors into one, `(x * a) * b` into
+    `x * (a * b)`, and a division by a constant is such a factor. (A CPU with FMA moreover contracts
+    a product with the addition it feeds.) Nor is the sum of a value and a constant: `(x + a) + b`
+    becomes `x + (a + b)`. XLA sees through whatever it erases: names, copies, layouts, `x + 0`, the
+    walls of a `shard_map`. Powers of two fold without rounding. So the walk back from the value
+    must come to an end of the chain before it comes to a factor, to such a sum, or to an operation
+    that may hide one.
+    """
+    return not (
+        any(_is_rounding_factor(op) or _hides(op) for op in _chain(value, _ends_chain))
+        or any(map(_adds_constant, _chain(value, _ends_sum)))
+    )
+
+
+def melts(op: Op) -> bool:
+    """Whether XLA may make one of the roots or exponentials that an operation is given.
+
+    `sqrt(x) * sqrt(x)` becomes `x`, `exp(a) * exp(b)` becomes `exp(a + b)`, and the larger of
+    `erf(a)` and `erf(b)` becomes `erf` of the larger.
+    """
+    merged = _MELTING if op.name in PRODUCTS else _RISING if op.name in ("max", "min") else ()
+    return bool(merged) and all(_shows(v, merged) for v in op.inputs)
+
+
+def may_melt(value: Value) -> bool:
+    """Whether a value is one that `melts` may find."""
+    return _shows(value, _MELTING | _RISING)
+
+
+def _shows(value: Value, names: Collection[str]) -> bool:
+    return any(op.name in names for op in _chain(value, _ends_chain))
+
+
+def scatters(value: Value) -> bool:
+    """Whether XLA sees a scatter, which it makes one with what is added, and again with the next.
+
+    `d + scatter(z, g)` becomes `scatter(d + z, g)`.
+    """
+    ops = _chain(value, lambda op, _: op.name not in SUMS | IDENTITIES)
+    return any(op.name.startswith("scatter") for op in ops)
+
+
+def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
+    """The operations that XLA sees from a value: up to those, included, that end the chain."""
+    stack, seen = [value], set[Value]()
+    while stack:
+        value = without_walls(stack.pop())
+        op = value.op
+        if op is None or value in seen:
+            continue
+        seen.add(value)
+        yield op
+        if not ends(op, value):
+            stack.extend(op.inputs)
+
+
+def _hides(op: Op) -> bool:
+    """Whether XLA sees more of an operation than we do: a body, or an array changed in place.
+
+    It erases the walls of an interpreted Pallas kernel, a `custom_vmap`, a `custom_partitioning`,
+    and makes of `jax.new_ref` the numbers that are written there.
+    """
+    if any(_compat.is_mutable(v.aval) for v in op.inputs):
+        return True
+    if (op.name in _ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
+        return False
+    params = (p if isinstance(p, tuple | list) else (p,) for p in op.params.values())
+    return any(map(_compat.is_jaxpr, itertools.chain.from_iterable(params)))
+
+
+def _is_compiled_kernel(op: Op) -> bool:
+    return op.name == "pallas_call" and not op.params.get("interpret")
+
+
+def _is_rounding_factor(op: Op) -> bool:
+    if op.name == "mul":
+        return not any(is_power_of_two(scalar_constant(v)) for v in op.inputs)
+    if op.name == "integer_pow":
+        return bool(op.params["y"] != 1)
+    if op.name == "div":
+        return may_be(op.inputs[1], lambda divisor: not is_power_of_two(divisor))
+    if op.name == "pow":  # by a constant: erased, or made such a product
+        return may_be_erased(op) and scalar_constant(op.inputs[1]) != 1
+    return op.name == "square" or is_one_product(op)
+
+
+def _ends_chain(op: Op, value: Value) -> bool:
+    """Whether XLA cannot fold a factor in front of this operation with one behind it."""
+    if op.name in SUMS:
+        return not any(may_be(v, lambda number: number == 0) for v in op.inputs)
+    if op.name == "select_n":
+        return not may_be(op.inputs[0], lambda _: True)  # else it is decided while compiling
+    if op.name in ("max", "min", "clamp"):
+        return not any(may_be(v, is_infinite) for v in op.inputs)
+    if op.name.startswith("reduce_"):
+        return math.prod(op.inputs[0].shape) > math.prod(value.shape)
+    if op.name in _ENDS:
+        return not may_be_erased(op)
+    return _is_compiled_kernel(op)
+
+
+def _adds_constant(op: Op) -> bool:
+    """Whether an operation adds a constant to a number that rounds."""
+    return (
+        op.name in SUMS
+        and any(is_known(unspread(v)) and scalar_constant(v) != 0 for v in op.inputs)
+        and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
+    )
+
+
+def _ends_sum(op: Op, value: Value) -> bool:
+    """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
+    if op.name == "mul" or op.name == "div":  # but by one, which is erased
+        factors = op.inputs if op.name == "mul" else op.inputs[1:]
+        return not any(may_be(v, lambda number: number in (1, -1)) for v in factors)
+    return op.name in PRODUCTS or _ends_chain(op, value)

@@ -1,0 +1,127 @@
+"""What accelerators' compilers make of a cut, without the accelerators: `bench.compiled`.
+
+`make compiled` compiles for an H100 and a TPU, all pairs of `test_merging.py` and many random
+programs; `make test` has a few compiled for the CPU, and worked out all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from campaigns import seeds
+from programs.random_program import RandomProgram
+from test_merging import ERASED, FOLDED, PAIRS, arguments_of_pair, step_of_pair
+from training_helpers import Analysis, analyse
+from updates import UPDATES, gradient
+
+from bench.compiled.benchmark import contracted
+from bench.compiled.step import CompiledStep, as_numpy, differing_early, differing_results
+from bench.compiled.targets import TARGETS
+from gockpt_jax.training import graph, walk
+from gockpt_jax.training.cut import find_cut
+from gockpt_jax.training.graph import flatten
+from gockpt_jax.training.walk import Leaf
+
+ASKED = os.environ.get("GOCKPT_COMPILED", "")
+PLACES = ASKED.split(",") if ASKED else ["cpu"]
+FEW = [*random.Random(1).sample(PAIRS, 12), *(("dot", follows) for follows in FOLDED)]
+SEEDS = seeds("PROGRAMS") or range(79, 82)
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def device(request: Any) -> Any:
+    """To compile for."""
+    name = request.param
+    if name == "cpu":
+        return jax.devices()[0]
+    jax.config.update("jax_enable_compilation_cache", False)  # it loads programs to run them
+    return TARGETS[name].device()
+
+
+def torn(found: Analysis, device: Any) -> dict[int, int]:
+    arguments = jax.tree.leaves(found.args)
+    step = CompiledStep.of(found.jaxpr, found.cut, arguments, device)
+    return {j: n for j, n in differing_early(step, found.cut, found.leaves, arguments).items() if n}
+
+
+@pytest.mark.parametrize(("value", "follows"), PAIRS if ASKED else dict.fromkeys(FEW))
+def test_a_compiler_goes_on_with_what_is_retained(value: str, follows: str, device: Any) -> None:
+    if value == "exchanged with nobody" and device.platform != "cpu":
+        pytest.skip("its mesh is of the devices that are here")
+    found = analyse(step_of_pair(value, follows), *arguments_of_pair(), even_for_nothing=True)
+    assert not torn(found, device)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_compiler_goes_on_with_what_a_random_program_retains(seed: int, device: Any) -> None:
+    program = RandomProgram(seed, 1)
+    state, batch = program.state.make(), program.state.batch(0)
+    size = len(jax.tree.leaves(state))
+    traced = jax.jit(program.update).trace(state, batch)
+    graph = flatten(traced.jaxpr, [(i, i) for i in range(size)])
+    leaves = [Leaf.of(str(i), graph.inputs[i], graph.outputs[i]) for i in range(size)]
+    cut = find_cut(leaves, even_for_nothing=True)
+    arguments = jax.tree.leaves((state, batch))
+    step = CompiledStep.of(traced.jaxpr, cut, arguments, device)
+    assert not any(differing_early(step, cut, leaves, arguments, seed).values())
+
+
+def test_working_a_program_out_gives_what_running_it_gives() -> None:
+    """Of updates of nothing but what IEEE 754 fixes, and what moves elements."""
+    fixed = {
+        "add", "subtract", "multiply", "select", "compare", "and", "maximum", "minimum", "clamp",
+        "negate", "abs", "sign", "convert", "constant", "broadcast", "bitcast", "slice",
+    }  # fmt: skip
+    compared = 0
+    for update in UPDATES.values():
+        found = analyse(update.step, update.state, gradient())
+        arguments = jax.tree.leaves(found.args)
+        step = CompiledStep.of(found.jaxpr, found.cut, arguments, jax.devices()[0])
+        numbers, (new, _) = step.numbers(arguments), found.run()
+        for j in (j for group in found.cut.groups for j in group.leaves):
+            worked_out = numbers[step.program.results[j]]
+            if numbers.met <= fixed:
+                np.testing.assert_array_equal(worked_out, as_numpy(new[j]))
+                compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("value", ["sorted alone", "scattered alone", "all bits"])
+def test_a_factor_that_is_merged_is_seen(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert value in ERASED
+    for module in (graph, walk):
+        monkeypatch.setattr(module, "may_be_cut", lambda _: True)
+    step = step_of_pair(value, "times two constants")
+    found = analyse(step, *arguments_of_pair(), even_for_nothing=True)
+    assert torn(found, jax.devices()[0])
+
+
+def test_two_programs_are_compared_by_what_they_compute() -> None:
+    found = analyse(step_of_pair("dot", "averaged"), *arguments_of_pair())
+    other = analyse(lambda *args: _doubled(args), *arguments_of_pair())
+    arguments, device = jax.tree.leaves(found.args), jax.devices()[0]
+    one = CompiledStep.of(found.jaxpr, found.cut, arguments, device)
+    same = CompiledStep.of(found.jaxpr, None, arguments, device, one.expressions)
+    assert differing_results(one, same, arguments, 2) == (0, 0)
+    doubled = CompiledStep.of(other.jaxpr, None, arguments, device, one.expressions)
+    assert differing_results(one, doubled, arguments, 2) == (1, 1)
+
+
+def _doubled(args: Any) -> Any:
+    new = step_of_pair("dot", "averaged")(*args)
+    return new | {"m": new["m"] * jnp.float32(2.0)}
+
+
+def test_multiply_adds_of_the_compilers_own_are_counted(tmp_path: Any) -> None:
+    (tmp_path / "a.ptx").write_text("fma.rn.f32 %r1;\n fma.rn.f32 %r2;\n mul.rn.f32 %r3;")
+    (tmp_path / "a.ir-with-opt.ll").write_text("  %1 = call float @llvm.fma.f32(float %0)")
+    assert contracted(tmp_path) == 1
+    (tmp_path / "b.ptx").write_text("mul.f32 %r1;\n add.ftz.f32 %r2;\n add.rn.f32 %r3;")
+    (tmp_path / "b.ir-with-opt.ll").write_text("")
+    assert contracted(tmp_path) == 3
