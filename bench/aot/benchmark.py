@@ -1,12 +1,14 @@
-"""Compiled for TPUs that are not here: what arming, staging and a window cost in device memory.
+"""Compiled for accelerators that are not here: what arming, staging and a window cost in memory.
 
-Needs `pip install jax[tpu]` (the compiler that fits this jaxlib) and no TPU: programs, buffers and
-`memory_analysis()` are those of the real compiler; only times are missing. The example's GPT, fp32
+Needs their compilers, of the version that fits this jaxlib (`pip install jax[tpu]`, or
+`jax-cuda13-plugin jax-cuda13-pjrt`), and none of them: programs, buffers and `memory_analysis()`
+are those of the real compiler; only times are missing. The example's GPT, fp32
 state, AdamW, bf16 compute, blocks scanned and rematerialised, one sequence of 2048 bytes per `data`
 shard. One process per case.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -23,17 +25,16 @@ from typing import Any
 
 import jax
 
+from bench.accelerators import compiler_of
 from bench.aot.compile import GIB, MAX_STEPS, Case
 from bench.record import ROOT, Record, resident_bytes
 from bench.tables import print_by_row, print_table
 
-# No metadata server to ask; and libtpu lets one process at a time load it, for the TPU's sake.
-_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 _NOT_MEASURED = ": not measured:"
 _STEPS_OF = "The steps were compiled at commit"
 _LOOK_SECS = 0.5  # between looks at the memory that a compilation takes
-# Layers and widths of about 1, 6, 13 and 71 billion parameters.
-_1B, _6B, _13B, _71B = (20, 2048), (32, 4096), (40, 5120), (88, 8192)
+# Layers and widths of about 1, 6, 8, 13 and 71 billion parameters.
+_1B, _6B, _8B, _13B, _71B = (20, 2048), (32, 4096), (40, 4096), (40, 5120), (88, 8192)
 _QUICK = (Case("v5e:2x4", 1, *_1B),)
 _CASES = (
     *_QUICK,
@@ -42,6 +43,9 @@ _CASES = (
     Case("v5e:16x16", 8, *_71B),
     Case("v5p:2x2x2", 1, *_6B),
     Case("v5p:4x8x8", 4, *_71B),
+    Case("h100:1", 1, *_1B),
+    Case("h100:4", 1, *_8B),
+    Case("h100:8", 2, *_13B),
 )
 _STEP_COLUMNS = (
     "state_gib", "unarmed/total_gib", "armed/total_gib", "unarmed/copies", "armed/copies",
@@ -98,14 +102,8 @@ def run(quick: bool, **options: Any) -> AotRecord:
       **options: As in `add_arguments`; `out`: where the record is written after each case.
 
     Raises:
-      SystemExit: if libtpu is not installed, or no case has such a name.
+      SystemExit: if no compiler is installed, or no case has such a name.
     """
-    try:
-        libtpu = importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(
-            "`bench aot` needs the TPU's compiler: `pip install jax[tpu]` (no TPU is needed)."
-        ) from None
     # Else libtpu looks for a TPU, in this process and in those that compile.
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
@@ -117,12 +115,15 @@ def run(quick: bool, **options: Any) -> AotRecord:
     if not cases:
         names = ", ".join(_name(case) for case in _CASES)
         raise SystemExit(f"`--cases {arguments.cases}` names none of {names}.")
-    record = AotRecord("aot", notes=[*_NOTES, f"libtpu {libtpu}."])
+    record = AotRecord("aot", notes=[*_NOTES, *_compilers(cases)])
     earlier = _earlier(record, arguments.steps_of, [_name(case) for case in cases])
     for case in cases:
         print(_name(case), flush=True)
         limits = (60 * arguments.case_minutes, arguments.case_gib)
-        figures = _compile(case, earlier.get(_name(case)), *limits)
+        compiler = compiler_of(case.topology)
+        figures = f"its compiler is not installed: `pip install {compiler.packages}`"
+        if compiler.is_installed():
+            figures = _compile(case, earlier.get(_name(case)), *limits)
         if isinstance(figures, str):
             record.notes.append(f"{_name(case)}{_NOT_MEASURED} {figures}")
         else:
@@ -131,6 +132,25 @@ def run(quick: bool, **options: Any) -> AotRecord:
         if arguments.out:
             record.write(arguments.out)
     return record
+
+
+def _compilers(cases: Sequence[Case]) -> list[str]:
+    """Notes on what compiles for these cases.
+
+    Raises:
+      SystemExit: if nothing does.
+    """
+    packages = dict.fromkeys(compiler_of(case.topology).packages for case in cases)
+    if not any(compiler_of(case.topology).is_installed() for case in cases):
+        raise SystemExit(
+            "`bench aot` needs an accelerator's compiler, and no accelerator: `pip install "
+            f"{'` or `pip install '.join(packages)}`."
+        )
+    found = []
+    for name in ("libtpu", "jax-cuda13-pjrt"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}.")
+    return found
 
 
 def _name(case: Case) -> str:
@@ -174,7 +194,7 @@ def _compile(
             child = subprocess.Popen(
                 [*command, str(out)],
                 cwd=ROOT,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | compiler_of(case.topology).environment,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
             )

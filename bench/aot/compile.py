@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from bench.accelerators import devices_of
 from bench.aot.hlo import Program, read_program
 from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
@@ -33,7 +34,7 @@ class Case:
     """What is compiled.
 
     Attributes:
-      topology: As `jax.experimental.topologies` names it, `v5e:4x4`.
+      topology: As `bench.accelerators` names it, `v5e:4x4`.
       tensor: Chips over which matrices are split; the rest of them are FSDP.
       layers: Of the network.
       width: Of the network; heads are 128 wide.
@@ -218,9 +219,7 @@ def main() -> None:
     """Compiles the case given as JSON, with what is known of it, and writes its figures."""
     asked, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     case = Case(**asked["case"])
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(case.topology, "tpu").devices
+    devices = devices_of(case.topology)
     out.write_text(json.dumps(measure(case, devices, asked["known"])), encoding="utf-8")
 
 

@@ -22,17 +22,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.accelerators import compiler_of, devices_of
 from bench.compiled.expressions import Expressions
 from bench.compiled.step import CompiledStep, differing_early, differing_results
-from bench.compiled.targets import TARGETS
 from bench.cut.programs import OPTIMIZERS, QUICK, batch, make_step
 from bench.cut.runs import Traced
 from bench.record import ROOT, Record
 from bench.tables import print_by_row
 from gockpt_jax.training.cut import find_cut
 
+TARGETS = {"h100": "h100:1", "v5e": "v5e:2x2"}
+"""Topologies, by name; one device of each is compiled for."""
 MODELS = ("mlp", "transformer")
-_COLUMNS = ("early", "late", "torn", "otherwise", "perturbed", "contracted")
+_COLUMNS = ("early", "late", "torn", "otherwise", "perturbed", "contracted", "flushing")
 _NOTES = (
     "Compiled, not run; one compilation each. Elementwise operations are worked out as IEEE 754 "
     "rounds them, all else is drawn at random, alike wherever it is the same expression.",
@@ -40,10 +42,12 @@ _NOTES = (
     "optimised program. otherwise: leaves whose expression is another in the armed step than in "
     "the user's own; perturbed: those of them that are other numbers.",
     "contracted (H100): multiply-adds in the kernels that no call of a mathematical function "
-    "asked for, and products and sums whose rounding is left to the assembler.",
+    "asked for, and products and sums whose rounding is left to the assembler. flushing: sums and "
+    "products that take denormals for zero.",
 )
 _PTX_LOOSE = re.compile(r"\b(?:add|sub|mul)(?:\.ftz)?\.f(?:32|64)\b")
 _PTX_FMA = re.compile(r"\bfma\.\w+[\w.]*f(?:32|64)\b")
+_PTX_FLUSHING = re.compile(r"\b(?:add|sub|mul)\.(?:r[nzmp]\.)?ftz\.f32\b")
 _IR_FMA = re.compile(r"\bcall\b[^\n]*@llvm\.(?:nvvm\.)?fma\.")
 
 
@@ -79,8 +83,9 @@ def run(quick: bool, targets: str, **_: Any) -> CompiledRecord:
     if unknown := [name for name in names if name not in TARGETS]:
         raise SystemExit(f"`--targets` got {unknown}; there are {', '.join(TARGETS)}.")
     record = CompiledRecord("compiled", notes=list(_NOTES))
-    missing = [name for name in names if not TARGETS[name].is_installed()]
-    told = [f"{name}: `pip install {TARGETS[name].packages}`" for name in missing]
+    compilers = {name: compiler_of(TARGETS[name]) for name in names}
+    missing = [name for name, compiler in compilers.items() if not compiler.is_installed()]
+    told = [f"{name}: `pip install {compilers[name].packages}`" for name in missing]
     if len(missing) == len(names):
         raise SystemExit(f"None of these compilers is installed: {'; '.join(told)}.")
     record.notes += [f"Not measured, its compiler is not installed: {name}." for name in missing]
@@ -93,7 +98,7 @@ def run(quick: bool, targets: str, **_: Any) -> CompiledRecord:
 
 def _in_a_process_of_its_own(target: str, *, quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
-        out, own = Path(directory, "figures.json"), dict(TARGETS[target].environment)
+        out, own = Path(directory, "figures.json"), dict(compiler_of(TARGETS[target]).environment)
         # The host must not contract: these figures are of what the accelerator's compiler does.
         dumped = f"--xla_dump_to={directory}/dump --xla_dump_hlo_module_re=.*armed.*"
         flags = (own.get("XLA_FLAGS", ""), "--xla_cpu_max_isa=AVX", dumped)
@@ -144,14 +149,22 @@ def contracted(dump: Path) -> int:
     return count
 
 
+def flushing(dump: Path) -> int:
+    """Counts sums and products in dumped kernels that take denormals for zero."""
+    codes = [path.read_text(errors="replace") for path in dump.glob("*.ptx")]
+    assert codes, "the compiler has dumped no kernels"
+    return sum(len(_PTX_FLUSHING.findall(code)) for code in codes)
+
+
 def _child(target: str, directory: Path, *, quick: bool) -> None:
     figures: dict[str, float] = {}
-    device, dump = TARGETS[target].device(), directory / "dump"
+    device, dump = devices_of(TARGETS[target])[0], directory / "dump"
     for model in MODELS[:1] if quick else MODELS:
         for optimizer in QUICK if quick else OPTIMIZERS:
             found = measure(optimizer, model, device)
             if target == "h100":
                 found["contracted"] = contracted(dump)
+                found["flushing"] = flushing(dump)
                 shutil.rmtree(dump)
             figures |= {f"{model}/{optimizer}/{name}": n for name, n in found.items()}
             print(target, model, optimizer, found, flush=True)

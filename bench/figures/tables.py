@@ -82,6 +82,32 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
     ]
 
 
+_ACCELERATORS = {"h100": "an H100 (XLA's GPU compiler)", "v5e": "a TPU v5e (libtpu)"}
+
+
+def _is_compiled(record: Mapping[str, Any]) -> bool:
+    return record["name"] == "compiled" and "--quick" not in record["command"]
+
+
+def compiled_table(record: Mapping[str, Any]) -> list[str]:
+    """What accelerators' compilers make of the cut, over all optimizers and models."""
+    columns = ("early", "torn", "otherwise", "perturbed", "contracted", "flushing")
+    lines = [
+        "| compiled for | steps | leaves that leave early | of these, replayed otherwise | "
+        "leaves that the armed step computes otherwise | of these, other numbers | "
+        "multiply-adds of the compiler's own | operations that flush denormals |",
+        "|---|" + "---:|" * (1 + len(columns)),
+    ]
+    figures = record["figures"]
+    for target in dict.fromkeys(name.partition("/")[0] for name in figures):
+        of = {name: x for name, x in figures.items() if name.startswith(f"{target}/")}
+        found = [[x for n, x in of.items() if n.endswith(f"/{c}")] for c in columns]
+        cells = [f"{sum(xs):.0f}" if xs else "-" for xs in found]
+        steps = sum(name.endswith("/early") for name in of)
+        lines.append(f"| {_ACCELERATORS[target]} | {steps} | {' | '.join(cells)} |")
+    return lines
+
+
 def prediction_table(record: Mapping[str, Any]) -> list[str]:
     """What the planner expected of saves, beside what they cost."""
     lines = [
@@ -170,6 +196,7 @@ TABLES: dict[
     str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], list[str]]]
 ] = {
     "docs/accelerators.md": (_is_aot, aot_table),
+    "docs/accelerators.md#compiled": (_is_compiled, compiled_table),
     "bench/README.md": (train.has_prediction, prediction_table),
     "bench/README.md#memory": (_is_memory, memory_table),
     "README.md": (train.has_throughput, throughput_lines),

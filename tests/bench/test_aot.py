@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bench.accelerators import Compiler
 from bench.aot import benchmark as aot
 from bench.aot.compile import GIB, Case, measure_step
 from bench.aot.hlo import read_program
@@ -124,7 +125,7 @@ def test_the_model_is_the_examples_and_every_large_leaf_is_split_over_all_chips(
 
 def test_a_case_that_does_not_compile_is_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(aot, "_CASES", (Case("v5e:none", 1, 1, 128),))
-    monkeypatch.setattr(aot.importlib.metadata, "version", lambda name: "0")
+    monkeypatch.setattr(Compiler, "is_installed", lambda _: True)
     monkeypatch.setattr(aot, "_compile", lambda *_: "RESOURCE_EXHAUSTED: no room")
     options = {
         "cases": None, "steps_of": None, "case_minutes": 1.0, "case_gib": 1.0,
@@ -136,6 +137,24 @@ def test_a_case_that_does_not_compile_is_not_measured(monkeypatch, tmp_path):
     assert json.loads(options["out"].read_text())["notes"] == record.notes
     with pytest.raises(SystemExit, match="names none of v5e:none/0B/fsdp"):
         aot.run(quick=False, **options | {"cases": "v5p,v6e"})
+
+
+def test_a_compiler_that_is_not_there_is_told(monkeypatch, tmp_path):
+    cases = (Case("v5e:2x4", 1, 1, 128), Case("h100:2", 1, 1, 128))
+    monkeypatch.setattr(aot, "_CASES", cases)
+    monkeypatch.setattr(Compiler, "is_installed", lambda compiler: compiler.platform == "tpu")
+    monkeypatch.setattr(aot, "_compile", lambda *_: {"state_gib": 1.0})
+    options = {
+        "cases": None, "steps_of": None, "case_minutes": 1.0, "case_gib": 1.0, "out": None,
+    }  # fmt: skip
+    record = aot.run(quick=False, **options)
+    assert list(record.samples) == ["v5e:2x4/0B/fsdp/state_gib"]
+    assert record.notes[-1].startswith(
+        "h100:2/0B/fsdp: not measured: its compiler is not installed"
+    )
+    monkeypatch.setattr(Compiler, "is_installed", lambda _: False)
+    with pytest.raises(SystemExit, match=r"pip install jax\[tpu\].*jax-cuda13-plugin"):
+        aot.run(quick=False, **options)
 
 
 def test_steps_of_an_earlier_record_are_taken_for_what_they_were(monkeypatch, tmp_path):

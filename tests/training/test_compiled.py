@@ -20,9 +20,9 @@ from test_merging import ERASED, FOLDED, PAIRS, arguments_of_pair, step_of_pair
 from training_helpers import Analysis, analyse
 from updates import UPDATES, gradient
 
-from bench.compiled.benchmark import contracted
+from bench.accelerators import devices_of
+from bench.compiled.benchmark import TARGETS, contracted, flushing
 from bench.compiled.step import CompiledStep, as_numpy, differing_early, differing_results
-from bench.compiled.targets import TARGETS
 from gockpt_jax.training import graph, walk
 from gockpt_jax.training.cut import find_cut
 from gockpt_jax.training.graph import flatten
@@ -41,7 +41,7 @@ def device(request: Any) -> Any:
     if name == "cpu":
         return jax.devices()[0]
     jax.config.update("jax_enable_compilation_cache", False)  # it loads programs to run them
-    return TARGETS[name].device()
+    return devices_of(TARGETS[name])[0]
 
 
 def torn(found: Analysis, device: Any) -> dict[int, int]:
@@ -125,3 +125,4 @@ def test_multiply_adds_of_the_compilers_own_are_counted(tmp_path: Any) -> None:
     (tmp_path / "b.ptx").write_text("mul.f32 %r1;\n add.ftz.f32 %r2;\n add.rn.f32 %r3;")
     (tmp_path / "b.ir-with-opt.ll").write_text("")
     assert contracted(tmp_path) == 3
+    assert flushing(tmp_path) == 1
