@@ -6,6 +6,7 @@ the same for the same expression, so that only what is computed counts and not w
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from bench.compiled.hlo import Instruction, Module, Shape, Shapes, split
@@ -23,7 +24,10 @@ _BODIES = (
 )  # fmt: skip
 # What is called and is its body; and what moves an array and leaves it as it is.
 _CALLS = ("fusion", "call", "async-start")
-_MOVES = ("copy", "copy-start", "copy-done", "async-update", "async-done", "optimization-barrier")
+_MOVES = (
+    "copy", "copy-start", "copy-done", "slice-done", "async-update", "async-done",
+    "optimization-barrier",
+)  # fmt: skip
 PARAMETER, CHOICE, PART = "parameter", "choice", "get-tuple-element"
 BITCAST = "bitcast"
 """The same elements in memory taken for another shape: it depends on how both lie there."""
@@ -126,7 +130,7 @@ class Program:
             return operands[0][int(i.attributes["index"])]
         if i.opcode in _CALLS:
             body = (i.attributes.get("calls") or i.attributes["to_apply"]).lstrip("%")
-            return self._result(body, dict(enumerate(operands)))
+            return self._converted(self._result(body, dict(enumerate(operands))), i.shape)
         if i.opcode == "conditional":
             branches = [
                 self._result(body, {0: operand})
@@ -134,10 +138,38 @@ class Program:
             ]
             return self._choice(operands[0], branches)
         if i.opcode in _MOVES:
-            return operands[0]
+            return self._converted(operands[0], i.shape)
+        if i.opcode == "slice-start":  # `(operand, result, context)`
+            assert isinstance(i.shape, tuple)
+            return self._new(i.as_one("slice", i.shape[1]), _flat(operands), {})
+        if i.attributes.get("custom_call_target") == '"ConcatBitcast"':
+            whole = self._whole_of_slices(_flat(operands), i.shape)
+            return self._new(i, _flat(operands), {}) if whole is None else whole
         if i.opcode == "while" and isinstance(operands[0], tuple):
             return self._loop(i, operands[0])
         return self._new(i, _flat(operands), {})
+
+    def _converted(self, value: _Tree, shape: Shapes) -> _Tree:
+        """What a call or a move gives: on a TPU either may convert on the way."""
+        if not isinstance(value, int) or not isinstance(shape, Shape):
+            return value
+        made = self._expressions[value].shape
+        if isinstance(made, Shape) and made.dtype != shape.dtype:
+            return self._expressions.number(Expression("convert", _anyhow(shape), (value,), ()))
+        return value
+
+    def _whole_of_slices(self, parts: Sequence[int], shape: Shapes) -> int | None:
+        """The array of which a TPU has fetched slices, to where they lie as in the whole."""
+        slices = [self._expressions[part] for part in parts]
+        arrays = {e.operands for e in slices}
+        if len(arrays) > 1 or any(e.opcode != "slice" for e in slices):
+            return None
+        (array,) = arrays.pop()
+        ranges = {e.attributes for e in slices}
+        sizes = [math.prod(e.shape.dims) for e in slices if isinstance(e.shape, Shape)]
+        is_all = isinstance(shape, Shape) and sum(sizes) == math.prod(shape.dims)
+        is_it = self._expressions[array].shape == _anyhow(shape)
+        return array if is_all and is_it and len(ranges) == len(parts) else None
 
     def _loop(self, i: Instruction, given: tuple[_Tree, ...]) -> _Tree:
         """What a loop makes of its parts; those that its body hands on are what they were."""

@@ -51,6 +51,11 @@ class Instruction:
     attributes: dict[str, str]
     is_root: bool
 
+    def as_one(self, opcode: str, shape: Shapes) -> "Instruction":
+        """The same as another instruction, which does as much."""
+        kept = {k: v for k, v in self.attributes.items() if k == opcode}
+        return dataclasses.replace(self, opcode=opcode, shape=shape, attributes=kept)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Module:

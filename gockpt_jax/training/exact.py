@@ -74,11 +74,17 @@ def _shares_a_factor(op: Op) -> bool:
 
 
 def _factors(value: Value) -> list[Value]:
-    """What a product multiplies; nothing if the value is none."""
-    value = _unnamed(value)
-    if value.op is None or value.op.name not in PRODUCTS:
-        return []
-    return [unspread(_unnamed(v)) for v in value.op.inputs]
+    """What a product multiplies, with what products among that do; nothing if it is none."""
+    found: list[Value] = []
+    stack, is_product = [value], False
+    while stack:
+        value = unspread(_unnamed(stack.pop()))
+        if value.op is not None and value.op.name in PRODUCTS:
+            stack.extend(value.op.inputs)
+            is_product = True
+        else:
+            found.append(value)
+    return found if is_product else []
 
 
 def _is_same_factor(a: Value, b: Value) -> bool:

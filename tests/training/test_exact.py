@@ -80,6 +80,7 @@ ROUNDED = [
             "products by one scalar": lambda x, y: (x * x[0], y * x[0]),
             "products by one array": lambda x, y: (x * y, y * jnp.sin(x)),
             "squares": lambda x, y: (x * x, x * y),
+            "products of products": lambda x, y: (x * 0.9, (x * 0.3) * 0.1),
             "named products": lambda x, y: (checkpoint_name(x * 0.3, "a"), y * 0.3),
         }.items()
     ),
