@@ -154,13 +154,13 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         """Whether the policy would save this label now, as stock says it.
 
         A loop that asks at every step, and calls `save` if the answer is yes, has its saves
-        foreseen as if it called `save` at every step; on one process, for of several it may be one
-        alone that asks, and the others would foresee something else.
+        foreseen as if it called `save` at every step. On several processes only under a policy by
+        time: another one may be asked by one process alone, and the others would foresee something
+        else.
         """
         answer: bool = super().should_save(step)
         session = self._gockpt_session
-        # Orbax asks, too.
-        if not self._gockpt_saves.calls.is_inside and not session.processes.several:
+        if not self._gockpt_saves.calls.is_inside:  # Orbax asks, too
             session.predictor.asked(session.version, step, answer)
         return answer
 

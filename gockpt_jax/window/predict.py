@@ -56,12 +56,18 @@ class SavePredictor:
         not, any two saves do that lie as far apart in both.
       takes_state: Whether our handler took a tree in the last accepted save. If all went to others'
         handlers, so will the next ones, and a window would be in vain.
+      is_alone: Whether no other process saves along. Of several, one alone may ask whether a label
+        would be saved: what it foresaw from that, the others would not.
+      is_started: Whether the policy goes by the clock, and its yes starts the windows: the period
+        of the saves so far says nothing then.
     """
 
     def __init__(self, is_save_label: Callable[[int], bool] | None = None):
         self.is_save_label = is_save_label
         self.sees_every_call = True
         self.takes_state = True
+        self.is_alone = True
+        self.is_started = False
         self._expected: int | None = None
         self._calls = Calls()  # of `save`
         self._questions = Calls()  # whether a label would be saved
@@ -106,8 +112,11 @@ class SavePredictor:
 
     @property
     def updates_between_calls(self) -> int | None:
-        """After how many updates the loop will call `save` again, or ask; `None`: nobody knows."""
-        kinds = (self._calls, self._questions)
+        """After how many updates the loop will call `save` again, or ask; `None`: nobody knows.
+
+        As this process has seen it: of several, one may have asked alone.
+        """
+        kinds = [self._calls, *[self._questions] * self._saves_as_told]
         if any(calls.updates_apart == 1 for calls in kinds):  # whatever labels count
             return 1
         known = [calls.updates_per_label(sees_every_call=True) for calls in kinds]
@@ -170,7 +179,7 @@ class SavePredictor:
         if updates is not None:
             return self._calls, updates
         updates = self._questions.updates_per_label(sees_every_call=True)
-        if updates is not None and self._saves_as_told:
+        if updates is not None and self._saves_as_told and self.is_alone:
             return self._questions, updates
         return None
 
@@ -188,6 +197,7 @@ class SavePredictor:
     def _by_period(self, version: int) -> int | None:
         # A policy that says no to the labels ahead knows better than the period of the past.
         knows_better = self.is_save_label is not None and self._in_step() is not None
+        knows_better |= self.is_started
         if len(self._accepted) < 2 or knows_better:
             return None
         period = self._accepted[1] - self._accepted[0]

@@ -79,6 +79,7 @@ class Session:
         self.resources = resources = Resources.of(options, replicas)
         self.host, self.replicas = resources.host, replicas
         self.predictor = SavePredictor()
+        self.predictor.is_alone = not processes.several
         self.between_steps: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         self._changing = threading.RLock()  # held by whoever changes what is below; after `lock`

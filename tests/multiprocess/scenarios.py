@@ -24,8 +24,9 @@ from gockpt_jax.storage.writing import leaf_writer, writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, replicas, staging
 from gockpt_jax.v1 import GoCkptCheckpointable
-from gockpt_jax.window import clock, early, planner, units
+from gockpt_jax.window import clock, early, planner, processes, units
 from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.predict import SavePredictor
 
 from .training import INTERVAL, MESHES_OF, WINDOW_STEPS, Loop, abstract, place, shards_of
 
@@ -452,14 +453,78 @@ def others(directory: Path) -> None:
     positions(directory / "positions")
 
 
-def started(directory: Path) -> None:
+def started(directory: Path, *, asks: bool = False) -> None:
     """A policy that says yes by load defers its saves to the same labels everywhere."""
     policies = ocp.checkpoint_managers
     loop = Loop(directory, save_decision_policy=policies.ContinuousCheckpointingPolicy())
-    loop.run(24)
-    loop.manager.wait_until_finished()
-    say("labels", sorted(loop.given), {r.step: r.kind for r in loop.manager.reports})
+    kinds = run(loop, 24, asks=asks)
+    say("labels", sorted(loop.given), kinds)
+    assert "window" in kinds.values()
     loop.keep()
+    loop.manager.close()
+
+
+def run(loop: Loop, last: int, *, asks: bool = True) -> dict[int, str]:
+    """Updates, and saves where the manager says so, asked before or in `save`; the kinds so far."""
+    while loop.label <= last:
+        loop.update()
+        if not asks or loop.manager.should_save(loop.label - 1):
+            assert loop.save() or not asks
+    loop.manager.wait_until_finished()
+    return {r.step: r.kind for r in loop.manager.reports}
+
+
+class Told(ocp.checkpoint_managers.ContinuousCheckpointingPolicy):
+    """A policy by load that says yes from given labels on, until one is saved; it asks nobody."""
+
+    def __init__(self, labels: list[int]) -> None:
+        super().__init__()
+        self._labels = labels
+
+    def should_save(self, step: Any, previous_steps: Any, **_: Any) -> bool:
+        """Whether there is a label since the last save."""
+        saved = previous_steps[-1].step if previous_steps else -1
+        return any(saved < label <= step.step for label in self._labels)
+
+
+def asked(directory: Path) -> None:
+    """A loop that asks first: the policy's yes starts a window, everywhere or nowhere."""
+    started(directory / "load", asks=True)
+    loop = Loop(directory / "told", save_decision_policy=Told([0, 1, 2, 5, 12, 15, 19]))
+    armed, call = [], StepProgram.call
+
+    def counted(self: Any, *args: Any) -> Any:
+        armed.append(loop.label)
+        return call(self, *args)
+
+    with replaced(StepProgram, "call", counted, only_on=jax.process_index()):
+        kinds = {0: "snapshot", 1: "snapshot", 4: "window", 7: "window", 14: "window"}
+        assert run(loop, 14) == kinds
+        # One process does not know when it will ask again: all save at once.
+        with replaced(SavePredictor, "updates_between_calls", None):
+            assert run(loop, 16) == (kinds := kinds | {15: "snapshot"})
+        assert run(loop, 22) == kinds | {21: "window"}
+    assert armed == [3, 4, 6, 7, 13, 14, 20, 21]  # none for the period that saves seemed to have
+    loop.keep()
+    loop.manager.close()
+
+
+def alone(directory: Path) -> None:
+    """Where one process does not ask, the others open no window without it, and do not hang."""
+    loop = Loop(directory / "run", save_decision_policy=Told([0, 1]))
+    assert run(loop, 0) == {0: "snapshot"}
+    loop.update()
+    if (other := 1 - FAULTY) == jax.process_index():
+        with (
+            replaced(processes, "PATIENCE_SECS", 1.0, only_on=other),
+            pytest.raises(gockpt.ProcessError, match=f"process {FAULTY} did not come"),
+        ):
+            loop.manager.should_save(1)
+    loop.update()
+    assert loop.manager.window_status == "idle"
+    assert loop.save(force=True)
+    loop.keep()
+    assert {r.step: r.kind for r in loop.manager.reports} == {0: "snapshot", 2: "snapshot"}
     loop.manager.close()
 
 

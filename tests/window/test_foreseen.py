@@ -224,15 +224,12 @@ def test_a_loop_that_asks_first_and_then_itself(tmp_path):
 
 @pytest.mark.parametrize("several", [False, True])
 def test_of_several_processes_one_may_ask_alone(tmp_path, monkeypatch, several):
-    """What it foresees would be another window than the others', so questions tell nothing."""
-    with GoCkptManager(tmp_path) as manager:
-        step, state, session = manager.wrap(update), fresh(), manager._gockpt_session
-        for label in range(2):
-            state = step(state, BATCH)
-            with monkeypatch.context() as patch:
-                patch.setattr(session.processes, "several", several)
-                manager.should_save(label)
-        assert session.predictor.updates_between_calls == (None if several else 1)
+    """What it foresaw would be another window than the others', so questions tell no label."""
+    with GoCkptManager(tmp_path, options=Options(save_decision_policy=Every(3))) as manager:
+        predictor = manager._gockpt_session.predictor
+        monkeypatch.setattr(predictor, "is_alone", not several)
+        run(manager, range(2), call=manager.should_save)
+        assert predictor.next_save(2, K) == (None if several else 4)
 
 
 @pytest.mark.parametrize("asks", [False, True])

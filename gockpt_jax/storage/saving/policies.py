@@ -136,14 +136,26 @@ class StartsWindow:
             return True
         if not self._policy.should_save(step, previous_steps, context=context):
             return False
-        ahead = self._session.window_steps - 1
-        between = predictor.updates_between_calls
-        if ahead < 1 or between is None or between > self._session.most_window_steps:
-            self._until = version  # who asks again is told the same
+        self._until = self._end_of_window(version)  # who asks again is told the same
+        predictor.is_started = self._until > version
+        if not predictor.is_started:
             return True
-        self._until = version + -(-ahead // between) * between  # at a call
         predictor.expect(self._until)
         return False
+
+    def _end_of_window(self, version: int) -> int:
+        """The version to save, of a yes at this one; the same on all processes.
+
+        They meet here as they would in the save. The yes is common, for Orbax tells them that of
+        the primary one; at which calls the loop will ask again, each has seen for itself.
+        """
+        ahead = self._session.window_steps - 1
+        between = self._session.predictor.updates_between_calls
+        mine = version
+        if ahead >= 1 and between is not None and between <= self._session.most_window_steps:
+            mine = version + -(-ahead // between) * between  # at a call
+        told = self._session.processes.gather("started", str(mine))
+        return mine if set(told.values()) == {str(mine)} else version
 
 
 class _CountsWaiting:
