@@ -1,5 +1,6 @@
 """What a user sees of windows, wherever the saves come from: our manager, or stock's."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -11,6 +12,8 @@ from gockpt_jax.training.places import Places
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.session import Session
+
+_log = logging.getLogger("gockpt_jax")
 
 
 class WindowFace:
@@ -90,17 +93,28 @@ class WindowFace:
     def expect_save(self, *, in_steps: int) -> None:
         """Says that the save after the next `in_steps` updates will be accepted.
 
-        For saves that nothing can foresee: irregular ones, or the first.
+        For saves that nothing can foresee: irregular ones, or the first. Of several processes all
+        say it, between the same steps, as they run a window's steps together: if a clock decides,
+        it is one process's, which the others are told. If they say different things, nobody has.
 
         Args:
           in_steps: Updates until the save, at least 1.
 
         Raises:
+          ProcessError: if another process does not say it in time.
           ValueError: if it is less than 1.
         """
         advice = "Give the number of calls of the wrapped step until the save."
         in_steps = as_count("in_steps", in_steps, advice)
-        self._gockpt_session.predictor.expect(self._gockpt_session.version + in_steps)
+        session = self._gockpt_session
+        version = session.version + in_steps
+        if session.processes.all_say("expected", str(version)):
+            session.predictor.expect(version)
+        else:
+            _log.warning(
+                "`expect_save` told the processes of different saves, so none is foreseen by it. "
+                "Have one process decide, and tell the others."
+            )
 
     def explain(self, file: TextIO | None = None) -> None:
         """Prints what saves are planned to be; what leaves early, what is retained, what is late.

@@ -141,6 +141,14 @@ class Processes:
         told = self._answers(subject, PATIENCE_SECS)
         return {int(index): text for index, text in sorted(told.items())}
 
+    def all_say(self, subject: str, mine: str) -> bool:
+        """Whether every process says the same.
+
+        Raises:
+          ProcessError: if a process does not come in time.
+        """
+        return set(self.gather(subject, mine).values()) == {mine}
+
     def least(self, subject: str, mine: int | None) -> int | None:
         """The smallest of all processes' numbers; `None` stands for a number without bound."""
         told = self.gather(subject, "" if mine is None else str(mine))

@@ -509,22 +509,43 @@ def asked(directory: Path) -> None:
     loop.manager.close()
 
 
+def expected(directory: Path) -> None:
+    """A save that all processes expect has a window; one that they do not agree on has none."""
+    loop = Loop(directory / "run", save_interval_steps=100)
+    is_faulty = jax.process_index() == FAULTY
+    for label, in_steps in ((4, 3), (9, 3 + is_faulty), (14, 3)):
+        loop.run(label - 3)
+        loop.manager.expect_save(in_steps=in_steps)
+        loop.run(label - 1)
+        loop.update()
+        assert loop.save(force=True)
+    loop.keep()
+    kinds = {r.step: r.kind for r in loop.manager.reports}
+    assert kinds == {0: "snapshot", 4: "window", 9: "snapshot", 14: "window"}
+    loop.manager.close()
+
+
 def alone(directory: Path) -> None:
-    """Where one process does not ask, the others open no window without it, and do not hang."""
+    """Where one process asks or expects alone, it opens no window alone, and nobody hangs."""
+
+    def alone(call: Callable[[], Any]) -> None:
+        loop.update()
+        if (other := 1 - FAULTY) == jax.process_index():
+            with (
+                replaced(processes, "PATIENCE_SECS", 1.0, only_on=other),
+                pytest.raises(gockpt.ProcessError, match=f"process {FAULTY} did not come"),
+            ):
+                call()
+
     loop = Loop(directory / "run", save_decision_policy=Told([0, 1]))
     assert run(loop, 0) == {0: "snapshot"}
-    loop.update()
-    if (other := 1 - FAULTY) == jax.process_index():
-        with (
-            replaced(processes, "PATIENCE_SECS", 1.0, only_on=other),
-            pytest.raises(gockpt.ProcessError, match=f"process {FAULTY} did not come"),
-        ):
-            loop.manager.should_save(1)
+    alone(lambda: loop.manager.should_save(1))
+    alone(lambda: loop.manager.expect_save(in_steps=2))
     loop.update()
     assert loop.manager.window_status == "idle"
     assert loop.save(force=True)
     loop.keep()
-    assert {r.step: r.kind for r in loop.manager.reports} == {0: "snapshot", 2: "snapshot"}
+    assert {r.step: r.kind for r in loop.manager.reports} == {0: "snapshot", 3: "snapshot"}
     loop.manager.close()
 
 

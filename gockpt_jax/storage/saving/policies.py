@@ -154,8 +154,7 @@ class StartsWindow:
         mine = version
         if ahead >= 1 and between is not None and between <= self._session.most_window_steps:
             mine = version + -(-ahead // between) * between  # at a call
-        told = self._session.processes.gather("started", str(mine))
-        return mine if set(told.values()) == {str(mine)} else version
+        return mine if self._session.processes.all_say("started", str(mine)) else version
 
 
 class _CountsWaiting:
