@@ -179,7 +179,7 @@ def unasked(directory: Path) -> None:
 
 
 def elsewhere(directory: Path) -> None:
-    """A leaf on the devices of processes 0 and 1 alone is saved beside the state."""
+    """A leaf on the devices of processes 0 and 1 alone is saved beside the state, and restored."""
     loop = Loop(directory / "run", "fsdp_tensor")
     half = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("half",))
     sharding = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("half"))
@@ -193,7 +193,7 @@ def elsewhere(directory: Path) -> None:
     report = loop.report(INTERVAL)
     say("kind", report.kind, report.early_bytes > 0, len(leaf.addressable_shards))
     target = gockpt.GoCkptRestore(abstract({"state": loop.state, "half": leaf}))
-    restored = loop.manager.restore(INTERVAL, args=target)
+    restored = loop.manager.restore(INTERVAL, args=target, verify=True)
     assert restored["half"].sharding == sharding
     for before, after in zip(
         leaf.addressable_shards, restored["half"].addressable_shards, strict=True

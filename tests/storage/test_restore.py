@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import os
@@ -18,7 +20,9 @@ from storage_helpers import assert_same_arrays, mesh, save
 
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave
-from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.inspecting.stored_item import StoredItem
+from gockpt_jax.storage.inspecting.verify import Verdict, verify
+from gockpt_jax.storage.managing import resume as resuming
 from gockpt_jax.storage.restoring import restore as restoring
 from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
 from gockpt_jax.storage.restoring.target import Stored
@@ -103,6 +107,21 @@ def test_parameters_only(reader):
             reader.restore(3, args=GoCkptRestore(**{how: True}))
 
 
+def test_placeholders_are_left_out(reader):
+    target = abstract(training_state()) | {"key": ocp.PLACEHOLDER}
+    restored = reader.restore(3, args=GoCkptRestore(target, partial_restore=True))
+    assert restored.pop("key") is ocp.PLACEHOLDER
+    want = training_state()
+    del want["key"]
+    assert_same_arrays(restored, want)
+
+
+def test_a_number_may_become_an_array_of_any_dtype(reader):
+    target = abstract(training_state()) | {"step": jnp.int32(0)}
+    restored = reader.restore(3, args=GoCkptRestore(target))
+    assert_same_arrays(restored["step"], jnp.int32(5))
+
+
 def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):
     target = abstract(training_state())
     target["params"]["b"] = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -113,18 +132,21 @@ def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):
     assert_same_arrays(restored["params"]["w"], params["w"][:, :4])
 
 
-def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch):
+@pytest.mark.parametrize("name", ["StandardCheckpointHandler", "PyTreeCheckpointHandler"])
+def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch, name):
     """It refuses a leaf that is larger than its limit."""
-    limits, stock = [], ocp.StandardCheckpointHandler
+    args = GoCkptRestore(abstract(training_state()) if name.startswith("PyTree") else None)
+    limits, stock = [], getattr(ocp, name)
 
     def made(**options):
         limits.append(options["restore_concurrent_gb"])
         return stock(**options)
 
-    monkeypatch.setattr(ocp, "StandardCheckpointHandler", made)
-    item, args = root / "3/state", GoCkptRestore()
+    monkeypatch.setattr(ocp, name, made)
+    item = root / "3/state"
     for told in (Stored((3,), "float32"), Stored((2**33,), "float32")):
-        monkeypatch.setattr(restoring, "shapes_told", lambda _, told=told: {"x": told})
+        all_told = {"x": told, "small": Stored((), "int8")}
+        monkeypatch.setattr(restoring, "shapes_told", lambda _, told=all_told: told)
         restoring.restore(item, args, {})
     restoring.restore(item, args, {"restore_concurrent_gb": 7})
     assert limits == [16, 36, 7]
@@ -158,6 +180,15 @@ def test_onto_this_host_from_devices_that_do_not_exist_here(copy):
             state,
         )
         assert_same_arrays(manager.restore(3, args=GoCkptRestore(plain)), state)
+
+
+@pytest.mark.parametrize(("processes", "backend"), [(1, "cpu"), (2, "cpu"), (1, "gpu")])
+def test_only_one_process_on_cpus_stands_in_for_other_devices(monkeypatch, processes, backend):
+    first = SingleDeviceSharding(jax.devices()[0])
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    found = GoCkptRestore().as_stock().fallback_sharding
+    assert found == (first if (processes, backend) == (1, "cpu") else None)
 
 
 def test_one_replica_reads(reader, monkeypatch):
@@ -228,6 +259,37 @@ def test_everything_that_does_not_fit_is_in_one_error(copy, from_checksums):
     ])  # fmt: skip
 
 
+def share_checksums(item, withhold=()):
+    """As if two processes had saved it: every second chunk is the first one's."""
+    files = [item / "_gockpt_checksums" / f"{name}.json" for name in ("process_0", "process_1")]
+    told = json.loads(files[0].read_text())
+    leaves = {name: leaf for name, leaf in told["leaves"].items() if name not in withhold}
+    for index, file in enumerate(files):
+        theirs = {n: x | {"chunks": x["chunks"][1 - index :: 2]} for n, x in leaves.items()}
+        theirs = {name: leaf for name, leaf in theirs.items() if leaf["chunks"]}
+        file.write_text(json.dumps(told | {"process_index": index, "leaves": theirs}))
+    of_all = item / "_gockpt_checksums/item.json"
+    of_all.write_text(json.dumps(json.loads(of_all.read_text()) | {"processes": [0, 1]}))
+
+
+@pytest.mark.parametrize("withheld", [(), ("params.w",)])
+def test_shapes_are_those_of_all_processes(copy, monkeypatch, withheld):
+    """What one of them knows is a part; where they do not know all, the arrays are asked."""
+    opened = []
+    open_array = StoredItem.open
+    monkeypatch.setattr(
+        StoredItem, "open", lambda self, name: opened.append(name) or open_array(self, name)
+    )
+    share_checksums(copy / "3/state", withheld)
+    target = abstract(training_state())
+    with GoCkptManager(copy) as manager:
+        assert_same_arrays(manager.restore(3, args=GoCkptRestore(target)), training_state())
+        assert bool(opened) == bool(withheld)
+        target["params"]["w"] = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+        with pytest.raises(gockpt.TargetError, match=r"w: float32\[16, 8\] in the checkpoint"):
+            manager.restore(3, args=GoCkptRestore(target))
+
+
 @pytest.mark.parametrize("how", ["StandardRestore", "PyTreeRestore"])
 def test_stocks_arguments_get_the_same_error(reader, how):
     target = misfit(abstract(training_state()))
@@ -240,6 +302,43 @@ def test_stocks_arguments_get_the_same_error(reader, how):
     assert "key: uint32[2]" in str(raised.value)
     assert "params.b" not in str(raised.value)  # stock converts
     assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_stocks_arguments_leave_nothing_out(reader):
+    target = abstract(training_state(), SingleDeviceSharding(jax.devices()[0]))
+    del target["key"]
+    with pytest.raises(gockpt.TargetError, match=r"but not in the target:\n  key: uint32\[2\]"):
+        reader.restore(3, args=ocp.args.StandardRestore(target))
+
+
+def test_stocks_arguments_truncate_nothing(tmp_path):
+    here = SingleDeviceSharding(jax.devices()[0])
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave({"w": jnp.ones((16, 8))}))
+        target = {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=here)}
+        with pytest.raises(gockpt.TargetError, match=r"of another shape:\n  w: float32\[16, 8\]"):
+            manager.restore(0, args=ocp.args.StandardRestore(target))
+        restored = manager.restore(0, args=ocp.args.StandardRestore(target, strict=False))
+        assert restored["w"].shape == (16, 4)
+
+
+@pytest.mark.parametrize("how", ["transforms", "legacy_transform_fn"])
+def test_a_target_of_transforms_need_not_be_like_the_checkpoint(reader, how):
+    def refuse(*_):
+        raise ValueError("the user's")
+
+    made = ocp.RestoreTransform(
+        multi_value_fn=refuse, multi_value_fn_input_args={"step": ocp.RestoreArgs()}
+    )
+    transforms = {"transforms": {"other": made}, "legacy_transform_fn": refuse}
+    target = {"other": jnp.zeros(2)}
+    args = ocp.args.PyTreeRestore(
+        target,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+        **{how: transforms[how]},
+    )
+    with pytest.raises(ValueError, match=r"^the user's$"):
+        reader.restore(3, args=args)
 
 
 def test_what_nothing_is_restored_into_is_named_for_stocks_arguments_too(reader):
@@ -275,6 +374,47 @@ def test_verified_restores(root, copy, args):
     assert f"{copy}/3/state is damaged" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (["whole", "whole"], None),
+        (["whole", "damaged", "whole"], "is damaged:\n  here"),
+        (["whole", "damaged", "damaged"], "is damaged:\n  here"),
+        (["damaged", "whole", "damaged"], r"not whole: processes \[0, 2\] say why"),
+        (["whole", "unreadable"], "the disk"),
+    ],
+)
+@pytest.mark.parametrize("what", ["item", "step"])
+def test_what_one_process_finds_all_processes_raise(root, monkeypatch, what, states, said):
+    """Where some would go on, they would wait for the others in vain."""
+    told = []
+
+    def found(path, share=None):
+        assert share == ((1, len(states)) if what == "item" else None)
+        if states[1] == "unreadable":
+            raise OSError("the disk")
+        return Verdict(str(path), ("here",) if states[1] == "damaged" else ())
+
+    def gather(whole):
+        told.append(bool(whole))
+        return np.array([state == "whole" for state in states])[:, None]
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: len(states))
+    monkeypatch.setattr(restoring.multihost_utils, "process_allgather", gather)
+    if what == "item":
+        monkeypatch.setattr(restoring, "verify_item", found)
+        check = functools.partial(restoring.require_whole, root / "3/state")
+    else:
+        monkeypatch.setattr(resuming, "verify_step", lambda step: found(step.path))
+        monkeypatch.setattr(resuming, "require_whole", lambda item: None)
+        check = functools.partial(resuming.require_whole_step, root / "3")
+    whole = contextlib.nullcontext()
+    with pytest.raises((gockpt.VerifyError, OSError), match=said) if said else whole:
+        check()
+    assert told == [states[1] == "whole"]
+
+
 def test_a_checkpoint_without_checksums_is_not_verified(tmp_path):
     with ocp.CheckpointManager(tmp_path) as stock:
         stock.save(0, args=ocp.args.Composite(state=ocp.args.StandardSave({"x": jnp.ones(2)})))
@@ -304,6 +444,11 @@ def test_an_empty_directory_is_a_fresh_start(tmp_path):
     (tmp_path / "new/7").mkdir()  # Orbax takes it for a step
     with pytest.raises(gockpt.NoCheckpointError, match="it is empty"):
         resume(tmp_path / "new")
+
+
+def test_no_directory_is_a_fresh_start_too(tmp_path):
+    """Of an evaluation that has come before the training."""
+    assert resume(tmp_path / "none", read_only=True) == "fresh"
 
 
 def leftovers(root):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Collection
@@ -11,9 +12,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.errors import NoCheckpointError
-from gockpt_jax.storage.inspecting.directory import Directory, look_into
+from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into
 from gockpt_jax.storage.inspecting.verify import verify_step
-from gockpt_jax.storage.restoring.restore import require_whole
+from gockpt_jax.storage.restoring.restore import raised_by_all, require_whole
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -84,11 +85,15 @@ def require_whole_step(path: epath.Path) -> None:
       VerifyError: One of them is not what was written.
     """
     for step in look_into(path).steps:
-        beside = verify_step(step)
-        if beside.faults:
-            raise beside.error()
+        raised_by_all(step.path, functools.partial(_require_no_faults, step))
         for name in step.trees:
             require_whole(step.items[name])
+
+
+def _require_no_faults(step: Step) -> None:
+    beside = verify_step(step)
+    if beside.faults:
+        raise beside.error()
 
 
 def _no_checkpoint(root: epath.Path, what: str) -> NoCheckpointError:

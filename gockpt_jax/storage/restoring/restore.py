@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,14 +38,29 @@ def require_whole(item: Any) -> None:
     Raises:
       VerifyError: It is damaged, or has no checksums. All processes raise.
     """
-    index, count = jax.process_index(), jax.process_count()
-    verdict = verify_item(item, share=(index, count))
-    if count > 1:
-        whole = multihost_utils.process_allgather(np.asarray(verdict.state == "whole"))
-        elsewhere = [i for i, ok in enumerate(np.ravel(whole)) if not ok and i != index]
-        if elsewhere and verdict.state == "whole":
-            raise VerifyError(f"{item} is not whole: processes {elsewhere} say why.")
-    verdict.require_whole()
+    share = jax.process_index(), jax.process_count()
+    raised_by_all(item, lambda: verify_item(item, share=share).require_whole())
+
+
+def raised_by_all(path: Any, check: Callable[[], None]) -> None:
+    """Runs a check; where it raises on one process all do: they would wait for that one in vain.
+
+    Args:
+      path: What is checked.
+      check: Raises if something is wrong with it.
+    """
+    wrong: Exception | None = None
+    try:
+        check()
+    except Exception as error:
+        wrong = error
+    if jax.process_count() > 1:
+        whole = multihost_utils.process_allgather(np.asarray(wrong is None))
+        elsewhere = [i for i, ok in enumerate(np.ravel(whole)) if not ok]
+        if elsewhere and wrong is None:
+            wrong = VerifyError(f"{path} is not whole: processes {elsewhere} say why.")
+    if wrong is not None:
+        raise wrong
 
 
 def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
