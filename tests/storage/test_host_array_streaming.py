@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from storage_helpers import (
     save,
 )
 
+from gockpt_jax.storage.files.aligned import PIECE_BYTES
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats, collecting
@@ -125,6 +127,22 @@ def test_bytes_in_flight_are_bounded(tmp_path, limit_bytes, peak_bytes):
     assert stats.peak_inflight_bytes == peak_bytes
     assert stats.written_bytes == 8 * SHARD_BYTES
     np.testing.assert_array_equal(restored(tmp_path / "x", {"x": x})["x"], x)
+
+
+@pytest.mark.parametrize(
+    ("options", "held_bytes"),
+    [
+        ({"use_compression": False}, PIECE_BYTES),
+        ({"use_compression": False, "use_zarr3": True}, 2 * PIECE_BYTES),
+        ({"use_compression": True}, 4 * PIECE_BYTES),
+    ],
+    ids=["piece by piece", "by TensorStore", "compressed"],
+)
+def test_a_chunk_counts_as_what_is_held_because_of_it(tmp_path, options, held_bytes):
+    x = jnp.zeros(2 * PIECE_BYTES, jnp.int8)
+    with collecting(stats := WriteStats()):
+        save(make_tree_handler(write_limit_bytes=1, **options), tmp_path / "x", host_tree({"x": x}))
+    assert (stats.written_bytes, stats.peak_inflight_bytes) == (x.nbytes, held_bytes)
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
@@ -296,6 +314,15 @@ def test_empty_arrays_are_refused_as_in_stock(tmp_path):
         save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state)
     with pytest.raises(ValueError, match=r"zero size.*\['a', 'b'\]"):
         save(make_tree_handler(), tmp_path / "ours", host_tree(state))
+
+
+def test_what_lives_in_one_of_several_processes_is_refused(monkeypatch):
+    """Each process would write its own into the same place."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    infos = [SimpleNamespace(name=name) for name in ("a", "b")]
+    arrays = [host_array(jnp.ones(2)), host_array(jnp.ones((2, 2)))]
+    with pytest.raises(ValueError, match=r"one of several processes only: \['a', 'b'\]"):
+        asyncio.run(HostArrayHandler().serialize(arrays, infos))
 
 
 def test_a_host_array_is_written_once(tmp_path):

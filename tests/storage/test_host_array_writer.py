@@ -250,7 +250,12 @@ def test_what_is_in_pinned_memory_is_cut_as_stock_cuts_it(tmp_path):
     ] == [False, True, False, True, False, True]
 
 
-def test_any_partition_into_boxes_gives_the_same_bytes(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"use_compression": False}, {"use_compression": False, "use_ocdbt": False}],
+    ids=["compressed", "ocdbt", "files"],
+)
+def test_any_partition_into_boxes_gives_the_same_bytes(tmp_path, options):
     """Boxes need not be shards: rows of a shard, and pieces of a chunk, in any order."""
     state = {"x": example_state()["fsdp"]}
     values = np.asarray(state["x"])
@@ -262,8 +267,8 @@ def test_any_partition_into_boxes_gives_the_same_bytes(tmp_path):
     ]
     random.Random(0).shuffle(shards)
     array = HostArray(values.shape, values.dtype, state["x"].sharding, shards)
-    save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state)
-    save(make_tree_handler(), tmp_path / "ours", {"x": array})
+    save(ocp.PyTreeCheckpointHandler(**options), tmp_path / "stock", state)
+    save(make_tree_handler(**options), tmp_path / "ours", {"x": array})
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
 
 

@@ -317,3 +317,22 @@ def test_chunks_of_zeros_that_an_older_orbax_left_out(tmp_path):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
     )
     assert_same_arrays(restore(tmp_path / "x", GoCkptRestore(target), {}), tree)
+
+
+def test_a_users_handler_of_arrays_reads_in_its_own_way(tmp_path):
+    asked = []
+
+    class Own(ocp.type_handlers.ArrayHandler):
+        async def deserialize(self, infos, args=None):
+            asked.extend(info.name for info in infos)
+            return await super().deserialize(infos, args)
+
+    tree = {"x": state()["rows"]}
+    save(make_tree_handler(**PLAIN), tmp_path / "x", host_tree(tree))
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, Own()))
+    options = {"type_handler_registry": registry}
+    assert_same_arrays(restore(tmp_path / "x", GoCkptRestore(target), options), tree)
+    assert asked == ["x"]

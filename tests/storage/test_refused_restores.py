@@ -6,6 +6,7 @@ import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -51,6 +52,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "an object": (with_leaf(object()), gockpt.TargetError, KIND.format("object")),
     "a type": (with_leaf(float), gockpt.TargetError, KIND.format("type")),
     "a number": (with_leaf(1.0), gockpt.TargetError, KIND.format("float")),
+    "a shape": (
+        with_leaf(SimpleNamespace(shape=(4,))), gockpt.TargetError, KIND.format("SimpleNamespace"),
+    ),
+    "a dtype": (
+        with_leaf(SimpleNamespace(dtype=np.dtype("f4"))), gockpt.TargetError,
+        KIND.format("SimpleNamespace"),
+    ),
 }  # fmt: skip
 
 

@@ -356,6 +356,16 @@ def test_a_missing_process(item, layout):
 
 
 @pytest.mark.parametrize("layout", ["ocdbt"])
+def test_processes_that_disagree(item, layout):
+    def second(content):
+        content["process_index"] = 1
+        content["leaves"] = {"w": {"dtype": "int32", "chunks": []}}
+
+    rewrite(item, second, process=1)
+    assert faults_of(item) == ["`w`: the processes disagree on its dtype"]
+
+
+@pytest.mark.parametrize("layout", ["ocdbt"])
 def test_a_processs_checksums_that_never_came_fail_the_save(item, layout, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(RuntimeError, match=r"processes \[1\] of 2 have left no checksums"):
@@ -366,7 +376,8 @@ def test_a_processs_checksums_that_never_came_fail_the_save(item, layout, monkey
 def test_the_list_of_files_itself(item, layout):
     file = item / FOLDER / "item.json"
     whole = file.read_text()
-    for damaged in (whole.replace("[0]", "[0, 1]", 1), whole[:-4], "[]"):
+    renamed = whole.replace('"files"', '"other"', 1)
+    for damaged in (whole.replace("[0]", "[0, 1]", 1), whole[:-4], "[]", renamed):
         file.write_text(damaged)
         assert any(f"`{FOLDER}/item.json` is damaged" in fault for fault in faults_of(item))
     file.unlink()
