@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import threading
 import weakref
@@ -23,7 +24,7 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.window.early import CutPull, EarlyChunks
 from gockpt_jax.window.landing import Landing
-from gockpt_jax.window.slots import make_slots
+from gockpt_jax.window.slots import give_back, make_slots
 from gockpt_jax.window.units import GroupUnit
 from gockpt_jax.window.worker import Worker
 
@@ -242,6 +243,37 @@ def test_what_waits_is_given_back_when_the_window_is_dropped(window):
     second()
     window.early.drop()
     assert window.host.used_bytes == 0
+
+
+def test_the_first_error_is_the_one_that_is_told(window):
+    first = RuntimeError("injected")
+    for error in (first, RuntimeError("of what followed from it")):
+        window.early.failed(error)
+    assert window.early.error is first
+
+
+def test_what_nobody_reads_any_more_is_not_audited(window):
+    """It may not have been replayed, so that the audit would find fault with it."""
+    index = window.expected[0].addressable_shards[0].index
+    slots = make_slots([index])
+    window.land(0)
+    window.early.promise(slots)
+    window.early.promise_no_more()
+    assert window.early.is_wanted
+    give_back(slots, window.host)
+    window.early.take_in(window.update(0))()
+    with pytest.raises(concurrent.futures.CancelledError):
+        window.early.finish({0: slots}, check=lambda final: pytest.fail("it was audited"))
+    window.early.drop()
+    assert (window.replayer.passes, window.host.used_bytes) == ([], 0)
+
+
+def test_nothing_is_replayed_after_an_error(window):
+    window.land(0)
+    window.early.failed(RuntimeError("injected"))
+    window.early.take_in(window.update(0))()
+    assert window.replayer.passes == []
+    assert window.host.used_bytes == LEAF_BYTES
 
 
 def test_what_waits_for_an_update_that_is_never_passed_on_is_given_back(window):

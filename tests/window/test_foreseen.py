@@ -170,6 +170,15 @@ def test_a_start_driven_policy_saves_at_once_where_there_are_no_windows(tmp_path
         check(manager, saved)
 
 
+def test_a_start_driven_policy_saves_what_no_wrapped_step_has_made(tmp_path):
+    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        for label in range(2):
+            assert manager.save(label, args=GoCkptSave({"x": jnp.full(3, label)}))
+            manager.wait_until_finished()
+        assert kinds(manager) == expected(range(2), [])
+
+
 def test_a_start_driven_policy_beside_labels(tmp_path):
     policy = Any([Every(6), managers.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)])
     options = Options(save_decision_policy=policy)

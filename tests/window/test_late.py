@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.window import late
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.late import take_now
@@ -54,6 +55,20 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
     for _ in range(2):  # a writer and a save that is given up may both do so
         give_back([slot for array in arrays for slot in slots[id(array)]], host)
         assert host.used_bytes == 0
+
+
+def test_no_more_is_cut_than_must_be(monkeypatch):
+    """Nor what no program of ours cuts: rows of a packed dtype may begin within a byte."""
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 500)
+    arrays = [jnp.zeros(2000, jnp.int4), jnp.zeros(2000, jnp.int8), jnp.zeros(1200, jnp.int8)]
+    chunks = late.late_chunks(arrays, 3000, FIRST_ALONE)
+    assert [(n, chunk.is_whole) for n, chunk in chunks] == [
+        (0, True), *[(1, False)] * 4, (2, True),
+    ]  # fmt: skip
+    all_bytes = 2048 + 2048 + 1216  # each begins at a multiple of 64
+    for limit_bytes, fits in ((None, True), (all_bytes, True), (all_bytes - 1, False)):
+        chunks = late.late_chunks(arrays, limit_bytes, FIRST_ALONE)
+        assert (len(late.late_blocks(chunks, limit_bytes)) == 1) == fits
 
 
 @pytest.mark.parametrize("limit_bytes", [None, 3000])

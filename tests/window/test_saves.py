@@ -292,9 +292,11 @@ def test_reports_are_plausible_and_told_to_monitoring(tmp_path, caplog):
     assert window.error is None
     assert window.written_bytes >= STATE_BYTES
     scratch = 2 * 4 * CHUNK_SIZES[-1]  # replay's, for two moments
-    assert STATE_BYTES <= window.peak_host_bytes <= 3 * STATE_BYTES + scratch
+    # The state, what two updates retained, the audit's sample, what is being written: all at once
+    # where replay is slow.
+    assert STATE_BYTES <= window.peak_host_bytes <= 4 * STATE_BYTES + scratch
     assert 2 * leaf <= window.peak_device_bytes <= 2 * STATE_BYTES
-    assert 0 <= window.barrier_secs <= window.stall_secs
+    assert 0 <= window.barrier_secs <= window.stall_secs < 60
     for seconds in (window.drain_secs, window.write_secs, window.commit_secs):
         assert 0 < seconds < 60
     assert reports[0].early_bytes == reports[0].gradient_bytes == 0

@@ -94,6 +94,28 @@ def test_as_much_is_copied_as_the_plan_says(place, steps):
     assert sum(follows) == size.retained
 
 
+def test_what_follows_is_cut_from_where_the_compiler_has_put_it():
+    """Whatever the plan took for granted; it travels by the shards of the leaf that it replays."""
+    state = fresh(PLACES["sharded"])
+    program, leaves = program_of(state), jax.tree.leaves(state)
+    units = dict(enumerate(measure_bytes(program, leaves).units))
+    planned = make_departure(program, units, leaves, nothing_left())
+    rng = np.random.default_rng(2)
+    values = [rng.standard_normal(x.shape).astype(x.dtype) for x in program.cut.arrays]
+    for place in (PLACES["sharded"], NamedSharding(MESH, PartitionSpec(None, "x"))):
+        cut = [jax.device_put(x, place) for x in values]
+        departure = planned.followed_by(cut)
+        assert (departure is planned) == (place == PLACES["sharded"])
+        assert departure.followed_by(cut) is departure
+        pull = departure.cut.start_pull(departure.cut.stage(departure.followers(cut)))
+        found = zip(departure.values, departure.cut.chunks, pull.result(), strict=True)
+        for (_, i), chunk, shards in found:
+            assert chunk.source.placed == PLACES["sharded"]
+            for shard in shards:
+                want = values[i][shard.index].reshape(-1)[chunk.start : chunk.stop]
+                np.testing.assert_array_equal(shard.data, want)
+
+
 def test_replicas_copy_the_slices_that_they_send(monkeypatch):
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
     state = fresh(NamedSharding(MESH, PartitionSpec()))
