@@ -54,7 +54,18 @@ def test_early_save_says_why_it_is_a_snapshot(tmp_path: Path) -> None:
         trainer.run(7)
         trainer.save(force=True)
         trainer.assert_intact()
-        assert "early" in trainer.report(7).reason
+        assert "the save came 1 steps early" in trainer.report(7).reason
+
+
+def test_an_abandoned_window_holds_no_state(tmp_path: Path) -> None:
+    """Its replay may hold the window for longer."""
+    with Trainer(tmp_path) as trainer:
+        trainer.run(7)
+        window = trainer.manager._gockpt_session._window
+        assert window is not None
+        assert len(window.state) > 0
+        trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))
+        assert len(window.state) == 0
 
 
 @pytest.mark.parametrize("label", [7, 8], ids=["in_the_middle", "at_the_target"])

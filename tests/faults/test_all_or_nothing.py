@@ -98,24 +98,26 @@ def test_error_before_the_seal_reaches_the_next_step(
         assert_goes_on(trainer)
 
 
-@pytest.mark.parametrize("fault", BEFORE_SEAL)
+@pytest.mark.parametrize(
+    ("fault", "label"), [*((fault, 8) for fault in BEFORE_SEAL), ("replay", 7)]
+)
 def test_save_that_meets_a_failed_window_is_a_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, label: int
 ) -> None:
     injected = Fault(monkeypatch, **BEFORE_SEAL[fault])
     with Trainer(tmp_path) as trainer:
-        trainer.run_undisturbed(7)
+        trainer.run_undisturbed(label - 1)
         injected.arm()
         trainer.update()
         trainer.settle()
         assert injected.fired
-        assert trainer.save()
+        assert trainer.save(force=label < 8)
         with pytest.raises(gockpt.ReplayError) as raised:
             trainer.update()
         assert raised.value.__cause__ is injected.error
         trainer.assert_intact()
-        assert trainer.report(8).kind == "snapshot"
-        assert str(injected.error) in trainer.report(8).reason
+        assert trainer.report(label).kind == "snapshot"
+        assert str(injected.error) in trainer.report(label).reason
         assert_goes_on(trainer)
 
 

@@ -22,7 +22,7 @@ from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.seal import Seal
 from gockpt_jax.window.session import Session
 
-from .trainer import Trainer
+from .trainer import WINDOW_STEPS, Trainer
 
 Composite = ocp.CompositeCheckpointHandler
 
@@ -49,6 +49,7 @@ class Once:
 PLACES = {
     "the state is taken": (Seal, "take", False),
     "what left early is taken": (open_window, "send_late", False),
+    "what left early is taken, without an audit": (open_window, "send_late", False),
     "it is handed over": (gockpt.GoCkptHandler, "_write", False),
     "it has begun": (ocp.AsyncCheckpointer, "save", True),
 }
@@ -60,7 +61,9 @@ def test_a_save_that_was_interrupted_is_tried_again(
 ) -> None:
     owner, name, behind = PLACES[place]
     once = Once(monkeypatch, owner, name, behind=behind)
-    with Trainer(tmp_path) as trainer:
+    audit = None if "without an audit" in place else gockpt.Audit()
+    window = gockpt.WindowOptions(steps=WINDOW_STEPS, audit=audit)
+    with Trainer(tmp_path, window=window) as trainer:
         trainer.run_undisturbed(7)
         trainer.update()
         once.armed = True
