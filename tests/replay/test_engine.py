@@ -15,6 +15,7 @@ from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
 
 from gockpt_jax import ReplayError
 from gockpt_jax.replay.engine import Replayer
+from gockpt_jax.replay.programs import CHUNK_SIZES
 
 SIZE = 1001
 
@@ -64,6 +65,29 @@ def test_one_at_a_time_where_training_shares_the_queues():
     assert Replayer("cpu", threads=4).threads == 1
     assert Replayer("gpu", threads=4).threads == 4
     assert Replayer("gpu").threads >= 1
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(None, 1), (2, 1), (16, 4), (128, 8)])
+def test_a_quarter_of_the_cores_replays(monkeypatch, cores, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert Replayer("gpu").threads == threads
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_are_given_in_the_memory_that_is_counted(recipe, monkeypatch, threads):
+    """Pieces of one size one after the other: fresh memory for each would be slow, and more."""
+    new, made = Replayer._new_buffers, []
+
+    def counted(self, like):
+        made.append(sum(x.nbytes for x in like))
+        return new(self, like)
+
+    monkeypatch.setattr(Replayer, "_new_buffers", counted)
+    size = 5 * CHUNK_SIZES[0]
+    shard = shard_of(recipe, [numbers(0, size), numbers(1, size)], [numbers(2, size)])
+    replayer = Replayer("gpu", threads)
+    replayer.apply([shard])
+    assert 0 < sum(made) <= replayer.scratch_bytes([shard])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
