@@ -10,7 +10,7 @@ import jax
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
-from gockpt_jax.training.places import Place, Places, as_places, states_at, states_within
+from gockpt_jax.training.places import Place, Places, as_places, identical, states_at, states_within
 
 
 class CallForm:
@@ -61,25 +61,37 @@ class CallForm:
           kwargs: Keyword arguments of it.
           out_tree: Structure of the result.
           before: Leaves of the result of the call before: of several parts that are like the state,
-            the new state is the one that the loop has given back. `None`: the first of them.
+            the new state is the one that the loop has given back, and if none is like it, so are
+            the arrays that it has given back. `None`: the first part.
 
         Raises:
           StepMismatchError: if the state is not found.
         """
         states = self.state_of(args, kwargs)
-        given = [set(map(id, jax.tree.leaves(s))) for s in states]
-        returned = [id(x) for x in before or ()]
+        inputs = self.state_of(*self._leaves_of_arguments(args, kwargs))
+        outputs = self._outputs(out_tree, states, list(before or ()))
+        return Positions(tuple(itertools.chain(*inputs)), outputs, leaf_paths(states))
+
+    def _outputs(self, out_tree: Any, states: Sequence[Any], before: list[Any]) -> tuple[int, ...]:
+        """Which of the result's leaves are the new state's, in the order of the state's."""
+        if len(before) != out_tree.num_leaves:  # another program's
+            before = []
+        given = [jax.tree.leaves(s) for s in states]
+        given_ids = [set(map(id, leaves)) for leaves in given]
 
         def came_back(leaves: range, n: int) -> int:
-            if len(returned) != out_tree.num_leaves:  # another program's
-                return 0
-            return sum(returned[i] in given[n] for i in leaves)
+            return sum(id(before[i]) in given_ids[n] for i in leaves) if before else 0
 
-        inputs = self.state_of(*self._leaves_of_arguments(args, kwargs))
-        outputs = self._new_states(out_tree, states, came_back)
-        return Positions(
-            tuple(itertools.chain(*inputs)), tuple(itertools.chain(*outputs)), leaf_paths(states)
-        )
+        try:
+            return tuple(itertools.chain(*self._new_states(out_tree, states, came_back)))
+        except StepMismatchError:
+            if self._state_out is not None:
+                raise
+            # In other containers than it went in with; the loop puts the arrays back itself.
+            places = [i for i in identical([*itertools.chain(*given)], before) if i is not None]
+            if not places or len(set(places)) < sum(map(len, given)):
+                raise
+            return tuple(places)
 
     def new_leaves_of(self, result: Any, states: Sequence[Any]) -> list[Any]:
         """The new state in a result: the leaves of all parts.

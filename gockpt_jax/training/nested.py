@@ -22,7 +22,7 @@ from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError, WrapError
 from gockpt_jax.options import Arm
 from gockpt_jax.training.call import CallForm, Positions, leaf_paths
-from gockpt_jax.training.places import Place, Places, as_places
+from gockpt_jax.training.places import Place, Places, as_places, identical
 from gockpt_jax.training.stand_in import StandIn
 from gockpt_jax.training.wrap import StepObserver, WrappedStep
 
@@ -160,7 +160,7 @@ class InnerForm(CallForm):
           StepMismatchError: if none of them does.
         """
         del out_tree, before
-        old_positions = _positions(self.old, jax.tree.leaves(self.dynamic(args, kwargs)))
+        old_positions = identical(self.old, jax.tree.leaves(self.dynamic(args, kwargs)))
         unique: dict[int, tuple[int, str]] = {}  # leaves that share an array are one here
         for old, new, path in zip(old_positions, self.new_positions, self.paths, strict=True):
             if old is not None and new is not None:
@@ -223,7 +223,7 @@ class NestedStep(StandIn):
             if not self._inner.no_state_found():
                 self._mismatch = error
         form.old = ()  # donated
-        form.new_positions = _positions(new, jax.tree.leaves(self._inner.last_result))
+        form.new_positions = identical(new, jax.tree.leaves(self._inner.last_result))
         return result
 
     @contextlib.contextmanager
@@ -283,13 +283,3 @@ def _jitted_in(step: Any, attribute: str) -> Callable[..., Any]:
     with _placing:
         jitted: Callable[..., Any] = getattr(step, attribute)
         return jitted.step if isinstance(jitted, _ByThread) else jitted
-
-
-def _positions(leaves: Sequence[Any], among: Sequence[Any]) -> list[int | None]:
-    """Where each array is, by identity; one that is there twice is found in turn."""
-    places: dict[int, list[int]] = {}
-    for i in reversed(range(len(among))):
-        if isinstance(among[i], jax.Array):
-            places.setdefault(id(among[i]), []).append(i)
-    found = (places.get(id(leaf), [None]) for leaf in leaves)
-    return [at.pop() if len(at) > 1 else at[0] for at in found]

@@ -101,6 +101,16 @@ def states_within(
     return tuple(found)
 
 
+def identical(leaves: Sequence[Any], among: Sequence[Any]) -> list[int | None]:
+    """Where each array is, by identity; one that is there twice is found in turn."""
+    places: dict[int, list[int]] = {}
+    for i in reversed(range(len(among))):
+        if isinstance(among[i], jax.Array):
+            places.setdefault(id(among[i]), []).append(i)
+    found = (places.get(id(leaf), [None]) for leaf in leaves)
+    return [at.pop() if len(at) > 1 else at[0] for at in found]
+
+
 def _trees_in(tree: Any) -> Iterator[tuple[Any, range]]:
     """A structure and all within it, the outermost first, and which of its leaves are theirs."""
     level = [(tree, 0)]

@@ -235,7 +235,8 @@ class WrappedStep(StandIn):
                 _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
                 return program
         except StepMismatchError:
-            if not self.no_state_found():
+            # Of the first call nobody knows yet what comes back as the state.
+            if self.last_result is not None and not self.no_state_found():
                 raise
         return None
 
@@ -322,7 +323,8 @@ def _why_no_program(step: Any) -> str | None:
     elif isinstance(step, functools.partial):
         remedy = "wrap the jitted function, and bind arguments to the wrapped one"
     elif kind == "PmapFunction" or (kind == "function" and hasattr(step, "lower")):  # jax 0.7; 0.8
-        kind, remedy = "jax.pmap", "use `jax.jit` of `jax.shard_map` over a mesh"
+        kind = "jax.pmap"
+        remedy = "use `jax.jit` of `jax.shard_map(..., check_vma=False)` over a mesh"
     elif kind == "function":
         remedy = "wrap the function in `jax.jit` first, or the jitted one that it calls"
     else:

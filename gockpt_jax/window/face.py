@@ -69,8 +69,9 @@ class WindowFace:
           step: What `jax.jit` returned, or `nnx.jit`, `eqx.filter_jit`, `gockpt_jax.jit`; a method
             that is jitted, too.
           state: Position or name of the state among the arguments, or several of them.
-          state_out: Position or name of the new state in the result; `None`: found by structure, or
-            in the arguments themselves if the step updates them in place, as NNX does.
+          state_out: Position or name of the new state in the result; `None`: found by structure; in
+            the arguments themselves if the step updates them in place, as NNX does; or by the next
+            call, if the loop gives it the same arrays in other containers.
 
         Returns:
           A function to call in its place.

@@ -11,7 +11,7 @@ import pytest
 
 from gockpt_jax import StepMismatchError, WrapError, _compat
 from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.places import as_places, states_at, states_within
+from gockpt_jax.training.places import as_places, identical, states_at, states_within
 
 STATE = {"w": 1, "m": 2}
 
@@ -205,9 +205,49 @@ def test_of_several_parts_alike_the_one_that_the_loop_gives_back(states, result,
     assert places.locate(args, {}, out_tree).outputs == tuple(range(len(states)))
 
 
+def returned_elsewhere(given, state_out=None):
+    """Where `locate` finds a state of two arrays that has come out in another container.
+
+    Args:
+      given: What goes into the second call, made of the first one's result.
+      state_out: As in `CallForm`.
+    """
+    jitted = jax.jit(lambda *args: None)
+    before = {"loss": jnp.float32(0), "new": {"a": jnp.ones(2), "b": jnp.ones(2)}}
+    places = CallForm(jitted, 0, _compat.jit_settings(jitted), state_out)
+    leaves, out_tree = jax.tree.flatten(before)
+    return places.locate((given(before["new"]),), {}, out_tree, leaves).outputs
+
+
+def test_a_state_in_another_container_is_what_the_loop_gives_back():
+    assert returned_elsewhere(lambda new: (new["b"], new["a"])) == (2, 1)
+    assert returned_elsewhere(lambda new: [[new["a"]], (new["b"],)]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "state_out"),
+    [
+        (lambda new: (new["b"], jnp.ones(2)), None),  # it may be the step's, or another's
+        (lambda new: (new["b"], new["b"]), None),
+        (lambda new: (new["b"], 1.0), None),
+        (lambda new: (), None),
+        (lambda new: (new["b"], new["a"]), "new"),
+    ],
+)
+def test_a_state_that_is_not_given_back_whole_is_not_found(given, state_out):
+    with pytest.raises(StepMismatchError, match=r"no tree like the state|does not lead to a tree"):
+        returned_elsewhere(given, state_out)
+
+
 def test_of_several_parts_alike_the_one_of_the_states_shapes_and_dtypes():
     """Where the arrays alone tell: gradients may be narrower."""
     given = {"w": jnp.ones(2)}
     result = [{"w": jnp.ones(2, jnp.bfloat16)}, {"w": jnp.ones(3)}, {"w": jnp.ones(2)}, given]
     found = form(lambda state: result, 0).new_leaves_of(result, (given,))
     assert [x is result[2]["w"] for x in found] == [True]
+
+
+def test_arrays_that_are_there_twice_are_found_in_turn():
+    a, b = jnp.zeros(2), jnp.ones(2)
+    assert identical([a, b, a, 3, jnp.ones(3)], [a, 3, a, b]) == [0, 3, 2, None, None]
+    assert identical([a, a, a], [a, a]) == [0, 1, 1]

@@ -272,12 +272,6 @@ def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch
     assert all(x() is None or id(x()) in there for x in first)
 
 
-def test_arrays_that_are_there_twice_are_found_in_turn():
-    a, b = jnp.zeros(2), jnp.ones(2)
-    assert nested._positions([a, b, a, 3, X], [a, 3, a, b]) == [0, 3, 2, None, None]
-    assert nested._positions([a, a, a], [a, a]) == [0, 1, 1]
-
-
 def test_a_state_that_is_not_in_the_program():
     wrapped, state = wrap(nnx_step(), state=3), nnx_state()
     step = wrap(eqx.filter_jit(lambda name, x: (name, x)), state=0)

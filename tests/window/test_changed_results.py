@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from window.training_loop import Options, assert_same, to_host
 
-from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
 
 SIZE = 64
 
@@ -73,6 +73,42 @@ def test_training_goes_on(tmp_path, arm, change, log):
         for label, want in saved.items():
             assert_same(manager.restore(label), want)
         assert manager.last_report.kind == "window"
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_a_state_may_come_out_in_another_container(tmp_path, arm):
+    """As NNX modules do that go through plain `jax.jit`: the loop puts the arrays back itself."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        (m, w), count = state
+        grad = jnp.sin(w + batch)
+        m = 0.9 * m + grad
+        return {"count": count + 1, "loss": jnp.sum(grad), "w": w - 0.1 * m, "z": m}
+
+    def train(step, save=lambda n, state: None):
+        state = ((jnp.zeros(SIZE), jnp.ones(SIZE)), jnp.int32(0))
+        for n in range(25):
+            new = step(state, jnp.linspace(-1.0, 1.0, SIZE) * n)
+            state = ((new["z"], new["w"]), new["count"])
+            save(n, state)
+        return state
+
+    saved = {}
+    options, window = Options(save_interval_steps=8), WindowOptions(steps=4, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+
+        def save(n, state):
+            if manager.save(n, args=GoCkptSave(state)):
+                saved[n] = to_host(state)
+
+        state = train(manager.wrap(step), save)
+        manager.wait_until_finished()
+        assert_same(to_host(state), to_host(train(step)))
+        kinds = [(r.step, r.kind, r.early_bytes > 0) for r in manager.reports]
+        assert kinds == [(0, "snapshot", False), *((n, "window", True) for n in (8, 16, 24))]
+        for label, want in saved.items():
+            assert_same(manager.restore(label, args=GoCkptRestore(state)), want)
 
 
 @pytest.mark.parametrize("arm", ["window", "always"])
