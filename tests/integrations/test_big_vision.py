@@ -1,7 +1,7 @@
 """big_vision's loop: implicit transfers are forbidden, in all threads; the state is a dict.
 
 It saves what `itstime` says: the first step, every so many, the last; and adds the clock's readings
-to what it saves.
+to what it saves. A run that is started again goes on from there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from integrations.loops import WINDOW, run_both
+import gockpt_jax
+from integrations.loops import WINDOW, assert_same, bits, run_both
 
-CKPT_STEPS, TOTAL_STEPS = 5, 17
+CKPT_STEPS, TOTAL_STEPS, MORE_STEPS = 5, 17, 4
 STRATEGY = ((r"params/.*kernel|(mu|nu)/.*kernel", PartitionSpec("data")), (r".*", PartitionSpec()))
 
 
@@ -76,7 +78,7 @@ def setup(mesh):
     return jax.jit(init, out_shardings=train_state_sharding), update_fn, repl_sharding
 
 
-def train(directory, gockpt):
+def train(directory, gockpt, *, total_steps=TOTAL_STEPS):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     init, update_fn, repl_sharding = setup(mesh)
     with jax.transfer_guard("allow"):
@@ -84,7 +86,16 @@ def train(directory, gockpt):
         rng_loop = jax.device_put(key, repl_sharding)
     with gockpt.GoCkptManager(directory, window=WINDOW) as manager:  # was: its own GlobalAsync...
         update_fn = manager.wrap(update_fn)  # new
-        for step in range(1, TOTAL_STEPS + 1):
+        if manager.latest_step() is not None:
+            target = jax.tree.map(ocp.utils.to_shape_dtype_struct, train_state)
+            jax.tree.map(lambda x: x.delete(), train_state)
+            # was: u.load_checkpoint_ts(resume_ckpt_path, tree=shardings, shardings=shardings)
+            target["chrono"] = {"accum_steps": 0.0}
+            loaded = manager.restore(None, args=gockpt.GoCkptRestore(target))
+            assert loaded.pop("chrono") == {"accum_steps": TOTAL_STEPS}
+            train_state = loaded
+        first_step = int(jax.device_get(optax.tree.get(train_state["opt"], "count")))
+        for step in range(first_step + 1, total_steps + 1):
             rng = np.random.default_rng(step)
             batch = {
                 "image": rng.standard_normal((8, 8), np.float32),
@@ -92,7 +103,7 @@ def train(directory, gockpt):
             }
             batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
             train_state, measurements = update_fn(train_state, rng_loop, batch)
-            if itstime(step, CKPT_STEPS, TOTAL_STEPS):
+            if itstime(step, CKPT_STEPS, total_steps):
                 chrono = jax.device_put({"accum_steps": np.float64(step)}, repl_sharding)
                 ckpt = {**train_state, "chrono": chrono}
                 # was: u.save_checkpoint_ts(ckpt_mngr, ckpt, save_ckpt_path, step, keep)
@@ -115,3 +126,7 @@ def test_big_vision(tmp_path):
     assert run.windows == [15]  # 5 and 10 have given the period
     assert run.snapshots == [1, 5, 10, 17]
     assert all(r.early_bytes > 0 for r in run.manager.reports if r.kind == "window")
+
+    resumed, _ = train(tmp_path / "WithWindows", gockpt_jax, total_steps=TOTAL_STEPS + MORE_STEPS)
+    at_once, _ = train(tmp_path / "at_once", gockpt_jax, total_steps=TOTAL_STEPS + MORE_STEPS)
+    assert_same(bits(resumed), bits(at_once))

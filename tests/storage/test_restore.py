@@ -95,6 +95,19 @@ def test_onto_other_devices(reader, placement):
     assert restored["params"]["w"].sharding == want
 
 
+@pytest.mark.parametrize("options", [{}, {"cast": True}])
+def test_where_transfers_are_to_be_explicit(reader, options):
+    """As stock does; for all threads, as big_vision sets it. `jax.transfer_guard` is for one."""
+    state = training_state()
+    target, before = abstract(state), jax.config.jax_transfer_guard
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        restored = reader.restore(3, args=GoCkptRestore(target, **options))
+    finally:
+        jax.config.update("jax_transfer_guard", before)
+    assert_same_arrays(restored, state)
+
+
 def test_parameters_only(reader):
     target = {"params": abstract(training_state()["params"], NamedSharding(mesh(4, 2), P("data")))}
     restored = reader.restore(3, args=GoCkptRestore(target, partial_restore=True))
