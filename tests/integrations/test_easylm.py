@@ -1,6 +1,7 @@
 """EasyLM's loop: the label is the number of updates made; layouts come from rules on paths.
 
-The state and the random key are donated; the loop itself decides when to save.
+The state and the random key are donated; the loop itself decides when to save: before the first
+step, every so many, and at the end, where it may have saved already.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ def train(directory, gockpt, *, ask_every_step, total_steps=20, save_model_freq=
     with gockpt.GoCkptManager(directory, options=options, window=WINDOW) as manager:
         sharded_train_step = manager.wrap(sharded_train_step)  # new
         train_state, sharded_rng = sharded_init_fn(jax.random.PRNGKey(0)), jax.random.PRNGKey(1)
+        # was: checkpointer.save_all(train_state=train_state, ...)
+        manager.save(0, args=gockpt.GoCkptSave(train_state))
         for step in range(total_steps):
             tokens = np.random.default_rng(step).integers(VOCABULARY, size=(4, LENGTH + 1))
             train_state, sharded_rng, metrics = sharded_train_step(
@@ -101,17 +104,17 @@ def train(directory, gockpt, *, ask_every_step, total_steps=20, save_model_freq=
             )
             label = step + 1  # was: int(jax.device_get(train_state.step)), which waits for the step
             if ask_every_step or label % save_model_freq == 0:
-                # was: checkpointer.save_all(train_state=train_state, ...)
                 manager.save(label, args=gockpt.GoCkptSave(train_state))
+        assert not manager.save(label, args=gockpt.GoCkptSave(train_state))  # it is there
         assert label == int(train_state.step)
     return train_state, sharded_rng, metrics
 
 
 def test_easylm(tmp_path):
-    """A gate is foreseen from its third save on; the policy from the second, whatever it counts."""
+    """A gate is foreseen from its third save on, the first one among them; the policy at once."""
     gate = run_both(train, tmp_path / "gate", ask_every_step=False)
-    assert (gate.snapshots, gate.windows) == ([5, 10], [15, 20])
+    assert (gate.snapshots, gate.windows) == ([0, 5], [10, 15, 20])
     policy = run_both(train, tmp_path / "policy", ask_every_step=True)
-    assert (policy.snapshots, policy.windows) == ([1], [5, 10, 15, 20])
+    assert (policy.snapshots, policy.windows) == ([0], [5, 10, 15, 20])
     reports = (*gate.manager.reports, *policy.manager.reports)
     assert all(r.early_bytes > 0 for r in reports if r.kind == "window")
