@@ -2,7 +2,8 @@
 
 An agent as in jaxrl and its kin, which is a tree and has its step as a method; an `Updater` as in
 Haiku's examples, whose method is jitted with `self` static; TD3 as in CleanRL, with a step for the
-critics, which returns them in a tuple of their own, and one for the actor at every other.
+critics, which returns them in a tuple of their own, and one for the actor and all targets at every
+other. CleanRL's gives back the critics whole, all of whose arrays are others then.
 """
 
 from __future__ import annotations
@@ -120,23 +121,35 @@ def update_critics(actor, qf1, qf2, batch):
 
 
 @jax.jit
-def update_actor(actor, qf1, obs):
+def update_actor(actor, qf1, qf2, obs):
     grads = jax.grad(lambda p: -net(qf1.params, net(p, obs)).mean())(actor.params)
     actor = actor.apply_gradients(grads=grads)
-    return actor.replace(target=optax.incremental_update(actor.params, actor.target, TAU))
+    return (
+        actor.replace(target=optax.incremental_update(actor.params, actor.target, TAU)),
+        *(optax.incremental_update(qf.params, qf.target, TAU) for qf in (qf1, qf2)),
+    )
 
 
-def train_td3(directory, gockpt, **_):
+def train_td3(directory, gockpt, *, whole=False, **_):
     actor, qf1, qf2 = critic(1), critic(2), critic(3)
     with gockpt.GoCkptManager(directory, options=OPTIONS, window=WINDOW) as manager:
         update = manager.wrap(update_critics, state=("qf1", "qf2"))  # new: the larger part
         for step in range(STEPS):
             batch = batch_at(step)
             (qf1, qf2), losses = update(actor, qf1, qf2, batch)
-            if step % 2 == 0:
-                actor = update_actor(actor, qf1, batch["obs"])
+            if step % 2 == 0:  # was: actor, (qf1, qf2) = update_actor(...), the critics as a whole
+                actor, target1, target2 = update_actor(actor, qf1, qf2, batch["obs"])
+                qf1, qf2 = qf1.replace(target=target1), qf2.replace(target=target2)  # new
+                if whole:
+                    qf1, qf2 = jax.tree.map(jnp.copy, (qf1, qf2))
             manager.save(step, args=ocp.args.StandardSave((actor, qf1, qf2)))
     return (actor, qf1, qf2), losses
+
+
+def test_what_goes_through_another_function_is_copied_again(tmp_path):
+    run = run_both(functools.partial(train_td3, whole=True), tmp_path)
+    assert run.windows == [5, 15]  # in 10 nothing is left of what had left
+    assert "nothing given to `save` had left early" in run.manager.reports[2].reason
 
 
 @pytest.mark.parametrize("train", [train_agent, train_updater, train_td3])
