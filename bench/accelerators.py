@@ -1,6 +1,8 @@
 """Accelerators whose compilers run without them."""
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -67,6 +69,15 @@ _OF_TPUS = Compiler(
 def compiler_of(topology: str) -> Compiler:
     """What compiles for a topology: `h100:4`, that many GPUs of one host; `v5e:4x4`, of TPUs."""
     return _OF_GPUS if topology.startswith("h100:") else _OF_TPUS
+
+
+def compiler_versions() -> list[str]:
+    """Of the compilers that are installed, as notes of a record."""
+    found = []
+    for name in ("libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}.")
+    return found
 
 
 def devices_of(topology: str) -> list[Any]:

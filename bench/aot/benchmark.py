@@ -8,9 +8,7 @@ shard. One process per case.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -25,7 +23,7 @@ from typing import Any
 
 import jax
 
-from bench.accelerators import compiler_of
+from bench.accelerators import compiler_of, compiler_versions
 from bench.aot.compile import GIB, MAX_STEPS, Case
 from bench.record import ROOT, Record, resident_bytes
 from bench.tables import print_by_row, print_table
@@ -146,11 +144,7 @@ def _compilers(cases: Sequence[Case]) -> list[str]:
             "`bench aot` needs an accelerator's compiler, and no accelerator: `pip install "
             f"{'` or `pip install '.join(packages)}`."
         )
-    found = []
-    for name in ("libtpu", "jax-cuda13-pjrt"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}.")
-    return found
+    return compiler_versions()
 
 
 def _name(case: Case) -> str:

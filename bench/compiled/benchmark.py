@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.accelerators import compiler_of, devices_of
+from bench.accelerators import compiler_of, compiler_versions, devices_of
 from bench.compiled.expressions import Expressions
 from bench.compiled.step import CompiledStep, differing_early, differing_results
 from bench.cut.programs import OPTIMIZERS, QUICK, batch, make_step
@@ -82,7 +82,7 @@ def run(quick: bool, targets: str, **_: Any) -> CompiledRecord:
     names = targets.split(",")
     if unknown := [name for name in names if name not in TARGETS]:
         raise SystemExit(f"`--targets` got {unknown}; there are {', '.join(TARGETS)}.")
-    record = CompiledRecord("compiled", notes=list(_NOTES))
+    record = CompiledRecord("compiled", notes=[*_NOTES, *compiler_versions()])
     compilers = {name: compiler_of(TARGETS[name]) for name in names}
     missing = [name for name, compiler in compilers.items() if not compiler.is_installed()]
     told = [f"{name}: `pip install {compilers[name].packages}`" for name in missing]

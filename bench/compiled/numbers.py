@@ -157,10 +157,8 @@ def _converted(x: np.ndarray, shape: Shape) -> np.ndarray:
     dtype = np.dtype(_DTYPES[shape.dtype])
     if dtype.kind not in "iu" or x.dtype.kind in "iub":
         return x.astype(dtype)
-    limits, wide = (
-        np.iinfo(dtype),
-        np.nan_to_num(x.astype(np.float64), posinf=np.inf, neginf=-np.inf),
-    )
+    limits = np.iinfo(dtype)
+    wide = np.nan_to_num(x.astype(np.float64), posinf=np.inf, neginf=-np.inf)
     fits = (wide > limits.min) & (wide < limits.max)
     edge = np.where(wide > 0, limits.max, limits.min).astype(dtype)
     return np.where(fits, np.where(fits, wide, 0).astype(dtype), edge)

@@ -44,6 +44,16 @@ def train(step, change, log, save=lambda n, state: None):
     return state
 
 
+def saving_by(manager, saved):
+    """What a loop calls after each step; notes what was accepted."""
+
+    def save(n, state):
+        if manager.save(n, args=GoCkptSave(state)):
+            saved[n] = to_host(state)
+
+    return save
+
+
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize(
     ("change", "log"),
@@ -61,12 +71,7 @@ def test_training_goes_on(tmp_path, arm, change, log):
     saved = {}
     options, window = Options(save_interval_steps=8), WindowOptions(steps=4, arm=arm)
     with GoCkptManager(tmp_path, options=options, window=window) as manager:
-
-        def save(n, state):
-            if manager.save(n, args=GoCkptSave(state)):
-                saved[n] = to_host(state)
-
-        state = train(manager.wrap(make_step()), change, log, save)
+        state = train(manager.wrap(make_step()), change, log, saving_by(manager, saved))
         manager.wait_until_finished()
         assert_same(to_host(state), to_host(train(make_step(), change, log)))
         assert sorted(saved) == [0, 8, 16, 24, 32]
@@ -97,12 +102,7 @@ def test_a_state_may_come_out_in_another_container(tmp_path, arm):
     saved = {}
     options, window = Options(save_interval_steps=8), WindowOptions(steps=4, arm=arm)
     with GoCkptManager(tmp_path, options=options, window=window) as manager:
-
-        def save(n, state):
-            if manager.save(n, args=GoCkptSave(state)):
-                saved[n] = to_host(state)
-
-        state = train(manager.wrap(step), save)
+        state = train(manager.wrap(step), saving_by(manager, saved))
         manager.wait_until_finished()
         assert_same(to_host(state), to_host(train(step)))
         kinds = [(r.step, r.kind, r.early_bytes > 0) for r in manager.reports]
