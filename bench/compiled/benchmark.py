@@ -1,13 +1,15 @@
 """What compilers of accelerators that are not here make of the cut: optax's optimizers, worked out.
 
 For each optimizer and model of `bench cut` the armed step is compiled for an H100 and for a TPU,
-which takes their compilers and no device. The optimised program is worked out on the host, each
-operation rounded by itself; what lies outside elementwise code (matrix products, reductions) is
-drawn at random. Of what the step returns the host replays the early leaves; they must be the
-program's own.
+and for four of them, which takes their compilers and no device. The optimised program is worked out
+on the host, each operation rounded by itself; what lies outside elementwise code (matrix products,
+reductions, sums over devices) is drawn at random. Of what the step returns the host replays the
+early leaves; they must be the program's own.
 """
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import numpy as np
 
 from bench.accelerators import compiler_of, compiler_versions, devices_of
 from bench.compiled.expressions import Expressions
+from bench.compiled.layouts import LAYOUTS
 from bench.compiled.step import CompiledStep, differing_early, differing_results
 from bench.cut.programs import OPTIMIZERS, QUICK, batch, make_step
 from bench.cut.runs import Traced
@@ -31,13 +35,16 @@ from bench.record import ROOT, Record
 from bench.tables import print_by_row
 from gockpt_jax.training.cut import find_cut
 
-TARGETS = {"h100": "h100:1", "v5e": "v5e:2x2"}
-"""Topologies, by name; one device of each is compiled for."""
+TARGETS = {"h100": "h100:4", "v5e": "v5e:2x2"}
+"""Topologies of four devices, by name."""
 MODELS = ("mlp", "transformer")
 _COLUMNS = ("early", "late", "torn", "otherwise", "perturbed", "contracted", "flushing")
 _NOTES = (
-    "Compiled, not run; one compilation each. Elementwise operations are worked out as IEEE 754 "
-    "rounds them, all else is drawn at random, alike wherever it is the same expression.",
+    "Compiled, not run; one compilation each, the state donated. Elementwise operations are worked "
+    "out as IEEE 754 rounds them, all else is drawn at random, alike wherever it is the same "
+    "expression.",
+    "single: on one device. fsdp: on four, all split over them. zero1: on four, the parameters "
+    "replicated, the rest of the state split.",
     "early, late: leaves. torn: early leaves that replay on the host makes otherwise than the "
     "optimised program. otherwise: leaves whose expression is another in the armed step than in "
     "the user's own; perturbed: those of them that are other numbers.",
@@ -52,36 +59,35 @@ _IR_FMA = re.compile(r"\bcall\b[^\n]*@llvm\.(?:nvvm\.)?fma\.")
 
 
 class CompiledRecord(Record):
-    """Counts of compiled programs; as a table, a line for each target, model and optimizer."""
+    """Counts of compiled programs; as a table, a line for each of them."""
 
     def show(self) -> None:
         """Prints the notes, and last the table."""
         print_by_row(
-            "bench compiled", "target/model/optimizer", {name: name for name in _COLUMNS},
+            "bench compiled", "target/layout/model/optimizer", {name: name for name in _COLUMNS},
             self.samples, self.notes, cell=lambda _, count: f"{count:.10g}",
         )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
-    parser.add_argument(
-        "--targets", default=",".join(TARGETS), help="comma-separated; those not installed are told"
-    )
+    add, told = parser.add_argument, "comma-separated"
+    add("--targets", default=",".join(TARGETS), help=f"{told}; those not installed are told")
+    add("--layouts", default=",".join(LAYOUTS), help=told)
 
 
-def run(quick: bool, targets: str, **_: Any) -> CompiledRecord:
+def run(quick: bool, targets: str, layouts: str, **_: Any) -> CompiledRecord:
     """Compiles all optimizers on both models; if `quick`, a few on the MLP.
 
     Args:
       quick: Whether a few will do.
       targets: Names of targets, comma-separated.
+      layouts: Names of layouts, likewise.
 
     Raises:
-      SystemExit: if there is no such target, none is installed, or a process failed.
+      SystemExit: if there is no such target or layout, none is installed, or a process failed.
     """
-    names = targets.split(",")
-    if unknown := [name for name in names if name not in TARGETS]:
-        raise SystemExit(f"`--targets` got {unknown}; there are {', '.join(TARGETS)}.")
+    names, ways = _named("targets", targets, TARGETS), _named("layouts", layouts, LAYOUTS)
     record = CompiledRecord("compiled", notes=[*_NOTES, *compiler_versions()])
     compilers = {name: compiler_of(TARGETS[name]) for name in names}
     missing = [name for name, compiler in compilers.items() if not compiler.is_installed()]
@@ -91,33 +97,48 @@ def run(quick: bool, targets: str, **_: Any) -> CompiledRecord:
     record.notes += [f"Not measured, its compiler is not installed: {name}." for name in missing]
     for name in names:
         if name not in missing:
-            found = _in_a_process_of_its_own(name, quick=quick)
+            found = _in_a_process_of_its_own(name, ways, quick=quick)
             record.samples |= {f"{name}/{figure}": [count] for figure, count in found.items()}
     return record
 
 
-def _in_a_process_of_its_own(target: str, *, quick: bool) -> dict[str, float]:
+def _named(option: str, text: str, known: Iterable[str]) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"`--{option}` got {unknown}; there are {', '.join(known)}.")
+    return names
+
+
+def _in_a_process_of_its_own(
+    target: str, layouts: Sequence[str], *, quick: bool
+) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         out, own = Path(directory, "figures.json"), dict(compiler_of(TARGETS[target]).environment)
         # The host must not contract: these figures are of what the accelerator's compiler does.
         dumped = f"--xla_dump_to={directory}/dump --xla_dump_hlo_module_re=.*armed.*"
         flags = (own.get("XLA_FLAGS", ""), "--xla_cpu_max_isa=AVX", dumped)
         environment = os.environ | own | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-        command = [sys.executable, "-m", "bench.compiled.benchmark", target, str(int(quick))]
-        child = subprocess.run([*command, directory], cwd=ROOT, env=environment, check=False)
+        asked = json.dumps({"target": target, "layouts": layouts, "quick": quick})
+        command = [sys.executable, "-m", "bench.compiled.benchmark", asked, directory]
+        child = subprocess.run(command, cwd=ROOT, env=environment, check=False)
         if child.returncode:
             raise SystemExit(f"the process that compiles for {target} failed")
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def measure(optimizer: str, model: str, device: Any) -> dict[str, float]:
+def measure(optimizer: str, model: str, layout: str, devices: Sequence[Any]) -> dict[str, float]:
     """Figures of one optimizer on one model, by name."""
     traced = Traced(*make_step(optimizer, model))
     cut = find_cut(traced.leaves, even_for_nothing=False)
-    arguments = [*map(_drawn, jax.tree.leaves(traced.first())), batch(0)]
+    state = traced.first()
+    arguments = [*map(_drawn, jax.tree.leaves(state)), batch(0)]
+    places = LAYOUTS[layout](devices, *(jax.tree.leaves(part) for part in state))
     expressions, count = Expressions(), len(traced.leaves)
-    armed = CompiledStep.of(traced.jaxpr, cut, arguments, device, expressions)
-    user = CompiledStep.of(traced.jaxpr, None, arguments, device, expressions, "users")
+    compiled = functools.partial(
+        CompiledStep.of, traced.jaxpr, arguments=arguments, places=places, count=count,
+        expressions=expressions,
+    )  # fmt: skip
+    armed, user = compiled(cut), compiled(None, name="users")
     torn = differing_early(armed, cut, traced.leaves, arguments)
     otherwise, perturbed = differing_results(armed, user, arguments, count)
     return {
@@ -156,20 +177,20 @@ def flushing(dump: Path) -> int:
     return sum(len(_PTX_FLUSHING.findall(code)) for code in codes)
 
 
-def _child(target: str, directory: Path, *, quick: bool) -> None:
+def _child(target: str, layouts: Sequence[str], directory: Path, *, quick: bool) -> None:
     figures: dict[str, float] = {}
-    device, dump = devices_of(TARGETS[target])[0], directory / "dump"
-    for model in MODELS[:1] if quick else MODELS:
-        for optimizer in QUICK if quick else OPTIMIZERS:
-            found = measure(optimizer, model, device)
-            if target == "h100":
-                found["contracted"] = contracted(dump)
-                found["flushing"] = flushing(dump)
-                shutil.rmtree(dump)
-            figures |= {f"{model}/{optimizer}/{name}": n for name, n in found.items()}
-            print(target, model, optimizer, found, flush=True)
+    devices, dump = devices_of(TARGETS[target]), directory / "dump"
+    models, optimizers = (MODELS[:1], QUICK) if quick else (MODELS, tuple(OPTIMIZERS))
+    for layout, model, optimizer in itertools.product(layouts, models, optimizers):
+        found = measure(optimizer, model, layout, devices)
+        if target == "h100":
+            found["contracted"] = contracted(dump)
+            found["flushing"] = flushing(dump)
+            shutil.rmtree(dump)
+        figures |= {f"{layout}/{model}/{optimizer}/{name}": n for name, n in found.items()}
+        print(target, layout, model, optimizer, found, flush=True)
     (directory / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], Path(sys.argv[3]), quick=sys.argv[2] == "1")
+    _child(**json.loads(sys.argv[1]), directory=Path(sys.argv[2]))

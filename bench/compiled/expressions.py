@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from bench.compiled.collectives import COLLECTIVES, DONE, GROUPS, PART, START, listed_groups
 from bench.compiled.hlo import Instruction, Module, Shape, Shapes, split
 
 # What names, places and schedules an instruction, and changes no number.
@@ -16,7 +17,8 @@ _WITHOUT_MEANING = (
     "metadata", "frontend_attributes", "sharding", "origin", "control-predecessors",
     "backend_config", "calls", "to_apply", "body", "condition", "branch_computations",
     "true_computation", "false_computation", "output_to_operand_aliasing",
-    "cross_program_prefetch_index",
+    "cross_program_prefetch_index", "channel_id", "use_global_device_ids", "replica_groups",
+    "constrain_layout", "device_ids",
 )  # fmt: skip
 _BODIES = (
     "to_apply", "body", "condition", "calls", "branch_computations", "true_computation",
@@ -28,7 +30,7 @@ _MOVES = (
     "copy", "copy-start", "copy-done", "slice-done", "async-update", "async-done",
     "optimization-barrier",
 )  # fmt: skip
-PARAMETER, CHOICE, PART = "parameter", "choice", "get-tuple-element"
+PARAMETER, CHOICE, ELEMENT = "parameter", "choice", "get-tuple-element"
 BITCAST = "bitcast"
 """The same elements in memory taken for another shape: it depends on how both lie there."""
 
@@ -126,7 +128,7 @@ class Program:
         operands = [values[name] for name in i.operands]
         if i.opcode == "tuple":
             return tuple(operands)
-        if i.opcode == PART and isinstance(operands[0], tuple):
+        if i.opcode == ELEMENT and isinstance(operands[0], tuple):
             return operands[0][int(i.attributes["index"])]
         if i.opcode in _CALLS:
             body = (i.attributes.get("calls") or i.attributes["to_apply"]).lstrip("%")
@@ -139,6 +141,10 @@ class Program:
             return self._choice(operands[0], branches)
         if i.opcode in _MOVES:
             return self._converted(operands[0], i.shape)
+        if i.opcode.removesuffix(DONE) in COLLECTIVES and i.opcode.endswith(DONE):
+            return operands[0]
+        if i.opcode.removesuffix(START) in COLLECTIVES:
+            return self._collective(i, _flat(operands))
         if i.opcode == "slice-start":  # `(operand, result, context)`
             assert isinstance(i.shape, tuple)
             return self._new(i.as_one("slice", i.shape[1]), _flat(operands), {})
@@ -148,6 +154,27 @@ class Program:
         if i.opcode == "while" and isinstance(operands[0], tuple):
             return self._loop(i, operands[0])
         return self._new(i, _flat(operands), {})
+
+    def _collective(self, i: Instruction, operands: Sequence[int]) -> _Tree:
+        """What comes of each operand: that several travel together changes no number."""
+        opcode, shape = i.opcode.removesuffix(START), i.shape
+        if i.opcode != opcode and opcode != "all-reduce":  # `(operands, results, contexts)`
+            assert isinstance(shape, tuple)
+            shape = shape[1]
+        told = i.attributes.get("replica_groups", "{}")
+        if "device_ids" in i.attributes:  # of a mesh, behind a comma
+            told = f"{told}, device_ids={i.attributes['device_ids']}"
+        groups = listed_groups(told, self._module.partitions)
+        if isinstance(shape, Shape):
+            assert len(operands) == 1, i
+            return self._new(i.of(opcode, shape), operands, {GROUPS: groups})
+        results = []
+        for n, (operand, part) in enumerate(zip(operands, shape, strict=True)):
+            # All to all, part n of what a partition gets is of partition n.
+            is_dealt = opcode == "all-to-all"
+            more = {GROUPS: groups} | ({PART: str(n)} if is_dealt else {})
+            results.append(self._new(i.of(opcode, part), operands if is_dealt else [operand], more))
+        return tuple(results)
 
     def _converted(self, value: _Tree, shape: Shapes) -> _Tree:
         """What a call or a move gives: on a TPU either may convert on the way."""
@@ -182,10 +209,10 @@ class Program:
             j = body[returned.operands[n]] if returned.opcode == "tuple" else returned
             while j.opcode in _MOVES:
                 j = body[j.operands[0]]
-            is_kept = j.opcode == PART and j.attributes["index"] == str(n)
+            is_kept = j.opcode == ELEMENT and j.attributes["index"] == str(n)
             if not (is_kept and body[j.operands[0]].opcode == PARAMETER):
                 part = self._expressions.number(
-                    Expression(PART, _anyhow(shape), (loop,), (("index", str(n)),))
+                    Expression(ELEMENT, _anyhow(shape), (loop,), (("index", str(n)),))
                 )
             parts.append(part)
         return tuple(parts)

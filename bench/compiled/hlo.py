@@ -8,6 +8,7 @@ from typing import TypeAlias
 _HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)[^}]*\})?")
+_PARTITIONS = re.compile(r"HloModule .*\bnum_partitions=(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -51,6 +52,10 @@ class Instruction:
     attributes: dict[str, str]
     is_root: bool
 
+    def of(self, opcode: str, shape: Shapes) -> "Instruction":
+        """The same, as another opcode and of another shape."""
+        return dataclasses.replace(self, opcode=opcode, shape=shape)
+
     def as_one(self, opcode: str, shape: Shapes) -> "Instruction":
         """The same as another instruction, which does as much."""
         kept = {k: v for k, v in self.attributes.items() if k == opcode}
@@ -64,10 +69,12 @@ class Module:
     Attributes:
       computations: By name.
       entry: The name of the one that is called.
+      partitions: How many devices run it together, each on its parts of the arrays.
     """
 
     computations: Mapping[str, list[Instruction]]
     entry: str
+    partitions: int
 
 
 def parse(text: str) -> Module:
@@ -91,7 +98,8 @@ def parse(text: str) -> Module:
         elif current is not None and (found := _INSTRUCTION.match(line)):
             rest = _COMMENT.sub("", found[3])
             current.append(_instruction(found[2], rest, is_root=bool(found[1])))
-    return Module(computations, entry)
+    found = _PARTITIONS.match(text.lstrip())
+    return Module(computations, entry, int(found[1]) if found else 1)
 
 
 def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:

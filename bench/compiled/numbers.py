@@ -1,21 +1,23 @@
-"""Expressions of a compiled program, worked out with NumPy.
+"""Expressions of a compiled program, worked out with NumPy for all devices that run it.
 
 Elementwise operations and what moves elements are worked out, each rounded by itself as IEEE 754
 says. What else a program does (matrix products, reductions, loops, kernels of the vendor's) is not:
 its results are drawn at random, the same ones wherever the same is done with the same numbers.
 """
 
+import functools
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from bench.compiled.collectives import exchanged
 from bench.compiled.expressions import BITCAST, CHOICE, Expression, Expressions
-from bench.compiled.hlo import Shape, numbers
+from bench.compiled.hlo import Shape, Shapes, numbers
 
 _DTYPES: Mapping[str, Any] = {
     "pred": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32,
@@ -58,7 +60,7 @@ class Numbers:
 
     Args:
       expressions: Of a program, or of several.
-      arguments: Arrays, by the numbers of the parameters.
+      arguments: The parts of arrays that each partition has, by the numbers of the parameters.
       seed: Of what is drawn.
 
     Attributes:
@@ -66,14 +68,15 @@ class Numbers:
     """
 
     def __init__(
-        self, expressions: Expressions, arguments: Mapping[int, np.ndarray], seed: int = 0
+        self, expressions: Expressions, arguments: Mapping[int, Sequence[np.ndarray]], seed: int = 0
     ):
         self._expressions, self._seed = expressions, seed
+        self._partitions = len(next(iter(arguments.values())))
         self._known = dict(arguments)
         self.met: set[str] = set()
 
-    def __getitem__(self, number: int) -> np.ndarray:
-        """The array that an expression is."""
+    def __getitem__(self, number: int) -> Sequence[np.ndarray]:
+        """The array that an expression is, on each partition."""
         stack = [number]
         while stack:
             n = stack[-1]
@@ -85,30 +88,40 @@ class Numbers:
                 stack.extend(todo)
                 continue
             self.met.add(expression.opcode)
-            work_out = _working_out(expression, self._expressions)
-            result = self._result(expression, work_out) if work_out else self._draw(expression)
-            self._known[n] = result
+            self._known[n] = self._result(expression)
         return self._known[number]
 
-    def _result(self, expression: Expression, work_out: Callable[..., Any]) -> np.ndarray:
+    def _result(self, e: Expression) -> Sequence[np.ndarray]:
+        operands = [[self._known[o][i] for o in e.operands] for i in range(self._partitions)]
+        draw = functools.partial(self._draw, e)
+        if isinstance(e.shape, Shape):
+            got = exchanged(e.opcode, dict(e.attributes), e.shape, operands, draw)
+            if got is not None:
+                return [_checked(x, e) for x in got]
+        work_out = _working_out(e, self._expressions)
+        if work_out is None:
+            return [draw(arrays, e.shape) for arrays in operands]
         with np.errstate(all="ignore"):
-            result = np.asarray(work_out(*(self._known[o] for o in expression.operands)))
-        assert isinstance(expression.shape, Shape)
-        assert result.shape == expression.shape.dims, expression
-        return result.astype(_DTYPES[expression.shape.dtype], copy=False)
+            return [_checked(work_out(*arrays), e) for arrays in operands]
 
-    def _draw(self, expression: Expression) -> np.ndarray:
-        shape = expression.shape
-        done = repr((self._seed, expression.opcode, shape, expression.attributes))
+    def _draw(self, e: Expression, arrays: Sequence[np.ndarray], shape: Shapes) -> np.ndarray:
+        done = repr((self._seed, e.opcode, shape, e.attributes))
         digest = hashlib.blake2b(done.encode())
-        for operand in expression.operands:
-            digest.update(np.ascontiguousarray(self._known[operand]).tobytes())
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).tobytes())
         if not isinstance(shape, Shape) or shape.dtype not in _DTYPES:
             return np.frombuffer(digest.digest(), np.uint8)  # for what is taken out of it
         rng = np.random.default_rng(list(digest.digest()))
         if shape.dtype in _FLOATS:
             return rng.standard_normal(shape.dims).astype(_DTYPES[shape.dtype])
         return rng.integers(0, 2, shape.dims).astype(_DTYPES[shape.dtype])
+
+
+def _checked(result: Any, e: Expression) -> np.ndarray:
+    array = np.asarray(result)
+    assert isinstance(e.shape, Shape)
+    assert array.shape == e.shape.dims, e
+    return array.astype(_DTYPES[e.shape.dtype], copy=False)
 
 
 def _working_out(e: Expression, expressions: Expressions) -> Callable[..., Any] | None:
@@ -133,12 +146,13 @@ def _working_out(e: Expression, expressions: Expressions) -> Callable[..., Any] 
 
 
 def _constant(text: str, shape: Shape) -> Callable[[], np.ndarray] | None:
-    if shape.dims:
-        return None
+    listed = re.findall(r"[^\s{},]+", text)
+    if len(listed) != math.prod(shape.dims):
+        return None  # of a large one not all elements are shown
     words: Mapping[str, Any] = {"true": True, "false": False}
     read = float if shape.dtype in _FLOATS else int
-    value = words[text] if text in words else read(text)
-    return lambda: np.asarray(value, _DTYPES[shape.dtype])
+    values = [words[word] if word in words else read(word) for word in listed]
+    return lambda: np.asarray(values, _DTYPES[shape.dtype]).reshape(shape.dims)
 
 
 def _bitcast(old: Any, new: Shape, orders: str) -> Callable[..., Any] | None:
@@ -188,10 +202,55 @@ def _slice(attributes: Mapping[str, str], shape: Shape) -> Callable[..., Any]:
     return lambda x: x[parts]
 
 
+def _dynamic_slice(_: Mapping[str, str], shape: Shape) -> Callable[..., Any]:
+    def part(x: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+        return x[_where(x, starts, shape.dims)]
+
+    return part
+
+
+def _updated_slice(_: Mapping[str, str], __: Shape) -> Callable[..., Any]:
+    def updated(x: np.ndarray, part: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+        result = x.copy()
+        result[_where(x, starts, part.shape)] = part
+        return result
+
+    return updated
+
+
+def _where(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Where a part of an array is: as a whole inside it, wherever it was asked to start."""
+    begins = (
+        min(max(int(start), 0), whole - size)
+        for start, whole, size in zip(starts, x.shape, sizes, strict=True)
+    )
+    return tuple(slice(a, a + size) for a, size in zip(begins, sizes, strict=True))
+
+
+def _padded(attributes: Mapping[str, str], shape: Shape) -> Callable[..., Any]:
+    widths = [[int(n) for n in d.split("_")] for d in attributes["padding"].split("x") if d]
+
+    def padded(x: np.ndarray, value: np.ndarray) -> np.ndarray:
+        result = np.full(shape.dims, value, x.dtype)
+        into, of = [], []
+        for size, whole, (low, _, *between) in zip(x.shape, shape.dims, widths, strict=True):
+            step = 1 + (between[0] if between else 0)
+            kept = [n for n in range(size) if 0 <= low + step * n < whole]  # it may cut, too
+            into.append([low + step * n for n in kept])
+            of.append(kept)
+        result[np.ix_(*into)] = x[np.ix_(*of)]
+        return result
+
+    return padded
+
+
 _MOVES: Mapping[str, Callable[[Mapping[str, str], Shape], Callable[..., Any]]] = {
     "broadcast": _broadcast,
     "iota": _iota,
     "slice": _slice,
+    "dynamic-slice": _dynamic_slice,
+    "dynamic-update-slice": _updated_slice,
+    "pad": _padded,
     "reshape": lambda _, shape: lambda x: x.reshape(shape.dims),
     "transpose": lambda attributes, _: lambda x: x.transpose(numbers(attributes["dimensions"])),
     "reverse": lambda attributes, _: lambda x: np.flip(x, numbers(attributes["dimensions"])),

@@ -17,6 +17,13 @@ from gockpt_jax.training.recipe import make_recipe
 from gockpt_jax.training.walk import Leaf
 
 _FENCE = np.int32(0)
+# A gathering that runs beside other work is in many of its pieces: nobody could read what it gives.
+_OPTIONS = {
+    "tpu": {
+        "xla_tpu_enable_async_collective_fusion": False,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False,
+    }
+}
 
 
 @dataclasses.dataclass
@@ -26,44 +33,81 @@ class CompiledStep:
     Attributes:
       expressions: Of the program.
       program: Its results, in terms of these.
+      places: Of its arguments.
+      results: Shape and sharding of each of its results.
     """
 
     expressions: Expressions
     program: Program
+    places: Sequence[jax.sharding.Sharding]
+    results: Sequence[jax.ShapeDtypeStruct]
 
     @classmethod
     def of(
-        cls, jaxpr: Any, cut: Cut | None, arguments: Sequence[Any], device: Any,
+        cls, jaxpr: Any, cut: Cut | None, arguments: Sequence[Any],
+        places: Sequence[jax.sharding.Sharding], *, count: int,
         expressions: Expressions | None = None, name: str = "armed",
     ) -> "CompiledStep":  # fmt: skip
-        """Compiles a step.
+        """Compiles a step as `StepProgram` does.
 
         Args:
           jaxpr: Closed, of flat arguments.
           cut: Whose values the step returns too; `None`: the step as it is.
           arguments: Arrays, or what has their shapes and dtypes.
-          device: For which it is compiled.
+          places: Where they are; on devices that need not be here.
+          count: How many are leaves of the state: the first arguments, which are donated, and the
+            first results, which are where these were.
           expressions: Of a program to compare with.
           name: Of the program.
         """
         sites = [v.site for v in cut.values if v.site is not None] if cut else []
-        place = jax.sharding.SingleDeviceSharding(device)
         specs = [
             jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=place, weak_type=getattr(x, "weak_type", False)
             )
-            for x in arguments
+            for x, place in zip(arguments, places, strict=True)
         ]
         run = with_outputs(jaxpr, sites)
         run.__name__ = name
-        compiled = jax.jit(run, keep_unused=True).lower(*specs).compile()
+        results = jax.eval_shape(run, *specs)
+        others = (None,) * (len(results) - count)
+        jitted = jax.jit(
+            run, keep_unused=True, donate_argnums=tuple(range(count)),
+            out_shardings=[*places[:count], *others],
+        )  # fmt: skip
+        (device, *_) = places[0].device_set
+        compiled = jitted.lower(*specs).compile(compiler_options=_OPTIONS.get(device.platform))
+        made = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+            for x, place in zip(results, compiled.output_shardings, strict=True)
+        ]
         expressions = expressions or Expressions()
-        return cls(expressions, Program(parse(compiled.as_text()), expressions))
+        program = Program(parse(compiled.as_text()), expressions)
+        return cls(expressions, program, places, made)
 
     def numbers(self, arguments: Sequence[Any], seed: int = 0) -> Numbers:
         """What its expressions are, of given arguments."""
-        of = {self.program.parameters[i]: as_numpy(x) for i, x in enumerate(arguments)}
+        of = {}
+        for i, (x, place) in enumerate(zip(arguments, self.places, strict=True)):
+            whole = as_numpy(x)
+            of[self.program.parameters[i]] = [whole[index] for index in _indices(place, x.shape)]
         return Numbers(self.expressions, of, seed)
+
+    def result(self, numbers: Numbers, position: int) -> np.ndarray:
+        """A result as a whole, of what its partitions have."""
+        spec, parts = self.results[position], numbers[self.program.results[position]]
+        whole = np.empty((*spec.shape, *parts[0].shape[len(spec.shape) :]), parts[0].dtype)
+        indices = _indices(spec.sharding, spec.shape)
+        for index, part in zip(indices, parts, strict=True):
+            whole[index] = part
+        for index, part in zip(indices, parts, strict=True):
+            assert _differing(whole[index], part) == 0, "replicas are not the same"
+        return whole
+
+
+def _indices(place: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Which part of an array each partition has."""
+    return list(place.devices_indices_map(shape).values())
 
 
 def differing_early(
@@ -81,9 +125,9 @@ def differing_early(
     Returns:
       How many, for each early leaf, by position. Zeros of either sign are one, and NaN is NaN.
     """
-    numbers, results = step.numbers(arguments, seed), step.program.results
-    returned = results[len(results) - len(cut.values) :]
-    given = {v: numbers[n] for v, n in zip(cut.values, returned, strict=True)}
+    numbers = step.numbers(arguments, seed)
+    first = len(step.results) - len(cut.values)
+    given = {v: step.result(numbers, first + i) for i, v in enumerate(cut.values)}
     found: dict[int, int] = {}
     for group in cut.groups:
         replay = jax.jit(make_recipe(group, leaves).apply)
@@ -91,7 +135,7 @@ def differing_early(
         retained = [given[v].reshape(-1) for v in group.retained]
         new = replay(old, retained, [given[v] for v in group.scalars], _FENCE)
         for j, mine in zip(group.leaves, new, strict=True):
-            theirs = numbers[results[j]].reshape(-1)
+            theirs = step.result(numbers, j).reshape(-1)
             found[j] = _differing(theirs, np.asarray(mine))
     return found
 
@@ -111,10 +155,12 @@ def differing_results(
     Returns:
       Results that are computed in another way, and those of them that are other numbers.
     """
-    pairs = zip(one.program.results[:count], other.program.results[:count], strict=True)
-    otherwise = [(a, b) for a, b in pairs if a != b]
     mine, theirs = one.numbers(arguments, seed), other.numbers(arguments, seed)
-    return len(otherwise), sum(_differing(mine[a], theirs[b]) > 0 for a, b in otherwise)
+    otherwise = [j for j in range(count) if one.program.results[j] != other.program.results[j]]
+    perturbed = [
+        j for j in otherwise if _differing(one.result(mine, j), other.result(theirs, j)) > 0
+    ]
+    return len(otherwise), len(perturbed)
 
 
 def _differing(a: np.ndarray, b: np.ndarray) -> int:

@@ -82,7 +82,12 @@ def _aot_sums(figures: Mapping[str, float], cases: Sequence[str]) -> list[str]:
     ]
 
 
-_ACCELERATORS = {"h100": "an H100 (XLA's GPU compiler)", "v5e": "a TPU v5e (libtpu)"}
+_ACCELERATORS = {"h100": "H100 (XLA's GPU compiler)", "v5e": "TPU v5e (libtpu)"}
+_LAYOUTS = {
+    "single": "one",
+    "fsdp": "four, all split",
+    "zero1": "four, parameters replicated, the rest split",
+}
 
 
 def _is_compiled(record: Mapping[str, Any]) -> bool:
@@ -93,18 +98,19 @@ def compiled_table(record: Mapping[str, Any]) -> list[str]:
     """What accelerators' compilers make of the cut, over all optimizers and models."""
     columns = ("early", "torn", "otherwise", "perturbed", "contracted", "flushing")
     lines = [
-        "| compiled for | steps | leaves that leave early | of these, replayed otherwise | "
-        "leaves that the armed step computes otherwise | of these, other numbers | "
+        "| compiled for | devices | steps | leaves that leave early | of these, replayed "
+        "otherwise | leaves that the armed step computes otherwise | of these, other numbers | "
         "multiply-adds of the compiler's own | operations that flush denormals |",
-        "|---|" + "---:|" * (1 + len(columns)),
+        "|---|---|" + "---:|" * (1 + len(columns)),
     ]
     figures = record["figures"]
-    for target in dict.fromkeys(name.partition("/")[0] for name in figures):
-        of = {name: x for name, x in figures.items() if name.startswith(f"{target}/")}
+    for target, layout in dict.fromkeys(tuple(name.split("/")[:2]) for name in figures):
+        of = {name: x for name, x in figures.items() if name.startswith(f"{target}/{layout}/")}
         found = [[x for n, x in of.items() if n.endswith(f"/{c}")] for c in columns]
         cells = [f"{sum(xs):.0f}" if xs else "-" for xs in found]
         steps = sum(name.endswith("/early") for name in of)
-        lines.append(f"| {_ACCELERATORS[target]} | {steps} | {' | '.join(cells)} |")
+        names = f"{_ACCELERATORS[target]} | {_LAYOUTS[layout]}"
+        lines.append(f"| {names} | {steps} | {' | '.join(cells)} |")
     return lines
 
 

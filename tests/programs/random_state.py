@@ -19,6 +19,7 @@ from .grammar import AROUND, LOSSES
 SHAPES = ((), (1,), (7,), (16,), (64,), (13, 3), (8, 8), (32, 8), (8, 6, 4), (40, 16), (64, 24))
 SPECS = ((), ("a",), ("b",), (None, "b"), ("a", "b"), ("a", None), (("a", "b"),), (None, "a"))
 FLOATS = (jnp.float32,) * 6 + (jnp.bfloat16, jnp.float16)
+_AUTO = (AxisType.Auto,) * 2
 
 
 class Pair(NamedTuple):
@@ -110,7 +111,7 @@ class RandomState:
     def __init__(self, rng: Random, devices: int):
         self.mesh: Mesh | None = None
         if devices > 1:
-            self.mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+            self.mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=_AUTO)
         self._rng, self._numbers = rng, np.random.default_rng(rng.getrandbits(32))
         self._leaves: list[Any] = []
         self.places: list[jax.sharding.Sharding] = []
@@ -121,6 +122,19 @@ class RandomState:
         cut = rng.randint(0, len(numbers))
         self.nested = tuple(self._tree(part) for part in (numbers[:cut], numbers[cut:]))
         self._comes_placed = rng.random() < 0.9  # else the step places it
+
+    def move(self, devices: Sequence[Any]) -> None:
+        """To other devices, which need not be here, all that is traced from now on."""
+        if self.mesh is None:
+            self.places = [SingleDeviceSharding(devices[0]) for _ in self.places]
+            return
+        self.mesh = Mesh(np.array(devices).reshape(4, 2), ("a", "b"), axis_types=_AUTO)
+        self.places = [NamedSharding(self.mesh, place.spec) for place in self.places]
+
+    @property
+    def batch_place(self) -> jax.sharding.Sharding:
+        """Where batches lie; without a mesh that of the first leaf."""
+        return NamedSharding(self.mesh, PartitionSpec("a")) if self.mesh else self.places[0]
 
     def _parameter(self) -> Parameter:
         rng, start = self._rng, len(self._leaves)
@@ -184,7 +198,7 @@ class RandomState:
         }
         if self.mesh is None:
             return batch
-        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("a")))
+        return jax.device_put(batch, self.batch_place)
 
 
 def as_rows(w: jax.Array) -> jax.Array:

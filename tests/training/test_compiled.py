@@ -15,19 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from campaigns import seeds
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from programs.random_program import RandomProgram
 from test_merging import ERASED, FOLDED, PAIRS, arguments_of_pair, step_of_pair
 from training_helpers import Analysis, analyse
 from updates import UPDATES, gradient
 
 from bench.accelerators import devices_of
-from bench.compiled.benchmark import TARGETS, contracted, flushing
+from bench.compiled.benchmark import contracted, flushing
 from bench.compiled.step import CompiledStep, as_numpy, differing_early, differing_results
 from gockpt_jax.training import graph, walk
 from gockpt_jax.training.cut import find_cut
 from gockpt_jax.training.graph import flatten
 from gockpt_jax.training.walk import Leaf
 
+TOPOLOGIES = {"h100": "h100:8", "v5e": "v5e:2x4"}
 ASKED = os.environ.get("GOCKPT_COMPILED", "")
 PLACES = ASKED.split(",") if ASKED else ["cpu"]
 FEW = [*random.Random(1).sample(PAIRS, 12), *(("dot", follows) for follows in FOLDED)]
@@ -35,40 +37,56 @@ SEEDS = seeds("PROGRAMS") or range(79, 82)
 
 
 @pytest.fixture(scope="module", params=PLACES)
-def device(request: Any) -> Any:
-    """To compile for."""
+def devices(request: Any) -> Any:
+    """Eight to compile for."""
     name = request.param
     if name == "cpu":
-        return jax.devices()[0]
+        return jax.devices()
     jax.config.update("jax_enable_compilation_cache", False)  # it loads programs to run them
-    return devices_of(TARGETS[name])[0]
+    return devices_of(TOPOLOGIES[name])
+
+
+def single(found: Analysis, device: Any) -> list[Any]:
+    """Places for the arguments of an analysis: all on one device."""
+    return [SingleDeviceSharding(device)] * len(jax.tree.leaves(found.args))
+
+
+def compiled(found: Analysis, places: Any, cut: Any = None, **options: Any) -> CompiledStep:
+    count, arguments = len(found.leaves), jax.tree.leaves(found.args)
+    return CompiledStep.of(found.jaxpr, cut, arguments, places, count=count, **options)
 
 
 def torn(found: Analysis, device: Any) -> dict[int, int]:
-    arguments = jax.tree.leaves(found.args)
-    step = CompiledStep.of(found.jaxpr, found.cut, arguments, device)
-    return {j: n for j, n in differing_early(step, found.cut, found.leaves, arguments).items() if n}
+    step = compiled(found, single(found, device), found.cut)
+    early = differing_early(step, found.cut, found.leaves, jax.tree.leaves(found.args))
+    return {j: n for j, n in early.items() if n}
 
 
 @pytest.mark.parametrize(("value", "follows"), PAIRS if ASKED else dict.fromkeys(FEW))
-def test_a_compiler_goes_on_with_what_is_retained(value: str, follows: str, device: Any) -> None:
-    if value == "exchanged with nobody" and device.platform != "cpu":
+def test_a_compiler_goes_on_with_what_is_retained(value: str, follows: str, devices: Any) -> None:
+    if value == "exchanged with nobody" and devices[0].platform != "cpu":
         pytest.skip("its mesh is of the devices that are here")
     found = analyse(step_of_pair(value, follows), *arguments_of_pair(), even_for_nothing=True)
-    assert not torn(found, device)
+    assert not torn(found, devices[0])
 
 
+@pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_compiler_goes_on_with_what_a_random_program_retains(seed: int, device: Any) -> None:
-    program = RandomProgram(seed, 1)
+def test_a_compiler_goes_on_with_what_a_random_program_retains(
+    seed: int, count: int, devices: Any
+) -> None:
+    program = RandomProgram(seed, count)
     state, batch = program.state.make(), program.state.batch(0)
     size = len(jax.tree.leaves(state))
-    traced = jax.jit(program.update).trace(state, batch)
+    program.state.move(devices)
+    places = [program.state.places[i] for i in jax.tree.leaves(program.state.nested)]
+    places += [program.state.batch_place] * len(batch)
+    traced = jax.jit(program.update).trace(*jax.eval_shape(lambda *given: given, state, batch))
     graph = flatten(traced.jaxpr, [(i, i) for i in range(size)])
     leaves = [Leaf.of(str(i), graph.inputs[i], graph.outputs[i]) for i in range(size)]
     cut = find_cut(leaves, even_for_nothing=True)
     arguments = jax.tree.leaves((state, batch))
-    step = CompiledStep.of(traced.jaxpr, cut, arguments, device)
+    step = CompiledStep.of(traced.jaxpr, cut, arguments, places, count=size)
     assert not any(differing_early(step, cut, leaves, arguments, seed).values())
 
 
@@ -82,14 +100,41 @@ def test_working_a_program_out_gives_what_running_it_gives() -> None:
     for update in UPDATES.values():
         found = analyse(update.step, update.state, gradient())
         arguments = jax.tree.leaves(found.args)
-        step = CompiledStep.of(found.jaxpr, found.cut, arguments, jax.devices()[0])
+        step = compiled(found, single(found, jax.devices()[0]), found.cut)
         numbers, (new, _) = step.numbers(arguments), found.run()
         for j in (j for group in found.cut.groups for j in group.leaves):
-            worked_out = numbers[step.program.results[j]]
+            worked_out = step.result(numbers, j)
             if numbers.met <= fixed:
                 np.testing.assert_array_equal(worked_out, as_numpy(new[j]))
                 compared += 1
     assert compared > 20
+
+
+def test_what_devices_exchange_is_worked_out_as_they_do() -> None:
+    """Of a program that moves elements between eight devices, and computes little."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+
+    def placed(shape: tuple[int, ...], *spec: Any) -> jax.Array:
+        array = rng.standard_normal(shape).astype(np.float32)
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def to(x: jax.Array, *spec: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def step(state: dict[str, jax.Array], factor: jax.Array) -> Any:
+        v, w = to(state["v"], "b") * factor, state["w"]
+        turned = to(w, None, "a").T + jnp.roll(to(w.T, "b", "a"), 5, axis=0)
+        return {"v": to(v, ("a", "b")), "w": to(turned, ("a", "b")).T}, factor
+
+    state = {"v": placed((16,), "a"), "w": placed((16, 16), "a", "b")}
+    found = analyse(step, state, placed(()), even_for_nothing=True)
+    arguments = jax.tree.leaves(found.args)
+    worked_out = compiled(found, [x.sharding for x in arguments], found.cut)
+    numbers = worked_out.numbers(arguments)
+    for j, x in enumerate(jax.tree.leaves(found.step(*found.args)[0])):
+        np.testing.assert_array_equal(worked_out.result(numbers, j), np.asarray(x))
+    assert {"all-gather", "all-to-all", "collective-permute", "partition-id"} <= numbers.met
 
 
 @pytest.mark.parametrize("value", ["sorted alone", "scattered alone", "all bits"])
@@ -105,11 +150,11 @@ def test_a_factor_that_is_merged_is_seen(value: str, monkeypatch: pytest.MonkeyP
 def test_two_programs_are_compared_by_what_they_compute() -> None:
     found = analyse(step_of_pair("dot", "averaged"), *arguments_of_pair())
     other = analyse(lambda *args: _doubled(args), *arguments_of_pair())
-    arguments, device = jax.tree.leaves(found.args), jax.devices()[0]
-    one = CompiledStep.of(found.jaxpr, found.cut, arguments, device)
-    same = CompiledStep.of(found.jaxpr, None, arguments, device, one.expressions)
+    arguments, places = jax.tree.leaves(found.args), single(found, jax.devices()[0])
+    one = compiled(found, places, found.cut)
+    same = compiled(found, places, expressions=one.expressions)
     assert differing_results(one, same, arguments, 2) == (0, 0)
-    doubled = CompiledStep.of(other.jaxpr, None, arguments, device, one.expressions)
+    doubled = compiled(other, places, expressions=one.expressions)
     assert differing_results(one, doubled, arguments, 2) == (1, 1)
 
 
