@@ -28,12 +28,11 @@ import numpy as np
 from bench.accelerators import compiler_of, compiler_versions, devices_of
 from bench.compiled.expressions import Expressions
 from bench.compiled.layouts import LAYOUTS
-from bench.compiled.step import CompiledStep, differing_early, differing_results
+from bench.compiled.step import CompiledStep, cut_state, differing_early, differing_results
 from bench.cut.programs import OPTIMIZERS, QUICK, batch, make_step
 from bench.cut.runs import Traced
 from bench.record import ROOT, Record
 from bench.tables import print_by_row
-from gockpt_jax.training.cut import find_cut
 
 TARGETS = {"h100": "h100:4", "v5e": "v5e:2x2"}
 """Topologies of four devices, by name."""
@@ -129,17 +128,16 @@ def _in_a_process_of_its_own(
 def measure(optimizer: str, model: str, layout: str, devices: Sequence[Any]) -> dict[str, float]:
     """Figures of one optimizer on one model, by name."""
     traced = Traced(*make_step(optimizer, model))
-    cut = find_cut(traced.leaves, even_for_nothing=False)
-    state = traced.first()
+    state, count = traced.first(), len(traced.leaves)
+    cut = cut_state(traced.jaxpr, count)
     arguments = [*map(_drawn, jax.tree.leaves(state)), batch(0)]
     places = LAYOUTS[layout](devices, *(jax.tree.leaves(part) for part in state))
-    expressions, count = Expressions(), len(traced.leaves)
     compiled = functools.partial(
         CompiledStep.of, traced.jaxpr, arguments=arguments, places=places, count=count,
-        expressions=expressions,
+        expressions=Expressions(),
     )  # fmt: skip
     armed, user = compiled(cut), compiled(None, name="users")
-    torn = differing_early(armed, cut, traced.leaves, arguments)
+    torn = differing_early(armed, cut, arguments)
     otherwise, perturbed = differing_results(armed, user, arguments, count)
     return {
         "early": len(torn), "late": len(cut.late), "torn": sum(n > 0 for n in torn.values()),

@@ -7,20 +7,20 @@ any other reduction, alike on all that take part.
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
-from bench.compiled.hlo import Shape, numbers
+from bench.compiled.hlo import numbers
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 """Of partitions that exchange with each other."""
 
-Draw: TypeAlias = Callable[[Sequence[np.ndarray], Shape], np.ndarray]
-"""An array of that shape, the same for the same arrays."""
+Sum: TypeAlias = Callable[[Sequence[np.ndarray]], np.ndarray]
+"""Of arrays of one shape, element by element; or what is drawn in its place."""
 
 _Shards: TypeAlias = Sequence[Sequence[np.ndarray]]
-_Exchange: TypeAlias = Callable[[_Shards, Mapping[str, str], Shape, Draw], Sequence[np.ndarray]]
+_Exchange: TypeAlias = Callable[[_Shards, Mapping[str, str], Sum], Sequence[np.ndarray]]
 """What the partitions of a group get, given the operands of each, all in the group's order."""
 
 START, DONE = "-start", "-done"
@@ -79,16 +79,15 @@ def _rows(ids: np.ndarray) -> Groups:
 
 
 def exchanged(
-    opcode: str, attributes: Mapping[str, str], shape: Shape, shards: _Shards, draw: Draw
+    opcode: str, attributes: Mapping[str, str], shards: _Shards, summed: Sum
 ) -> list[np.ndarray] | None:
     """What each partition gets.
 
     Args:
       opcode: Of the operation.
       attributes: Its own.
-      shape: Of its result.
       shards: Of each partition, the operands.
-      draw: For what is not worked out.
+      summed: What a sum over partitions gives.
 
     Returns:
       An array for each partition; `None` if that is no exchange.
@@ -102,43 +101,34 @@ def exchanged(
         return None
     results: dict[int, np.ndarray] = {}
     for group in groups_of(attributes[GROUPS], len(shards)):
-        got = exchange([shards[i] for i in group], attributes, shape, draw)
+        got = exchange([shards[i] for i in group], attributes, summed)
         results |= zip(group, got, strict=True)
     return [results[i] for i in range(len(shards))]
 
 
-def _gathered(shards: _Shards, attributes: Mapping[str, str], _: Shape, __: Draw) -> Any:
+def _gathered(shards: _Shards, attributes: Mapping[str, str], _: Sum) -> Sequence[np.ndarray]:
     whole = np.concatenate([x for (x,) in shards], _along(attributes))
     return [whole] * len(shards)
 
 
-def _reduced(shards: _Shards, _: Mapping[str, str], shape: Shape, draw: Draw) -> Any:
-    return [draw([x for (x,) in shards], shape)] * len(shards)
+def _reduced(shards: _Shards, _: Mapping[str, str], summed: Sum) -> Sequence[np.ndarray]:
+    return [summed([x for (x,) in shards])] * len(shards)
 
 
-def _scattered(
-    shards: _Shards, attributes: Mapping[str, str], shape: Shape, draw: Draw
-) -> Sequence[np.ndarray]:
-    arrays = [x for (x,) in shards]
-    whole = draw(arrays, Shape(shape.dtype, arrays[0].shape, ()))
-    return np.split(whole, len(shards), _along(attributes))
+def _scattered(shards: _Shards, attributes: Mapping[str, str], summed: Sum) -> Sequence[np.ndarray]:
+    return np.split(summed([x for (x,) in shards]), len(shards), _along(attributes))
 
 
-def _dealt(
-    shards: _Shards, attributes: Mapping[str, str], _: Shape, __: Draw
-) -> Sequence[np.ndarray]:
+def _dealt(shards: _Shards, attributes: Mapping[str, str], _: Sum) -> Sequence[np.ndarray]:
     """All to all: the parts of one array each, or each as many arrays as there are partitions."""
     if PART in attributes:
-        source = shards[int(attributes[PART])]
-        return list(source)
+        return shards[int(attributes[PART])]
     along = _along(attributes)
     parts = [np.split(x, len(shards), along) for (x,) in shards]
     return [np.concatenate(to, along) for to in zip(*parts, strict=True)]
 
 
-def _permuted(
-    shards: _Shards, attributes: Mapping[str, str], _: Shape, __: Draw
-) -> Sequence[np.ndarray]:
+def _permuted(shards: _Shards, attributes: Mapping[str, str], _: Sum) -> Sequence[np.ndarray]:
     results = [np.zeros_like(x) for (x,) in shards]
     for source, target in re.findall(r"\{(\d+),(\d+)\}", attributes["source_target_pairs"]):
         results[int(target)] = shards[int(source)][0]

@@ -15,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from bench.compiled.collectives import exchanged
+from bench.compiled.collectives import COLLECTIVES, exchanged
 from bench.compiled.expressions import BITCAST, CHOICE, Expression, Expressions
-from bench.compiled.hlo import Shape, Shapes, numbers
+from bench.compiled.hlo import Shape, numbers
 
 _DTYPES: Mapping[str, Any] = {
     "pred": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32,
@@ -93,28 +93,46 @@ class Numbers:
 
     def _result(self, e: Expression) -> Sequence[np.ndarray]:
         operands = [[self._known[o][i] for o in e.operands] for i in range(self._partitions)]
-        draw = functools.partial(self._draw, e)
         if isinstance(e.shape, Shape):
-            got = exchanged(e.opcode, dict(e.attributes), e.shape, operands, draw)
+            summed = functools.partial(self._summed, e)
+            got = exchanged(e.opcode, dict(e.attributes), operands, summed)
             if got is not None:
                 return [_checked(x, e) for x in got]
         work_out = _working_out(e, self._expressions)
-        if work_out is None:
-            return [draw(arrays, e.shape) for arrays in operands]
-        with np.errstate(all="ignore"):
-            return [_checked(work_out(*arrays), e) for arrays in operands]
+        if work_out is not None:
+            with np.errstate(all="ignore"):
+                return [_checked(work_out(*arrays), e) for arrays in operands]
+        if any(collective in text for _, text in e.attributes for collective in COLLECTIVES):
+            return [self._draw(e, [x for arrays in operands for x in arrays])] * self._partitions
+        return [self._draw(e, arrays) for arrays in operands]
 
-    def _draw(self, e: Expression, arrays: Sequence[np.ndarray], shape: Shapes) -> np.ndarray:
-        done = repr((self._seed, e.opcode, shape, e.attributes))
-        digest = hashlib.blake2b(done.encode())
+    def _draw(self, e: Expression, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Of what all the arrays are."""
+        digest = self._digest(e, e.shape)
         for array in arrays:
             digest.update(np.ascontiguousarray(array).tobytes())
-        if not isinstance(shape, Shape) or shape.dtype not in _DTYPES:
+        if not isinstance(e.shape, Shape) or e.shape.dtype not in _DTYPES:
             return np.frombuffer(digest.digest(), np.uint8)  # for what is taken out of it
         rng = np.random.default_rng(list(digest.digest()))
-        if shape.dtype in _FLOATS:
-            return rng.standard_normal(shape.dims).astype(_DTYPES[shape.dtype])
-        return rng.integers(0, 2, shape.dims).astype(_DTYPES[shape.dtype])
+        if e.shape.dtype in _FLOATS:
+            return rng.standard_normal(e.shape.dims).astype(_DTYPES[e.shape.dtype])
+        return rng.integers(0, 2, e.shape.dims).astype(_DTYPES[e.shape.dtype])
+
+    def _summed(self, e: Expression, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Each element of what the arrays have in its place: many sums may travel as one."""
+        mixed = np.frombuffer(self._digest(e).digest(), np.uint64)[0]
+        with np.errstate(over="ignore"):
+            for array in arrays:
+                bits = array.view(_UNSIGNED[array.itemsize])
+                mixed = (mixed ^ bits.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+                mixed ^= mixed >> np.uint64(29)
+        if np.issubdtype(arrays[0].dtype, np.integer) or arrays[0].dtype == np.bool_:
+            return (mixed >> np.uint64(63)).astype(arrays[0].dtype)
+        return (mixed / 2.0**62 - 2.0).astype(arrays[0].dtype)
+
+    def _digest(self, e: Expression, *more: Any) -> Any:
+        done = repr((self._seed, e.opcode, e.attributes, *more))
+        return hashlib.blake2b(done.encode())
 
 
 def _checked(result: Any, e: Expression) -> np.ndarray:

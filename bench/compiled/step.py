@@ -12,9 +12,8 @@ from bench.compiled.expressions import Expressions, Program
 from bench.compiled.hlo import parse
 from bench.compiled.numbers import Numbers
 from gockpt_jax.training.armed import with_outputs
-from gockpt_jax.training.cut import Cut
-from gockpt_jax.training.recipe import make_recipe
-from gockpt_jax.training.walk import Leaf
+from gockpt_jax.training.call import Positions
+from gockpt_jax.training.step_cut import StepCut, cut_step
 
 _FENCE = np.int32(0)
 # A gathering that runs beside other work is in many of its pieces: nobody could read what it gives.
@@ -44,7 +43,7 @@ class CompiledStep:
 
     @classmethod
     def of(
-        cls, jaxpr: Any, cut: Cut | None, arguments: Sequence[Any],
+        cls, jaxpr: Any, cut: StepCut | None, arguments: Sequence[Any],
         places: Sequence[jax.sharding.Sharding], *, count: int,
         expressions: Expressions | None = None, name: str = "armed",
     ) -> "CompiledStep":  # fmt: skip
@@ -60,14 +59,13 @@ class CompiledStep:
           expressions: Of a program to compare with.
           name: Of the program.
         """
-        sites = [v.site for v in cut.values if v.site is not None] if cut else []
         specs = [
             jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=place, weak_type=getattr(x, "weak_type", False)
             )
             for x, place in zip(arguments, places, strict=True)
         ]
-        run = with_outputs(jaxpr, sites)
+        run = with_outputs(jaxpr, cut.sites if cut else ())
         run.__name__ = name
         results = jax.eval_shape(run, *specs)
         others = (None,) * (len(results) - count)
@@ -110,15 +108,27 @@ def _indices(place: Any, shape: tuple[int, ...]) -> list[Any]:
     return list(place.devices_indices_map(shape).values())
 
 
+def cut_state(jaxpr: Any, count: int, *, even_for_nothing: bool = False) -> StepCut:
+    """Cuts a step whose first arguments, and first results, are the leaves of its state.
+
+    Args:
+      jaxpr: Closed.
+      count: Of leaves.
+      even_for_nothing: Whether leaves may leave early that gain no bytes.
+    """
+    places = tuple(range(count))
+    positions = Positions(places, places, tuple(map(str, places)))
+    return cut_step(jaxpr, positions, even_for_nothing=even_for_nothing, exact=True)
+
+
 def differing_early(
-    step: CompiledStep, cut: Cut, leaves: Sequence[Leaf], arguments: Sequence[Any], seed: int = 0
+    step: CompiledStep, cut: StepCut, arguments: Sequence[Any], seed: int = 0
 ) -> dict[int, int]:
     """Elements of the early leaves that the host, given what the step returns, makes otherwise.
 
     Args:
       step: Compiled with this cut.
-      cut: Of the step.
-      leaves: Of the state: the first arguments, and the first results.
+      cut: Of the step; leaves are its first arguments, and its first results.
       arguments: Of the step.
       seed: Of what is not worked out.
 
@@ -126,14 +136,14 @@ def differing_early(
       How many, for each early leaf, by position. Zeros of either sign are one, and NaN is NaN.
     """
     numbers = step.numbers(arguments, seed)
-    first = len(step.results) - len(cut.values)
-    given = {v: step.result(numbers, first + i) for i, v in enumerate(cut.values)}
+    first = len(step.results) - len(cut.sites)
+    given = [step.result(numbers, first + i) for i in range(len(cut.sites))]
     found: dict[int, int] = {}
     for group in cut.groups:
-        replay = jax.jit(make_recipe(group, leaves).apply)
+        replay = jax.jit(group.recipe.apply)
         old = [as_numpy(arguments[j]).reshape(-1) for j in group.leaves]
-        retained = [given[v].reshape(-1) for v in group.retained]
-        new = replay(old, retained, [given[v] for v in group.scalars], _FENCE)
+        retained = [given[i].reshape(-1) for i in group.retained]
+        new = replay(old, retained, [given[i] for i in group.scalars], _FENCE)
         for j, mine in zip(group.leaves, new, strict=True):
             theirs = step.result(numbers, j).reshape(-1)
             found[j] = _differing(theirs, np.asarray(mine))

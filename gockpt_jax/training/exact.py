@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax.training.constants import is_power_of_two, scalar_constant
-from gockpt_jax.training.values import Op, Value, unspread, without_walls
+from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
 
 def names(text: str) -> frozenset[str]:
@@ -74,17 +74,25 @@ def _shares_a_factor(op: Op) -> bool:
 
 
 def _factors(value: Value) -> list[Value]:
-    """What a product multiplies, with what products among that do; nothing if it is none."""
+    """What a product multiplies, with what products among that do; nothing if it is none.
+
+    A division by a constant is a product with its reciprocal.
+    """
     found: list[Value] = []
     stack, is_product = [value], False
     while stack:
         value = unspread(_unnamed(stack.pop()))
-        if value.op is not None and value.op.name in PRODUCTS:
-            stack.extend(value.op.inputs)
+        op = value.op
+        if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
+            stack.extend(op.inputs)
             is_product = True
         else:
             found.append(value)
     return found if is_product else []
+
+
+def _divides_by_constant(op: Op) -> bool:
+    return op.name == "div" and is_known(unspread(op.inputs[1]))
 
 
 def _is_same_factor(a: Value, b: Value) -> bool:

@@ -23,11 +23,15 @@ from updates import UPDATES, gradient
 
 from bench.accelerators import devices_of
 from bench.compiled.benchmark import contracted, flushing
-from bench.compiled.step import CompiledStep, as_numpy, differing_early, differing_results
+from bench.compiled.step import (
+    CompiledStep,
+    as_numpy,
+    cut_state,
+    differing_early,
+    differing_results,
+)
 from gockpt_jax.training import graph, walk
-from gockpt_jax.training.cut import find_cut
-from gockpt_jax.training.graph import flatten
-from gockpt_jax.training.walk import Leaf
+from gockpt_jax.training.step_cut import StepCut
 
 TOPOLOGIES = {"h100": "h100:8", "v5e": "v5e:2x4"}
 ASKED = os.environ.get("GOCKPT_COMPILED", "")
@@ -57,9 +61,14 @@ def compiled(found: Analysis, places: Any, cut: Any = None, **options: Any) -> C
 
 
 def torn(found: Analysis, device: Any) -> dict[int, int]:
-    step = compiled(found, single(found, device), found.cut)
-    early = differing_early(step, found.cut, found.leaves, jax.tree.leaves(found.args))
+    cut = cut_of(found)
+    step = compiled(found, single(found, device), cut)
+    early = differing_early(step, cut, jax.tree.leaves(found.args))
     return {j: n for j, n in early.items() if n}
+
+
+def cut_of(found: Analysis) -> StepCut:
+    return cut_state(found.jaxpr, len(found.leaves), even_for_nothing=True)
 
 
 @pytest.mark.parametrize(("value", "follows"), PAIRS if ASKED else dict.fromkeys(FEW))
@@ -82,12 +91,12 @@ def test_a_compiler_goes_on_with_what_a_random_program_retains(
     places = [program.state.places[i] for i in jax.tree.leaves(program.state.nested)]
     places += [program.state.batch_place] * len(batch)
     traced = jax.jit(program.update).trace(*jax.eval_shape(lambda *given: given, state, batch))
-    graph = flatten(traced.jaxpr, [(i, i) for i in range(size)])
-    leaves = [Leaf.of(str(i), graph.inputs[i], graph.outputs[i]) for i in range(size)]
-    cut = find_cut(leaves, even_for_nothing=True)
-    arguments = jax.tree.leaves((state, batch))
+    cut, arguments = (
+        cut_state(traced.jaxpr, size, even_for_nothing=True),
+        jax.tree.leaves((state, batch)),
+    )
     step = CompiledStep.of(traced.jaxpr, cut, arguments, places, count=size)
-    assert not any(differing_early(step, cut, leaves, arguments, seed).values())
+    assert not any(differing_early(step, cut, arguments, seed).values())
 
 
 def test_working_a_program_out_gives_what_running_it_gives() -> None:
@@ -100,7 +109,7 @@ def test_working_a_program_out_gives_what_running_it_gives() -> None:
     for update in UPDATES.values():
         found = analyse(update.step, update.state, gradient())
         arguments = jax.tree.leaves(found.args)
-        step = compiled(found, single(found, jax.devices()[0]), found.cut)
+        step = compiled(found, single(found, jax.devices()[0]), cut_of(found))
         numbers, (new, _) = step.numbers(arguments), found.run()
         for j in (j for group in found.cut.groups for j in group.leaves):
             worked_out = step.result(numbers, j)
@@ -130,7 +139,7 @@ def test_what_devices_exchange_is_worked_out_as_they_do() -> None:
     state = {"v": placed((16,), "a"), "w": placed((16, 16), "a", "b")}
     found = analyse(step, state, placed(()), even_for_nothing=True)
     arguments = jax.tree.leaves(found.args)
-    worked_out = compiled(found, [x.sharding for x in arguments], found.cut)
+    worked_out = compiled(found, [x.sharding for x in arguments], cut_of(found))
     numbers = worked_out.numbers(arguments)
     for j, x in enumerate(jax.tree.leaves(found.step(*found.args)[0])):
         np.testing.assert_array_equal(worked_out.result(numbers, j), np.asarray(x))
@@ -151,7 +160,7 @@ def test_two_programs_are_compared_by_what_they_compute() -> None:
     found = analyse(step_of_pair("dot", "averaged"), *arguments_of_pair())
     other = analyse(lambda *args: _doubled(args), *arguments_of_pair())
     arguments, places = jax.tree.leaves(found.args), single(found, jax.devices()[0])
-    one = compiled(found, places, found.cut)
+    one = compiled(found, places, cut_of(found))
     same = compiled(found, places, expressions=one.expressions)
     assert differing_results(one, same, arguments, 2) == (0, 0)
     doubled = compiled(other, places, expressions=one.expressions)

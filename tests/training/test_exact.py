@@ -82,6 +82,8 @@ ROUNDED = [
             "squares": lambda x, y: (x * x, x * y),
             "products of products": lambda x, y: (x * 0.9, (x * 0.3) * 0.1),
             "named products": lambda x, y: (checkpoint_name(x * 0.3, "a"), y * 0.3),
+            "a product and a half": lambda x, y: (x * 0.1, x / 2.0),
+            "quarters of products": lambda x, y: (x * 0.3 / 4.0, y * 0.3 / 4.0),
         }.items()
     ),
 ]
