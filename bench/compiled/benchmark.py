@@ -8,6 +8,7 @@ early leaves; they must be the program's own.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import itertools
 import json
@@ -73,15 +74,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, told = parser.add_argument, "comma-separated"
     add("--targets", default=",".join(TARGETS), help=f"{told}; those not installed are told")
     add("--layouts", default=",".join(LAYOUTS), help=told)
+    add("--jobs", type=int, default=1, help="processes that compile at once")
 
 
-def run(quick: bool, targets: str, layouts: str, **_: Any) -> CompiledRecord:
+def run(quick: bool, targets: str, layouts: str, jobs: int, **_: Any) -> CompiledRecord:
     """Compiles all optimizers on both models; if `quick`, a few on the MLP.
 
     Args:
       quick: Whether a few will do.
       targets: Names of targets, comma-separated.
       layouts: Names of layouts, likewise.
+      jobs: Processes that compile at once.
 
     Raises:
       SystemExit: if there is no such target or layout, none is installed, or a process failed.
@@ -94,10 +97,10 @@ def run(quick: bool, targets: str, layouts: str, **_: Any) -> CompiledRecord:
     if len(missing) == len(names):
         raise SystemExit(f"None of these compilers is installed: {'; '.join(told)}.")
     record.notes += [f"Not measured, its compiler is not installed: {name}." for name in missing]
-    for name in names:
-        if name not in missing:
-            found = _in_a_process_of_its_own(name, ways, quick=quick)
-            record.samples |= {f"{name}/{figure}": [count] for figure, count in found.items()}
+    asked = itertools.product((name for name in names if name not in missing), ways)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(lambda both: _in_a_process_of_its_own(*both, quick=quick), asked):
+            record.samples |= {figure: [count] for figure, count in found.items()}
     return record
 
 
@@ -108,20 +111,18 @@ def _named(option: str, text: str, known: Iterable[str]) -> list[str]:
     return names
 
 
-def _in_a_process_of_its_own(
-    target: str, layouts: Sequence[str], *, quick: bool
-) -> dict[str, float]:
+def _in_a_process_of_its_own(target: str, layout: str, *, quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         out, own = Path(directory, "figures.json"), dict(compiler_of(TARGETS[target]).environment)
         # The host must not contract: these figures are of what the accelerator's compiler does.
         dumped = f"--xla_dump_to={directory}/dump --xla_dump_hlo_module_re=.*armed.*"
         flags = (own.get("XLA_FLAGS", ""), "--xla_cpu_max_isa=AVX", dumped)
         environment = os.environ | own | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-        asked = json.dumps({"target": target, "layouts": layouts, "quick": quick})
+        asked = json.dumps({"target": target, "layout": layout, "quick": quick})
         command = [sys.executable, "-m", "bench.compiled.benchmark", asked, directory]
         child = subprocess.run(command, cwd=ROOT, env=environment, check=False)
         if child.returncode:
-            raise SystemExit(f"the process that compiles for {target} failed")
+            raise SystemExit(f"the process that compiles {layout} for {target} failed")
         return json.loads(out.read_text(encoding="utf-8"))
 
 
@@ -175,17 +176,17 @@ def flushing(dump: Path) -> int:
     return sum(len(_PTX_FLUSHING.findall(code)) for code in codes)
 
 
-def _child(target: str, layouts: Sequence[str], directory: Path, *, quick: bool) -> None:
+def _child(target: str, layout: str, directory: Path, *, quick: bool) -> None:
     figures: dict[str, float] = {}
     devices, dump = devices_of(TARGETS[target]), directory / "dump"
     models, optimizers = (MODELS[:1], QUICK) if quick else (MODELS, tuple(OPTIMIZERS))
-    for layout, model, optimizer in itertools.product(layouts, models, optimizers):
+    for model, optimizer in itertools.product(models, optimizers):
         found = measure(optimizer, model, layout, devices)
         if target == "h100":
             found["contracted"] = contracted(dump)
             found["flushing"] = flushing(dump)
             shutil.rmtree(dump)
-        figures |= {f"{layout}/{model}/{optimizer}/{name}": n for name, n in found.items()}
+        figures |= {f"{target}/{layout}/{model}/{optimizer}/{name}": n for name, n in found.items()}
         print(target, layout, model, optimizer, found, flush=True)
     (directory / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
 

@@ -6,12 +6,14 @@ as `div.full` and `sqrt.approx`), nor how wide arithmetic below fp32 is carried.
 may stand in a recipe; where the walk from a leaf meets anything else, the cut lies after it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from gockpt_jax.training.constants import is_power_of_two, scalar_constant
+from gockpt_jax.training.constants import is_infinite, is_power_of_two, may_be, scalar_constant
 from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
 
@@ -22,12 +24,12 @@ def names(text: str) -> frozenset[str]:
 
 # Select or move bits; exact for every dtype.
 _MOVES = names(
-    """select_n copy copy_p stop_gradient max min neg abs sign clamp is_finite eq ne lt le gt ge
+    """select_n max min neg abs sign clamp is_finite eq ne lt le gt ge
     and or not xor shift_left shift_right_logical shift_right_arithmetic round floor ceil"""
 )
 PRODUCTS = names("mul square integer_pow")
 SUMS = names("add sub add_any")
-IDENTITIES = names("name copy copy_p sharding_constraint")
+IDENTITIES = names("name copy copy_p sharding_constraint stop_gradient")
 # Within a few ULPs on every machine, though not the same bits.
 _ROUNDED = names(
     """div sqrt rsqrt cbrt exp exp2 expm1 log log1p pow integer_pow tanh logistic sin cos tan asin
@@ -48,7 +50,11 @@ def is_exact(op: Op) -> bool:
       False for everything that is not known to be exact, so that an unknown operation can only make
       a leaf late and never wrong.
     """
-    if op.name in _MOVES | IDENTITIES:
+    if is_identity(op):
+        return True
+    if _is_erased(op):  # then compilers merge what stands on both sides, each when it finds that
+        return False
+    if op.name in _MOVES:
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
         is_whole = _full_width(op.inputs[0].dtype) and op.params.get("y", 0) >= 0
@@ -81,13 +87,13 @@ def _factors(value: Value) -> list[Value]:
     found: list[Value] = []
     stack, is_product = [value], False
     while stack:
-        value = unspread(_unnamed(stack.pop()))
-        op = value.op
-        if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
-            stack.extend(op.inputs)
-            is_product = True
-        else:
-            found.append(value)
+        for value in _seen_as(stack.pop()):
+            op = value.op
+            if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
+                stack.extend(op.inputs)
+                is_product = True
+            else:
+                found.append(value)
     return found if is_product else []
 
 
@@ -102,25 +108,63 @@ def _is_same_factor(a: Value, b: Value) -> bool:
     return bool(number == scalar_constant(b)) and not is_power_of_two(number)
 
 
-def _is_same(a: Value, b: Value, levels: int = 4) -> bool:
-    """Whether two values may be one to a compiler: the same is done with the same."""
+def _is_same(a: Value, b: Value) -> bool:
+    """Whether two values may be one to a compiler."""
+    return any(_is_alike(v, w) for v in _seen_as(a) for w in _seen_as(b))
+
+
+def _is_alike(a: Value, b: Value, levels: int = 4) -> bool:
+    """Whether the same is done with the same, as far as this looks."""
+    a, b = without_walls(a), without_walls(b)
+    if a.is_constant and b.is_constant:
+        return np.array_equal(a.constant, b.constant)
     if a is b or a.op is None or b.op is None:
         return a is b
     inputs = a.op.inputs, b.op.inputs
     is_alike = a.op.name == b.op.name and a.shape == b.shape and a.index == b.index
     if not is_alike or len(inputs[0]) != len(inputs[1]):
         return False
-    return not levels or all(
-        (v.is_constant and w.is_constant) or _is_same(v, w, levels - 1)
-        for v, w in zip(*inputs, strict=True)
-    )
+    pairs = zip(*inputs, strict=True)
+    return not levels or all(_is_alike(v, w, levels - 1) for v, w in pairs)
 
 
-def _unnamed(value: Value) -> Value:
-    value = without_walls(value)
-    while value.op is not None and is_identity(value.op):
-        value = without_walls(value.op.inputs[0])
-    return value
+def _seen_as(value: Value) -> list[Value]:
+    """A value, and those that it may be to a compiler, which erases what changes no number."""
+    found, stack = [], [value]
+    while stack:
+        value = unspread(stack.pop())
+        found.append(value)
+        if value.op is not None:
+            stack.extend(value.op.inputs if is_identity(value.op) else _may_be_all_of(value.op))
+    return found
+
+
+def _is_erased(op: Op) -> bool:
+    """Whether an operation may give one of its operands; a sum with zero does to every compiler."""
+    if op.name in SUMS and not any(unspread(v).is_folded for v in op.inputs):
+        return False
+    return bool(_may_be_all_of(op))
+
+
+def _may_be_all_of(op: Op) -> Sequence[Value]:
+    """Values of which one may be all that an operation gives, so that a compiler erases it."""
+    inputs = op.inputs
+    if op.name in SUMS:
+        one, other = inputs
+        terms = [(one, other)] if op.name == "sub" else [(one, other), (other, one)]
+        return [x for x, y in terms if may_be(y, lambda number: number == 0)]
+    if op.name in ("max", "min"):
+        is_one = _is_alike(inputs[0], inputs[1]) or any(may_be(v, is_infinite) for v in inputs)
+        return inputs if is_one else ()
+    if op.name == "select_n":
+        cases = inputs[1:]
+        is_one = may_be(inputs[0], lambda _: True) or all(_is_alike(v, cases[0]) for v in cases)
+        return cases if is_one else ()
+    if op.name in ("neg", "abs"):
+        inner = inputs[0].op
+        if inner is not None and inner.name == op.name:
+            return inner.inputs if op.name == "neg" else inputs
+    return ()
 
 
 def is_close(op: Op) -> bool:
@@ -130,7 +174,8 @@ def is_close(op: Op) -> bool:
     the narrow type's own last place.
     """
     repeats = _ROUNDED | PRODUCTS | SUMS
-    return is_exact(op) or (op.name in repeats and _full_width(op.inputs[0].dtype))
+    is_wide = op.name in repeats and _full_width(op.inputs[0].dtype)
+    return is_exact(op) or op.name in _MOVES or is_wide
 
 
 def _full_width(dtype: jnp.dtype) -> bool:

@@ -125,7 +125,7 @@ class Recipe:
             operands = [read(o) for o in ins.operands]
             if all(isinstance(o, Constant) or o in folded for o in ins.operands):
                 folded.add(len(registers))  # a constant to every compiler
-            elif ins.name in SUMS:
+            elif ins.name in SUMS and not _adds_nothing(ins):
                 operands = [
                     _fenced(x, fence) if o in products else x
                     for o, x in zip(ins.operands, operands, strict=True)
@@ -198,6 +198,12 @@ def _multiplies(ins: Instruction) -> bool:
     """
     constants = [o.value() for o in ins.operands if isinstance(o, Constant)]
     return ins.name in PRODUCTS and not any(map(is_power_of_two, constants))
+
+
+def _adds_nothing(ins: Instruction) -> bool:
+    """Whether it adds zero: compilers erase that, and merge what stands on both sides of it."""
+    constants = [o.value() for o in ins.operands if isinstance(o, Constant)]
+    return any(not np.any(constant) for constant in constants)
 
 
 def _fenced(product: jax.Array, fence: jax.Array | None) -> jax.Array:

@@ -19,18 +19,18 @@ def test_an_optimizer_is_compiled_and_worked_out(layout):
 
 def test_targets_that_cannot_be_had_are_told(monkeypatch):
     with pytest.raises(SystemExit, match=r"`--targets` got \['h200'\]; there are h100, v5e"):
-        benchmark.run(quick=True, targets="h100,h200", layouts="single")
+        benchmark.run(quick=True, targets="h100,h200", layouts="single", jobs=1)
     with pytest.raises(SystemExit, match=r"`--layouts` got \['dp'\]; there are single, fsdp"):
-        benchmark.run(quick=True, targets="h100", layouts="fsdp,dp")
+        benchmark.run(quick=True, targets="h100", layouts="fsdp,dp", jobs=1)
     monkeypatch.setattr(Compiler, "is_installed", lambda _: False)
     with pytest.raises(SystemExit, match="None of these compilers is installed: v5e: `pip install"):
-        benchmark.run(quick=True, targets="v5e", layouts="single")
+        benchmark.run(quick=True, targets="v5e", layouts="single", jobs=1)
     monkeypatch.setattr(Compiler, "is_installed", lambda compiler: compiler.platform == "tpu")
     monkeypatch.setattr(
         benchmark,
         "_in_a_process_of_its_own",
-        lambda _, layouts, quick: {f"{layouts[0]}/mlp/adam/torn": float(quick)},
+        lambda target, layout, quick: {f"{target}/{layout}/mlp/adam/torn": float(quick)},
     )
-    record = benchmark.run(quick=True, targets="h100,v5e", layouts="fsdp")
+    record = benchmark.run(quick=True, targets="h100,v5e", layouts="fsdp", jobs=1)
     assert record.samples == {"v5e/fsdp/mlp/adam/torn": [1.0]}
     assert record.notes[-1] == "Not measured, its compiler is not installed: h100."

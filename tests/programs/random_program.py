@@ -105,7 +105,7 @@ class RandomProgram:
             *olds, g = arrays
             rng, wide = Random(parameter.seed), [x.astype(jnp.float32) for x in olds]
             drawn = expressions(rng, [g, g, *wide], scalars)
-            new = [_new_value(rng, drawn, x) for x in wide]
+            new = [new_value(rng, drawn, x) for x in wide]
             return [y.astype(x.dtype) for x, y in zip(olds, new, strict=True)]
 
         around = AROUND[parameter.around](update, self.state.places[parameter.leaves[0]])
@@ -138,7 +138,7 @@ def expressions(
     return Expressions(rng, [gradient, *arrays[1:]], scalars, REPEATED)
 
 
-def _new_value(rng: Random, drawn: Expressions, old: jax.Array) -> jax.Array:
+def new_value(rng: Random, drawn: Expressions, old: jax.Array) -> jax.Array:
     """The new value of a leaf, in fp32; bounded, so that it stays a number."""
     kind = rng.random()
     if kind < 0.06:

@@ -17,6 +17,7 @@ import pytest
 from campaigns import seeds
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from programs.random_program import RandomProgram
+from programs.random_updates import random_updates
 from test_merging import ERASED, FOLDED, PAIRS, arguments_of_pair, step_of_pair
 from training_helpers import Analysis, analyse
 from updates import UPDATES, gradient
@@ -97,6 +98,12 @@ def test_a_compiler_goes_on_with_what_a_random_program_retains(
     )
     step = CompiledStep.of(traced.jaxpr, cut, arguments, places, count=size)
     assert not any(differing_early(step, cut, arguments, seed).values())
+
+
+@pytest.mark.parametrize("seed", SEEDS if ASKED else [0])
+def test_a_compiler_goes_on_with_what_random_updates_retain(seed: int, devices: Any) -> None:
+    found = analyse(*random_updates(seed, 60 if ASKED else 15))
+    assert not torn(found, devices[0])
 
 
 def test_working_a_program_out_gives_what_running_it_gives() -> None:

@@ -187,6 +187,10 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "plus a product of constants": lambda v, w, z: ((v + z) + 0.1 * jnp.abs(0.1)) + 0.9,
     "plus an exponential of a constant": lambda v, w, z: ((v + z) + jnp.exp(-0.3)) + 0.9,
     "plus a constant, times one": lambda v, w, z: ((v + z + 0.1) * 1.0) + 0.9,
+    "plus a product with nothing added": lambda v, w, z: v + ((z * 0.3) + 0.0) * 0.7,
+    "plus the larger of one product": lambda v, w, z: v + jnp.maximum(z * 0.3, z * 0.3) * 0.7,
+    "plus a product and a half": lambda v, w, z: v + (0.9 * z + 0.1 * (z / 2.0)),
+    "plus products with nothing added": lambda v, w, z: v + (0.9 * z + 0.1 * (z + 0.0)),
 }
 FOLLOWERS |= FOLDED
 PAIRS = list(itertools.product(VALUES, FOLLOWERS))
