@@ -135,7 +135,7 @@ def _seen_as(value: Value) -> list[Value]:
         value = unspread(stack.pop())
         found.append(value)
         if value.op is not None:
-            stack.extend(value.op.inputs if is_identity(value.op) else _may_be_all_of(value.op))
+            stack.extend(value.op.inputs if is_identity(value.op) else may_be_all_of(value.op))
     return found
 
 
@@ -143,15 +143,15 @@ def _is_erased(op: Op) -> bool:
     """Whether an operation may give one of its operands; a sum with zero does to every compiler."""
     if op.name in SUMS and not any(unspread(v).is_folded for v in op.inputs):
         return False
-    return bool(_may_be_all_of(op))
+    return bool(may_be_all_of(op))
 
 
-def _may_be_all_of(op: Op) -> Sequence[Value]:
+def may_be_all_of(op: Op) -> Sequence[Value]:
     """Values of which one may be all that an operation gives, so that a compiler erases it."""
     inputs = op.inputs
     if op.name in SUMS:
         one, other = inputs
-        terms = [(one, other)] if op.name == "sub" else [(one, other), (other, one)]
+        terms = (one, other), (other, one)  # what is taken off zero is only negated
         return [x for x, y in terms if may_be(y, lambda number: number == 0)]
     if op.name in ("max", "min"):
         is_one = _is_alike(inputs[0], inputs[1]) or any(may_be(v, is_infinite) for v in inputs)

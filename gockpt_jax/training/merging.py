@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gockpt_jax import _compat
 from gockpt_jax.training.constants import is_infinite, is_power_of_two, may_be, scalar_constant
 from gockpt_jax.training.erased import is_one_product, may_be_erased
-from gockpt_jax.training.exact import IDENTITIES, PRODUCTS, SUMS, names
+from gockpt_jax.training.exact import IDENTITIES, PRODUCTS, SUMS, may_be_all_of, names
 from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
 # Two of these, multiplied, are one of them or none.
@@ -126,11 +126,9 @@ def _is_rounding_factor(op: Op) -> bool:
 
 def _ends_chain(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
-    if op.name in SUMS:
-        return not any(may_be(v, lambda number: number == 0) for v in op.inputs)
-    if op.name == "select_n":
-        return not may_be(op.inputs[0], lambda _: True)  # else it is decided while compiling
-    if op.name in ("max", "min", "clamp"):
+    if op.name in SUMS or op.name in ("select_n", "max", "min"):
+        return not may_be_all_of(op)
+    if op.name == "clamp":
         return not any(may_be(v, is_infinite) for v in op.inputs)
     if op.name.startswith("reduce_"):
         return math.prod(op.inputs[0].shape) > math.prod(value.shape)
