@@ -8,7 +8,7 @@ See docs/decisions/0016.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,15 +19,15 @@ import xxhash
 
 from gockpt_jax.storage.files import checksum_files
 from gockpt_jax.storage.files.grid import Box
+from gockpt_jax.storage.files.pieces import in_order
 
-_PIECE_BYTES = 2**20
 # Below this a thread costs more than the digest.
 _INLINE_BYTES = 2**18
 _DIGEST_THREADS = 2
 
 
 def digest(values: np.ndarray[Any, Any]) -> str:
-    """Returns the digest of an array's values; at most 1 MiB is copied where it is not contiguous.
+    """Returns the digest of an array's values; at most 4 MiB is copied where it is not contiguous.
 
     Example:
       >>> import numpy as np
@@ -35,7 +35,11 @@ def digest(values: np.ndarray[Any, Any]) -> str:
       >>> digest(x) == digest(np.asfortranarray(x)) != digest(x + 1)
       True
     """
-    return digest_of(_contiguous(values))
+    if values.dtype.name.endswith(("int2", "int4")):  # NumPy leaves their upper bits undefined.
+        values = values.astype(np.int8)
+    if values.flags.c_contiguous:
+        return digest_of([values])
+    return digest_of(np.ascontiguousarray(part) for _, part in in_order(values))
 
 
 def digest_of(pieces: Iterable[np.ndarray[Any, Any]]) -> str:
@@ -44,19 +48,6 @@ def digest_of(pieces: Iterable[np.ndarray[Any, Any]]) -> str:
     for piece in pieces:
         state.update(piece.reshape(-1).view(np.uint8).data)
     return str(state.hexdigest())
-
-
-def _contiguous(values: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Cuts an array along its first axes into pieces in C order."""
-    if values.dtype.name.endswith(("int2", "int4")):  # NumPy leaves their upper bits undefined.
-        values = values.astype(np.int8)
-    if values.flags.c_contiguous:
-        yield values
-    elif values.nbytes <= _PIECE_BYTES or values.ndim < 2:
-        yield np.ascontiguousarray(values)
-    else:
-        for row in values:
-            yield from _contiguous(row)
 
 
 class Checksums:
