@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -34,6 +34,15 @@ class Extent:
         return self.path == other.path and self.offset + self.nbytes == other.offset
 
 
+Extents = Callable[[str], Extent]
+"""Where an array's values lie, by their keys: a chunk's, or `.zarray`."""
+
+
+def files_in(folder: str) -> Extents:
+    """Where values lie that are files of a folder."""
+    return lambda key: Extent(f"{folder}/{key}")
+
+
 Values = Mapping[str, Extent | bytes]
 """By key: where a value lies; or the value, where it is in the index itself."""
 
@@ -46,7 +55,7 @@ def values_of(files: ts.KvStore, folder: str = "") -> Values:
       folder: What the paths of extents begin with.
 
     Returns:
-      All of them. None where there is no database, or it is none that we can read.
+      All of them: nothing where there is no database, or it is none that we can read.
 
     Example:
       >>> store = ts.KvStore.open({"driver": "ocdbt", "base": "memory://"}).result()

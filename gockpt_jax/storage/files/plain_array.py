@@ -9,14 +9,14 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.storage.files import grid
-from gockpt_jax.storage.files.database import Extent, Values, values_by_array
+from gockpt_jax.storage.files.database import Extent, Extents, Values, files_in, values_by_array
 from gockpt_jax.storage.files.pieces import piece_shape
 
 
@@ -34,20 +34,20 @@ class PlainArray:
       shape: Of the array.
       chunk: The shape of a chunk; those at the array's edge are stored as whole chunks, too.
       dtype: Of its values, as stored.
-      extent: Where a chunk lies, by its key.
+      extents: Where a chunk lies, by its key.
     """
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     dtype: np.dtype[Any]
-    extent: Callable[[str], Extent]
+    extents: Extents
 
     @classmethod
     def found_in(cls, folder: str) -> PlainArray | None:
         """Looks at what is stored in a folder; None where it is stored in another way."""
         try:
             with open(f"{folder}/.zarray", "rb") as file:
-                return cls._told(file.read(), lambda key: Extent(f"{folder}/{key}"))
+                return cls._told(file.read(), files_in(folder))
         except OSError:
             return None
 
@@ -72,7 +72,7 @@ class PlainArray:
         )
 
     @classmethod
-    def _told(cls, text: bytes, extent: Callable[[str], Extent]) -> PlainArray | None:
+    def _told(cls, text: bytes, extents: Extents) -> PlainArray | None:
         try:
             told: Mapping[str, Any] = json.loads(text)
             dtype = jnp.dtype(str(told["dtype"]).removeprefix("<").removeprefix("|"))
@@ -84,7 +84,7 @@ class PlainArray:
                 and told.get("dimension_separator", ".") == "."
                 and is_stored_as_it_is(dtype)
             )
-            array = cls(tuple(told["shape"]), tuple(told["chunks"]), dtype, extent)
+            array = cls(tuple(told["shape"]), tuple(told["chunks"]), dtype, extents)
             return array if is_plain else None
         except (ValueError, TypeError, KeyError):
             return None
@@ -109,7 +109,7 @@ class PlainArray:
         shape = piece_shape(self.chunk, self.dtype.itemsize)
         for cell in grid.cells(hull, self.chunk):
             origin = tuple(s.start - s.start % n for s, n in zip(cell, self.chunk, strict=True))
-            extent = self.extent(grid.key(cell, self.chunk))
+            extent = self.extents(grid.key(cell, self.chunk))
             for inner in grid.cells(grid.whole(self.chunk), shape):
                 box = tuple(
                     slice(s.start + o, s.stop + o) for s, o in zip(inner, origin, strict=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from gockpt_jax.storage.files.database import Extent
+from gockpt_jax.storage.files.database import Extent, Extents
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing import spec as spec_lib
 from gockpt_jax.storage.writing.array_layout import ItemLayout
@@ -24,7 +24,7 @@ from gockpt_jax.storage.writing.database_index import (
     key_of,
     make_index,
 )
-from gockpt_jax.storage.writing.leaf_writer import Extents, to_the_end
+from gockpt_jax.storage.writing.leaf_writer import to_the_end
 
 _LOG = logging.getLogger("gockpt_jax")
 _FOLDER = "direct/"

@@ -6,22 +6,20 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore as ts
 
 from gockpt_jax.storage.files import grid
-from gockpt_jax.storage.files.database import Extent
+from gockpt_jax.storage.files.database import Extents
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing.array_layout import ArrayLayout
 from gockpt_jax.storage.writing.host_array import HostShard, ShardFuture
 from gockpt_jax.storage.writing.write_budget import WriteBudget
 
 _T = TypeVar("_T")
-Extents = Callable[[str], Extent]
-"""Where a leaf's values lie, by their keys: a chunk's, or `.zarray`."""
 
 # A chunk that TensorStore compresses, and what it has become.
 _COMPRESSED_COPIES = 2

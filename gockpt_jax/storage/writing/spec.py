@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from gockpt_jax.storage.files import bucket, grid
-from gockpt_jax.storage.files.database import Extent
+from gockpt_jax.storage.files.database import Extent, Extents, files_in
 from gockpt_jax.storage.files.plain_array import is_stored_as_it_is
 from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
 from gockpt_jax.storage.writing.database_index import PlacedArray
@@ -99,11 +99,6 @@ def array_spec(layout: ArrayLayout) -> Json:
     return {"driver": "cast", "base": spec, "dtype": layout.dtype.name}
 
 
-def folder_extents(layout: ArrayLayout) -> Callable[[str], Extent]:
-    """Returns where values of a leaf belong that are files, by their keys."""
-    return lambda key: Extent(f"{layout.path}/{key}")
-
-
 def placed_array(
     layout: ArrayLayout, boxes: Sequence[grid.Box], with_metadata: bool
 ) -> PlacedArray:
@@ -120,7 +115,7 @@ def placed_array(
     )
 
 
-def metadata_extent(layout: ArrayLayout, extents: Callable[[str], Extent] | None) -> Extent | None:
+def metadata_extent(layout: ArrayLayout, extents: Extents | None) -> Extent | None:
     """Returns where to write what a leaf is; None where only TensorStore can.
 
     Args:
@@ -129,7 +124,7 @@ def metadata_extent(layout: ArrayLayout, extents: Callable[[str], Extent] | None
     """
     if layout.item.use_ocdbt or layout.item.is_in_bucket:
         return extents(".zarray") if extents else None
-    return folder_extents(layout)("zarr.json" if layout.item.use_zarr3 else ".zarray")
+    return files_in(layout.path)("zarr.json" if layout.item.use_zarr3 else ".zarray")
 
 
 def metadata_text(spec: Json) -> bytes:

@@ -13,13 +13,13 @@ import tensorstore as ts
 from etils import epath
 
 from gockpt_jax.storage.files import grid
+from gockpt_jax.storage.files.database import Extents, files_in
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing import spec as spec_lib
 from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
 from gockpt_jax.storage.writing.database_writer import DatabaseIndexes, DatabaseWriter
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_writer import (
-    Extents,
     LeafWriter,
     first_error_alone,
     named_in_errors,
@@ -84,7 +84,7 @@ class TreeWriter:
             if is_ours and spec_lib.is_written_as_it_is(leaf.layout, boxes):
                 direct.append((leaf.layout, boxes))
         if not (direct and self.item.use_ocdbt):
-            return {layout.name: spec_lib.folder_extents(layout) for layout, _ in direct}
+            return {layout.name: files_in(layout.path) for layout, _ in direct}
         arrays = [spec_lib.placed_array(*one, self.is_primary) for one in direct]
         index = indexes.of(arrays, self.item.written_file_bytes)
         if index is None:
