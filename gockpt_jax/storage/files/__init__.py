@@ -3,7 +3,7 @@
 In the order of their imports:
 
     grid            boxes of an array, and the cells of its chunk grid
-    aligned         memory and threads for reads and writes past the page cache
+    aligned         memory and modes of files for reads and writes past the page cache
     pieces          what of an array is read or written at once
     syncs           files made durable beside the writes of others
     data_file       a file that several threads write

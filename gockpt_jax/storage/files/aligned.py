@@ -1,8 +1,7 @@
-"""Memory and threads for files that are read and written past the page cache (`O_DIRECT`)."""
+"""Memory and modes of files for reads and writes past the page cache (`O_DIRECT`)."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import errno
@@ -61,11 +60,6 @@ def aligned_empty(nbytes: int) -> _Bytes:
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)[:nbytes]
-
-
-def threads(count: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
-    """A pool of named threads, which start when there is work for them."""
-    return concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix=name)
 
 
 def memory_alignment(fd: int) -> int:

@@ -29,7 +29,6 @@ from gockpt_jax.storage.files.aligned import (
     Buffers,
     memory_alignment,
     set_direct,
-    threads,
 )
 from gockpt_jax.storage.files.checksums import digest_of
 from gockpt_jax.storage.files.data_file import DataFile
@@ -73,8 +72,8 @@ class DirectFiles:
         buffers = max(1, min(_BUFFERS, limit_bytes // (2 * PIECE_BYTES)))
         self.copied_bytes = buffers * PIECE_BYTES
         # Threads start when there is work for them.
-        self._files = threads(_FILES, "gockpt_file")
-        self._pieces = threads(_THREADS, "gockpt_write")
+        self._files = concurrent.futures.ThreadPoolExecutor(_FILES, "gockpt_file")
+        self._pieces = concurrent.futures.ThreadPoolExecutor(_THREADS, "gockpt_write")
         self._buffers = Buffers(buffers)
         self._syncs = Syncs()
         self._shared: dict[str, DataFile] = {}

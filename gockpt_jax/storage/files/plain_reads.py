@@ -24,7 +24,6 @@ from gockpt_jax.storage.files.aligned import (
     O_DIRECT,
     ThreadBuffer,
     set_direct,
-    threads,
 )
 from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.plain_array import Piece, PlainArray
@@ -54,7 +53,7 @@ class PlainReads:
     """
 
     def __init__(self, past_cache: bool) -> None:
-        self._pool = threads(_THREADS, "gockpt_read")
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "gockpt_read")
         self._buffer = ThreadBuffer()
         self._past_cache = past_cache
 

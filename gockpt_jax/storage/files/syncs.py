@@ -13,8 +13,6 @@ import threading
 from collections.abc import Sequence
 from typing import TypeVar
 
-from gockpt_jax.storage.files.aligned import threads
-
 # A sync mostly waits. One thread for each file would wait for the interpreter instead.
 _THREADS = 16
 _BATCH_FILES = 256
@@ -30,7 +28,8 @@ class Syncs:
     """
 
     def __init__(self) -> None:
-        self._pool = threads(_THREADS, "gockpt_sync")  # start when there is work for them
+        # Threads start when there is work for them.
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS, "gockpt_sync")
         self._lock = threading.Lock()
         self._small: list[_Open] = []
         self._started: list[concurrent.futures.Future[None]] = []

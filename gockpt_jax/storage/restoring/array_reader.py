@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.files import bucket, grid
-from gockpt_jax.storage.files.aligned import BLOCK_BYTES, PIECE_BYTES, aligned_empty, threads
+from gockpt_jax.storage.files.aligned import BLOCK_BYTES, PIECE_BYTES, aligned_empty
 from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.storage.files.plain_reads import PlainReads
 from gockpt_jax.storage.writing.registry import RegistryView, look_up
@@ -133,7 +133,7 @@ def _look_for_plain(infos: Sequence[Any], args: Sequence[Any]) -> dict[int, _Wan
     def look(some: Sequence[int]) -> list[tuple[int, _Wanted | None]]:
         return [(i, _wanted(stored, infos[i].name, args[i])) for i in some]
 
-    with threads(_AT_ONCE, "gockpt_look") as pool:
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "gockpt_look") as pool:
         looks = pool.map(look, (ours[n::_AT_ONCE] for n in range(_AT_ONCE)))
         found = dict(itertools.chain.from_iterable(looks))
     return {i: wanted for i in ours if (wanted := found[i]) is not None}
@@ -168,7 +168,7 @@ def _read_all(wanted: Sequence[_Wanted], limit_bytes: int) -> list[jax.Array]:
     """Reads arrays, a few at once where they are small, while earlier ones go to the devices."""
     budget = ByteBudget(limit_bytes)
     reads = PlainReads(past_cache=jax.process_count() == 1)
-    pool = threads(_AT_ONCE, "gockpt_arrays")
+    pool = concurrent.futures.ThreadPoolExecutor(_AT_ONCE, "gockpt_arrays")
     arrays: list[jax.Array] = []
     try:
         made: collections.deque[concurrent.futures.Future[list[jax.Array]]] = collections.deque()
