@@ -203,7 +203,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if verify:
             resume.require_whole_step(path)
         if self._gockpt_naming.is_unnamed(items, item, wanted):
-            return unnamed.restore(path, wanted, self._gockpt_naming, self._gockpt_options)
+            registry = self._gockpt_naming.registry
+            return unnamed.restore(path, wanted, registry, self._gockpt_options)
         if item is not None and item not in items:
             raise resume.no_item(path, item, items)
         if wanted is None:

@@ -179,12 +179,12 @@ class DirectFiles:
             return os.open(path, flags, 0o666)
 
     def _write_large(self, fd: int, values: _Array, offset: int) -> str:
-        parts = in_order(values)
+        parts = list(in_order(values))
         is_direct = O_DIRECT and not any((offset + start) % BLOCK_BYTES for start, _ in parts)
         is_direct = is_direct and set_direct(fd, True)
         alignment = memory_alignment(fd) if is_direct else 1
         if _is_taken(values, alignment):
-            parts = in_order(values, _UNCOPIED_PIECE_BYTES)
+            parts = list(in_order(values, _UNCOPIED_PIECE_BYTES))
         end = values.nbytes - (values.nbytes % BLOCK_BYTES if is_direct else 0)
         written: list[concurrent.futures.Future[None]] = []
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -31,18 +30,15 @@ _READ_THREADS = 16  # of small files, of which a bucket takes its time for each
 
 def file_digests(item: epath.Path, names: Sequence[str]) -> Sequence[str]:
     """The digests of small files, in order."""
-    make = functools.partial(file_digest, item)
-    if not bucket.is_bucket(item.as_posix()):
-        return [make(name) for name in names]
+    folder = item.as_posix()
+    if not bucket.is_bucket(folder):  # `epath` takes longer
+        return [_digest_of(pathlib.Path(f"{folder}/{name}")) for name in names]
     with concurrent.futures.ThreadPoolExecutor(_READ_THREADS) as pool:
-        return list(pool.map(make, names))
+        return list(pool.map(_digest_of, [item / name for name in names]))
 
 
-def file_digest(item: epath.Path, name: str) -> str:
-    """The digest of a small file's bytes."""
-    path = f"{item.as_posix()}/{name}"
-    content = (epath.Path if bucket.is_bucket(path) else pathlib.Path)(path).read_bytes()
-    return str(xxhash.xxh3_128_hexdigest(content))
+def _digest_of(file: epath.Path | pathlib.Path) -> str:
+    return str(xxhash.xxh3_128_hexdigest(file.read_bytes()))
 
 
 def sync_small(item: epath.Path) -> None:

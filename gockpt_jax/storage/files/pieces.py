@@ -32,27 +32,21 @@ def piece_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 def in_order(
     values: np.ndarray[Any, Any], piece_bytes: int = PIECE_BYTES
-) -> list[tuple[int, np.ndarray[Any, Any]]]:
+) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
     """Cuts an array into views of at most 4 MiB that follow one another in C order.
 
     Args:
       values: Of any strides.
       piece_bytes: Instead of 4 MiB, where the values are contiguous.
 
-    Returns:
-      Each with its first byte's offset in a file of the array's values.
+    Yields:
+      The first byte's offset of each in a file of the array's values, and the view.
 
     Example:
       >>> x = np.zeros((6, 2**20), np.float32)[:, ::2]
-      >>> [(start // 2**20, part.shape) for start, part in in_order(x)][:2]
-      [(0, (2, 524288)), (4, (2, 524288))]
+      >>> [(start // 2**20, part.shape) for start, part in in_order(x)]
+      [(0, (2, 524288)), (4, (2, 524288)), (8, (2, 524288))]
     """
-    return list(_in_order(values, piece_bytes))
-
-
-def _in_order(
-    values: np.ndarray[Any, Any], piece_bytes: int
-) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
     if values.flags.c_contiguous:
         content = values.reshape(-1).view(np.uint8)
         for start in range(0, content.nbytes, piece_bytes):

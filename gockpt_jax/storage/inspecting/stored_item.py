@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
 import tensorstore as ts
 from etils import epath
 
@@ -29,7 +28,6 @@ _STRINGS_FILE = "_strings.json"
 READ_LIMIT_BYTES = 256 * 2**20
 READ_THREADS = 8
 
-Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 _Out = TypeVar("_Out")
 

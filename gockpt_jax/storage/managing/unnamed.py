@@ -12,24 +12,24 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax.storage.managing.naming import UNNAMED, Naming
+from gockpt_jax.storage.managing.naming import UNNAMED
 from gockpt_jax.storage.restoring.restore import GoCkptRestore
 from gockpt_jax.storage.saving.handler import GoCkptHandler
 
 
 def restore(
-    path: epath.Path, wanted: Any, naming: Naming, options: ocp.CheckpointManagerOptions
+    path: epath.Path, wanted: Any, registry: Any, options: ocp.CheckpointManagerOptions
 ) -> Any:
     """Restores the item of a step.
 
     Args:
       path: Of the step.
       wanted: Arguments of the restore; `None`: as it was saved.
-      naming: Of the manager; has the handlers.
+      registry: Of the manager's handlers.
       options: The manager's.
     """
     asked = {} if wanted is None else {UNNAMED: wanted}
-    reader = _reader(naming.registry, options)
+    reader = _reader(registry, options)
     return reader.restore(path, args=ocp.args.Composite(**asked))[UNNAMED]
 
 

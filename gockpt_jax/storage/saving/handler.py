@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files import bucket, checksum_files
-from gockpt_jax.storage.inspecting.directory import TEMPORARY
+from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes

@@ -26,7 +26,7 @@ from gockpt_jax.storage.writing.database_index import (
 )
 from gockpt_jax.storage.writing.leaf_writer import to_the_end
 
-_LOG = logging.getLogger("gockpt_jax")
+_log = logging.getLogger("gockpt_jax")
 _FOLDER = "direct/"
 _KEPT = 4  # indexes
 
@@ -80,7 +80,7 @@ class DatabaseIndexes:
                 return index
         index = make_index(arrays, data_file_bytes)
         if index is None:
-            _LOG.warning(
+            _log.warning(
                 "TensorStore %s lays out values in a database otherwise than gockpt_jax knows, so"
                 " it has to write them: checkpoints are the same, saves take longer. Those of plain"
                 " files do not (`use_ocdbt=False`).",

@@ -37,7 +37,7 @@ from gockpt_jax.storage.writing.write_budget import (
 )
 from gockpt_jax.transfer.budget import ByteBudget
 
-_LOG = logging.getLogger("gockpt_jax")
+_log = logging.getLogger("gockpt_jax")
 _MANY_FILES = 10_000  # in one save, and per 10**12 bytes: backups, quotas and deletion suffer
 
 
@@ -169,7 +169,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         if self._is_advice_given or count <= _MANY_FILES * max(1, nbytes / 10**12):
             return
         self._is_advice_given = True
-        _LOG.warning(
+        _log.warning(
             "A save makes %d files, %.1f MB each on average. An OCDBT database has far fewer:"
             " `pytree_options={'use_ocdbt': True}`, or the same keyword of `GoCkptHandler`.",
             count,
