@@ -82,8 +82,7 @@ class SavesInTurn:
         session.predictor.takes_state = any(self._naming.is_ours(*item) for item in items)
         if not session.processes.several:
             # Beside other processes it fails at its commit, where all of them hear of it.
-            has_metrics = self.options.best_fn is not None
-            refuse_save(arguments, self._look_at, metrics_are_written=has_metrics)
+            self._refuse(arguments)
         busy = self._why_busy(step, arguments)
         if busy is not None:
             return self._save_later(step, arguments, busy, started_at)
@@ -95,10 +94,12 @@ class SavesInTurn:
             session.surface_failure()
         return accepted
 
-    def _look_at(self, name: str, args: Any) -> None:
-        """Refuses an item that cannot be stored, if our handler takes it."""
-        if self._naming.is_ours(name, args):
-            self._handler.leaves_to_save(args)
+    def _refuse(self, arguments: Mapping[str, Any]) -> None:
+        """Refuses a save that cannot be stored, or not be found again."""
+        refuse_save(arguments, metrics_are_written=self.options.best_fn is not None)
+        for name, args in arguments["args"].items():
+            if self._naming.is_ours(name, args):
+                self._handler.leaves_to_save(args)
 
     def _why_busy(self, step: int, arguments: Mapping[str, Any]) -> str | None:
         """Why an accepted save is not made now; `None` if it is."""

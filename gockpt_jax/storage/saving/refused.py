@@ -168,14 +168,11 @@ def refuse_no_json(name: str, value: Any) -> None:
         ) from error
 
 
-def refuse_save(
-    offered: Mapping[str, Any], look: Callable[[str, Any], None], *, metrics_are_written: bool
-) -> None:
+def refuse_save(offered: Mapping[str, Any], *, metrics_are_written: bool) -> None:
     """Refuses a save of which nothing could be found again.
 
     Args:
       offered: What `save` was given, by name; `args` is a `Composite`.
-      look: Refuses an item of a name, if it is one of ours that cannot be stored.
       metrics_are_written: Whether `metrics` go into the checkpoint.
 
     Raises:
@@ -196,7 +193,6 @@ def refuse_save(
                 f"`args`: {name!r} cannot be an item's name, which is that of a directory. Give it "
                 "another one."
             )
-        look(name, args)
     refuse_no_json("custom_metadata", offered.get("custom_metadata"))
     if metrics_are_written:
         refuse_no_json("metrics", offered.get("metrics"))
