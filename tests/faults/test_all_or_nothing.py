@@ -14,9 +14,9 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage.files.checksums import Checksums
 from gockpt_jax.storage.saving.handler import GoCkptHandler
 from gockpt_jax.storage.writing import leaf_writer
+from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 from gockpt_jax.storage.writing.tree_writer import TreeWriter
-from gockpt_jax.storage.writing.writer import HostArrayHandler
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import staging
 from gockpt_jax.transfer.block import Block

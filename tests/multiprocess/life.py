@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gockpt_jax as gockpt
 from gockpt_jax.storage.saving import handler
 from gockpt_jax.storage.saving.written import Written
-from gockpt_jax.storage.writing import leaf_writer, writer
+from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.transfer import staging
 from gockpt_jax.window import early, seal
 from gockpt_jax.window.host_budget import HostBudget
@@ -41,7 +41,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "land": (early.EarlyChunks, "land"),
     "finish": (early.EarlyChunks, "finish"),
     "write": (leaf_writer, "_check_data"),
-    "begin": (writer, "_check_savable"),
+    "begin": (array_handler, "_check_savable"),
     "written": (Written, "result"),
     "finalize": (handler.GoCkptHandler, "finalize"),
     "stage": (staging, "stage"),

@@ -20,7 +20,7 @@ from data_position import Position
 import gockpt_jax as gockpt
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.saving import handler
-from gockpt_jax.storage.writing import leaf_writer, writer
+from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, replicas, staging
 from gockpt_jax.v1 import GoCkptCheckpointable
@@ -400,7 +400,7 @@ def failures(directory: Path) -> None:
         ("RuntimeError: injected", leaf_writer, "_check_data", failing(injected), 1),
         ("HostBudgetError", HostBudget, "admit_save",
          failing(gockpt.HostBudgetError("injected")), 1),
-        ("RuntimeError: injected", writer, "_check_savable", failing(injected), 1),
+        ("RuntimeError: injected", array_handler, "_check_savable", failing(injected), 1),
         ("RuntimeError: injected", handler.GoCkptHandler, "finalize", failing(injected), 0),
     ]  # fmt: skip
     for n, (cause, owner, name, new, where) in enumerate(faults):

@@ -9,7 +9,7 @@ import pytest
 from storage_helpers import host_tree, save
 
 from gockpt_jax.storage.files import grid
-from gockpt_jax.storage.writing import array_layout, writer
+from gockpt_jax.storage.writing import array_handler, array_layout
 from gockpt_jax.storage.writing.database_index import PlacedArray, make_index
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 
@@ -91,7 +91,7 @@ def advice(caplog):
 
 
 def test_the_count_is_that_of_the_disk(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(writer, "_MANY_FILES", 17)
+    monkeypatch.setattr(array_handler, "_MANY_FILES", 17)
     tree = {"a": jnp.zeros((8, 64)), "b": jnp.zeros((3, 5)), "c": jnp.zeros(())}
     handler = make_tree_handler(**PLAIN, chunk_byte_size=256)
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
@@ -104,7 +104,7 @@ def test_the_count_is_that_of_the_disk(tmp_path, monkeypatch, caplog):
     found = [p for name in tree for p in (tmp_path / "0" / name).iterdir()]
     assert len(found) == sum(chunks) + len(tree) == 13
     assert not advice(caplog)
-    monkeypatch.setattr(writer, "_MANY_FILES", 12)
+    monkeypatch.setattr(array_handler, "_MANY_FILES", 12)
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
         for n in range(2, 4):
             save(handler, tmp_path / str(n), host_tree(tree))

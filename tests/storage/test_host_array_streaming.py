@@ -29,10 +29,10 @@ from storage_helpers import (
 )
 
 from gockpt_jax.storage.files.aligned import PIECE_BYTES
+from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats, collecting
-from gockpt_jax.storage.writing.writer import HostArrayHandler
 
 SHARD_BYTES = 2**20
 ROOT = pathlib.Path(__file__).resolve().parents[2]

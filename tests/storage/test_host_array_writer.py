@@ -21,10 +21,10 @@ from storage_helpers import (
 )
 
 from gockpt_jax.storage.writing import array_layout
+from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.array_layout import chunk_shape
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
-from gockpt_jax.storage.writing.writer import HostArrayHandler
 
 OPTIONS = [
     pytest.param(

@@ -12,6 +12,6 @@ In the order of their imports:
     leaf_writer      the shards of one leaf, chunk by chunk
     database_writer  this process's part of a database
     tree_writer      the leaves of one save, and what says what they are
-    writer           the handler of host arrays, as a leaf type of Orbax's
+    array_handler    the handler of host arrays, as a leaf type of Orbax's
     tree_handler     stock's PyTree handler, with that among its leaf types
 """

@@ -2,7 +2,7 @@
 
 Only the source of the bytes differs: they come shard by shard, through futures. What lies on disk
 (keys, values, `_METADATA`, `_sharding`, `array_metadatas`) is what stock would have written, so
-stock restores it; see `spec.py` for the layout.
+stock restores it; see `array_layout.py` and `spec.py`.
 """
 
 from __future__ import annotations
