@@ -194,9 +194,11 @@ class WindowOptions:
         `on_busy="newest"` two states more; but not more than the host has left, files in memory
         counted. It then puts windows off, and refuses no save.
       write_limit_bytes: Bytes of chunks that are being written at one time; a larger chunk goes
-        alone. Chunks that are to be compressed count twice. A save takes no more memory than this
-        on top of the bytes of the state, and 64 MiB where nothing is compressed (`bench storage`,
-        `extra_rss_ratio`): of what is on its way to files, no more is ever copied.
+        alone. Chunks that are to be compressed count twice. Eight files, or four chunks of 64 MiB,
+        keep the disk busy; without a limit, TensorStore's copies and compressed chunks would take
+        the size of the state again. A save takes no more memory than this on top of the bytes of
+        the state, and 64 MiB where nothing is compressed (`bench storage`, `extra_rss_ratio`): of
+        what is on its way to files, no more is ever copied.
       replay_threads: Threads from which replay runs its programs while a window is open; each keeps
         one to two cores busy. `None`: a quarter of the host's cores, eight at most; more of them
         replay hardly faster and disturb the step. Where training itself runs on the CPU backend it

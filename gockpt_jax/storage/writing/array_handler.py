@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 import orbax.checkpoint as ocp
 
-from gockpt_jax.options import as_count
+from gockpt_jax.options import WindowOptions, as_count
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing.array_layout import (
     ArrayLayout,
@@ -30,7 +30,6 @@ from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_writer import to_the_end
 from gockpt_jax.storage.writing.tree_writer import Leaf, TreeWriter
 from gockpt_jax.storage.writing.write_budget import (
-    DEFAULT_WRITE_LIMIT_BYTES,
     WriteBudget,
     WriteStats,
     collected_here,
@@ -71,7 +70,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     def __init__(
         self,
         *,
-        write_limit_bytes: int = DEFAULT_WRITE_LIMIT_BYTES,
+        write_limit_bytes: int = WindowOptions.write_limit_bytes,
         chunk_byte_size: int | None = None,
         primary_host: int | None = 0,
         replica_id: int | None = 0,

@@ -9,11 +9,11 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_names import why_no_files
 from gockpt_jax.storage.writing.registry import RegistryView
-from gockpt_jax.storage.writing.write_budget import DEFAULT_WRITE_LIMIT_BYTES
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.mounts import file_system
 
@@ -59,7 +59,7 @@ def default_layout(directory: Any) -> dict[str, Any]:
 
 def make_tree_handler(
     *,
-    write_limit_bytes: int = DEFAULT_WRITE_LIMIT_BYTES,
+    write_limit_bytes: int = WindowOptions.write_limit_bytes,
     host: ByteBudget | None = None,
     **options: Any,
 ) -> ocp.PyTreeCheckpointHandler:

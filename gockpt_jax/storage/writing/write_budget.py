@@ -11,14 +11,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files.checksums import Checksums
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.budget import ByteBudget
 
-# Eight files, or four chunks of 64 MiB, keep the disk busy (`bench storage`); without a limit,
-# TensorStore's copies and compressed chunks take the size of the state again.
-DEFAULT_WRITE_LIMIT_BYTES = WindowOptions.write_limit_bytes
 # After so many bytes of chunks the allocator is told to give back what compressing them has freed.
 _TRIM_BYTES = 32 * 2**20
 
