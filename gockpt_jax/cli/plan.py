@@ -19,10 +19,10 @@ from gockpt_jax.cli.tables import (
 )
 from gockpt_jax.cli.trade import (
     OPTIMIZERS,
-    Layout,
     Machine,
-    layout_of_checkpoint,
-    layout_of_model,
+    StateSize,
+    size_of_checkpoint,
+    size_of_model,
     trade,
 )
 from gockpt_jax.options import MOST_STEPS
@@ -138,7 +138,7 @@ def plan(**given: Any) -> None:
     gockpt_jax plan --checkpoint runs/ckpt --devices 8 --step 1.2 --memory 80GB --json
     """  # noqa: D301  # Click's mark for a paragraph that is not filled anew.
     asked = [
-        _ask(layout, devices, given) for layout in _layouts(given) for devices in given["devices"]
+        _ask(state, devices, given) for state in _states(given) for devices in given["devices"]
     ]
     if given["form"] == "json":
         click.echo(json.dumps([as_json(a) for a in asked], indent=2))
@@ -160,7 +160,7 @@ def plan(**given: Any) -> None:
         show(table, asked[0] if len(asked) == 1 and given["mtbf"] is None else None)
 
 
-def _layouts(given: dict[str, Any]) -> list[Layout]:
+def _states(given: dict[str, Any]) -> list[StateSize]:
     grad_bytes = _ITEMSIZES[given["grad_dtype"]]
     if bool(given["params"]) == (given["checkpoint"] is not None):
         raise click.UsageError(
@@ -171,9 +171,9 @@ def _layouts(given: dict[str, Any]) -> list[Layout]:
             leaves = describe_item(tree_at(given["checkpoint"]))["leaves"]
         except (OSError, ValueError) as error:
             raise click.BadParameter(str(error), param_hint="'--checkpoint'") from error
-        return [layout_of_checkpoint(leaves, grad_bytes=grad_bytes)]
+        return [size_of_checkpoint(leaves, grad_bytes=grad_bytes)]
     return [
-        layout_of_model(
+        size_of_model(
             parameters, given["optimizer"], grad_bytes=grad_bytes,
             param_bytes=_ITEMSIZES[given["param_dtype"]],
             moment_bytes=_ITEMSIZES[given["moment_dtype"]],
@@ -182,12 +182,12 @@ def _layouts(given: dict[str, Any]) -> list[Layout]:
     ]  # fmt: skip
 
 
-def _ask(layout: Layout, devices: int, given: dict[str, Any]) -> Asked:
+def _ask(state: StateSize, devices: int, given: dict[str, Any]) -> Asked:
     machine = Machine(
         devices=devices,
         link_bytes_per_sec=given["link"],
-        step_secs=_step_secs(layout, devices, given),
-        budget_bytes=_budget(layout, devices, given),
+        step_secs=_step_secs(state, devices, given),
+        budget_bytes=_budget(state, devices, given),
         devices_per_host=given["devices_per_host"],
         write_bytes_per_sec=given["write"],
         commit_secs=given["commit"],
@@ -196,10 +196,10 @@ def _ask(layout: Layout, devices: int, given: dict[str, Any]) -> Asked:
         max_steps=given["max_steps"],
     )
     fits = machine.budget_bytes is not None and machine.budget_bytes >= 1
-    return Asked(layout, machine, trade(layout, machine) if fits else [], given["interval"])
+    return Asked(state, machine, trade(state, machine) if fits else [], given["interval"])
 
 
-def _step_secs(layout: Layout, devices: int, given: dict[str, Any]) -> float:
+def _step_secs(state: StateSize, devices: int, given: dict[str, Any]) -> float:
     if given["step_secs"] is not None:
         return float(given["step_secs"])
     if given["device_batch"] is not None:
@@ -210,14 +210,14 @@ def _step_secs(layout: Layout, devices: int, given: dict[str, Any]) -> float:
         raise click.UsageError(
             "How long is a step? Give --step in seconds, or --batch or --device-batch in tokens."
         )
-    if not layout.parameters:
+    if not state.parameters:
         raise click.UsageError(
             "The checkpoint does not tell the number of parameters (no `mu`); give --step."
         )
-    return float(6 * layout.parameters * tokens / given["flops"])
+    return float(6 * state.parameters * tokens / given["flops"])
 
 
-def _budget(layout: Layout, devices: int, given: dict[str, Any]) -> float:
+def _budget(state: StateSize, devices: int, given: dict[str, Any]) -> float:
     """What a device has for staged copies and retained values; at most 0 if the model is too big.
 
     Retained gradients exist in the step anyway, so only those of a second step in flight are extra;
@@ -229,7 +229,7 @@ def _budget(layout: Layout, devices: int, given: dict[str, Any]) -> float:
         )
     if given["memory"] is None:
         return float(given["budget"])
-    held = (layout.early + layout.late) / devices
+    held = state.nbytes / devices
     free = given["memory"] * (1 - _KEEPS_FREE) - held
     if given["budget"] is not None:
         return float(min(free, given["budget"]))

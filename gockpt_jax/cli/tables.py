@@ -9,7 +9,7 @@ import rich.table
 
 from gockpt_jax.cli.console import FILE_COLUMNS, make_console
 from gockpt_jax.cli.quantities import say_count, say_percent, say_secs
-from gockpt_jax.cli.trade import Layout, Machine, Row, chosen_row, goodput
+from gockpt_jax.cli.trade import Machine, Row, StateSize, chosen_row, goodput
 from gockpt_jax.window.cost import describe_bytes
 
 _TRADE_HEADS = (
@@ -31,7 +31,7 @@ Table = tuple[Sequence[str], list[list[str]]]
 class Asked:
     """A model on a machine, and what saves cost it; no rows where it does not fit."""
 
-    layout: Layout
+    state: StateSize
     machine: Machine
     rows: list[Row]
     interval_steps: int
@@ -62,7 +62,7 @@ def trade_table(asked: Asked) -> Table:
 
 def _study_row(asked: Asked) -> list[str]:
     known = [
-        say_count(asked.layout.parameters),
+        say_count(asked.state.parameters),
         f"{asked.machine.devices:,}",
         describe_bytes(state_per_device(asked)),
         say_secs(asked.machine.step_secs),
@@ -86,7 +86,7 @@ def _study_row(asked: Asked) -> list[str]:
 
 def _goodput_row(asked: Asked, between_failures_secs: float, restart_secs: float) -> list[str]:
     known = [
-        say_count(asked.layout.parameters),
+        say_count(asked.state.parameters),
         f"{asked.machine.devices:,}",
         f"{between_failures_secs / 3600:,.3g} h",
     ]
@@ -117,7 +117,7 @@ def _goodput_row(asked: Asked, between_failures_secs: float, restart_secs: float
 
 def state_per_device(asked: Asked) -> float:
     """Bytes of state on each device."""
-    return (asked.layout.early + asked.layout.late) / asked.machine.devices
+    return asked.state.nbytes / asked.machine.devices
 
 
 def study_table(asked: Sequence[Asked]) -> Table:
@@ -135,8 +135,8 @@ def goodput_table(asked: Sequence[Asked], device_mtbf_secs: float, restart_secs:
 def as_json(asked: Asked) -> dict[str, Any]:
     """Everything about one model on one machine, in base units."""
     rows = [dataclasses.asdict(row) | {"loss": asked.loss(row)} for row in asked.rows]
-    layout = dataclasses.asdict(asked.layout)
-    return {"state": layout, "machine": dataclasses.asdict(asked.machine), "ways": rows}
+    state = dataclasses.asdict(asked.state)
+    return {"state": state, "machine": dataclasses.asdict(asked.machine), "ways": rows}
 
 
 def markdown(table: Table) -> str:

@@ -23,8 +23,8 @@ OPTIMIZERS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """What a checkpoint holds, in bytes of all devices together.
+class StateSize:
+    """How large a state is, in bytes of all devices together.
 
     Attributes:
       early: What may leave early.
@@ -38,11 +38,16 @@ class Layout:
     followers: float
     parameters: float
 
+    @property
+    def nbytes(self) -> float:
+        """Of all of it."""
+        return self.early + self.late
 
-def layout_of_model(
+
+def size_of_model(
     parameters: float, optimizer: str, *, param_bytes: int, moment_bytes: int, grad_bytes: int
-) -> Layout:
-    """The layout of a model's training state, from its size alone.
+) -> StateSize:
+    """The size of a model's training state, from its parameters alone.
 
     Args:
       parameters: Their number.
@@ -58,11 +63,11 @@ def layout_of_model(
     if early <= MIN_GAIN * grad_bytes:
         early, late = 0, early + late
     followers = grad_bytes if early else 0
-    return Layout(early * parameters, late * parameters, followers * parameters, parameters)
+    return StateSize(early * parameters, late * parameters, followers * parameters, parameters)
 
 
-def layout_of_checkpoint(leaves: Iterable[Mapping[str, Any]], *, grad_bytes: int) -> Layout:
-    """The layout of a saved state: Adam's moments, by their names in optax, leave early.
+def size_of_checkpoint(leaves: Iterable[Mapping[str, Any]], *, grad_bytes: int) -> StateSize:
+    """The size of a saved state: Adam's moments, by their names in optax, leave early.
 
     A checkpoint does not tell which arithmetic made it: `manager.explain()` does, of a live step.
 
@@ -89,7 +94,7 @@ def layout_of_checkpoint(leaves: Iterable[Mapping[str, Any]], *, grad_bytes: int
             early, followers = early + num_bytes, followers + follow
         else:
             late += num_bytes
-    return Layout(early, late, followers, parameters)
+    return StateSize(early, late, followers, parameters)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,17 +161,17 @@ class Row:
     fits: bool = True
 
 
-def terms_of(layout: Layout, machine: Machine) -> Terms:
+def terms_of(state: StateSize, machine: Machine) -> Terms:
     """The cost model's view of one device."""
-    parts = _PARTS if layout.early else 0
+    parts = _PARTS if state.early else 0
     unit = Unit(
-        state_bytes=math.ceil(layout.early / machine.devices / _PARTS),
-        retained_bytes=math.ceil(layout.followers / machine.devices / _PARTS),
+        state_bytes=math.ceil(state.early / machine.devices / _PARTS),
+        retained_bytes=math.ceil(state.followers / machine.devices / _PARTS),
     )
     host = machine.host_bytes
     return Terms(
         units=(unit,) * parts,
-        late_bytes=math.ceil(layout.late / machine.devices),
+        late_bytes=math.ceil(state.late / machine.devices),
         retained_bytes=unit.retained_bytes * parts,
         link_bytes_per_sec=machine.link_bytes_per_sec,
         step_secs=machine.step_secs,
@@ -176,18 +181,18 @@ def terms_of(layout: Layout, machine: Machine) -> Terms:
     )
 
 
-def trade(layout: Layout, machine: Machine) -> list[Row]:
+def trade(state: StateSize, machine: Machine) -> list[Row]:
     """Stock, a device copy, and the best plan of each K; the planner's choice is marked."""
-    terms = terms_of(layout, machine)
+    terms = terms_of(state, machine)
     chosen = choose(terms).cost
-    state, budget = terms.state_bytes, machine.budget_bytes
+    nbytes, budget = terms.state_bytes, machine.budget_bytes
     rows = [
         _row("stock Orbax async", terms, machine, stall=terms.blocking_secs),
-        _row("device copy", terms, machine, stall=0.0, device=state,
-             fits=budget is None or state <= budget),
+        _row("device copy", terms, machine, stall=0.0, device=nbytes,
+             fits=budget is None or nbytes <= budget),
     ]  # fmt: skip
     for cost in best_per_steps(terms):
-        if cost.steps == 1 and budget is not None and state <= budget:
+        if cost.steps == 1 and budget is not None and nbytes <= budget:
             rows[1] = dataclasses.replace(rows[1], is_chosen=chosen.steps == 1)
             continue
         way = "snapshot" if cost.steps == 1 else "window"

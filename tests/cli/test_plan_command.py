@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from bench import scale
 from gockpt_jax.cli.main import main
 from gockpt_jax.cli.quantities import BYTES, COUNT, RATE, SECS
-from gockpt_jax.cli.trade import Machine, goodput, layout_of_model, terms_of, trade
+from gockpt_jax.cli.trade import Machine, goodput, size_of_model, terms_of, trade
 from gockpt_jax.window.choice import best_per_steps, choose
 
 EIGHT_B = ("plan", "--params", "8B", "--devices", 8, "--step", "1.2")
@@ -51,8 +51,8 @@ def test_a_row_for_stock_a_device_copy_and_every_k(ask):
 
 def test_json_holds_what_the_cost_model_says(ask):
     (told,) = json.loads(ask(*EIGHT_B, "--budget", "8GB", "--json"))
-    layout = layout_of_model(8e9, "adamw", **FP32)
-    terms = terms_of(layout, machine())
+    state = size_of_model(8e9, "adamw", **FP32)
+    terms = terms_of(state, machine())
     assert terms.state_bytes == pytest.approx(12e9, rel=1e-6)
     assert told["state"] == {
         "early": 64e9, "late": 32e9, "followers": 32e9, "parameters": 8e9
@@ -77,12 +77,12 @@ def test_a_copy_that_fits_is_taken(ask):
 
 
 def test_saves_per_hour_keep_the_overhead_and_wait_for_the_write():
-    layout = layout_of_model(8e9, "adamw", **FP32)
-    stock, copy, *_ = trade(layout, machine(budget_bytes=20e9, overhead=0.01))
+    state = size_of_model(8e9, "adamw", **FP32)
+    stock, copy, *_ = trade(state, machine(budget_bytes=20e9, overhead=0.01))
     assert stock.per_hour == pytest.approx(3600 / 48)
     assert copy.per_hour == pytest.approx(3600 / 0.48)
     slow = machine(budget_bytes=20e9, write_bytes_per_sec=1e9, commit_secs=4.0)
-    for row in trade(layout, slow):
+    for row in trade(state, slow):
         assert row.busy_secs == pytest.approx(100)  # 96 GB by one host
         assert row.per_hour == pytest.approx(36)
 
@@ -99,9 +99,9 @@ def test_saves_per_hour_keep_the_overhead_and_wait_for_the_write():
         ("sgd", {}, 0, 4, 0),
     ],
 )
-def test_layouts_of_optimizers(optimizer, dtypes, early, late, followers):
-    layout = layout_of_model(10, optimizer, **(FP32 | dtypes))
-    assert (layout.early, layout.late, layout.followers) == (early * 10, late * 10, followers * 10)
+def test_sizes_of_optimizers(optimizer, dtypes, early, late, followers):
+    state = size_of_model(10, optimizer, **(FP32 | dtypes))
+    assert (state.early, state.late, state.followers) == (early * 10, late * 10, followers * 10)
 
 
 def save(directory, state):
@@ -137,7 +137,7 @@ def test_one_row_for_each_of_several(ask):
 
 
 def test_goodput_is_youngs():
-    row = trade(layout_of_model(8e9, "adamw", **FP32), machine())[0]  # stalls 0.48 s
+    row = trade(size_of_model(8e9, "adamw", **FP32), machine())[0]  # stalls 0.48 s
     best = goodput(row, step_secs=1.2, between_failures_secs=36_000, restart_secs=300)
     assert best.interval_secs == pytest.approx((2 * 0.48 * 36_000) ** 0.5)
 
