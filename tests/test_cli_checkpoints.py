@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
@@ -67,6 +68,15 @@ def test_inspect_shows_everything_but_the_values(tmp_path):
         assert word in text
     assert json.loads(run("inspect", root / "7", "--json").output)["kind"] == "step"
     assert json.loads(run("inspect", root / "7/state", "--json").output)["kind"] == "item"
+
+
+def test_names_are_no_markup(tmp_path):
+    root = tmp_path / "run[lr=1]"
+    with GoCkptManager(root) as manager:
+        tree = GoCkptSave({"w": jnp.ones(3)})
+        manager.save(0, args=ocp.args.Composite(**{"ema[slow]": tree}))
+    assert run("verify", root).output.count("run[lr=1]/0/ema[slow]") == 1
+    assert run("inspect", root).output.count("ema[slow]") == 2  # among the items, and above leaves
 
 
 def test_inspect_of_what_is_damaged(tmp_path):

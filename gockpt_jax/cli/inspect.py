@@ -57,7 +57,7 @@ def _print_directory(console: Console, found: Directory) -> None:
         table = Table("step", "items", "committed", "faults", title=escape(str(found.path)))
         for step in found.steps:
             table.add_row(
-                escape(step.path.name), ", ".join(step.items), _committed(step),
+                escape(step.path.name), escape(", ".join(step.items)), _committed(step),
                 escape("; ".join(step.faults)),
             )  # fmt: skip
         console.print(table)

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from gockpt_jax.cli.console import UnreadableError, make_console, read_limit
@@ -66,7 +67,7 @@ def _print(verdicts: list[Verdict], secs: float) -> None:
     for verdict in verdicts:
         state = f"[{_STYLES[verdict.state]}]{verdict.state}"
         read = (str(verdict.chunks), f"{verdict.nbytes / 2**20:,.1f}") if verdict.chunks else ()
-        table.add_row(verdict.path, state, *read)
+        table.add_row(escape(verdict.path), state, *read)
     console.print(table)
     for verdict in verdicts:
         for line in (*verdict.faults, *verdict.notes):

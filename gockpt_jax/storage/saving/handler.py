@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.files.item_files import TEMPORARY
+from gockpt_jax.storage.files.literal import literal
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
@@ -246,7 +247,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """
         bucket.prepare(directory)
         args = GoCkptRestore() if args is None else args
-        return restore(directory, args, self._restore_options)
+        return restore(literal(directory), args, self._restore_options)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""

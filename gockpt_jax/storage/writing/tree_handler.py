@@ -10,6 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage.files.literal import literal
 from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_names import why_no_files
@@ -128,7 +129,7 @@ class TreeHandlers:
     def finalize(self, directory: Any) -> None:
         """Orbax's own: merges what the processes wrote, if that is a database."""
         with _nothing_said_of_no_merge():
-            self._usual.finalize(directory)
+            self._usual.finalize(literal(directory))
 
     def close(self) -> None:
         """Closes the stock handlers."""

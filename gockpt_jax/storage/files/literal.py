@@ -1,0 +1,39 @@
+"""Paths that stand for themselves where Orbax looks for files by a pattern.
+
+Orbax finds the databases of the processes, and the notes on their arrays, by `Path.glob`, for which
+`epath` joins the path and the pattern. Below `run[lr=1]` it finds nothing then, or what lies below
+`runl`: the database that Orbax commits has no values, and typed keys come back as their data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import glob
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+
+def literal(path: Any) -> epath.Path:
+    """Returns the same path, in whose own name nothing is a pattern.
+
+    Example:
+      >>> import tempfile
+      >>> folder = epath.Path(tempfile.mkdtemp()) / "run[lr=1]"
+      >>> (folder / "ocdbt.process_0").mkdir(parents=True)
+      >>> [len(list(path.glob("ocdbt.*"))) for path in (folder, literal(folder))]
+      [0, 1]
+    """
+    path = epath.Path(path)
+    return path if glob.escape(path.as_posix()) == path.as_posix() else _Literal(path)
+
+
+class _Literal(type(epath.Path("/"))):  # type: ignore[misc]  # the class of all of epath's paths
+    def glob(self, pattern: str) -> Iterator[epath.Path]:
+        folder, _, names = pattern.rpartition("/")
+        with contextlib.suppress(FileNotFoundError):
+            for entry in (self / folder).iterdir():
+                if fnmatch.fnmatchcase(entry.name, names):
+                    yield entry

@@ -1,0 +1,77 @@
+"""Directories and items whose names Orbax takes for patterns: stock loses what is saved there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+import gockpt_jax as gockpt
+from gockpt_jax.storage.files.literal import literal
+from gockpt_jax.storage.inspecting.verify import verify
+
+NAMES = ["run[lr=1]", "run[", "run*", "run?"]
+
+
+W = np.arange(4, dtype=np.float32)
+
+
+def state():
+    return {"w": jnp.asarray(W), "key": jax.random.key(3)}
+
+
+def is_whole(restored):
+    is_key = jnp.issubdtype(restored["key"].dtype, jax.dtypes.prng_key)
+    return is_key and restored["key"] == jax.random.key(3) and bool((restored["w"] == W).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["database", "files"])
+def test_directories_may_have_names_of_patterns(tmp_path, name, options):
+    root = tmp_path / name
+    with gockpt.GoCkptManager(root, pytree_options=options) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state()))
+    assert [verdict.state for verdict in verify(root)] == ["whole", "whole"]
+    with gockpt.GoCkptManager(root) as manager:
+        assert is_whole(manager.restore(0, args=gockpt.GoCkptRestore(state())))
+        assert is_whole(manager.restore(0))
+    # Stock reads what it could not have written; of the key it finds the data alone.
+    with ocp.CheckpointManager(root) as stock:
+        restored = stock.restore(0, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    np.testing.assert_array_equal(restored["state"]["w"], W)
+
+
+def test_items_may_have_names_of_patterns(tmp_path):
+    args = ocp.args.Composite(**{"ema[slow]": gockpt.GoCkptSave(state())})
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=args)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        args = ocp.args.Composite(**{"ema[slow]": gockpt.GoCkptRestore(state())})
+        assert is_whole(manager.restore(0, args=args)["ema[slow]"])
+
+
+def test_a_stock_manager_with_our_handler(tmp_path):
+    root = tmp_path / "run[lr=1]"
+    with ocp.CheckpointManager(root, item_handlers=gockpt.GoCkptHandler()) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state()))
+        manager.wait_until_finished()
+        assert is_whole(manager.restore(0, args=gockpt.GoCkptRestore(state())))
+
+
+def test_nothing_of_another_run_is_found(tmp_path):
+    for name in ("run1", "run[1]"):
+        for folder in ("ocdbt.process_0", "array_metadatas/process_0", "state"):
+            (tmp_path / name / folder).mkdir(parents=True)
+    path = epath.Path(tmp_path / "run[1]")
+    assert list(path.glob("ocdbt.process_*")) == [epath.Path(tmp_path / "run1/ocdbt.process_0")]
+    for pattern, found in {
+        "ocdbt.process_*": ["ocdbt.process_0"],
+        "array_metadatas/process_*": ["array_metadatas/process_0"],
+        "nothing/process_*": [],
+    }.items():
+        assert list(literal(path).glob(pattern)) == [path / name for name in found]
+    inside = literal(path) / "array_metadatas"  # so is all that Orbax makes of it
+    assert list(inside.glob("*")) == [path / "array_metadatas/process_0"]
