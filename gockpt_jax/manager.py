@@ -52,7 +52,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     Raises:
       TypeError: if an argument is of another kind, such as a `window` that is no `WindowOptions`.
-      ValueError: if a handler in `item_handlers` has no arguments registered, or `directory` is "".
+      ValueError: if a handler in `item_handlers` has no arguments registered, or `directory` is ""
+        or has a backslash in it.
       NotADirectoryError: if a file is there.
 
     Warns:

@@ -67,6 +67,7 @@ MANAGERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "an unset variable": (("",), {}, "`directory` is empty.*`.` is the working one"),
     "the web": (("http://run",), {}, "http://run: checkpoints are kept in directories, `gs://` a"),
     "a file": (("file",), {}, "`directory` is .*/file, but .*/file is a file. Pass a directory"),
+    "a backslash": (("a\\b",), {}, r"`directory` is .*/a\\b: .* Pass a directory without one"),
     "in a file": (("file/run",), {}, "`directory` is .*/file/run, but .*/file is a file. Pass"),
     "a dictionary of options": (("run",), {"options": {"max_to_keep": 1}}, NO_OPTIONS),
     "options in each other's place": (("run",), {"options": gockpt.WindowOptions()}, NO_OPTIONS),

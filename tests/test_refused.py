@@ -123,6 +123,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty name": ({"args": NAMED(**{"": SAVE})}, "`args`: '' ", NO_NAME),
     "a name above": ({"args": NAMED(**{"..": SAVE})}, "`args`: '..' ", NO_NAME),
     "a path as a name": ({"args": NAMED(**{"a/b": SAVE})}, "`args`: 'a/b' ", NO_NAME),
+    "a backslash in a name": ({"args": NAMED(**{"a\\b": SAVE})}, "`args`: 'a\\\\b' ", NO_NAME),
+    "a backup's name": ({"args": NAMED(**{"a~": SAVE})}, "`args`: 'a~' ", NO_NAME),
     "a bare item": (
         {"args": NAMED(state=STATE)}, "item `state` must be arguments of a save, got a `dict`",
         "Write `GoCkptSave(state)`.",

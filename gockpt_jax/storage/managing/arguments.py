@@ -66,7 +66,8 @@ def root_of(directory: Any) -> Any:
 
     Raises:
       TypeError: if it is no path.
-      ValueError: if it is empty: an unset variable would name the working directory.
+      ValueError: if it is empty: an unset variable would name the working directory. Or if there
+        is a backslash in it: TensorStore would write into another one.
       NotADirectoryError: if there is something else.
       StorageError: if nobody knows what the address means.
     """
@@ -84,6 +85,11 @@ def root_of(directory: Any) -> Any:
     if "://" in str(directory):
         return path
     path = path.expanduser().absolute()
+    if "\\" in str(path):
+        raise ValueError(
+            f"`directory` is {path}: TensorStore takes a backslash for a slash, so arrays would be "
+            "somewhere else. Pass a directory without one."
+        )
     there = next(p for p in (path, *path.parents) if p.exists())
     if not there.is_dir():
         raise NotADirectoryError(

@@ -188,7 +188,8 @@ def refuse_save(offered: Mapping[str, Any], *, metrics_are_written: bool) -> Non
                 f"`args`: item `{name}` must be arguments of a save, got a "
                 f"`{type(args).__name__}`. Write `GoCkptSave(state)`."
             )
-        if name in ("", ".", "..") or "/" in name:
+        # TensorStore takes `\` for `/`, and `epath` lists no names that end with `~`.
+        if name in ("", ".", "..") or {"/", "\\"} & set(name) or name.endswith("~"):
             raise ValueError(
                 f"`args`: {name!r} cannot be an item's name, which is that of a directory. Give it "
                 "another one."
