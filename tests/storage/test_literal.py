@@ -12,6 +12,7 @@ from etils import epath
 import gockpt_jax as gockpt
 from gockpt_jax.storage.files.literal import literal
 from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.writing import tree_handler
 
 NAMES = ["run[lr=1]", "run[", "run*", "run?"]
 
@@ -42,6 +43,15 @@ def test_directories_may_have_names_of_patterns(tmp_path, name, options):
     with ocp.CheckpointManager(root) as stock:
         restored = stock.restore(0, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
     np.testing.assert_array_equal(restored["state"]["w"], W)
+
+
+def test_what_was_not_merged_is_not_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tree_handler, "literal", epath.Path)
+    with gockpt.GoCkptManager(tmp_path / "run[lr=1]") as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state()))
+        with pytest.raises(RuntimeError, match="Orbax has not merged the databases"):
+            manager.wait_until_finished()
+        assert manager.all_steps() == []
 
 
 def test_items_may_have_names_of_patterns(tmp_path):

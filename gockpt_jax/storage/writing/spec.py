@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from etils import epath
 
 from gockpt_jax.storage.files import bucket, grid
 from gockpt_jax.storage.files.database import Extent, Extents, files_in
+from gockpt_jax.storage.files.literal import literal
 from gockpt_jax.storage.files.plain_array import is_stored_as_it_is
 from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
 from gockpt_jax.storage.writing.database_index import PlacedArray
@@ -25,9 +27,20 @@ from gockpt_jax.storage.writing.database_index import PlacedArray
 Json = dict[str, Any]
 
 
+_PROCESS_FOLDER = "ocdbt.process_"
+
+
 def process_folder(item: ItemLayout) -> str:
     """Returns the folder of this process's database, which Orbax merges with the others'."""
-    return f"{item.folder}/ocdbt.process_{jax.process_index()}/"
+    return f"{item.folder}/{_PROCESS_FOLDER}{jax.process_index()}/"
+
+
+def is_unmerged(folder: epath.Path) -> bool:
+    """Whether databases of processes lie in an item's folder, and none of all of them."""
+    return (
+        any(literal(folder).glob(f"{_PROCESS_FOLDER}*"))
+        and not (folder / "manifest.ocdbt").exists()
+    )
 
 
 def database_in(folder: str) -> Json:

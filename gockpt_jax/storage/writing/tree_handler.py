@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import orbax.checkpoint as ocp
+from etils import epath
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files.literal import literal
@@ -15,6 +16,7 @@ from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_names import why_no_files
 from gockpt_jax.storage.writing.registry import RegistryView
+from gockpt_jax.storage.writing.spec import is_unmerged
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.mounts import file_system
 
@@ -127,9 +129,18 @@ class TreeHandlers:
         return self._of_databases
 
     def finalize(self, directory: Any) -> None:
-        """Orbax's own: merges what the processes wrote, if that is a database."""
+        """Orbax's own: merges what the processes wrote, if that is a database.
+
+        Raises:
+          RuntimeError: It has not been merged: a reader would find no arrays.
+        """
         with _nothing_said_of_no_merge():
             self._usual.finalize(literal(directory))
+        if is_unmerged(epath.Path(directory)):
+            raise RuntimeError(
+                f"{directory}: Orbax has not merged the databases of the processes: nobody would "
+                "find the arrays, so the save fails. `use_ocdbt=False` writes plain files instead."
+            )
 
     def close(self) -> None:
         """Closes the stock handlers."""
