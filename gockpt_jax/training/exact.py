@@ -58,7 +58,7 @@ def is_exact(op: Op) -> bool:
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
         is_whole = _full_width(op.inputs[0].dtype) and op.params.get("y", 0) >= 0
-        return is_whole and not _shares_a_factor(op)
+        return is_whole and not shares_a_factor(op)
     if op.name in _WORKED_OUT and all(unspread(v).is_constant for v in op.inputs):
         return _full_width(op.inputs[0].dtype)
     if op.name == "div":
@@ -68,7 +68,7 @@ def is_exact(op: Op) -> bool:
     return op.name == "convert_element_type" and _convert_is_exact(op)
 
 
-def _shares_a_factor(op: Op) -> bool:
+def shares_a_factor(op: Op) -> bool:
     """Whether a sum is of two products with one factor: a TPU makes `(a + b) * c` of `ac + bc`.
 
     By a power of two that is the same number, and every compiler does it.
