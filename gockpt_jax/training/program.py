@@ -131,17 +131,16 @@ class StepProgram:
         assert self._executable is not None, "nobody has asked for the armed step to be compiled"
         return self._executable
 
-    def is_ready(self) -> bool:
-        """Whether the armed step has been compiled (or has failed to)."""
-        return self._executable is not None and self._executable.done()
-
     def wait_until_ready(self) -> None:
         """Returns when the armed step has been compiled, or has failed to."""
         concurrent.futures.wait([self._compiling])
 
-    def failure(self) -> BaseException | None:
-        """Why compiling failed; `None` while it runs or if it succeeded."""
-        return self._compiling.exception() if self.is_ready() else None
+    def why_not_ready(self) -> str | None:
+        """Why the armed step cannot run yet, or ever; `None` if it can."""
+        if self._executable is None or not self._executable.done():
+            return "the armed step was still compiling"
+        failure = self._executable.exception()
+        return None if failure is None else f"the armed step did not compile: {failure}"
 
     def executable(self) -> Any:
         """The armed step as JAX compiled it; waits for its compilation, and raises its error."""

@@ -53,7 +53,7 @@ class Agreement:
         """
         if self._options.steps is not None:
             program.wait_until_ready()  # a fixed K promises a window, and pays for it
-        mine = _why_not(program)
+        mine = program.why_not_ready()
         if not self._processes.several or program in self._ready:
             return mine
         if target == self._refused[0]:
@@ -64,11 +64,3 @@ class Agreement:
         else:
             self._refused = (target, objection)
         return objection
-
-
-def _why_not(program: StepProgram) -> str | None:
-    if not program.is_ready():
-        return "the armed step was still compiling"
-    if (failure := program.failure()) is not None:
-        return f"the armed step did not compile: {failure}"
-    return None

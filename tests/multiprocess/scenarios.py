@@ -324,11 +324,12 @@ def unarmed(directory: Path) -> None:
         loop = reasons("contracts", planner, "cpu_contracts", lambda: True)
     loop.keep()
     loop.manager.close()
-    failure = RuntimeError("no room to compile")
-    loop = reasons("compile", StepProgram, "failure", lambda self: failure)
+    no_room = "the armed step did not compile: no room"
+    loop = reasons("compile", StepProgram, "why_not_ready", lambda self: no_room)
     loop.keep()
     loop.manager.close()
-    loop = reasons("compiling", StepProgram, "is_ready", lambda self: False)
+    compiling = "the armed step was still compiling"
+    loop = reasons("compiling", StepProgram, "why_not_ready", lambda self: compiling)
     loop.run(2 * INTERVAL)  # it has been compiled meanwhile
     loop.keep()
     assert loop.report(2 * INTERVAL).kind == "window"

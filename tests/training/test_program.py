@@ -39,7 +39,7 @@ def arm(jitted, *args, result=None, **kwargs):
         program.returns_at(jax.tree.leaves(result))
     program.arm()
     program.wait_until_ready()
-    assert program.failure() is None
+    assert program.why_not_ready() is None
     return program
 
 
@@ -273,10 +273,10 @@ def test_the_trainer_does_not_wait_for_the_compiler(monkeypatch):
     program = StepProgram(jitted, form, (fresh(), X), {}, even_for_nothing=False)
     program.arm()
     assert program.is_armed
-    assert not program.is_ready()
+    assert program.why_not_ready() == "the armed step was still compiling"
     go_on.set()
     program.wait_until_ready()
-    assert program.failure() is None
+    assert program.why_not_ready() is None
 
 
 def test_failure_to_compile_is_kept_for_who_asks():
@@ -288,5 +288,6 @@ def test_failure_to_compile_is_kept_for_who_asks():
     )  # fmt: skip
     program.arm()
     program.wait_until_ready()
-    assert program.is_ready()
-    assert "xla_no_such_option" in str(program.failure())
+    told = program.why_not_ready()
+    assert told.startswith("the armed step did not compile: ")
+    assert "xla_no_such_option" in told

@@ -82,7 +82,7 @@ def test_a_rounded_program_has_the_same_trace_and_another_cut():
     assert [len(p.cut.groups[0].leaves) for p in (program, rounded)] == [2, 3]
     rounded.arm()
     rounded.wait_until_ready()
-    assert rounded.failure() is None
+    assert rounded.why_not_ready() is None
     assert not program.is_armed
     with pytest.raises(AssertionError, match="trace is dropped"):
         rounded.rounded()

@@ -68,7 +68,7 @@ def program_of(jitted, *args):
     program = traced(jitted, *args)
     program.arm()
     program.wait_until_ready()
-    assert program.failure() is None
+    assert program.why_not_ready() is None
     return program
 
 
