@@ -56,7 +56,7 @@ class OpenWindow:
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self.state: Sequence[jax.Array] = ()
         self.given_up: str | None = None
-        self._planned = departures
+        self._departures = departures
         self._units = units = planned.size.units
         self._worker, self._device = resources.worker, resources.device
         self._auditor = auditor
@@ -110,7 +110,7 @@ class OpenWindow:
 
     def _departure(self, n: int, old: Sequence[jax.Array]) -> Departure:
         """The plan's n-th, unless some of it, or of what left before, has become late."""
-        before, planned = self._left[-1], self._planned[n]
+        before, planned = self._left[-1], self._departures[n]
         units = {
             u: self._units[u] for u in self.plan.blocks[n] if self._units[u].group not in self._late
         }
@@ -127,10 +127,6 @@ class OpenWindow:
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
         self._room.take(self._retained_bytes + self._left[-1].cut.staged_bytes)
-
-    def give_back_room(self) -> None:
-        """The armed step did not run after all."""
-        self._room.give_back()
 
     def follow(self, state: Sequence[jax.Array], cut: Sequence[jax.Array]) -> None:
         """Sends an armed step's cut after the chunks that have left; nothing keeps the rest.
@@ -226,7 +222,7 @@ class OpenWindow:
         slots = {j: make_slots(self._replicas.boxes(arrays[j])) for j in wanted}
         self._early.promise(slot for promised in slots.values() for slot in promised)
         self.record.late_leaves = self._late.reasons
-        paths = self.program.positions.paths
+        paths = self.program.cut.paths
         audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
         try:
             self._handed_over.update(slots)
@@ -248,7 +244,7 @@ class OpenWindow:
 
     def _finish(self, slots: Mapping[int, Sequence[ChunkSlot]], audit: PendingAudit | None) -> None:
         """On the thread that replays: hands over what is final, unless the audit objects."""
-        paths = self.program.positions.paths
+        paths = self.program.cut.paths
 
         def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
             if audit is not None:
@@ -289,6 +285,7 @@ class OpenWindow:
 
     def drop(self) -> None:
         """Forgets what no save was promised; earlier checkpoints are untouched."""
+        self._room.give_back()  # an interrupted step's, of which nobody else may hear
         self.state = ()  # whoever replays still holds the window
         self._forget_rest()
 

@@ -244,5 +244,5 @@ def measured_facts(clock: StepClock) -> Facts:
 
 def _why_all_late(program: StepProgram, size: StateBytes) -> str:
     largest = max(program.cut.late, key=lambda j: size.leaves[j])
-    path, why = program.positions.paths[largest], program.cut.late[largest]
+    path, why = program.cut.paths[largest], program.cut.late[largest]
     return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"

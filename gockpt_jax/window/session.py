@@ -224,7 +224,6 @@ class Session:
             window = self._window
             if window is None:
                 return
-            window.give_back_room()  # an interrupted step's, of which nobody else may hear
             window.drop()
             self._window = None
             if window.error is not None:
