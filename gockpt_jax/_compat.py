@@ -17,9 +17,6 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-ClosedJaxpr = Any
-"""`jax.extend.core.ClosedJaxpr`; from jax 0.11 on it is the same class as `Jaxpr`."""
-
 DropVar: Any = jex.DropVar if hasattr(jex, "DropVar") else jax.core.DropVar
 """What stands for an output that nobody reads; jax 0.7 has it in `jax.core` only."""
 

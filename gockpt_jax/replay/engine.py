@@ -44,14 +44,12 @@ class _Piece:
       shard: Where it belongs.
       part: Its elements.
       size: Elements that the programs take; more than the part has, if it must be padded.
-      changed: Positions of the states that change.
       programs: In order, with the number of updates that each applies.
     """
 
     shard: ShardReplay
     part: slice
     size: int
-    changed: tuple[int, ...]
     programs: tuple[tuple[int, Compiled], ...]
 
 
@@ -154,7 +152,7 @@ class Replayer:
         for part, size in cut_up(shard.size):
             if size not in programs:
                 programs[size] = tuple((n, self._program(spec, n, size).compiled()) for n in counts)
-            yield _Piece(shard, part, size, spec.changed, programs[size])
+            yield _Piece(shard, part, size, programs[size])
 
     def _replay_all(
         self, pieces: collections.deque[_Piece], in_flight: int, errors: list[BaseException]
@@ -182,10 +180,10 @@ class Replayer:
 
     def _replay(self, piece: _Piece, scratch: _Scratch) -> Generator[None]:
         """Applies all updates to a piece while it is in cache; yields while a program runs."""
-        shard = piece.shard
+        shard, changed = piece.shard, piece.shard.recipe.changed
         states = [_padded(x[piece.part], piece.size) for x in shard.states]
-        free = scratch.free(piece.size, [states[i].dtype for i in piece.changed])
-        buffers = free.pop() if free else self._new_buffers([states[i] for i in piece.changed])
+        free = scratch.free(piece.size, [states[i].dtype for i in changed])
+        buffers = free.pop() if free else self._new_buffers([states[i] for i in changed])
         updates = iter(shard.updates)
         for count, program in piece.programs:
             arguments = [
@@ -197,10 +195,10 @@ class Replayer:
                 yield
             finally:  # also where it is closed: then nothing may still read the shard
                 jax.block_until_ready(buffers)
-            for i, result in zip(piece.changed, buffers, strict=True):
+            for i, result in zip(changed, buffers, strict=True):
                 np.copyto(states[i], scratch.views.of(result), casting="no")
         free.append(buffers)
-        for i in piece.changed:
+        for i in changed:
             part = shard.states[i][piece.part]
             if part.size < piece.size:
                 np.copyto(part, states[i][: part.size])

@@ -58,11 +58,6 @@ class ReplaySpec:
         """All that its programs take."""
         return (*self.states, *self.retained, *self.scalars)
 
-    @property
-    def changed(self) -> tuple[int, ...]:
-        """Positions of the states that an update changes; the others are only read."""
-        return self.recipe.changed
-
 
 Compiled = Callable[..., list[jax.Array]]
 """A function of (states, updates, results, zero): old chunks of shape (size,); for each update a
@@ -141,7 +136,7 @@ def _compile(program: ReplayProgram) -> Any:
     (zero,) = chunks([np.dtype(np.int32)])
     # Not all are read, yet they are kept: donated, their memory becomes that of the results.
     jitted = jax.jit(functools.partial(_replay, program), donate_argnums=(2,), keep_unused=True)
-    results = [states[i] for i in spec.changed]
+    results = [states[i] for i in spec.recipe.changed]
     with _compat.wide_numbers(spec.dtypes):
         lowered = jitted.lower(states, [update] * program.updates, results, zero)
     return lowered.compile(compiler_options=_COMPILER_OPTIONS)
@@ -175,7 +170,7 @@ def _updated(program: ReplayProgram, states: Any, updates: Any, zero: jax.Array)
     for n, (retained, scalars) in enumerate(updates):
         states = states if n == 0 else [_settled(x, zero) for x in states]
         states = program.spec.recipe.apply(states, retained, scalars, fence)
-    return [states[i] for i in program.spec.changed]
+    return [states[i] for i in program.spec.recipe.changed]
 
 
 def _settled(state: jax.Array, zero: jax.Array) -> jax.Array:

@@ -138,7 +138,7 @@ def test_what_is_only_read_is_not_written():
     shard = shard_of(recipe, state, [numbers(0, LARGE)])
     shard.states[2].flags.writeable = False
     Replayer("gpu", threads=2).apply([shard])
-    assert shard.spec.changed == (0, 1)
+    assert shard.recipe.changed == (0, 1)
 
 
 def test_threads_share_the_pieces_and_change_nothing(recipe):
