@@ -20,7 +20,7 @@ import jax
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError, WrapError
-from gockpt_jax.options import Arm
+from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.call import CallForm, Positions, leaf_paths
 from gockpt_jax.training.places import Place, Places, as_places, identical
 from gockpt_jax.training.stand_in import StandIn
@@ -31,18 +31,17 @@ Wrapped: TypeAlias = "WrappedStep | NestedStep | types.MethodType"
 
 
 def wrap_step(
-    step: Callable[..., Any], observer: StepObserver, *,
-    state: Places, state_out: Places | None, arm: Arm, even_for_nothing: bool,
+    step: Callable[..., Any], observer: StepObserver, options: WindowOptions, *,
+    state: Places, state_out: Places | None,
 ) -> Wrapped:  # fmt: skip
     """Wraps a jitted train step, wherever its `jax.jit` lies.
 
     Args:
       step: What `jax.jit`, `nnx.jit`, `eqx.filter_jit` or `gockpt_jax.jit` returned; a method too.
       observer: Is told of every update.
+      options: The user's, of windows.
       state: Positions or names of the state among the arguments.
       state_out: Positions or names of the new state in the result; found if `None`.
-      arm: Which steps run armed, as in `WindowOptions`.
-      even_for_nothing: Whether leaves may leave early that gain no bytes.
 
     Raises:
       WrapError: if `step` is not callable, is wrapped already, or a place is not one.
@@ -54,9 +53,8 @@ def wrap_step(
     if isinstance(step, types.MethodType):
         _refuse_bound_state(step)
         wrapped = wrap_step(
-            step.__func__, observer,
-            state=_behind_self(as_places("state", state)), state_out=state_out, arm=arm,
-            even_for_nothing=even_for_nothing,
+            step.__func__, observer, options,
+            state=_behind_self(as_places("state", state)), state_out=state_out,
         )  # fmt: skip
         return types.MethodType(wrapped, step.__self__)
     if isinstance(step, WrappedStep | NestedStep):
@@ -70,9 +68,9 @@ def wrap_step(
     settings = _compat.jit_settings(jitted) or _compat.JitSettings()
     form = CallForm(step, state, settings, state_out)
     if attribute is None:
-        return WrappedStep(step, observer, form, arm=arm, even_for_nothing=even_for_nothing)
+        return WrappedStep(step, observer, form, options)
     inside = InnerForm(jitted, settings)
-    inner = WrappedStep(jitted, observer, inside, arm=arm, even_for_nothing=even_for_nothing)
+    inner = WrappedStep(jitted, observer, inside, options)
     return NestedStep(step, attribute, inner, outer_form=form, inner_form=inside)
 
 

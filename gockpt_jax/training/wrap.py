@@ -12,7 +12,7 @@ import jax
 from gockpt_jax import _compat, errors
 from gockpt_jax.compiling import debugged_by
 from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
-from gockpt_jax.options import Arm
+from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import CannotArmError, StepProgram, placements
@@ -59,16 +59,15 @@ class WrappedStep(StandIn):
       step: The jitted function.
       observer: Is told of every update.
       form: How it is called, and where its state is.
-      arm: Which steps run armed, as in `WindowOptions`.
-      even_for_nothing: Whether leaves may leave early that gain no bytes.
+      options: The user's, of windows.
 
     Warns:
       SnapshotOnlyWarning: if the step has no program to arm.
     """
 
     def __init__(
-        self, step: Callable[..., Any], observer: StepObserver, form: CallForm, *,
-        arm: Arm, even_for_nothing: bool,
+        self, step: Callable[..., Any], observer: StepObserver, form: CallForm,
+        options: WindowOptions,
     ):  # fmt: skip
         super().__init__(step)
         self.program: StepProgram | None = None
@@ -78,8 +77,8 @@ class WrappedStep(StandIn):
         self.why_not = _why_no_program(step)
         self._observer = observer
         self._form = form
-        self._always = arm == "always"
-        self._even_for_nothing = even_for_nothing
+        self._always = options.arm == "always"
+        self._even_for_nothing = options.steps is not None  # a fixed K promises windows
         self._found: StepProgram | None = None  # the last program, kept or not
         self._programs_left = _MAX_PROGRAMS
         self._refused = 0

@@ -82,14 +82,8 @@ class WindowFace:
         Warns:
           SnapshotOnlyWarning: if the step cannot be armed; all its saves are then snapshots.
         """
-        return wrap_step(
-            step,
-            self._gockpt_session,
-            state=state,
-            state_out=state_out,
-            arm=self._gockpt_window_options.arm,
-            even_for_nothing=self._gockpt_window_options.steps is not None,
-        )
+        session, options = self._gockpt_session, self._gockpt_window_options
+        return wrap_step(step, session, options, state=state, state_out=state_out)
 
     def expect_save(self, *, in_steps: int) -> None:
         """Says that the save after the next `in_steps` updates will be accepted.

@@ -27,10 +27,8 @@ TX = optax.adam(1e-2)
 
 
 def wrap(step, observer=None, *, state=(0, 1), state_out=None, arm="window"):
-    return wrap_step(
-        step, observer or Observer(), state=state, state_out=state_out, arm=arm,
-        even_for_nothing=False,
-    )  # fmt: skip
+    options = gockpt.WindowOptions(arm=arm)
+    return wrap_step(step, observer or Observer(), options, state=state, state_out=state_out)
 
 
 class Net(nnx.Module):
@@ -208,9 +206,8 @@ def test_a_leaf_that_does_not_come_out_of_the_program_is_no_part_of_it():
         return {"m": m, "rate": 0.5, "w": state["w"] - state["rate"] * m}
 
     observer = Observer({3})
-    step = wrap_step(
-        update, observer, state=0, state_out=None, arm="window", even_for_nothing=True
-    )  # fmt: skip
+    options = gockpt.WindowOptions(steps=2)
+    step = wrap_step(update, observer, options, state=0, state_out=None)
     state = {"m": jnp.zeros(8), "rate": jnp.float32(0.5), "w": jnp.ones(8)}
     for n in range(5):
         state = step(state | {"rate": jnp.float32(0.5)}, jnp.arange(8.0) * n)

@@ -64,11 +64,9 @@ class Observer:
         self.refusals.append(reason)
 
 
-def wrap(step, observer=None, *, state=0, state_out=None, arm="window", even_for_nothing=True):
-    return wrap_step(
-        step, observer or Observer(), state=state, state_out=state_out, arm=arm,
-        even_for_nothing=even_for_nothing,
-    )  # fmt: skip
+def wrap(step, observer=None, *, state=0, state_out=None, arm="window"):
+    options = gockpt.WindowOptions(arm=arm, steps=2)
+    return wrap_step(step, observer or Observer(), options, state=state, state_out=state_out)
 
 
 def run(step, state, steps, batches=lambda n: X * n):
