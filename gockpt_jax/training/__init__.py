@@ -20,6 +20,7 @@ In the order of their imports:
     returned   the new state among what a step returned
     program    one traced step: its state, its cut, its armed executable
     stand_in   what is called in place of a function
+    changes    when a step is traced anew, as its calls change
     wrap       the wrapped step
     nested     steps whose `jax.jit` lies inside another object
     jit        `jax.jit` for functions of more than arrays

@@ -15,15 +15,11 @@ from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.changes import Changes
 from gockpt_jax.training.program import CannotArmError, StepProgram, placements
 from gockpt_jax.training.stand_in import StandIn
 
 _log = logging.getLogger("gockpt_jax")
-
-_PATIENCE = 2
-"""Refused calls in a row after which the step is traced anew: one odd batch is not a change."""
-_MAX_PROGRAMS = 3
-"""Programs traced in a row, none of which ran armed, before we stop following a step's changes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,11 +76,7 @@ class WrappedStep(StandIn):
         self._always = options.arm == "always"
         self._even_for_nothing = options.steps is not None  # a fixed K promises windows
         self._found: StepProgram | None = None  # the last program, kept or not
-        self._programs_left = _MAX_PROGRAMS
-        self._refused = 0
-        self._why_refused = ""
-        self._calls = 0
-        self._refused_call = 0  # the last one that was
+        self._changes = Changes(always=self._always)
         self._untraced: str | None = None  # why this call could not be traced
         if self.why_not is not None:
             self._warn(self.why_not)
@@ -93,13 +85,14 @@ class WrappedStep(StandIn):
         """Runs one update, exactly as the jitted function would."""
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
-        self._calls += 1
+        self._changes.called()
         self._forget()
         always = self._always and debugged_by() is None
         if always:  # now: whoever is interrupted after the step has lost its result
             if self.program is None and self.last_result is None:
                 self.program = self._found = self._trace(args, kwargs)
-                self._programs_left -= self.program is not None
+                if self.program is not None:
+                    self._changes.traced()
             self.arm()
         asked = call = self._observer.before_update(self, args, kwargs)
         if call is None and always and (program := self.program) is not None:
@@ -130,9 +123,7 @@ class WrappedStep(StandIn):
                 self._observer.no_update(f"the call changed: {_brief(error)}")
             self.call_changed(_brief(error))
             return None
-        self._refused = 0
-        if not self._always:
-            self._programs_left = _MAX_PROGRAMS
+        self._changes.ran_armed()
         return armed
 
     def _run_unarmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +134,7 @@ class WrappedStep(StandIn):
         if self._untraced is not None:
             self.give_up(self._untraced)
         elif traced is not None:
-            self._programs_left -= 1
+            self._changes.traced()
             leaves, before = jax.tree.leaves(result), self._leaves_before()
             # The second: they have settled.
             if self._always or placements(leaves) == placements(before):
@@ -156,7 +147,7 @@ class WrappedStep(StandIn):
         """Why there is nothing to arm: for good, or until the step is traced (anew)."""
         if self.why_not is not None or self._found is None:
             return self.why_not or "the step had not been traced yet"
-        of_what = self._why_refused and f" (of the last change: {self._why_refused})"
+        of_what = self._changes.of_the_last
         return f"the step had not been traced yet in the way it is called now{of_what}"
 
     def _keep(self, result: Any) -> None:
@@ -193,16 +184,7 @@ class WrappedStep(StandIn):
           why: What is different, if that is known.
           last: Whether it was the last one, not this one: what it returned tells.
         """
-        self._why_refused = why or self._why_refused
-        call = self._calls - last
-        if call == self._refused_call:
-            return
-        self._refused_call = call
-        self._refused += 1
-        # With "always" at once, so that few steps run by another executable than the others.
-        is_over = self._programs_left > 0 if self._always else self._refused == _PATIENCE
-        if is_over:
-            self._refused = 0
+        if self._changes.refused(why, last=last):
             self.program = None
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
@@ -212,12 +194,8 @@ class WrappedStep(StandIn):
             return None
         if debugged_by() is not None:  # traced without `jit`, it would be another program
             return None
-        if self._programs_left == 0:
-            self.give_up(
-                f"its arguments changed shape, structure, placement or static values "
-                f"{_MAX_PROGRAMS} times, or JAX's caches were cleared; keep them the same from call"
-                f" to call{self._why_refused and f' (of the last change: {self._why_refused})'}"
-            )
+        if (no_more := self._changes.why_no_more) is not None:
+            self.give_up(no_more)
             return None
         step: Any = self.step
         try:

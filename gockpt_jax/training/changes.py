@@ -1,0 +1,84 @@
+"""When a step is traced anew because its calls have changed: not at once, and not for ever."""
+
+_PATIENCE = 2
+"""Refused calls in a row after which the step is traced anew: one odd batch is not a change."""
+_MAX_PROGRAMS = 3
+"""Programs traced in a row, none of which ran armed, before we stop following a step's changes."""
+
+
+class Changes:
+    """Counts the calls of a step that its program was not made for, and the programs it has had.
+
+    Args:
+      always: Whether all steps run armed.
+
+    Example:
+      >>> changes = Changes(always=False)
+      >>> for _ in range(2):
+      ...     changes.called()
+      ...     changes.refused("its batch", last=False)
+      False
+      True
+      >>> changes.of_the_last
+      ' (of the last change: its batch)'
+    """
+
+    def __init__(self, *, always: bool):
+        self._always = always
+        self._programs_left = _MAX_PROGRAMS
+        self._refused = 0
+        self._calls = 0
+        self._refused_call = 0  # the last one that was
+        self._why = ""
+
+    def called(self) -> None:
+        """Told of every call."""
+        self._calls += 1
+
+    def traced(self) -> None:
+        """Told of every program."""
+        self._programs_left -= 1
+
+    def ran_armed(self) -> None:
+        """Told of a call that the program was made for."""
+        self._refused = 0
+        if not self._always:
+            self._programs_left = _MAX_PROGRAMS
+
+    def refused(self, why: str, *, last: bool) -> bool:
+        """Told of a call that it was not made for; of one call more than once, if need be.
+
+        Args:
+          why: What is different, if that is known.
+          last: Whether it was the last one, not this one: what it returned tells.
+
+        Returns:
+          Whether the step is to be traced anew.
+        """
+        self._why = why or self._why
+        call = self._calls - last
+        if call == self._refused_call:
+            return False
+        self._refused_call = call
+        self._refused += 1
+        # With "always" at once, so that few steps run by another executable than the others.
+        is_over = self._programs_left > 0 if self._always else self._refused == _PATIENCE
+        if is_over:
+            self._refused = 0
+        return is_over
+
+    @property
+    def why_no_more(self) -> str | None:
+        """Why the step is not traced anew any more; `None` if it is."""
+        if self._programs_left != 0:
+            return None
+        return (
+            f"its arguments changed shape, structure, placement or static values {_MAX_PROGRAMS} "
+            "times, or JAX's caches were cleared; keep them the same from call to call"
+            f"{self.of_the_last}"
+        )
+
+    @property
+    def of_the_last(self) -> str:
+        """What was different in the last of them, in brackets; empty if that is not known."""
+        return self._why and f" (of the last change: {self._why})"
