@@ -59,7 +59,14 @@ class Pull(Generic[T]):
     def start(
         cls, sources: Sequence[jax.Array], unpack: Callable[[list[np.ndarray]], T]
     ) -> "Pull[T]":
-        """Starts moving buffers of one device each; returns at once."""
+        """Starts moving buffers of one device each; returns at once.
+
+        A global array would be moved by a program on the compute stream, behind the steps.
+
+        Args:
+          sources: Buffers that no later step donates: staged copies or retained values.
+          unpack: Makes the result of what arrives.
+        """
         with unwatched():
             return cls(sources, [start_buffer(source) for source in sources], unpack)
 
@@ -87,26 +94,6 @@ ChunkPull = Pull[list[list[HostChunk]]]
 def owned_shards(array: jax.Array) -> list[jax.Shard]:
     """The local shards that this process writes: of replicated data, the first replica."""
     return [s for s in array.addressable_shards if s.replica_id == 0]
-
-
-def start_pull(array: jax.Array) -> Pull[list[HostChunk]]:
-    """Starts moving an array's owned shards to the host; returns at once.
-
-    Per shard: a global array would be moved by a program on the compute stream, behind the steps.
-
-    Args:
-      array: A buffer that no later step donates: a staged copy or a retained value.
-
-    Returns:
-      The transfer.
-    """
-    shards = owned_shards(array)
-    indices = [s.index for s in shards]
-
-    def unpack(found: list[np.ndarray]) -> list[HostChunk]:
-        return [HostChunk(index, data) for index, data in zip(indices, found, strict=True)]
-
-    return Pull.start([s.data for s in shards], unpack)
 
 
 def align(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import is_key_type
-from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
+from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
 
 MIN_BOX_BYTES = 4096
@@ -107,19 +107,6 @@ Probe = tuple[Piece, Grid, int]
 """What is written as one, alive; how it is cut; which box is taken."""
 
 
-class Sample:
-    """Boxes on their way to the host."""
-
-    def __init__(self, pulls: list[Pull[list[HostChunk]]]):
-        self._pulls = pulls
-
-    def result(self) -> list[np.ndarray]:
-        """Waits for them, once; the elements of each, flat, in the order asked for."""
-        found = [pull.result()[0].data for pull in self._pulls]
-        self._pulls.clear()
-        return found
-
-
 def sample_bytes(probes: Sequence[Probe]) -> int:
     """Bytes of the boxes, on the device that holds the most of them."""
     by_device: dict[Any, int] = defaultdict(int)
@@ -128,17 +115,20 @@ def sample_bytes(probes: Sequence[Probe]) -> int:
     return max(by_device.values(), default=0)
 
 
-def start_sample(probes: Sequence[Probe]) -> Sample:
-    """Copies boxes on their devices and starts the pulls; returns at once."""
+def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
+    """Copies boxes on their devices and starts moving them to the host; returns at once.
+
+    Returns:
+      The transfer: of the elements of each, flat, in the order asked for.
+    """
     starts = [np.add(p.start, grid.start(box)).astype(np.int32) for p, grid, box in probes]
     with unwatched():
         placed = jax.device_put(starts, [_beside(p.shard) for p, _, _ in probes])
-        return Sample(
-            [
-                start_pull(_programs.needed(*_program(p.shard, grid))(p.shard, start))
-                for (p, grid, _), start in zip(probes, placed, strict=True)
-            ]
-        )
+        boxes = [
+            _programs.needed(*_program(p.shard, grid))(p.shard, start)
+            for (p, grid, _), start in zip(probes, placed, strict=True)
+        ]
+        return Pull.start(boxes, list)
 
 
 def compile_samples_ahead(

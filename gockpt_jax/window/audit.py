@@ -15,12 +15,11 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget, batches
-from gockpt_jax.transfer.pull import HostChunk
+from gockpt_jax.transfer.pull import HostChunk, Pull
 from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
     Grid,
     Probe,
-    Sample,
     can_be_sampled,
     grid_of,
     sample_bytes,
@@ -165,7 +164,7 @@ class PendingAudit:
         self._landed: list[tuple[_Box, np.ndarray]] = []
         self._error: BaseException | None = None
 
-    def land(self, boxes: Sequence[_Box], sample: Sample) -> None:
+    def land(self, boxes: Sequence[_Box], sample: Pull[list[np.ndarray]]) -> None:
         """Takes in boxes; what goes wrong is raised by `check`."""
         try:
             true = sample.result()

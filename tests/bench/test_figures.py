@@ -19,7 +19,7 @@ from bench.record import ROOT
 from bench.timeline.spans import LANES, ORIGIN, Span, read_spans
 from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats
 from gockpt_jax.telemetry import events
-from gockpt_jax.transfer.pull import start_pull
+from gockpt_jax.transfer.pull import Pull
 
 SOURCE = "{http://purl.org/dc/elements/1.1/}source"
 Figure = pytest.importorskip("matplotlib.figure").Figure
@@ -303,7 +303,7 @@ def test_landing_and_writing_are_spans(monkeypatch):
         open_spans.remove(name)
 
     monkeypatch.setattr(events, "span", span)
-    start_pull(jnp.ones(3)).result()
+    Pull.start([jnp.ones(3)], list).result()
     assert seen == [events.SPAN_LAND]
 
     async def write():

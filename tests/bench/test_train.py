@@ -23,7 +23,7 @@ from bench.train.phases import Loop, Peaks, Phase
 from bench.train.place import Place, choose
 from bench.train.rounds import Interval, Shared
 from bench.train.table import show_modes
-from gockpt_jax.transfer.pull import start_pull
+from gockpt_jax.transfer.pull import Pull
 
 GB = 10**9
 
@@ -90,12 +90,12 @@ def test_a_pull_is_ready_when_the_link_has_carried_it(monkeypatch):
     monkeypatch.setattr("bench.train.link.time", clock)
     array = jax.block_until_ready(jnp.arange(8, dtype=jnp.float32))
     with slow_pulls(Link(1.0)):
-        pull = start_pull(array)
+        pull = Pull.start([array], list)
         assert not pull.is_ready()
         arrived.set()
-        assert pull.result()[0].data.tolist() == list(range(8))
+        assert pull.result()[0].tolist() == list(range(8))
         assert pull.is_ready()
-    assert start_pull(array).is_ready()
+    assert Pull.start([array], list).is_ready()
 
 
 class Saved:

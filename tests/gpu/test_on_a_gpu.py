@@ -11,7 +11,7 @@ import pytest
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
-from gockpt_jax.transfer.pull import host_memory_kind, start_pull
+from gockpt_jax.transfer.pull import Pull, host_memory_kind
 from gockpt_jax.transfer.staging import stage
 
 pytestmark = [
@@ -39,8 +39,8 @@ def to_host(tree: Any) -> list[np.ndarray]:
 def test_pulls_go_to_pinned_memory() -> None:
     assert host_memory_kind(jax.local_devices()[0]) == "pinned_host"
     staged = stage([jnp.arange(1 << 20, dtype=jnp.float32)])
-    (chunk,) = start_pull(staged[0]).result()
-    np.testing.assert_array_equal(chunk.data, np.arange(1 << 20, dtype=np.float32))
+    (found,) = Pull.start(staged, list).result()
+    np.testing.assert_array_equal(found, np.arange(1 << 20, dtype=np.float32))
 
 
 def test_staging_makes_new_buffers() -> None:

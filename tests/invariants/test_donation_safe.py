@@ -14,7 +14,7 @@ from programs import PROGRAMS
 
 import gockpt_jax as gockpt
 from gockpt_jax.transfer.block import Block
-from gockpt_jax.transfer.pull import HostChunk, Pull, start_pull
+from gockpt_jax.transfer.pull import HostChunk, Pull, owned_shards
 from gockpt_jax.transfer.staging import stage
 
 from . import harness
@@ -47,15 +47,19 @@ def test_steps_donate_what_they_donate_without_us(name: str, devices: int, share
 # The watch can fail.
 
 
+def pull_as_it_is(array: jax.Array) -> None:
+    Pull.start([s.data for s in owned_shards(array)], list)
+
+
 def test_watch_notices_a_pull_of_the_state() -> None:
     state = {"w": jnp.arange(6.0), "key": jax.random.key(0), "n": jnp.int32(1)}
     with PullWatch() as watch, watch.live((state,), {}, None):
         for array in stage(list(state.values())):
-            start_pull(array)
+            pull_as_it_is(array)
         assert (watch.count, watch.unsafe) == (3, [])
-        start_pull(state["w"])
+        pull_as_it_is(state["w"])
         np.asarray(state["n"])
-        start_pull(jax.random.key_data(state["key"]))  # a copy or not, as JAX likes
+        pull_as_it_is(jax.random.key_data(state["key"]))  # a copy or not, as JAX likes
     pulled, read = (line.split(" of ")[0] for line in watch.unsafe[:2])
     assert (pulled in ("copy_to_host_async", "device_put"), read) == (True, "np.asarray")
     assert ["['w']" in watch.unsafe[0], "['n']" in watch.unsafe[1]] == [True, True]

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 from gockpt_jax.transfer import pull as pulls
 from gockpt_jax.transfer.chunks import Source
 from gockpt_jax.transfer.meter import LinkMeter
-from gockpt_jax.transfer.pull import Pull, align, owned_shards, start_pull
+from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.staging import stage
 
@@ -37,6 +37,13 @@ def put(values, spec):
 
 def pointers(array):
     return [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
+
+
+def start_pull(array):
+    """The shards of an array that this process owns, on their way."""
+    shards = owned_shards(array)
+    indices = [s.index for s in shards]
+    return Pull.start([s.data for s in shards], lambda found: [*map(HostChunk, indices, found)])
 
 
 def assemble(array, chunks):

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.compiling import Programs
+from gockpt_jax.transfer import pull as pulling
 from gockpt_jax.transfer import sample as sampling
+from gockpt_jax.transfer.meter import LinkMeter
 from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.sample import (
     MIN_BOX_BYTES,
@@ -97,6 +99,19 @@ def test_bytes_are_those_of_the_fullest_device():
         sample_bytes(probes) == elements * 4 // 4 + elements * 2 // 2 + elements + elements * 4 // 8
     )
     assert sample_bytes([]) == 0
+
+
+def test_the_link_learns_of_a_sample_as_of_one_transfer_from_all_its_devices(monkeypatch):
+    class Noting(LinkMeter):
+        def end(self, chunks, num_devices):
+            seen.append((sum(c.nbytes for c in chunks), num_devices))
+
+    seen = []
+    monkeypatch.setattr(pulling, "LINK", Noting())
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    probes = probes_of(arrays_on(mesh), 1.0, turn=0)
+    found = start_sample(probes).result()
+    assert seen == [(sum(box.nbytes for box in found), 8)]
 
 
 def test_a_scalar_is_a_box():
