@@ -204,40 +204,42 @@ class OpenWindow:
         self._worker.pass_on(run)
 
     def seal(
-        self, arrays: Mapping[int, jax.Array]
+        self, arrays: Sequence[jax.Array]
     ) -> tuple[dict[int, list[ChunkSlot]], dict[str, Any] | None]:
         """The state at the save step is reached; its early chunks are final after this.
 
         Args:
-          arrays: Leaves of the state given to `save` that are the ones the last update returned,
-            by their position in the program's state.
+          arrays: Of the state given to `save`.
 
         Returns:
-          Slots for those of them that left early, were followed all the way, and have not been
-          handed over to another item of the same save. And what their audit has shown, which is
-          complete once a slot is; `None` if there is none.
+          By its `id`, slots for each of them that the last update returned, that left early, was
+          followed all the way, and has not been handed over to another item of the same save. And
+          what their audit has shown, which is complete once a slot is; `None` if there is none.
         """
         self._late.heed_demotions()
-        wanted = self._followed(arrays)
-        slots = {j: make_slots(self._replicas.boxes(arrays[j])) for j in wanted}
+        given = set(map(id, arrays))
+        new = {j: a for j, a in enumerate(self.state) if id(a) in given}
+        wanted = self._followed(new)
+        slots = {j: make_slots(self._replicas.boxes(new[j])) for j in wanted}
         self._early.promise(slot for promised in slots.values() for slot in promised)
         self.record.late_leaves = self._late.reasons
         paths = self.program.cut.paths
-        audit = self._auditor.sample({paths[j]: arrays[j] for j in slots}, self.record)
+        audit = self._auditor.sample({paths[j]: new[j] for j in slots}, self.record)
         try:
             self._handed_over.update(slots)
             rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]
             receivers = [
                 (functools.partial(self._land_rows, *rows), self._early.failed) for rows in rest
             ]
-            sent = [(arrays[j], chunk) for j, chunk in rest]
+            sent = [(new[j], chunk) for j, chunk in rest]
             send_late(sent, receivers, self._worker, self._device)
             self._worker.submit_behind(functools.partial(self._finish, slots, audit))
         except BaseException:  # an interrupt
             if audit is not None:
                 self._worker.submit_behind(audit.drop)
             raise
-        return slots, None if audit is None else audit.metadata
+        by_id = {id(new[j]): promised for j, promised in slots.items()}
+        return by_id, None if audit is None else audit.metadata
 
     def _land_rows(self, leaf: int, chunk: Chunk, found: Sequence[HostChunk]) -> None:
         self._pass_on(self._early.land_rows(leaf, chunk, found))

@@ -60,10 +60,7 @@ class Seal:
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
         if self._window is not None:
-            new = self._window.state
-            wanted = {id(a) for a in arrays}
-            early, audit = self._window.seal({j: a for j, a in enumerate(new) if id(a) in wanted})
-            slots = {id(new[j]): found for j, found in early.items()}
+            slots, audit = self._window.seal(arrays)
         try:
             record.early_leaves += len(slots)
             record.state_bytes += state_bytes
