@@ -80,7 +80,7 @@ class Opener:
         """
         setting = debugged_by()
         if setting is None:
-            self.prepare(step)
+            self._prepare(step)
         horizon = self._options.steps or self._options.max_steps
         target = self._predictor.next_save(version, horizon - 1) if horizon > 1 else None
         # A window may not begin with the version that the last save sealed: K is at most the
@@ -126,7 +126,7 @@ class Opener:
             window.record.reason += f"; put off {deferral.steps} times, for {deferral.why}"
         return window
 
-    def prepare(self, step: WrappedStep) -> None:
+    def _prepare(self, step: WrappedStep) -> None:
         """Plans for a step that has run, and settles with the others whether it can be armed."""
         self._agreement.settle(step, planned=self._planner.prepare(step))
 
@@ -138,7 +138,7 @@ class Opener:
             return True
         if program.cut != window.program.cut:
             return False
-        self.prepare(step)
+        self._prepare(step)
         if not program.is_armed:
             return False
         return self._agreement.why_not_ready(program, window.target) is None
