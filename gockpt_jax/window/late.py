@@ -17,8 +17,9 @@ from gockpt_jax.transfer.chunks import (
 )
 from gockpt_jax.transfer.layout import ALIGNMENT_BYTES
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
-from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
 
@@ -29,28 +30,19 @@ _PARTS = 16
 """In which late leaves are staged that exceed the device budget: each is a program to compile."""
 
 
-def take_now(
-    arrays: Sequence[jax.Array],
-    worker: Worker,
-    *,
-    device: ByteBudget,
-    host: ByteBudget,
-    replicas: Replicas = FIRST_ALONE,
-) -> dict[int, list[ChunkSlot]]:
+def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, list[ChunkSlot]]:
     """Stages arrays and starts their pulls; waits only while the device budget is used up.
 
     Args:
       arrays: Distinct arrays, alive.
-      worker: Lands them.
-      device: Budget for the copies.
-      host: Accounts for bytes on the host.
-      replicas: How they share what is taken.
+      resources: The session's.
 
     Returns:
       For each array, by its `id`, the slots of what this process writes.
     """
-    late = [_LateArray(a, host, replicas) for a in arrays]
-    chunks = late_chunks(arrays, device.limit_bytes, replicas)
+    worker, device, host = resources.worker, resources.device, resources.host
+    late = [_LateArray(a, host, resources.replicas) for a in arrays]
+    chunks = late_chunks(arrays, device.limit_bytes, resources.replicas)
     receivers = [(functools.partial(late[n].land, chunk), late[n].fail) for n, chunk in chunks]
 
     def forget() -> None:  # nobody will write these

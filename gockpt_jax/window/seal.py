@@ -70,9 +70,7 @@ class Seal:
                 # Of an array on other processes' devices alone there is nothing to take.
                 slots.update((id(a), []) for a in arrays if not a.sharding.addressable_devices)
                 late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
-                slots |= take_now(
-                    late, to.worker, device=to.device, host=to.host, replicas=to.replicas
-                )
+                slots |= take_now(late, to)
             to.worker.submit(record.drained)
             return record, [slots[id(a)] for a in arrays], audit
         except BaseException:  # nobody will write what has been taken

@@ -14,6 +14,7 @@ from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.window import late
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.late import take_now
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import give_back
 from gockpt_jax.window.worker import Worker
 
@@ -38,7 +39,7 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
     ]
     arrays += [jax.random.key(2), jnp.arange(7), jnp.zeros(8, jnp.int4)]
     worker, device, host = Worker(), ByteBudget(limit_bytes), ByteBudget(None)
-    slots = take_now(arrays, worker, device=device, host=host)
+    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     for array in arrays:
         stored = HostArray.like(array, ())
@@ -85,7 +86,7 @@ def test_only_what_has_not_landed_is_given_back_and_once(limit_bytes, monkeypatc
     monkeypatch.setattr(Landing, "put", failing)
     arrays = [jnp.arange(7.0), jnp.ones((64, 24)), jnp.arange(5.0)]
     worker, device, host = Worker(), ByteBudget(limit_bytes), ByteBudget(None)
-    slots = take_now(arrays, worker, device=device, host=host)
+    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     data = [slot.data for array in arrays for slot in slots[id(array)]]
     final = [x.result().nbytes for x in data if x.exception() is None]
@@ -113,6 +114,6 @@ def test_what_is_lost_twice_is_given_back_once(monkeypatch):
     arrays = [jnp.full((64, 24), n, jnp.float32) for n in range(2)]
     worker, device, host = Worker(), ByteBudget(6144), ByteBudget(None)
     with pytest.raises(MemoryError, match="staging"):
-        take_now(arrays, worker, device=device, host=host)
+        take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     assert (device.used_bytes, host.used_bytes) == (0, 0)

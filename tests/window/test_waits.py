@@ -22,9 +22,11 @@ from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer import block
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.window import early, late, units
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.late import take_now
+from gockpt_jax.window.resources import Resources
 
 PATIENCE_SECS = 200  # only ends a test that hangs
 SIZE = 512
@@ -219,7 +221,7 @@ def test_late_leaves_wait_until_what_exceeds_the_budget_has_gone(leaves, percent
     limit = total * percent // 100
     link = Link()
     device = Device(limit, link)
-    slots = take_now(arrays, link, device=device, host=ByteBudget(None))
+    slots = take_now(arrays, Resources(link, link, device, ByteBudget(None), FIRST_ALONE))
     largest = max(n for n in (*leaves, 0) if n * unit <= limit // 2) * unit
     # Blocks are filled as far as leaves allow, and the part that makes room may be one, too.
     part = total // 16 + largest if limit < total else 0
