@@ -117,7 +117,8 @@ class WrappedStep(StandIn):
         try:
             armed = call.program.call(args, kwargs, call.flat)
         except (TypeError, ValueError) as error:  # raised before dispatch, as a rule
-            if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(args)):
+            given = jax.tree.leaves((args, kwargs))
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
                 raise  # it has run, and donated them: the user's own would only miss them
             if is_asked:
                 self._observer.no_update(f"the call changed: {_brief(error)}")
