@@ -28,6 +28,21 @@ def case(name, f, *dtypes):
     return pytest.param(f, dtypes, id=f"{name} {' '.join(dtypes)}")
 
 
+def root():
+    """A number that the compiler works out."""
+    return jnp.sqrt(jnp.full(4, 0.3))
+
+
+def least(*arrays):
+    """Sorted by the first one."""
+    return lax.sort(arrays)[0]
+
+
+def far_from(x):
+    """More operations away than are looked through."""
+    return functools.reduce(lambda v, _: -v, range(6), x)
+
+
 EXACT = [
     *(case("add", jnp.add, d, d) for d in ("float32", "int32", "int8")),
     case("subtract", jnp.subtract, "float32", "float32"),
@@ -58,6 +73,8 @@ EXACT = [
     case("add halves", lambda x, y: x * 0.5 + y * 0.5, "float32", "float32"),
     case("add a product and its factor", lambda x, y: x * y + y, "float32", "float32"),
     case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
+    case("by a known root and an array", lambda x, y: x * root() + y * -x, "float32", "float32"),
+    case("by sorted ones", lambda x, y: x * least(x) + y * least(x, y), "float32", "float32"),
     case("root of a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)), "float32"),
     case("quotient of constants", lambda x: lax.div(jnp.full(4, 0.3), jnp.full(4, 0.7)), "float32"),
 ]
@@ -88,6 +105,8 @@ ROUNDED = [
             "products by one array": lambda x, y: (x * y, y * jnp.sin(x)),
             "squares": lambda x, y: (x * x, x * y),
             "products of products": lambda x, y: (x * 0.9, (x * 0.3) * 0.1),
+            "products by known numbers": lambda x, y: (x * root(), lax.div(root(), root()) * y),
+            "products by what differs far back": lambda x, y: (x * far_from(x), y * far_from(y)),
             "named products": lambda x, y: (checkpoint_name(x * 0.3, "a"), y * 0.3),
             "a product and a half": lambda x, y: (x * 0.1, x / 2.0),
             "quarters of products": lambda x, y: (x * 0.3 / 4.0, y * 0.3 / 4.0),

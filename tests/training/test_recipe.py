@@ -270,3 +270,18 @@ def test_operations_keep_their_parameters(mode):
     found = analyse(step, {k: jnp.arange(float(N)) for k in "mw"}, jnp.floor(gradient()))
     assert found.groups == [["m", "w"]]
     assert_replays(found)
+
+
+def test_recipes_say_nothing_of_the_training_mesh():
+    """A chunk of what was on eight devices is replayed on one."""
+    spread = NamedSharding(_MESH, PartitionSpec("x"))
+
+    def step(s, g):
+        m = s["m"].astype(jnp.float32) * 0.5 + g
+        return {"m": m.astype(jnp.bfloat16, device=spread), "u": s["u"] - g}
+
+    found = analyse(step, {"m": gradient().astype(jnp.bfloat16), "u": gradient()}, gradient())
+    (recipe,) = [r for r in recipes_of(found) if len(r.instructions) > 1]
+    placed = [dict(i.params) for i in recipe.instructions if i.name == "convert_element_type"]
+    assert [params["sharding"] for params in placed] == [None] * 2
+    assert_replays(found, PARTS)

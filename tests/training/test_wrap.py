@@ -166,6 +166,16 @@ def test_the_new_state_is_the_part_that_the_loop_gives_back():
     assert observer.cuts[3]
 
 
+def test_the_new_state_is_found_where_the_loop_takes_it_out_of_the_result():
+    observer, state = Observer((3,)), fresh()
+    step = wrap(jax.jit(lambda s, x: {"a": jax.tree.map(jnp.sin, s), "b": update(s, x)}), observer)
+    for n in range(5):
+        state = step(state, X * n).pop("b")
+    found = step.program.new_state_leaves(step.new_state)
+    assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
+    assert observer.cuts[3]
+
+
 def test_changed_call_falls_back_to_the_users_step():
     observer = Observer((3, 4, 5, 6, 7))
     jitted = jax.jit(update, donate_argnums=0)
@@ -296,6 +306,7 @@ def test_shapes_that_never_settle_end_in_one_warning():
         run(step, fresh(), 15, lambda n: jnp.ones(n + 1))
     assert len(all_) == 1
     assert step.why_not is not None
+    assert step.why_no_program == step.why_not
 
 
 @pytest.mark.parametrize("arm", ["window", "always"])
@@ -668,18 +679,24 @@ def test_a_state_of_a_class_that_checks_what_it_holds():
     assert observer.cuts == [n in (3, 4) for n in range(7)]
 
 
-@pytest.mark.parametrize("arm", ["window", "always"])
-def test_an_error_of_the_armed_step_itself_is_the_users(monkeypatch, arm):
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(("arm", "armed_at"), [("window", (5,)), ("always", (5,)), ("always", ())])
+def test_an_error_of_the_armed_step_itself_is_the_users(monkeypatch, arm, armed_at, by_name):
     """XLA reports some as ValueError, as it does calls that it refuses before it runs them."""
-    observer = Observer((5,))
-    step = wrap(jax.jit(update, donate_argnums=0), observer, arm=arm)
+    observer = Observer(armed_at)
+    jitted = jax.jit(update, donate_argnums=0, donate_argnames="state")
+    wrapped = wrap(jitted, observer, arm=arm)
+
+    def step(state, x):
+        return wrapped(state=state, x=x) if by_name else wrapped(state, x)
+
     state = run(step, fresh(), 5)
 
     def fails(program, args, kwargs, flat=None):
-        jax.tree.map(lambda x: x.delete(), args[0])
+        jax.tree.map(lambda x: x.delete(), kwargs["state"] if by_name else args[0])
         raise ValueError("INVALID_ARGUMENT: of the step's own")
 
     monkeypatch.setattr(StepProgram, "call", fails)
     with pytest.raises(ValueError, match="of the step's own"):
         step(state, X)
-    assert len(observer.refusals) == 1
+    assert len(observer.refusals) == len(armed_at)  # who did not ask is not told
