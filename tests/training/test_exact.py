@@ -75,6 +75,7 @@ EXACT = [
     case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
     case("by a known root and an array", lambda x, y: x * root() + y * -x, "float32", "float32"),
     case("by sorted ones", lambda x, y: x * least(x) + y * least(x, y), "float32", "float32"),
+    case("by other sums", lambda x, y: x * (x + y) + y * (x + -y), "float32", "float32"),
     case("root of a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)), "float32"),
     case("quotient of constants", lambda x: lax.div(jnp.full(4, 0.3), jnp.full(4, 0.7)), "float32"),
 ]
