@@ -8,8 +8,8 @@ from gockpt_jax.transfer.mounts import file_system
 MOUNTS = """\
 /dev/root / ext4 rw 0 0
 proc /proc proc rw 0 0
-server:/x /gockpt nfs4 rw 0 0
 /dev/nvme /gockpt/fast\\040disk xfs rw 0 0
+server:/x /gockpt nfs4 rw 0 0
 bucket /gockptset fuse.gcsfuse rw 0 0
 tmpfs /gockpt/ram tmpfs rw 0 0
 /dev/sda1 /gockpt/ram/disk ext3 rw 0 0

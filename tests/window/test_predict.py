@@ -107,15 +107,30 @@ def test_one_jump_is_forgotten_after_two_consecutive_labels():
     assert predictor.next_save(6, HORIZON) == 8
 
 
-@pytest.mark.parametrize("again", [5, 6])
-def test_save_called_twice_at_one_version(again):
+@pytest.mark.parametrize(("again", "target"), [(105, None), (106, 9)])
+def test_save_called_twice_at_one_version(again, target):
     """A forced save beside the regular one tells nothing about the labels of other updates."""
     predictor = SavePredictor(every(10))
-    loop(predictor, range(1, 6), every(10))
+    loop(predictor, range(101, 106), every(10))
     predictor.observe(5, again, True)
+    assert predictor.next_save(5, HORIZON) == target
     predictor.observe(5, again, True)
-    loop(predictor, range(6, 8), every(10), first_version=5)
+    loop(predictor, range(106, 108), every(10), first_version=5)
     assert predictor.next_save(7, HORIZON) == 10
+
+
+def test_the_period_of_the_past_is_not_asked_where_a_policy_knows():
+    def policy(label):
+        return label in (5, 10)
+
+    assert loop(SavePredictor(policy), range(1, 16), policy)[10:] == [None] * 5
+    predictor = SavePredictor()
+    predictor.observe(5, 5, True)
+    predictor.observe(10, 10, True)
+    assert predictor.next_save(12, HORIZON) == 15
+    predictor.is_started = True
+    predictor.observe(11, 11, False)
+    assert predictor.next_save(12, HORIZON) is None
 
 
 def test_period_counts_versions_not_calls():
@@ -150,34 +165,83 @@ def test_policies_are_asked_for_few_labels_however_long_ago_the_last_call_was():
     assert asked == [1001, 1002, 1003, 1004]
 
 
+def test_the_last_accepted_save_counts():
+    predictor = SavePredictor()
+    assert not predictor.has_saved_since(0)
+    predictor.observe(5, 5, True)
+    predictor.observe(7, 7, False)
+    assert [predictor.has_saved_since(version) for version in (4, 5, 6)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("saves", "asks", "updates"), [(2, 3, 2), (3, 2, 2), (None, 2, 2), (2, None, 2)]
+)
+def test_the_loop_is_back_at_the_next_call_or_question(saves, asks, updates):
+    """Where one stands for as many updates as a label."""
+    predictor = SavePredictor()
+    assert predictor.updates_between_calls is None
+    for label in (1, 2):
+        if asks:
+            predictor.asked(asks * label, label, False)
+        if saves:
+            predictor.observe(saves * label, label, False)
+    assert predictor.updates_between_calls == updates
+    for version in (20, 21):
+        predictor.observe(version, 128 * version, False)
+    assert predictor.updates_between_calls == 1  # whatever labels count
+
+
+@pytest.mark.parametrize(
+    ("calls", "target"),
+    [
+        ([(10, 110), (20, 120)], 23),
+        ([(10, 110)], None),  # alone it tells nothing
+        ([(10, 105), (20, 120)], 30),  # by their period
+    ],
+)
+def test_calls_that_the_policy_refused_may_be_unheard(calls, target):
+    """With a stock manager: accepted saves as far apart in labels as in updates tie both."""
+    predictor = SavePredictor(lambda label: label in (111, 123))
+    predictor.sees_every_call = False
+    for version, label in calls:
+        predictor.observe(version, label, True)
+    version, _ = calls[-1]
+    assert predictor.next_save(version + (target == 30) * 6, HORIZON) == target
+
+
 class TestQuestions:
     """Loops that ask first, and call `save` where the answer is yes."""
 
-    def loop(self, predictor, labels, policy, *, saves=lambda label: True, offset=0):
+    def loop(self, predictor, labels, policy, *, saves=lambda label: True, offset=0, times=1):
         predicted = []
         for version, label in enumerate(labels, start=1):
             predicted.append(predictor.next_save(version - 1, HORIZON))
             answer = policy(label + offset)
-            predictor.asked(version, label + offset, answer)
+            for _ in range(times):
+                predictor.asked(version, label + offset, answer)
             if answer and saves(label):
                 predictor.observe(version, label, True)
         return predicted
 
-    @pytest.mark.parametrize("first", [1, 1000])
-    def test_their_policy_is_theirs(self, first):
+    @pytest.mark.parametrize(("first", "times"), [(1, 1), (1000, 1), (1000, 2)])
+    def test_their_policy_is_theirs(self, first, times):
         policy, labels = every(5), range(first, first + 13)
-        predicted = self.loop(SavePredictor(policy), labels, policy)
+        predicted = self.loop(SavePredictor(policy), labels, policy, times=times)
         saved = [version for version, label in enumerate(labels, start=1) if policy(label)]
         for version, target in enumerate(predicted[2:], start=2):
             ahead = [v for v in saved if version < v <= version + HORIZON]
             if version + HORIZON <= 13:
                 assert target == (ahead[0] if ahead else None)
 
-    def test_a_last_save_that_is_forced_ties_the_labels_too(self):
+    @pytest.mark.parametrize("updates", [1, 2])
+    def test_a_last_save_that_is_forced_ties_the_labels_too(self, updates):
         predictor = SavePredictor(every(5))
-        self.loop(predictor, range(1, 7), every(5))
-        predictor.observe(7, 7, True)  # not asked for
-        assert predictor.next_save(7, HORIZON) == 10
+        for label in range(1, 7):
+            predictor.asked(updates * label, label, label == 5)
+            if label == 5:
+                predictor.observe(updates * label, label, True)
+        predictor.observe(updates * 7, 7, True)  # not asked for
+        assert predictor.next_save(updates * 10 - 3, HORIZON) == updates * 10
 
     def test_another_label_than_asked_for_is_no_tie(self):
         """It asks for the next label, while the last save tells that labels are another's."""
@@ -186,11 +250,15 @@ class TestQuestions:
         assert predicted[4:9] == [None] * 5
         assert predicted[9:14] == [None, *[14] * 4]  # by the period of the saves at 4 and 9
 
-    def test_a_rule_of_its_own_besides_is_no_tie(self):
+    @pytest.mark.parametrize(("rest", "foreseen"), [(0, 21), (1, 15)])
+    def test_a_rule_of_its_own_besides_is_no_tie(self, rest, foreseen):
         predictor = SavePredictor(every(1))
-        predicted = self.loop(predictor, range(1, 24), every(1), saves=lambda label: label % 7 == 0)
-        assert predicted[3:14] == [None] * 11
-        assert predicted[17:21] == [21] * 4  # by the period of the saves at 7 and 14
+        predicted = self.loop(
+            predictor, range(1, 24), every(1), saves=lambda label: label % 7 == rest
+        )
+        assert predicted[3 : foreseen - HORIZON] == [None] * (foreseen - HORIZON - 3)
+        # By the period of the two saves before.
+        assert predicted[foreseen - HORIZON : foreseen] == [foreseen] * HORIZON
 
     def test_calls_know_better(self):
         predictor = SavePredictor(every(5))
@@ -217,9 +285,11 @@ class TestAbandoned:
     def test_two_in_a_row_end_predictions_with_one_warning(self, caplog):
         predictor = self.predictor()
         with caplog.at_level(logging.WARNING, logger="gockpt_jax"):
-            for _ in range(3):
+            for _ in range(2):
+                assert predictor.next_save(3, HORIZON) == 5
                 predictor.abandoned()
-        assert predictor.next_save(3, HORIZON) is None
+            assert predictor.next_save(3, HORIZON) is None
+            predictor.abandoned()
         (record,) = caplog.records
         assert "expect_save(in_steps=n)" in record.getMessage()
 
