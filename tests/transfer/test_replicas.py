@@ -110,6 +110,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         put((8, 15), P()),  # slices of 15 elements
         put((64, 8), P("a", "b")),  # no replicas
         put((), P()),
+        put((8,), P(("a", "b"))),
         put((0, 8), P()),
         put((64, 64), P(), jnp.int4),
         put((64, 128), P(), memory_kind="pinned_host"),
@@ -118,6 +119,9 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
     ):
         assert SHARED.placed(array) == array.sharding
         assert SHARED.boxes(array) == FIRST_ALONE.boxes(array)
+        assert SHARED.owned_bytes(array) == SHARED.owned_bytes_at_most(array)
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh(), P("a")))
+    assert SHARED.boxes(keys) == SHARED.boxes(jax.random.key_data(keys))  # as they are stored
     monkeypatch.undo()
     for dtype in ("float32", "bfloat16"):  # of a parameter and its moments
         for columns, alone in ((2**19, False), (2**19 - 1, True)):

@@ -156,13 +156,14 @@ def test_labels_that_stand_for_several_updates(updates):
     assert predicted[2 * first - HORIZON : 2 * first] == [2 * first] * HORIZON
 
 
-def test_policies_are_asked_for_few_labels_however_long_ago_the_last_call_was():
+@pytest.mark.parametrize(("updates", "labels"), [(1, range(1001, 1005)), (2, range(501, 503))])
+def test_policies_are_asked_for_few_labels_however_long_ago_the_last_call_was(updates, labels):
     asked = []
     predictor = SavePredictor(lambda label: bool(asked.append(label)))
-    loop(predictor, range(1, 4), lambda _: False)
-    asked.clear()
+    for label in range(1, 4):
+        predictor.observe(updates * label, label, False)
     assert predictor.next_save(1000, HORIZON) is None
-    assert asked == [1001, 1002, 1003, 1004]
+    assert asked == list(labels)
 
 
 def test_the_last_accepted_save_counts():
@@ -242,6 +243,24 @@ class TestQuestions:
                 predictor.observe(updates * label, label, True)
         predictor.observe(updates * 7, 7, True)  # not asked for
         assert predictor.next_save(updates * 10 - 3, HORIZON) == updates * 10
+
+    def test_the_first_question_ties_none_yet(self):
+        predictor = SavePredictor(every(5))
+        predictor.asked(6, 6, False)
+        predictor.observe(7, 7, True)
+        predictor.asked(8, 8, False)
+        predictor.asked(9, 9, False)
+        assert predictor.next_save(9, HORIZON) == 10
+
+    def test_what_they_tie_is_foreseen_at_once(self):
+        """And no longer what the period of the last saves had told."""
+        predictor = SavePredictor(lambda label: label in (5, 10, 13))
+        predictor.observe(5, 5, True)
+        predictor.observe(10, 10, True)
+        assert predictor.next_save(11, HORIZON) == 15
+        predictor.asked(11, 11, False)
+        predictor.asked(12, 12, False)
+        assert predictor.next_save(12, HORIZON) == 13
 
     def test_another_label_than_asked_for_is_no_tie(self):
         """It asks for the next label, while the last save tells that labels are another's."""
