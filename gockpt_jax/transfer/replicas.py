@@ -132,10 +132,8 @@ class Replicas:
         finer = self._finer(array)
         if finer is not None:
             return tuple(_local_boxes(finer, array.shape).values())
-        # No computation: JAX hands out the array below the keys, which the shards of keys do not
-        # show.
-        stored = jax.random.key_data(array) if is_key_type(array.dtype) else array
-        return tuple(s.index for s in owned_shards(stored))
+        # Of keys too these are positions in the array as it is stored.
+        return tuple(s.index for s in owned_shards(array))
 
     def owned_bytes_at_most(self, array: Any) -> int:
         """As `owned_bytes`, of donated arrays too; too many where processes hold the same."""

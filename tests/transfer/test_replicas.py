@@ -120,6 +120,8 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         assert SHARED.placed(array) == array.sharding
         assert SHARED.boxes(array) == FIRST_ALONE.boxes(array)
         assert SHARED.owned_bytes(array) == SHARED.owned_bytes_at_most(array)
+    for array in (whole, put((64, 8), P("a", "b"))):
+        assert {p.start for p in FIRST_ALONE.pieces(array)} == {(0, 0)}
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh(), P("a")))
     assert SHARED.boxes(keys) == SHARED.boxes(jax.random.key_data(keys))  # as they are stored
     monkeypatch.undo()

@@ -252,6 +252,11 @@ class TestQuestions:
         predictor.asked(9, 9, False)
         assert predictor.next_save(9, HORIZON) == 10
 
+    def test_of_several_processes_one_may_have_asked_alone(self):
+        predictor = SavePredictor(every(5))
+        predictor.is_alone = False
+        assert self.loop(predictor, range(1, 6), every(5)) == [None] * 5
+
     def test_what_they_tie_is_foreseen_at_once(self):
         """And no longer what the period of the last saves had told."""
         predictor = SavePredictor(lambda label: label in (5, 10, 13))
@@ -353,6 +358,9 @@ def test_nothing_is_predicted_once_it_is_over():
     predictor = SavePredictor(every(2))
     loop(predictor, range(7), every(2))
     assert predictor.next_save(7, HORIZON) is not None
+    predictor.takes_state = False
+    assert predictor.next_save(7, HORIZON) is None
+    predictor.takes_state = True
     predictor.end()
     predictor.expect(9)
     assert predictor.next_save(7, HORIZON) is None
