@@ -210,6 +210,21 @@ def test_a_step_that_changes_for_good_now_and_then_keeps_its_windows():
     assert observer.cuts[-1]
 
 
+def test_an_evaluation_through_the_step_is_no_new_program():
+    """It returns no state; with "always" each call that is another way is traced."""
+
+    def either(state, x, train):
+        return update(state, x) if train else jnp.sum(x)
+
+    step = wrap(jax.jit(either, static_argnames="train"), arm="always")
+    state = step(step(fresh(), X, train=True), X, train=True)
+    program = step.program
+    for train in (False, False, True):
+        step(state, X, train=train)
+        assert step.program is program
+    assert program.is_armed
+
+
 def test_a_step_that_cannot_be_traced_again_warns_once(monkeypatch):
     """It runs, so it is no mistake of the call's."""
     jitted, observer = jax.jit(update), Observer(range(8))
