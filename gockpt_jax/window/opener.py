@@ -82,7 +82,7 @@ class Opener:
         if setting is None:
             self._prepare(step)
         horizon = self._options.steps or self._options.max_steps
-        target = self._predictor.next_save(version, horizon - 1) if horizon > 1 else None
+        target = self._predictor.next_save(version, horizon - 1)
         # A window may not begin with the version that the last save sealed: K is at most the
         # distance between saves.
         if target is None or version <= sealed_at:

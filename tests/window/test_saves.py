@@ -31,15 +31,17 @@ def kinds(manager):
     return [(r.step, r.kind, r.window_steps) for r in manager.reports]
 
 
-def test_fixed_steps_make_every_predictable_save_a_window(tmp_path):
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
-        saved = train(manager, range(16))
+@pytest.mark.parametrize(("interval", "steps"), [(5, 3), (12, 10)])
+def test_fixed_steps_make_every_predictable_save_a_window(tmp_path, interval, steps):
+    """Of more steps, too, than the planner may choose."""
+    options = Options(save_interval_steps=interval)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=steps)) as manager:
+        saved = train(manager, range(2 * interval + 1))
         assert kinds(manager) == [
-            (0, "snapshot", 1), (5, "window", 3), (10, "window", 3), (15, "window", 3),
+            (0, "snapshot", 1), (interval, "window", steps), (2 * interval, "window", steps),
         ]  # fmt: skip
         assert "not predicted" in manager.reports[0].reason
-        assert all("`steps=3`" in r.reason for r in manager.reports[1:])
+        assert all(f"`steps={steps}`" in r.reason for r in manager.reports[1:])
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
 
@@ -131,6 +133,21 @@ def test_planner_takes_the_fewest_steps_that_keep_the_budget(tmp_path, leaves, s
         assert (report.kind, report.window_steps) == ("snapshot" if steps == 1 else "window", steps)
         assert report.peak_device_bytes <= budget
         assert_same(manager.restore(15), state)
+
+
+def test_a_save_that_comes_before_its_window_opens_was_not_predicted(tmp_path):
+    """Nor was that window put off: it has three steps, and the next save is four away."""
+    window = WindowOptions(device_budget_bytes=12 * SIZE * 4)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=8), window=window) as manager:
+        step, state = manager.wrap(adapter_update), adapters()
+        for label in range(5):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state), force=label == 4)
+        manager.wait_until_finished()
+        report = manager.last_report
+        assert manager._gockpt_session.window_steps == 3
+        assert (report.kind, report.deferred_steps) == ("snapshot", 0)
+        assert "not predicted" in report.reason
 
 
 def wait_for_compilation(step):
