@@ -305,10 +305,11 @@ def test_shapes_that_never_settle_are_armed_a_few_times(monkeypatch):
     """Each is compiled once more than by the user's step, even if it runs armed."""
     armed, arm = [], StepProgram.arm
     monkeypatch.setattr(StepProgram, "arm", lambda program: armed.append(program) or arm(program))
-    jitted = jax.jit(lambda state, x: update(state, jnp.sum(x)))
-    state = run(wrap(jitted, arm="always"), fresh(), 8, lambda n: jnp.ones(n + 1))
+    observer, jitted = Observer(), jax.jit(lambda state, x: update(state, jnp.sum(x)))
+    state = run(wrap(jitted, observer, arm="always"), fresh(), 8, lambda n: jnp.ones(n + 1))
     assert_same(state, run(jitted, fresh(), 8, lambda n: jnp.ones(n + 1)))
     assert len(armed) == 3
+    assert observer.refusals == []  # who has not asked is not told
 
 
 def test_shapes_that_never_settle_end_in_one_warning():
