@@ -6,7 +6,7 @@ as `div.full` and `sqrt.approx`), nor how wide arithmetic below fp32 is carried.
 may stand in a recipe; where the walk from a leaf meets anything else, the cut lies after it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,10 +73,18 @@ def shares_a_factor(op: Op) -> bool:
 
     By a power of two that is the same number, and every compiler does it.
     """
-    if op.name not in SUMS or not jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
-        return False
-    one, other = (_factors(v) for v in op.inputs)
-    return any(_is_same_factor(a, b) for a in one for b in other)
+    return any(True for _ in _shared_factors(op))
+
+
+def shares_a_scalar(op: Op) -> bool:
+    """Whether they share a number, or a constant: one that folds with what follows."""
+    return any(v.shape == () or is_known(v) for v in _shared_factors(op))
+
+
+def _shared_factors(op: Op) -> Iterator[Value]:
+    if op.name in SUMS and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
+        one, other = (_factors(v) for v in op.inputs)
+        yield from (a for a in one if any(_is_same_factor(a, b) for b in other))
 
 
 def _factors(value: Value) -> list[Value]:
@@ -102,9 +110,11 @@ def _divides_by_constant(op: Op) -> bool:
 
 
 def _is_same_factor(a: Value, b: Value) -> bool:
+    if a.is_folded or b.is_folded:  # what number it is the compiler alone knows
+        return is_known(a) and is_known(b)
     number = scalar_constant(a)
     if number is None or scalar_constant(b) is None:
-        return (a.is_folded and b.is_folded) or _is_same(a, b)
+        return _is_same(a, b)
     return bool(number == scalar_constant(b)) and not is_power_of_two(number)
 
 

@@ -19,7 +19,7 @@ from gockpt_jax.training.exact import (
     SUMS,
     may_be_all_of,
     names,
-    shares_a_factor,
+    shares_a_scalar,
 )
 from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
@@ -128,13 +128,13 @@ def _is_rounding_factor(op: Op) -> bool:
         return may_be(op.inputs[1], lambda divisor: not is_power_of_two(divisor))
     if op.name == "pow":  # by a constant: erased, or made such a product
         return may_be_erased(op) and scalar_constant(op.inputs[1]) != 1
-    return op.name == "square" or is_one_product(op) or shares_a_factor(op)
+    return op.name == "square" or is_one_product(op) or shares_a_scalar(op)
 
 
 def _ends_chain(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
     if op.name in SUMS or op.name in ("select_n", "max", "min"):
-        return not (may_be_all_of(op) or shares_a_factor(op))
+        return not (may_be_all_of(op) or shares_a_scalar(op))
     if op.name == "clamp":
         return not any(may_be(v, is_infinite) for v in op.inputs)
     if op.name.startswith("reduce_"):
