@@ -1,6 +1,6 @@
 """What is known of constants, as a compiler sees them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,31 @@ def scalar_constant(value: Value) -> Any:
         return None
     numbers: np.ndarray = np.asarray(value.constant).reshape(-1)
     return numbers[0] if numbers.size and np.all(numbers == numbers[0]) else None
+
+
+_WORKED_OUT: Mapping[str, Callable[..., Any]] = {
+    "neg": np.negative, "abs": np.abs, "add": np.add, "sub": np.subtract, "mul": np.multiply,
+    "max": np.maximum, "min": np.minimum, "div": np.divide, "sqrt": np.sqrt,
+}  # fmt: skip
+
+
+def folded_number(value: Value, levels: int = 8) -> Any:
+    """The one number of a constant, or of what is made of constants as IEEE 754 says it.
+
+    Returns:
+      It; `None` if it has several, or the compiler alone knows it.
+    """
+    value = unspread(value)
+    if value.is_constant:
+        number = scalar_constant(value)
+        return None if number is None else np.asarray(number, value.dtype)[()]
+    if not (value.is_folded and value.op and levels and value.op.name in _WORKED_OUT):
+        return None
+    numbers = [folded_number(v, levels - 1) for v in value.op.inputs]
+    if any(number is None for number in numbers):
+        return None
+    with np.errstate(all="ignore"):
+        return _WORKED_OUT[value.op.name](*numbers)
 
 
 def is_infinite(number: Any) -> bool:

@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.training.constants import is_infinite, is_power_of_two, may_be, scalar_constant
+from gockpt_jax.training.constants import (
+    folded_number,
+    is_infinite,
+    is_power_of_two,
+    may_be,
+    scalar_constant,
+)
 from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
 
@@ -110,12 +116,12 @@ def _divides_by_constant(op: Op) -> bool:
 
 
 def _is_same_factor(a: Value, b: Value) -> bool:
-    if a.is_folded or b.is_folded:  # what number it is the compiler alone knows
-        return is_known(a) and is_known(b)
-    number = scalar_constant(a)
-    if number is None or scalar_constant(b) is None:
+    if not (is_known(a) and is_known(b)):
         return _is_same(a, b)
-    return bool(number == scalar_constant(b)) and not is_power_of_two(number)
+    number, other = folded_number(a), folded_number(b)
+    if number is None or other is None:
+        return a.is_folded or b.is_folded or _is_same(a, b)
+    return bool(number == other) and not is_power_of_two(number)
 
 
 def _is_same(a: Value, b: Value) -> bool:

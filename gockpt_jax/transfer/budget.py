@@ -1,6 +1,8 @@
 """Byte budgets: what may be in flight at once."""
 
 import contextlib
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -8,6 +10,17 @@ from typing import TypeVar
 import jax
 
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass(slots=True)
+class Loan:
+    """What somebody has of a budget.
+
+    What it says and what the budget counts change in one statement: an interrupt comes before both
+    or after, wherever it comes, and whoever has the loan gives back what was taken, once.
+    """
+
+    num_bytes: int = 0
 
 
 class ByteBudget:
@@ -33,18 +46,18 @@ class ByteBudget:
         self.peak_bytes = 0
         self._changed = threading.Condition()
 
-    def acquire(self, num_bytes: int) -> None:
-        """Takes bytes, waiting for room."""
+    def acquire(self, num_bytes: int, loan: Loan | None = None) -> None:
+        """Takes bytes, waiting for room; into a loan, if they are to be repaid."""
         with self._changed:
             self._changed.wait_for(lambda: self._fits(num_bytes))
-            self._take(num_bytes)
+            self._take(num_bytes, loan)
 
-    def try_acquire(self, num_bytes: int) -> bool:
+    def try_acquire(self, num_bytes: int, loan: Loan | None = None) -> bool:
         """Takes bytes if there is room now."""
         with self._changed:
             if not self._fits(num_bytes):
                 return False
-            self._take(num_bytes)
+            self._take(num_bytes, loan)
             return True
 
     def add(self, num_bytes: int) -> None:
@@ -58,18 +71,21 @@ class ByteBudget:
             self.used_bytes -= num_bytes
             self._changed.notify_all()
 
-    def giving_back(self, num_bytes: int) -> Callable[[], None]:
-        """What gives bytes back that have been taken; the second and later calls do nothing.
+    def split(self, loan: Loan, num_bytes: int, one: Loan, other: Loan) -> None:
+        """Makes two loans of one: of so many bytes, even if it has fewer, and of what is left."""
+        with self._changed:
+            more, left = max(0, num_bytes - loan.num_bytes), max(0, loan.num_bytes - num_bytes)
+            used_bytes = self.used_bytes + more
+            loan.num_bytes, one.num_bytes, other.num_bytes, self.used_bytes = (
+                0, num_bytes, left, used_bytes,
+            )  # fmt: skip
+            self.peak_bytes = max(self.peak_bytes, used_bytes)
 
-        For those that an interrupt may keep from whoever was to give them back, or may not.
-        """
-        owed = [num_bytes]
-
-        def give_back() -> None:
-            if owed:
-                self.release(owed.pop())
-
-        return give_back
+    def repay(self, loan: Loan) -> None:
+        """Gives back what a loan has left."""
+        with self._changed:
+            self.used_bytes, loan.num_bytes = self.used_bytes - loan.num_bytes, 0
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def lent(self, num_bytes: int) -> Iterator[Callable[[], None]]:
@@ -78,12 +94,12 @@ class ByteBudget:
         Yields:
           What gives them back, to be called there; if it cannot be begun, they are given back here.
         """
-        self.acquire(num_bytes)
-        give_back = self.giving_back(num_bytes)
+        loan = Loan()
         try:
-            yield give_back
+            self.acquire(num_bytes, loan)
+            yield functools.partial(self.repay, loan)
         except BaseException:
-            give_back()
+            self.repay(loan)
             raise
 
     def reset_peak(self) -> None:
@@ -96,8 +112,9 @@ class ByteBudget:
             return True
         return self.used_bytes + num_bytes <= self.limit_bytes
 
-    def _take(self, num_bytes: int) -> None:
-        self.used_bytes += num_bytes
+    def _take(self, num_bytes: int, loan: Loan | None = None) -> None:
+        loan = Loan() if loan is None else loan
+        self.used_bytes, loan.num_bytes = self.used_bytes + num_bytes, num_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.budget import ByteBudget, Loan
 from gockpt_jax.window.worker import Worker
 
 
@@ -28,17 +28,15 @@ class StepRoom:
     def __init__(self, device: ByteBudget, watcher: Worker):
         self._device = device
         self._watcher = watcher
-        self._taken_bytes = 0
+        self._taken = Loan()
 
     def take(self, num_bytes: int) -> None:
         """Waits until all that a step retains, and copies of what follows, fit the budget."""
-        self._device.acquire(num_bytes)
-        self._taken_bytes = num_bytes
+        self._device.acquire(num_bytes, self._taken)
 
     def give_back(self) -> None:
         """The step did not run after all."""
-        self._device.release(self._taken_bytes)
-        self._taken_bytes = 0
+        self._device.repay(self._taken)
 
     def dispatched(self, results: Sequence[jax.Array], following_bytes: int) -> Callable[[], None]:
         """The step is in the device's queue, and what nothing follows is nobody's any more.
@@ -51,28 +49,26 @@ class StepRoom:
         Returns:
           To be called, on any thread, when it has been.
         """
-        # More than was taken, if the compiler has put a value elsewhere than was foreseen.
-        self._device.add(max(0, following_bytes - self._taken_bytes))
-        passed = self._device.giving_back(max(0, self._taken_bytes - following_bytes))
-        followed = self._device.giving_back(following_bytes)
+        followed, passed = Loan(), Loan()
         watched, has_run = list(results), threading.Event()
 
         def watch() -> None:
             with contextlib.suppress(Exception):  # that of a step is the trainer's
                 jax.block_until_ready(watched)
             watched.clear()  # before the budget says that the memory is free
-            passed()
+            self._device.repay(passed)
             has_run.set()
 
         def pulled() -> None:
             has_run.wait()  # not before `watched` is empty
-            followed()
+            self._device.repay(followed)
 
-        self._taken_bytes = 0
         try:
+            # More than was taken, if the compiler has put a value elsewhere than was foreseen.
+            self._device.split(self._taken, following_bytes, followed, passed)
             self._watcher.submit(watch)
+            return pulled
         except BaseException:  # an interrupt
-            passed()
-            followed()
+            self._device.repay(passed)
+            self._device.repay(followed)
             raise
-        return pulled

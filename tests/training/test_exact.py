@@ -70,6 +70,12 @@ EXACT = [
     case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
     case("add products by other numbers", lambda x, y: x * 0.9 + y * 0.1, "float32", "float32"),
     case("add zero", lambda x: x + 0.0, "float32"),
+    case(
+        "add products, by what is negated",
+        lambda x, y: x * -jnp.full(4, 0.7) + y * 0.7,
+        "float32",
+        "float32",
+    ),
     case("add halves", lambda x, y: x * 0.5 + y * 0.5, "float32", "float32"),
     case("add a product and its factor", lambda x, y: x * y + y, "float32", "float32"),
     case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
@@ -114,6 +120,11 @@ ROUNDED = [
             "products with nothing added": lambda x, y: (x * 0.9, (x + 0.0) * 0.1),
             "a product and what it was": lambda x, y: (x * 0.9 + 0.0, x * 0.1),
             "products, one not followed": lambda x, y: (x * 0.9, lax.stop_gradient(x) * 0.1),
+            "products by what is made of constants": lambda x, y: (
+                x * abs(jnp.full(4, -0.3)),
+                y * 0.3,
+            ),
+            "products by an exponential": lambda x, y: (x * jnp.exp(jnp.full(4, 0.1)), y * 0.3),
             "products of a larger": lambda x, y: (x * 0.9, jnp.maximum(x, x) * 0.1),
         }.items()
     ),

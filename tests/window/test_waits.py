@@ -203,10 +203,9 @@ class Device(ByteBudget):
         super().__init__(limit_bytes)
         self._link = link
 
-    def acquire(self, num_bytes):
-        while not self.try_acquire(num_bytes):
+    def acquire(self, num_bytes, loan=None):
+        while not self.try_acquire(num_bytes, loan):
             self._link.land_one(self)
-        return 0.0
 
 
 @pytest.mark.parametrize(

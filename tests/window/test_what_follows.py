@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
+import linecache
+import sys
 import threading
 import weakref
 
@@ -227,8 +231,10 @@ def test_room_is_given_back_in_two_parts(room, error, monkeypatch):
     room.take(90)
     results = [Result(has_run, error)]
     ref = weakref.ref(results[0])
-    release, held = device.release, []
-    monkeypatch.setattr(device, "release", lambda n: (n and held.append(ref()), release(n)))
+    repay, held = device.repay, []
+    monkeypatch.setattr(
+        device, "repay", lambda loan: (loan.num_bytes and held.append(ref()), repay(loan))
+    )
     pulled = room.dispatched(results, 30)
     results.clear()
     room.give_back()  # has nothing more to give
@@ -274,6 +280,45 @@ def test_an_interrupt_before_anybody_watches_gives_all_back(room, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         room.dispatched([], 30)
     assert device.used_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["did not run", "ran"])
+def test_an_interrupt_at_any_line_leaves_nothing_taken(room, how):
+    """Of the room or of the budget; whoever drops the window hears of it."""
+    room, device, watcher = room
+    there = tuple(inspect.getsourcefile(kind) for kind in (StepRoom, ByteBudget))
+    countdown = 0
+
+    def interrupting(frame, event, _):
+        nonlocal countdown
+        if frame.f_code.co_filename not in there:
+            return None
+        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and "with " not in code:  # where it ends, a lock would stay taken
+            countdown -= 1
+            if countdown == 0:
+                raise KeyboardInterrupt
+        return interrupting
+
+    before, ended = sys.gettrace(), False
+    for line in itertools.count(1):
+        countdown, pulled = line, lambda: None
+        sys.settrace(interrupting)
+        with contextlib.suppress(KeyboardInterrupt):
+            room.take(60)
+            if how == "ran":
+                pulled = room.dispatched([], 90)
+            else:
+                room.give_back()
+            ended = True
+        sys.settrace(before)
+        room.give_back()
+        pulled()
+        watcher.wait_until_idle()
+        assert device.used_bytes == 0, line
+        if ended:
+            break
+    assert line > 10
 
 
 def test_more_than_was_foreseen_is_counted(room):
