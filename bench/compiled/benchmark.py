@@ -43,6 +43,7 @@ _NOTES = (
     "Compiled, not run; one compilation each, the state donated. Elementwise operations are worked "
     "out as IEEE 754 rounds them, all else is drawn at random, alike wherever it is the same "
     "expression.",
+    "For the TPU gatherings are not fused with other work, or nobody could read what they give. "
     "single: on one device. fsdp: on four, all split over them. zero1: on four, the parameters "
     "replicated, the rest of the state split.",
     "early, late: leaves. torn: early leaves that replay on the host makes otherwise than the "

@@ -98,17 +98,17 @@ def _factors(value: Value) -> list[Value]:
 
     A division by a constant is a product with its reciprocal.
     """
-    found: list[Value] = []
-    stack, is_product = [value], False
+    found = dict[Value, None]()  # each once: a product may be of one with itself, again and again
+    stack, products = [value], set[Value]()
     while stack:
         for value in _seen_as(stack.pop()):
             op = value.op
-            if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
+            if op is None or not (op.name in PRODUCTS or _divides_by_constant(op)):
+                found[value] = None
+            elif value not in products:
+                products.add(value)
                 stack.extend(op.inputs)
-                is_product = True
-            else:
-                found.append(value)
-    return found if is_product else []
+    return list(found) if products else []
 
 
 def _divides_by_constant(op: Op) -> bool:
@@ -146,13 +146,13 @@ def _is_alike(a: Value, b: Value, levels: int = 4) -> bool:
 
 def _seen_as(value: Value) -> list[Value]:
     """A value, and those that it may be to a compiler, which erases what changes no number."""
-    found, stack = [], [value]
+    found, stack = dict[Value, None](), [value]
     while stack:
         value = unspread(stack.pop())
-        found.append(value)
-        if value.op is not None:
+        if value not in found and value.op is not None:
             stack.extend(value.op.inputs if is_identity(value.op) else may_be_all_of(value.op))
-    return found
+        found[value] = None
+    return list(found)
 
 
 def _is_erased(op: Op) -> bool:

@@ -364,3 +364,12 @@ def test_what_ends_no_chain(name):
 )
 def test_roots_exponentials_and_rising_functions_that_may_become_one(f, expected):
     assert melts(last(f, "float32", "float32").op) is expected
+
+
+def test_what_is_squared_again_and_again_is_looked_at_once():
+    def powers(x, y):
+        for _ in range(60):
+            x, y = x * x, jnp.maximum(y, y)
+        return x * 0.9 + (x * y) * 0.1
+
+    assert not is_exact(last(powers, "float32", "float32").op)
