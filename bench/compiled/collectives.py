@@ -43,11 +43,21 @@ def groups_of(text: str, partitions: int) -> Groups:
       ((0, 1), (2, 3))
       >>> groups_of("mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}", 4)
       ((0, 2), (1, 3))
+      >>> groups_of("mesh['x'=8] {'x':(2)2}", 8)
+      ((0, 2), (1, 3), (4, 6), (5, 7))
     """
     if found := _MESH.match(text):
-        sizes = dict(part.split("=") for part in found[1].split(","))
-        ids = _ids(found[2] or str(partitions), found[3]).reshape([int(n) for n in sizes.values()])
-        axes = [list(sizes).index(name) for name in found[4].split(",") if name]
+        pairs = (part.split("=") for part in found[1].split(","))
+        sizes, along = {name: int(n) for name, n in pairs}, found[4].split(",")
+        names = list(sizes)
+        for part in (name for name in along if ":" in name):  # `'x':(2)3`, of an axis the second
+            axis, begin, size = re.fullmatch(r"('.*'):\((\d+)\)(\d+)", part).groups()
+            at, whole = names.index(axis), sizes.pop(axis)
+            cut = {f"{axis}<": int(begin), part: int(size)}
+            sizes |= cut | {f"{axis}>": whole // math.prod(cut.values())}
+            names[at : at + 1] = [*cut, f"{axis}>"]
+        ids = _ids(found[2] or str(partitions), found[3]).reshape([sizes[n] for n in names])
+        axes = [names.index(name) for name in along if name]
         width = math.prod(ids.shape[axis] for axis in axes)
         return _rows(np.moveaxis(ids, axes, range(-len(axes), 0)).reshape(-1, width))
     if found := _IOTA.match(text):

@@ -158,7 +158,9 @@ class Program:
     def _collective(self, i: Instruction, operands: Sequence[int]) -> _Tree:
         """What comes of each operand: that several travel together changes no number."""
         opcode, shape = i.opcode.removesuffix(START), i.shape
-        if i.opcode != opcode and opcode != "all-reduce":  # `(operands, results, contexts)`
+        # What starts gives `(operands, results, contexts)`, but for a reduction before jax 0.11.
+        is_older = opcode == "all-reduce" and not _is_nested(shape)
+        if i.opcode != opcode and not is_older:
             assert isinstance(shape, tuple)
             shape = shape[1]
         told = i.attributes.get("replica_groups", "{}")
@@ -257,6 +259,10 @@ class Program:
                 stack.pop()
             self._prints[computation] = "; ".join(lines.values())
         return self._prints[computation]
+
+
+def _is_nested(shape: Shapes) -> bool:
+    return isinstance(shape, tuple) and isinstance(shape[0], tuple)
 
 
 def _anyhow(shape: Shapes) -> Shapes:

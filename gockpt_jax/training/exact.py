@@ -35,6 +35,7 @@ _MOVES = names(
 )
 PRODUCTS = names("mul square integer_pow")
 SUMS = names("add sub add_any")
+_BY_ONE = names("mul div")
 IDENTITIES = names("name copy copy_p sharding_constraint stop_gradient")
 # Within a few ULPs on every machine, though not the same bits.
 _ROUNDED = names(
@@ -144,6 +145,22 @@ def _is_alike(a: Value, b: Value, levels: int = 4) -> bool:
     return not levels or all(_is_alike(v, w, levels - 1) for v, w in pairs)
 
 
+def _are_alike(values: Sequence[Value]) -> bool:
+    first, *others = map(_plain, values)
+    return all(_is_alike(first, other) for other in others)
+
+
+def _plain(value: Value) -> Value:
+    """A value without the names, sums with zero and products by one that stand before it."""
+    while (op := (value := without_walls(value)).op) is not None:
+        is_term = is_identity(op) or op.name in SUMS | _BY_ONE
+        operands = (op.inputs if is_identity(op) else may_be_all_of(op)) if is_term else ()
+        if not operands:
+            break
+        value = operands[0]
+    return value
+
+
 def _seen_as(value: Value) -> list[Value]:
     """A value, and those that it may be to a compiler, which erases what changes no number."""
     found, stack = dict[Value, None](), [value]
@@ -156,26 +173,30 @@ def _seen_as(value: Value) -> list[Value]:
 
 
 def _is_erased(op: Op) -> bool:
-    """Whether an operation may give one of its operands; a sum with zero does to every compiler."""
-    if op.name in SUMS and not any(unspread(v).is_folded for v in op.inputs):
-        return False
-    return bool(may_be_all_of(op))
+    """Whether an operation may give one of its operands.
+
+    A sum with zero and a product by one do to every compiler, which does away with them at once.
+    """
+    if op.name in SUMS and any(unspread(v).is_folded for v in op.inputs):
+        return True
+    return op.name not in SUMS | _BY_ONE and bool(may_be_all_of(op))
 
 
 def may_be_all_of(op: Op) -> Sequence[Value]:
     """Values of which one may be all that an operation gives, so that a compiler erases it."""
     inputs = op.inputs
-    if op.name in SUMS:
-        one, other = inputs
-        terms = (one, other), (other, one)  # what is taken off zero is only negated
-        return [x for x, y in terms if may_be(y, lambda number: number == 0)]
+    if op.name in SUMS | _BY_ONE:
+        pairs = [(inputs[0], inputs[1]), (inputs[1], inputs[0])]
+        if op.name == "div":
+            pairs.pop()
+        erased = 0 if op.name in SUMS else 1  # and what is taken off zero is only negated
+        return [x for x, y in pairs if may_be(y, lambda number: number == erased)]
     if op.name in ("max", "min"):
-        is_one = _is_alike(inputs[0], inputs[1]) or any(may_be(v, is_infinite) for v in inputs)
+        is_one = _are_alike(inputs) or any(may_be(v, is_infinite) for v in inputs)
         return inputs if is_one else ()
     if op.name == "select_n":
         cases = inputs[1:]
-        is_one = may_be(inputs[0], lambda _: True) or all(_is_alike(v, cases[0]) for v in cases)
-        return cases if is_one else ()
+        return cases if may_be(inputs[0], lambda _: True) or _are_alike(cases) else ()
     if op.name in ("neg", "abs"):
         inner = inputs[0].op
         if inner is not None and inner.name == op.name:

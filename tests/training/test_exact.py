@@ -94,6 +94,8 @@ ROUNDED = [
     *(case(f.__name__, f, "float32") for f in (jnp.sqrt, lax.rsqrt, jnp.exp, jnp.tanh, jnp.log)),
     case("select by a constant", lambda x: jnp.where(True, x, -x), "float32"),
     case("select one", lambda x: jnp.where(x < 1, x * 0.3, x * 0.3), "float32"),
+    case("larger of one, once", lambda x: jnp.maximum(x, x * 1.0), "float32"),
+    case("select one, plus nothing", lambda x: jnp.where(x < 1, x + 0.0, x), "float32"),
     case("larger of one", lambda x: jnp.maximum(x * 0.3, x * 0.3), "float32"),
     case("larger than minus infinity", lambda x: jnp.maximum(x, -jnp.inf), "float32"),
     case("negate twice", lambda x: jnp.negative(-x), "float32"),
