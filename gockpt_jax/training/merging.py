@@ -128,7 +128,7 @@ def _is_rounding_factor(op: Op) -> bool:
         return may_be(op.inputs[1], lambda divisor: not is_power_of_two(divisor))
     if op.name == "pow":  # by a constant: erased, or made such a product
         return may_be_erased(op) and scalar_constant(op.inputs[1]) != 1
-    return op.name == "square" or is_one_product(op) or shares_a_scalar(op)
+    return op.name == "square" or is_one_product(op)
 
 
 def _ends_chain(op: Op, value: Value) -> bool:
