@@ -11,10 +11,11 @@ many figures some still pass by chance: run again.
 Not judged: figures with fewer than 5 samples on a side, and those with samples at or below zero,
 which have no ratio; but for counts and compiled sizes, which another run would repeat. Times and
 rates are compared on the same hardware and for the same command only (sizes and modes are in it).
-What differs between the two runs besides the code is said first. Yardsticks (raw disk, stock,
-training without checkpoints) are nobody's regression: one that has moved says that the machine was
-in another state, and ratios to it are to be read so. Exit status: 1 if a figure got worse, 2 if the
-files cannot be compared.
+What differs between the two runs besides the code is said first. Yardsticks (raw disk, stock, a
+copy, training without checkpoints) are nobody's regression: those that have moved say that the
+machine was in another state. Their times and rates are its pace, and other times and rates are
+judged over it: the ratio over the yardsticks' median, the spread over their middle half. Exit
+status: 1 if a figure got worse, 2 if the files cannot be compared.
 """
 
 import argparse
@@ -30,29 +31,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bench import naming
 from bench.tables import print_table
 
 LEAST_SAMPLES = 5
 _DRAWS, _LEVEL, _SEED = 4000, 0.99, 0
+_SHOWN = 4  # of the yardsticks that have moved; the table has all
 _HARDWARE = ("cpu", "cores", "memory_gib", "devices")  # not the load, nor the kernel's name
-
-# A figure's name tells what it is (units are in names). The first that matches counts.
-_TIME_OR_RATE = re.compile(r"secs|_ms\b|_us\b|_ns\b|ns_per_|per_sec|\brate\b")
-_RELATIVE = re.compile(r"ratio|speedup|inflation|_over_|_vs_|ettr")
-_COUNT_OR_SIZE = re.compile(
-    r"_gib\b|_bytes\b|copies|collectives|instructions|chips|parts\b|joins|torn|perturbed|parameters_b"
-)
-_HIGHER_IS_BETTER = re.compile(
-    r"speedup|throughput|bandwidth|per_sec|\brate\b|ettr|overlap|link_ratio|disk_ratio"
-)
-_LOWER_IS_BETTER = re.compile(
-    r"secs|_ms\b|_us\b|ns_per_|inflation|memory|rss|_gib\b|_bytes\b|drain|stall|copies|collectives"
-    r"|instructions|staged|moved|_over_copied|torn|perturbed"
-)
-# What is measured beside this library, to hold it against.
-_YARDSTICK = re.compile(
-    r"(^|/)(raw|raw_link_gbps|stock|stock_fastest|torch|ideal|orbax_\w+|device_copy\w*)(/|$)"
-)
 
 Verdict = Literal["better", "worse", "moved", "same", "not judged"]
 
@@ -85,6 +70,41 @@ class Change:
     reason: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How many times as long the machine took for its yardsticks.
+
+    Attributes:
+      low: The lower end of the middle half of them.
+      middle: Their median.
+      high: The upper end.
+    """
+
+    low: float = 1.0
+    middle: float = 1.0
+    high: float = 1.0
+
+    @classmethod
+    def of(cls, changes: Sequence[Change]) -> "Pace":
+        """The pace of all yardsticks that are times or rates; 1 if there are none."""
+        found = [
+            1 / c.ratio if naming.is_rate(c.figure) else c.ratio
+            for c in changes
+            if c.ratio and c.spread
+            if naming.is_yardstick(c.figure) and naming.is_time_or_rate(c.figure)
+        ]
+        return cls(*np.quantile(found, (0.25, 0.5, 0.75)).tolist()) if found else cls()
+
+    def over(
+        self, ratio: float, spread: tuple[float, float], *, is_rate: bool
+    ) -> tuple[float, tuple[float, float]]:
+        """A ratio and its spread, as they would be at the pace of before."""
+        low, high = spread
+        if is_rate:
+            return ratio * self.middle, (low * self.low, high * self.high)
+        return ratio / self.middle, (low / self.high, high / self.low)
+
+
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], threshold: float = 0.05) -> list[Change]:
     """Compares two records.
 
@@ -111,7 +131,9 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], threshold: float = 0.05)
         )
     other = [key for key in _HARDWARE if a["hardware"].get(key) != b["hardware"].get(key)]
     other += ["command"] if _command(a) != _command(b) else []
-    return [_change(name, before[name], after[name], threshold, other) for name in common]
+    changes = [_change(name, before[name], after[name], other) for name in common]
+    pace = Pace.of(changes)
+    return [_judged(change, pace, threshold) for change in changes]
 
 
 def _samples(record: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
@@ -119,51 +141,46 @@ def _samples(record: Mapping[str, Any]) -> Mapping[str, Sequence[float]]:
     return record["samples"] or {name: [count] for name, count in record.get("figures", {}).items()}
 
 
-def _change(
-    name: str, a: Sequence[float], b: Sequence[float], threshold: float, other: Sequence[str]
-) -> Change:
+def _change(name: str, a: Sequence[float], b: Sequence[float], other: Sequence[str]) -> Change:
+    """A change, with its ratio and spread, or why it is not judged."""
     before, after = statistics.median(a), statistics.median(b)
     change = Change(name, before, after)
-    if other and not _travels(name):
+    if other and not naming.travels(name):
         return dataclasses.replace(change, reason=f"absolute, and other {', '.join(other)}")
     if list(a) == list(b):
         return dataclasses.replace(change, ratio=1.0, spread=(1.0, 1.0), verdict="same")
     if min(*a, *b) <= 0:
-        if not _repeats(name) or before == after:
+        if not naming.repeats(name) or before == after:
             return dataclasses.replace(change, reason="samples at or below zero")
         step = math.inf if after > before else 0.0
-        return dataclasses.replace(change, verdict=_judge(name, step, (step, step), threshold))
+        return dataclasses.replace(change, ratio=step, spread=(step, step))
     change = dataclasses.replace(change, ratio=after / before)
-    if min(len(a), len(b)) < LEAST_SAMPLES and not _repeats(name):
+    if min(len(a), len(b)) < LEAST_SAMPLES and not naming.repeats(name):
         return dataclasses.replace(change, reason=f"fewer than {LEAST_SAMPLES} samples")
-    spread = ratio_interval(a, b)
-    verdict, reason = _judge(name, after / before, spread, threshold), ""
-    if verdict != "same" and _YARDSTICK.search(name):
-        verdict, reason = "moved", "a yardstick"
-    return dataclasses.replace(change, spread=spread, verdict=verdict, reason=reason)
+    return dataclasses.replace(change, spread=ratio_interval(a, b))
+
+
+def _judged(change: Change, pace: Pace, threshold: float) -> Change:
+    """A change with its verdict."""
+    if change.ratio is None or change.spread is None or change.verdict == "same":
+        return change  # it has none, or not a sample has changed
+    name, ratio, spread = change.figure, change.ratio, change.spread
+    if naming.is_yardstick(name):
+        if _judge(name, ratio, spread, threshold) == "same":
+            return dataclasses.replace(change, verdict="same")
+        return dataclasses.replace(change, verdict="moved", reason="a yardstick")
+    if naming.is_time_or_rate(name):
+        ratio, spread = pace.over(ratio, spread, is_rate=naming.is_rate(name))
+    return dataclasses.replace(change, verdict=_judge(name, ratio, spread, threshold))
 
 
 def _judge(name: str, ratio: float, spread: tuple[float, float], threshold: float) -> Verdict:
     if spread[0] <= 1.0 <= spread[1] or abs(ratio - 1.0) <= threshold:
         return "same"
-    if _HIGHER_IS_BETTER.search(name):
-        return "better" if ratio > 1.0 else "worse"
-    if _LOWER_IS_BETTER.search(name):
-        return "worse" if ratio > 1.0 else "better"
-    return "moved"
-
-
-def _travels(name: str) -> bool:
-    """Whether a figure means the same on another machine; one of unknown unit does not."""
-    if _TIME_OR_RATE.search(name):
-        return False
-    return bool(_RELATIVE.search(name) or _COUNT_OR_SIZE.search(name))
-
-
-def _repeats(name: str) -> bool:
-    """Whether another run would give the same number: counts and sizes, but not measured memory."""
-    relative = _RELATIVE.search(name) and not name.endswith("_over_copied")
-    return bool(_COUNT_OR_SIZE.search(name)) and not relative and not _TIME_OR_RATE.search(name)
+    higher_is_better = naming.higher_is_better(name)
+    if higher_is_better is None:
+        return "moved"
+    return "better" if (ratio > 1.0) == higher_is_better else "worse"
 
 
 def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -217,13 +234,23 @@ def _show(a: Mapping[str, Any], b: Mapping[str, Any], changes: Sequence[Change])
         rows.append((c.figure, f"{c.before:.4g}", f"{c.after:.4g}", ratio, spread, verdict))
     columns = ("figure", "before", "after", "ratio", "spread", "verdict")
     title = f"{a['name']}: {b['commit']} over {a['commit']}"
-    yardsticks = [f"{c.figure} ({c.ratio:.3f})" for c in changes if c.reason == "a yardstick"]
-    notes = list(_differences(a, b))
-    if yardsticks:
-        notes.append(
-            f"THE MACHINE WAS IN ANOTHER STATE, by its yardsticks: {', '.join(yardsticks)}"
-        )
+    notes = [*_differences(a, b), *_machine(changes)]
     print_table(title, columns, rows, notes)
+
+
+def _machine(changes: Sequence[Change]) -> Iterator[str]:
+    """What its yardsticks say of the machine."""
+    moved = [f"{c.figure} ({c.ratio:.3f})" for c in changes if c.reason == "a yardstick"]
+    if not moved:
+        return
+    shown = moved if len(moved) <= _SHOWN else [*moved[:_SHOWN], f"and {len(moved) - _SHOWN} more"]
+    yield f"THE MACHINE WAS IN ANOTHER STATE, by its yardsticks: {', '.join(shown)}"
+    pace = Pace.of(changes)
+    if pace != Pace():
+        yield (
+            f"they took {pace.middle:.3f} times as long (middle half {pace.low:.3f} to "
+            f"{pace.high:.3f}): times and rates are judged over that"
+        )
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:

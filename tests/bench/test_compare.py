@@ -123,6 +123,44 @@ def test_a_yardstick_is_nobodys_regression(figure, tmp_path, capsys):
     assert verdict("gockpt/10/inflation_vs_stock_async", NOISY, times(1.5)) == "worse"
 
 
+@pytest.mark.parametrize(
+    ("figure", "factor", "expected"),
+    [
+        ("hook_window_ms", 2.0, "same"),
+        ("hook_window_ms", 3.0, "worse"),
+        ("hook_window_ms", 1.01, "better"),
+        ("gockpt/10/link_gb_per_sec", 0.5, "same"),
+        ("gockpt/10/link_gb_per_sec", 0.3, "worse"),
+        ("gockpt/10/throughput_ratio", 0.5, "worse"),
+    ],
+)
+def test_times_and_rates_are_judged_over_the_pace_of_the_machine(
+    figure, factor, expected, tmp_path, capsys
+):
+    # A median and a middle half: one yardstick among them that went another way says little.
+    paces = {
+        "step_call_ms": 1.9,
+        "save_call_stock_ms": 2.0,
+        "ideal/10/wall_secs": 2.0,
+        "raw/gb_per_sec": 1 / 2.05,
+        "orbax_async/10/drain_secs": 2.1,
+        "secs/copy": 9.0,
+    }
+    told = {"gockpt/10/predicted_stall_secs": [0.5] * 5}  # by no clock: the same again
+    a = record({name: NOISY for name in (*paces, figure)} | told)
+    slower = {name: times(pace) for name, pace in paces.items()}
+    b = record(slower | {figure: times(factor)} | told)
+    found = {change.figure: change.verdict for change in compare(a, b)}
+    assert found.pop(figure) == expected
+    assert found.pop("gockpt/10/predicted_stall_secs") == "same"
+    assert set(found.values()) == {"moved"}
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    for path, content in zip(files, (a, b), strict=True):
+        path.write_text(json.dumps(content))
+    assert main([*map(str, files)]) == (expected == "worse")
+    assert "2.025 times as long" in capsys.readouterr().out
+
+
 def test_what_differs_is_said_first(tmp_path, capsys):
     before, after = tmp_path / "a.json", tmp_path / "b.json"
     before.write_text(json.dumps(record({"x_ratio": NOISY})))
