@@ -171,8 +171,7 @@ class Lived:
         while loop.label == label:
             self._guarded(loop.update)
         is_forced = event == "forced" and label not in manager.all_steps()
-        if is_forced or manager.should_save(label):
-            self._keep(label)
+        self._keep(label)  # what `should_save` says now a save that fails meanwhile may change
         self._guarded(functools.partial(self._save, label, force=is_forced))
         if event == "waited" and not self._guarded(manager.wait_until_finished):
             if label not in manager.all_steps():  # it was this one: once more
