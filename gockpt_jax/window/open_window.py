@@ -137,21 +137,14 @@ class OpenWindow:
         """
         self.state = state
         has_run = [*cut[self._smallest : self._smallest + 1]]  # none, if there is no cut
-        try:
+        with self._room.dispatched(has_run) as follows:
             left, staged = self._stage_cut(cut)
             has_run += staged
-            pull = self._start_pulls(left, staged, cut) if self.given_up is None else None
-        except BaseException:
-            self._room.dispatched(has_run, 0)
-            raise
-        pulled = self._room.dispatched(has_run, 0 if pull is None else left.cut.held_bytes)
-        if pull is None:
-            return
-        try:
-            self._land(lambda: self._early.take_in(pull), pulled)
-        except BaseException:  # an interrupt
-            self._worker.submit(pulled)
-            raise
+            if self.given_up is not None:
+                follows(0)
+                return
+            pull = self._start_pulls(left, staged, cut)
+            self._land(lambda: self._early.take_in(pull), follows(left.cut.held_bytes))
 
     def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
         # The compiler may have put them elsewhere than the leaves.

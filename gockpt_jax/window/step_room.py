@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -38,37 +38,46 @@ class StepRoom:
         """The step did not run after all."""
         self._device.repay(self._taken)
 
-    def dispatched(self, results: Sequence[jax.Array], following_bytes: int) -> Callable[[], None]:
-        """The step is in the device's queue, and what nothing follows is nobody's any more.
+    @contextlib.contextmanager
+    def dispatched(
+        self, results: list[jax.Array]
+    ) -> Iterator[Callable[[int], Callable[[], None]]]:
+        """The step is in the device's queue; what nothing follows is nobody's any more.
 
         Args:
-          results: Some that are ready when it has run, and all that is copied of them: nobody
-            refers to these for longer than until then.
-          following_bytes: Held until it has been pulled.
+          results: Some that are ready when it has run, and all that is copied of them, also inside
+            the block: nobody refers to these for longer than until then.
 
-        Returns:
-          To be called, on any thread, when it has been.
+        Yields:
+          To be called with the bytes that follow, which are held until they have been pulled. It
+          returns what is to be called, on any thread, when they have been. A block that does not
+          come to its end leaves nothing behind: all is free once the step has run.
         """
-        followed, passed = Loan(), Loan()
-        watched, has_run = list(results), threading.Event()
+        followed, passed, has_run = Loan(), Loan(), threading.Event()
+        freed = [passed]
 
         def watch() -> None:
             with contextlib.suppress(Exception):  # that of a step is the trainer's
-                jax.block_until_ready(watched)
-            watched.clear()  # before the budget says that the memory is free
-            self._device.repay(passed)
+                jax.block_until_ready(results)
+            results.clear()  # before the budget says that the memory is free
+            for loan in freed:
+                self._device.repay(loan)
             has_run.set()
 
         def pulled() -> None:
-            has_run.wait()  # not before `watched` is empty
+            has_run.wait()  # not before `results` is empty
             self._device.repay(followed)
 
-        try:
+        def follows(num_bytes: int) -> Callable[[], None]:
             # More than was taken, if the compiler has put a value elsewhere than was foreseen.
-            self._device.split(self._taken, following_bytes, followed, passed)
+            self._device.split(self._taken, num_bytes, followed, passed)
             self._watcher.submit(watch)
             return pulled
-        except BaseException:  # an interrupt
-            self._device.repay(passed)
-            self._device.repay(followed)
+
+        try:
+            yield follows
+        except BaseException:  # whoever was to give something back may never hear of it
+            taken, self._taken = self._taken, Loan()
+            freed += [taken, followed]
+            self._watcher.submit(watch)
             raise

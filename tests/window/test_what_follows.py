@@ -235,8 +235,8 @@ def test_room_is_given_back_in_two_parts(room, error, monkeypatch):
     monkeypatch.setattr(
         device, "repay", lambda loan: (loan.num_bytes and held.append(ref()), repay(loan))
     )
-    pulled = room.dispatched(results, 30)
-    results.clear()
+    with room.dispatched(results) as follows:
+        pulled = follows(30)
     room.give_back()  # has nothing more to give
     assert device.used_bytes == 90
     has_run.set()
@@ -253,7 +253,8 @@ def test_what_follows_is_free_only_when_nobody_waits_for_it_any_more(room):
     room, device, _ = room
     has_run, ended = threading.Event(), []
     room.take(90)
-    pulled = room.dispatched([Result(has_run)], 30)
+    with room.dispatched([Result(has_run)]) as follows:
+        pulled = follows(30)
     landing = threading.Thread(target=lambda: (pulled(), ended.append(True)))
     landing.start()
     assert (device.used_bytes, ended) == (90, [])
@@ -272,60 +273,73 @@ def test_a_step_that_did_not_run_gives_all_back(room):
 
 def test_an_interrupt_before_anybody_watches_gives_all_back(room, monkeypatch):
     def interrupted(task):
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
     room, device, watcher = room
     monkeypatch.setattr(watcher, "submit", interrupted)
     room.take(90)
-    with pytest.raises(KeyboardInterrupt):
-        room.dispatched([], 30)
+    with pytest.raises(KeyboardInterrupt), room.dispatched([]) as follows:
+        follows(30)
+    watcher.wait_until_idle()
     assert device.used_bytes == 0
 
 
 @pytest.mark.parametrize("how", ["did not run", "ran"])
 def test_an_interrupt_at_any_line_leaves_nothing_taken(room, how):
-    """Of the room or of the budget; whoever drops the window hears of it."""
+    """Of the room, the budget or whoever uses them, or as one of them returns to the other."""
     room, device, watcher = room
-    there = tuple(inspect.getsourcefile(kind) for kind in (StepRoom, ByteBudget))
+    there = tuple(inspect.getsourcefile(kind) for kind in (StepRoom, ByteBudget, contextlib))
     countdown = 0
+
+    def use():
+        room.take(60)
+        if how == "did not run":
+            room.give_back()
+            return
+        with room.dispatched([]) as follows:
+            pulled = follows(90)
+            watcher.submit(pulled)
 
     def interrupting(frame, event, _):
         nonlocal countdown
-        if frame.f_code.co_filename not in there:
+        code = frame.f_code
+        if code is not use.__code__ and code.co_filename not in there:
             return None
-        code = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and "with " not in code:  # where it ends, a lock would stay taken
+        line = linecache.getline(code.co_filename, frame.f_lineno)
+        # Where it ends, a lock would stay taken. A generator that yields does not return.
+        if (event == "line" and "with " not in line) or (
+            event == "return" and not code.co_flags & inspect.CO_GENERATOR
+        ):
             countdown -= 1
             if countdown == 0:
                 raise KeyboardInterrupt
         return interrupting
 
-    before, ended = sys.gettrace(), False
+    before = sys.gettrace()
     for line in itertools.count(1):
-        countdown, pulled = line, lambda: None
+        countdown = line
         sys.settrace(interrupting)
-        with contextlib.suppress(KeyboardInterrupt):
-            room.take(60)
-            if how == "ran":
-                pulled = room.dispatched([], 90)
-            else:
-                room.give_back()
-            ended = True
-        sys.settrace(before)
+        try:
+            use()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
         room.give_back()
-        pulled()
         watcher.wait_until_idle()
         assert device.used_bytes == 0, line
-        if ended:
+        if countdown > 0:  # there are no more
             break
-    assert line > 10
+    assert line > 20
 
 
 def test_more_than_was_foreseen_is_counted(room):
     """The compiler put a value elsewhere than its leaf, so it is copied."""
     room, device, watcher = room
     room.take(20)
-    pulled = room.dispatched([], 50)
+    with room.dispatched([]) as follows:
+        pulled = follows(50)
     watcher.wait_until_idle()
     assert device.used_bytes == 50
     pulled()
@@ -364,12 +378,14 @@ def test_copies_have_room_from_before_the_step_until_they_are_made(tmp_path, mon
     take, dispatched = StepRoom.take, StepRoom.dispatched
     taken, sent, watched, copied = [], [], [], []
 
-    def dispatching(room, results, following_bytes):
-        watched[:] = results
-        return dispatched(room, results, following_bytes)
+    @contextlib.contextmanager
+    def dispatching(room, results):
+        with dispatched(room, results) as follows:
+            yield lambda num_bytes: (watched.extend(results), follows(num_bytes))[1]
 
     def following(window, state, cut):
         sent.clear()
+        watched.clear()
         follow(window, state, cut)
         copies = [x for x in sent[0] if not any(x is y for y in cut)]
         assert taken[-1] == sum(x.nbytes for x in (*cut, *copies))
