@@ -16,7 +16,7 @@ class Changes:
       >>> changes = Changes(always=False)
       >>> for _ in range(2):
       ...     changes.called()
-      ...     changes.refused("its batch", last=False)
+      ...     changes.refused("its batch", last=False, is_asked=True)
       False
       True
       >>> changes.of_the_last
@@ -40,29 +40,31 @@ class Changes:
         self._programs_left -= 1
 
     def ran_armed(self) -> None:
-        """Told of a call that the program was made for."""
+        """Told of a call that the program was made for, in a window."""
         self._refused = 0
         if not self._always:
             self._programs_left = _MAX_PROGRAMS
 
-    def refused(self, why: str, *, last: bool) -> bool:
+    def refused(self, why: str, *, last: bool, is_asked: bool) -> bool:
         """Told of a call that it was not made for; of one call more than once, if need be.
 
         Args:
           why: What is different, if that is known.
           last: Whether it was the last one, not this one: what it returned tells.
+          is_asked: Whether a window was to be had: what runs armed without one may be odd.
 
         Returns:
           Whether the step is to be traced anew.
         """
         self._why = why or self._why
         call = self._calls - last
-        if call == self._refused_call:
+        # With "always" at once, so that few steps run by another executable than the others.
+        at_once = self._always and self._programs_left > 0
+        if call == self._refused_call or not (at_once or is_asked):
             return False
         self._refused_call = call
         self._refused += 1
-        # With "always" at once, so that few steps run by another executable than the others.
-        is_over = self._programs_left > 0 if self._always else self._refused == _PATIENCE
+        is_over = at_once or self._refused == _PATIENCE
         if is_over:
             self._refused = 0
         return is_over

@@ -122,9 +122,10 @@ class WrappedStep(StandIn):
                 raise  # it has run, and donated them: the user's own would only miss them
             if is_asked:
                 self._observer.no_update(f"the call changed: {_brief(error)}")
-            self.call_changed(_brief(error))
+            self.call_changed(_brief(error), is_asked=is_asked)
             return None
-        self._changes.ran_armed()
+        if is_asked:
+            self._changes.ran_armed()
         return armed
 
     def _run_unarmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -178,14 +179,15 @@ class WrappedStep(StandIn):
             return f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
         return self.program.cut.explain()
 
-    def call_changed(self, why: str = "", *, last: bool = False) -> None:
+    def call_changed(self, why: str = "", *, last: bool = False, is_asked: bool = True) -> None:
         """Told of a call that the program was not made for; enough of them are a new program.
 
         Args:
           why: What is different, if that is known.
           last: Whether it was the last one, not this one: what it returned tells.
+          is_asked: Whether a window was to be had.
         """
-        if self._changes.refused(why, last=last):
+        if self._changes.refused(why, last=last, is_asked=is_asked):
             self.program = None
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:

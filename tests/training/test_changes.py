@@ -9,9 +9,9 @@ from gockpt_jax.training.changes import Changes
 PROGRAMS = 3
 
 
-def refused(changes, *, last=False, why=""):
+def refused(changes, *, last=False, why="", is_asked=True):
     changes.called()
-    return changes.refused(why, last=last)
+    return changes.refused(why, last=last, is_asked=is_asked)
 
 
 def test_two_refused_calls_in_a_row_are_a_change():
@@ -25,9 +25,9 @@ def test_two_refused_calls_in_a_row_are_a_change():
 def test_a_call_counts_once_however_often_it_is_told_of():
     changes = Changes(always=False)
     assert not refused(changes)
-    assert not changes.refused("", last=False)
+    assert not changes.refused("", last=False, is_asked=True)
     assert not refused(changes, last=True)  # of the one that was told of before
-    assert changes.refused("", last=False)
+    assert changes.refused("", last=False, is_asked=True)
 
 
 def test_where_all_steps_run_armed_one_refused_call_is_a_change_while_programs_are_left():
@@ -37,6 +37,18 @@ def test_where_all_steps_run_armed_one_refused_call_is_a_change_while_programs_a
         changes.traced()
         changes.ran_armed()
     assert not refused(changes)
+
+
+def test_where_no_programs_are_left_it_goes_by_the_windows():
+    """An odd batch now and then costs no more than the window that it comes in."""
+    changes = Changes(always=True)
+    for _ in range(PROGRAMS):
+        changes.traced()
+    assert not any(refused(changes, is_asked=False) for _ in range(9))
+    assert not refused(changes)
+    changes.ran_armed()
+    assert [refused(changes), refused(changes)] == [False, True]
+    assert changes.why_no_more is not None
 
 
 @pytest.mark.parametrize("always", [False, True])

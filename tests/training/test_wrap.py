@@ -312,9 +312,11 @@ def test_shapes_that_never_settle_are_armed_a_few_times(monkeypatch):
     assert observer.refusals == []  # who has not asked is not told
 
 
-def test_shapes_that_never_settle_end_in_one_warning():
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_shapes_that_never_settle_end_in_one_warning(arm):
     """Batches that are never padded: whenever the armed step is wanted, the shape is another."""
-    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), Observer({3, 4, 6, 7, 9, 10}))
+    observer = Observer({3, 4, 6, 7, 9, 10})
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer, arm=arm)
     with pytest.warns(
         gockpt.SnapshotOnlyWarning,
         match="changed shape.*keep them the same.*last change: TypeError",
