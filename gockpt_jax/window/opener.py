@@ -94,7 +94,9 @@ class Opener:
             return step.why_no_program
         steps = target - version + 1
         planned = self._planner.planned(program)
-        planned = None if planned is None else planned.within(steps)
+        if planned is not None:
+            limit_bytes = self._resources.device.limit_bytes
+            planned = planned.within(steps, self._options, limit_bytes)
         if planned is not None and planned.plan.steps < steps:
             return planned.plan.reason if planned.plan.steps == 1 else None
         leaves = None if planned is None else program.new_state_leaves(step.new_state)

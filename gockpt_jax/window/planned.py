@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import jax
 
+from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window.cost import Blocks
 from gockpt_jax.window.departure import Departure, make_departure, nothing_left
-from gockpt_jax.window.plan import Facts, Plan, StateBytes, fill_blocks
+from gockpt_jax.window.plan import Facts, Plan, StateBytes, plan_window
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,16 +29,28 @@ class Planned:
     host_bytes: tuple[int, int]
     num_devices: int
     facts: Facts
+    _shorter: dict[int, Plan] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     _departures: dict[Blocks, list[Departure]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
 
-    def within(self, steps: int) -> "Planned":
-        """The same, with K at most `steps`."""
+    def within(self, steps: int, options: WindowOptions, budget_bytes: int | None) -> "Planned":
+        """The same, with K at most `steps`: planned for, as its blocks are larger.
+
+        Args:
+          steps: At least 2.
+          options: The user's.
+          budget_bytes: Of the device.
+        """
         if steps >= self.plan.steps:
             return self
-        plan = fill_blocks(self.size.units, steps, f"the save was {steps - 1} steps away")
-        return dataclasses.replace(self, plan=plan)
+        if steps not in self._shorter:
+            fixed = options.steps and steps
+            limited = dataclasses.replace(options, steps=fixed, max_steps=steps)
+            plan = plan_window(self.size, limited, budget_bytes, self.facts)
+            why = f"{plan.reason}; the save was {steps - 1} steps away"
+            self._shorter[steps] = dataclasses.replace(plan, reason=why)
+        return dataclasses.replace(self, plan=self._shorter[steps])
 
     def early_leaves(self, program: StepProgram) -> set[int]:
         """The leaves of which something leaves before the sealed version."""

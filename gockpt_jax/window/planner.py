@@ -126,7 +126,7 @@ class Planner:
         if leaves is None:  # another program's, as above: after the next save
             return False
         plan = plan_window(planned.size, self._options, self._device.limit_bytes, facts)
-        self._plans[program] = dataclasses.replace(planned, plan=plan, facts=facts)
+        self._plans[program] = dataclasses.replace(planned, plan=plan, facts=facts, _shorter={})
         if plan.blocks == planned.plan.blocks:
             return False
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)

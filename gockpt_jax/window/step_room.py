@@ -39,9 +39,7 @@ class StepRoom:
         self._device.repay(self._taken)
 
     @contextlib.contextmanager
-    def dispatched(
-        self, results: list[jax.Array]
-    ) -> Iterator[Callable[[int], Callable[[], None]]]:
+    def dispatched(self, results: list[jax.Array]) -> Iterator[Callable[[int], Callable[[], None]]]:
         """The step is in the device's queue; what nothing follows is nobody's any more.
 
         Args:

@@ -130,9 +130,10 @@ def test_a_plan_is_shortened_only_where_the_save_is_nearer():
     """As it was chosen otherwise: its blocks need not be even."""
     size = state_of((100, 100, 100), [unit(100, 5, group) for group in range(3)])
     planned = Planned(Plan(((0, 1), (2,), ()), "chosen"), size, (300, 15), 1, Facts())
-    assert planned.within(4) is planned.within(9) is planned
-    shorter = planned.within(3)
-    assert shorter.plan == Plan(((0, 1), (2,)), "the save was 2 steps away")
+    of_user = WindowOptions(steps=4)
+    assert planned.within(4, of_user, None) is planned.within(9, of_user, None) is planned
+    shorter = planned.within(3, of_user, None)
+    assert shorter.plan == Plan(((0, 1), (2,)), "`steps=3`; the save was 2 steps away")
     assert shorter.size is size
 
 
@@ -149,6 +150,19 @@ def test_with_time_and_rate_the_plan_keeps_the_budget_too(size, max_steps, budge
     if plan.steps > 1:
         in_blocks = (sum(size.units[u].state_bytes for u in block) for block in plan.blocks)
         assert max(*in_blocks, size.retained) <= budget < sum(size.leaves)
+
+
+@thorough
+@given(states(), st.integers(2, 7), st.integers(1, 12_000), st.booleans())
+def test_a_plan_that_is_shortened_keeps_the_budget(size, steps, budget, is_known):
+    """Its blocks are larger than those of the window that it is a part of."""
+    options, facts = WindowOptions(max_steps=8), KNOWN if is_known else Facts()
+    plan = plan_window(size, options, budget, facts)
+    shorter = Planned(plan, size, (0, 0), 1, facts).within(steps, options, budget).plan
+    assert shorter.steps <= min(plan.steps, steps)
+    if shorter.steps > 1:
+        in_blocks = (sum(size.units[u].state_bytes for u in block) for block in shorter.blocks)
+        assert max(*in_blocks, size.retained) <= budget
 
 
 def test_a_plan_with_time_and_rate_tells_numbers():

@@ -36,19 +36,20 @@ def fresh():
     return {"m": leaves(0.0), "v": leaves(0.0), "w": leaves(0.5)}
 
 
-def run(tmp_path, facts, monkeypatch, **options):
-    """Saves every 10 steps, each at other measured facts."""
+def run(tmp_path, facts, monkeypatch, *, interval=10, leaves=20, **options):
+    """Saves every so many steps, each at other measured facts."""
     # As in large models: small arrays are copied before they travel, and here all are small.
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
     now = iter(facts)
     current = [next(now)]
     monkeypatch.setattr(planner_module, "measured_facts", lambda clock: current[0])
     # Of 24 leaves; a step retains 8, beside what follows the one before it and a block.
-    window = WindowOptions(device_budget_bytes=20 * LEAF, **options)
+    window = WindowOptions(device_budget_bytes=leaves * LEAF, **options)
     executables, saved = set(), {}
-    with GoCkptManager(tmp_path, options=Options(save_interval_steps=10), window=window) as manager:
+    saves = Options(save_interval_steps=interval)
+    with GoCkptManager(tmp_path, options=saves, window=window) as manager:
         step, state = manager.wrap(update), fresh()
-        for label in range(10 * len(facts) + 1):
+        for label in range(interval * len(facts) + 1):
             state = step(state, BATCH)
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
@@ -78,6 +79,15 @@ def test_a_drift_moves_blocks_and_recompiles_nothing(tmp_path, monkeypatch):
     assert [r.kind for r in reports[1:]] == ["window"] * 4
     assert [r.window_steps for r in reports[1:4]] == [3, 2, 2]
     assert len(executables) == 1
+
+
+def test_a_window_of_fewer_steps_than_planned_keeps_the_device_budget(tmp_path, monkeypatch):
+    """All that was to leave in several blocks left in one, which was larger than the budget."""
+    facts = [Facts(4.0, RATE)] * 4
+    reports, _ = run(tmp_path, facts, monkeypatch, interval=2, leaves=15)
+    assert [(r.kind, r.window_steps) for r in reports[2:]] == [("window", 2)] * 3
+    assert "the save was 1 steps away" in reports[-1].reason
+    assert max(r.peak_device_bytes for r in reports) <= 15 * LEAF
 
 
 def test_a_window_that_stopped_to_gain_is_a_snapshot(tmp_path, monkeypatch):
