@@ -65,6 +65,7 @@ class Opener:
         self._agreement = Agreement(options, processes)
         self._auditor = auditor
         self._deferral: _Deferral | None = None
+        self._tried_for = -1  # the last save whose window was due: what came of it has been told
 
     def open(self, step: WrappedStep, version: int, sealed_at: int) -> OpenWindow | str | None:
         """Opens a window, if it is time.
@@ -98,7 +99,9 @@ class Opener:
             limit_bytes = self._resources.device.limit_bytes
             planned = planned.within(steps, self._options, limit_bytes)
         if planned is not None and planned.plan.steps < steps:
-            return planned.plan.reason if planned.plan.steps == 1 else None
+            why_none = planned.plan.steps == 1 and self._tried_for != target
+            return planned.plan.reason if why_none else None
+        self._tried_for = target
         leaves = None if planned is None else program.new_state_leaves(step.new_state)
         if planned is None or leaves is None:  # nor has a plan been made for such a call
             step.call_changed(last=True)
