@@ -272,6 +272,16 @@ class Session:
 
     # Saving.
 
+    def begin_save(self) -> None:
+        """Ends the open window, if there is one: in the save that begins, or without it.
+
+        Beside other processes before anything that can fail here alone: they ask each other.
+        """
+        with self._changing:
+            if self._seal is None:
+                self._seal = self._new_seal()
+                self._window = None  # not before: an interrupt would leave it to nobody
+
     def seal(self, arrays: Sequence[jax.Array]) -> Taken:
         """Takes one item's arrays at the save step, as `Seal.take` says.
 
@@ -280,14 +290,12 @@ class Session:
           ReplayError: beside other processes, if this save's window has failed here.
         """
         with self._changing:
-            if self._seal is None:
-                self._seal = self._begin_save()
-                self._window = None  # not before: an interrupt would leave it to nobody
+            self.begin_save()
+            assert self._seal is not None
             return self._seal.take(arrays)
 
-    def _begin_save(self) -> Seal:
-        """Ends the open window, if there is one: in the save, or without it."""
-        # Before anything that can fail here alone: these ask the other processes, now or later.
+    def _new_seal(self) -> Seal:
+        # Before what can fail here alone: these ask the other processes, now or later.
         self.planner.limit_device(stepped=self.version > 0)
         self.planner.ask_for_review()
         self._sealed_at = self.version

@@ -19,7 +19,7 @@ from data_position import Position
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.inspecting.verify import verify
-from gockpt_jax.storage.saving import handler
+from gockpt_jax.storage.saving import handler, taken
 from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, replicas, staging
@@ -422,6 +422,57 @@ def failures(directory: Path) -> None:
     again(loop)
     assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.keep()
+    loop.manager.close()
+
+
+def forced(directory: Path) -> None:
+    """A window has failed on one process as all force a save before its end: that one is theirs.
+
+    The failure costs nothing then: all of it is a snapshot, and nobody is told of an error.
+    """
+    loop = Loop(directory / "run", window=gockpt.WindowOptions(steps=4))
+    loop.run(INTERVAL)
+    is_faulty = jax.process_index() == FAULTY
+    # The next step of a window notices what has failed; or the save, if that comes first.
+    for last, early_by in ((2 * INTERVAL, 2), (3 * INTERVAL, 1)):
+        loop.run(last - 3)
+        with replaced(early.EarlyChunks, "land", failing(RuntimeError("injected"))):
+            while loop.label <= last - early_by:
+                loop.update()
+                loop.session.resources.worker.wait_until_idle()
+            window = loop.session._window
+            assert (window.error is not None) == is_faulty
+            assert (window.given_up is not None) == (is_faulty and early_by == 1)
+            assert loop.save(force=True)
+        loop.manager.wait_until_finished()
+        report = loop.report(last - early_by)
+        assert (report.kind, report.error) == ("snapshot", None), report
+        why = "injected" if is_faulty else f"the save came {early_by} steps early"
+        assert why in report.reason, report
+        loop.run(last)
+        loop.manager.wait_until_finished()
+        found = loop.report(last)
+        assert (found.kind, found.window_steps) == (("snapshot", 1), ("window", 2))[early_by - 1]
+    loop.run(4 * INTERVAL)
+    loop.keep()
+    assert loop.report(4 * INTERVAL).kind == "window"
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    loop.manager.close()
+
+
+def refused(directory: Path) -> None:
+    """What one process refuses to take fails on all, and then all look at their plans again."""
+    loop = Loop(directory / "run", window=gockpt.WindowOptions(max_steps=4))
+    loop.run(INTERVAL)
+    loop.manager.wait_until_finished()
+    refusing = failing(ValueError("injected"))
+    with replaced(taken, "leaves_to_save", refusing):
+        loop.run(2 * INTERVAL)
+        assert f"process {FAULTY}: ValueError: injected" in failure_of(loop)
+    del loop.given[2 * INTERVAL]
+    loop.run(3 * INTERVAL)
+    loop.keep()
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.manager.close()
 
 

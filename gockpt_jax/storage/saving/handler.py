@@ -157,6 +157,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             return TakenSave(ocp.args.PyTreeSave({}), pending, error)
 
     def _take(self, args: Any, entered_at: float) -> TakenSave:
+        if self._gockpt_session.processes.several:  # alone, its window waits for a mended save
+            self._gockpt_session.begin_save()
         leaves, tree = self.leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         arrays, host = [leaves[i] for i in positions], self._gockpt_session.host
