@@ -46,7 +46,7 @@ class StateBytes:
     """Bytes of one device.
 
     Attributes:
-      leaves: Of each leaf of the state, what the device sends.
+      leaves: Of each leaf of the state, what the device sends; none, if saves do not take it.
       retained: Of all cut values together, what it holds in every armed step.
       units: What may leave early.
       in_host_memory: Of the leaves that the host holds already: they are copied there, and take
@@ -75,14 +75,35 @@ class StateBytes:
 
 
 def measure_bytes(
-    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas = FIRST_ALONE
-) -> StateBytes:
-    """Bytes of one device, of the state as the last update returned it."""
+    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas = FIRST_ALONE,
+    unsaved: frozenset[int] = frozenset(),
+) -> StateBytes:  # fmt: skip
+    """Bytes of one device, of the state as the last update returned it.
+
+    Args:
+      program: The step's.
+      leaves: Of its state.
+      replicas: How they share what leaves.
+      unsaved: Positions of those that saves do not take. One is sent all the same if it is the
+        smaller part of what is updated together, as replay reads it; if not, all of that is late.
+    """
     weights = [replicas.source(a).shard_bytes for a in leaves]
+    groups = {
+        g: group.leaves
+        for g, group in enumerate(program.cut.groups)
+        if _is_most_saved(group.leaves, weights, unsaved)
+    }
+    units = tuple(u for u in units_of(program, leaves, replicas) if u.group in groups)
+    unsent = unsaved.difference(*groups.values())
+    weights = [0 if j in unsent else num_bytes for j, num_bytes in enumerate(weights)]
     in_host = [w for w, a in zip(weights, leaves, strict=True) if in_host_memory(a.sharding)]
     retained = retained_bytes(program, leaves, replicas)
-    units = units_of(program, leaves, replicas)
     return StateBytes(tuple(weights), retained, units, sum(in_host))
+
+
+def _is_most_saved(group: Sequence[int], weights: Sequence[int], unsaved: frozenset[int]) -> bool:
+    left_out = sum(weights[j] for j in group if j in unsaved)
+    return unsaved.isdisjoint(group) or 2 * left_out < sum(weights[j] for j in group)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,14 +114,18 @@ class Facts:
       step_secs: Time of a training step; `None`: not known yet.
       link_bytes_per_sec: Rate from one device to the host; `None`: not known yet.
       host_budget_bytes: Host memory for one device's part of a save; `None`: no limit.
+      unsaved: Positions of the leaves that saves do not take.
     """
 
     step_secs: float | None = None
     link_bytes_per_sec: float | None = None
     host_budget_bytes: int | None = None
+    unsaved: frozenset[int] = frozenset()
 
     def differ_from(self, planned: "Facts") -> bool:
-        """Whether time or rate moved so far from those a plan was made for that it is made anew."""
+        """Whether they moved so far from those a plan was made for that it is made anew."""
+        if self.unsaved != planned.unsaved:
+            return True
         pairs = (
             (self.step_secs, planned.step_secs),
             (self.link_bytes_per_sec, planned.link_bytes_per_sec),

@@ -1,10 +1,10 @@
 """The plan of each step's windows: made once per program, and anew when what it rests on moves."""
 
-import dataclasses
+import collections
 import json
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ _CONTRACTS = (
     "not be exact; set `XLA_FLAGS=--xla_cpu_max_isa=AVX` (x86) before JAX starts, or accept "
     "rounding with `audit=gockpt_jax.Audit(max_ulps=...)`"
 )
+_NONE_SAVED = "no leaf that the last saves took may leave early"
 
 
 class Planner:
@@ -57,6 +58,10 @@ class Planner:
         self._host = resources.host
         self._is_limited = False
         self._review_due = False
+        # Positions of the leaves that each of the last two saves did not take.
+        self._left_out: weakref.WeakKeyDictionary[
+            StepProgram, collections.deque[frozenset[int]]
+        ] = weakref.WeakKeyDictionary()
         self._plans: weakref.WeakKeyDictionary[StepProgram, Planned] = weakref.WeakKeyDictionary()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # is compiled, or being so
 
@@ -96,16 +101,23 @@ class Planner:
             self._ready.add(program)
         return True
 
-    def _plan(self, program: StepProgram, leaves: Sequence[jax.Array]) -> Planned:
-        size = measure_bytes(program, leaves, self._replicas)
+    def _plan(
+        self, program: StepProgram, leaves: Sequence[jax.Array], facts: Facts | None = None
+    ) -> Planned:
         num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
-        state_bytes = sum(self._replicas.owned_bytes_at_most(a) for a in leaves)
+        if facts is None:
+            whole = measure_bytes(program, leaves, self._replicas)
+            facts = self._facts(program, whole, num_devices)
+        size = measure_bytes(program, leaves, self._replicas, facts.unsaved)
+        sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
+        state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
         host_bytes = state_bytes, size.followers * num_devices
-        facts = self._facts(size, num_devices)
-        if program.cut.groups:
-            plan = plan_window(size, self._options, self._device.limit_bytes, facts)
-        else:
+        if not program.cut.groups:
             plan = Plan((), _why_all_late(program, size))
+        elif facts.unsaved and not size.units:
+            plan = Plan((), _NONE_SAVED)
+        else:
+            plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         self._plans[program] = Planned(plan, size, host_bytes, num_devices, facts)
         return self._plans[program]
 
@@ -114,30 +126,43 @@ class Planner:
         self._review_due = True
 
     def _review(self, step: WrappedStep, program: StepProgram) -> bool:
-        """Makes the plan anew if time or rate have moved: blocks move, the armed step stays."""
+        """Makes the plan anew if what it was made for has moved: the armed step stays."""
         self._review_due = False
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
-        facts = self._facts(planned.size, planned.num_devices)
+        facts = self._facts(program, planned.size, planned.num_devices)
         if not facts.differ_from(planned.facts):
             return False
         leaves = program.new_state_leaves(step.new_state)
         if leaves is None:  # another program's, as above: after the next save
             return False
-        plan = plan_window(planned.size, self._options, self._device.limit_bytes, facts)
-        self._plans[program] = dataclasses.replace(planned, plan=plan, facts=facts, _shorter={})
-        if plan.blocks == planned.plan.blocks:
+        plan = self._plan(program, leaves, facts).plan
+        if plan.blocks == planned.plan.blocks and facts.unsaved == planned.facts.unsaved:
             return False
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
         self._make_ready(step, program, leaves)
         return True
 
-    def _facts(self, size: StateBytes, num_devices: int) -> Facts:
+    def has_saved(self, step: WrappedStep, given: Collection[int]) -> None:
+        """Told of each save: windows carry what one of the last two has taken.
+
+        Args:
+          step: The last that ran.
+          given: Ids of the arrays that were saved.
+        """
+        program = step.program
+        leaves = None if program is None else program.new_state_leaves(step.new_state)
+        if program is not None and leaves is not None:
+            left_out = frozenset(j for j, a in enumerate(leaves) if id(a) not in given)
+            self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)
+
+    def _facts(self, program: StepProgram, size: StateBytes, num_devices: int) -> Facts:
         """What the user said, else what has been measured.
 
         Every process must make the same plan, and what they measure differs: all of them go by the
-        shortest step, the slowest link and the least room that one of them has seen.
+        shortest step, the slowest link and the least room that one of them has seen, and by what
+        any of them has saved.
         """
         said = self._options
         host = self._host.room_bytes(sum(size.leaves) * num_devices)
@@ -148,11 +173,13 @@ class Planner:
             # A process may have no device with a part of the state.
             "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
         }
-        answers = [
-            json.loads(x) for x in self._processes.gather("facts", json.dumps(measured)).values()
-        ]
-        known = {name: [x[name] for x in answers if x[name] is not None] for name in measured}
-        return Facts(**{name: min(told, default=None) for name, told in known.items()})
+        left_out = self._left_out.get(program) if said.steps is None else None
+        unsaved = frozenset.intersection(*(left_out or [frozenset()]))
+        mine = json.dumps([measured, sorted(unsaved)])
+        answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
+        known = {name: [x[name] for x, _ in answers if x[name] is not None] for name in measured}
+        least = {name: min(told, default=None) for name, told in known.items()}
+        return Facts(**least, unsaved=unsaved.intersection(*(x for _, x in answers)))
 
     def _make_ready(
         self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]
@@ -160,7 +187,8 @@ class Planner:
         """Compiles ahead what the program's plan needs."""
         planned = self._plans[program]
         early = planned.early_leaves(program)
-        self._compile_late([a for j, a in enumerate(leaves) if j not in early])
+        sent = planned.size.leaves
+        self._compile_late([a for j, a in enumerate(leaves) if j not in early and sent[j]])
         if planned.plan.steps == 1:
             return
         try:

@@ -24,12 +24,16 @@ class Seal:
       window: The one that ends here; `None` for a snapshot.
       record: The save's.
       resources: The session's.
+
+    Attributes:
+      given: The arrays of all items so far, by their ids.
     """
 
     def __init__(self, window: OpenWindow | None, record: SaveRecord, resources: Resources):
         self._window = window
         self._record = record
         self._resources = resources
+        self.given: set[int] = set()
         device, host = resources.device, resources.host
         if window is None:  # a window's peaks are measured from its opening on
             device.reset_peak()
@@ -54,6 +58,7 @@ class Seal:
         """
         record = self._record
         to = self._resources
+        self.given.update(map(id, arrays))
         owned = {id(a): to.replicas.owned_bytes(a) for a in arrays}
         state_bytes = sum(owned[id(a)] for a in arrays)
         to.host.admit_save(record.state_bytes + state_bytes)

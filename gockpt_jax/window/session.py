@@ -319,6 +319,8 @@ class Session:
         with self._changing:  # another thread's save may end in the meantime
             if self._seal is not None:
                 self._seal.end()
+                if self._last_step is not None and self._seal.given:
+                    self.planner.has_saved(self._last_step, self._seal.given)
             self._seal = None
 
     def _sealing_window(self) -> OpenWindow | None:

@@ -381,6 +381,46 @@ def reviewed(directory: Path) -> None:
     loop.manager.close()
 
 
+def partly(directory: Path) -> None:
+    """Windows carry what saves take, of which one process has not seen all."""
+    here = jax.process_index()
+    with (
+        replaced(clock.StepClock, "secs", property(lambda _: 1.0), only_on=here),
+        replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: 1e4), only_on=here),
+        replaced(budget, "device_headroom_bytes", lambda: 10220, only_on=here),
+        replaced(units, "LARGE_BYTES", 0, only_on=here),
+    ):
+        loop = Loop(directory / "run", window=gockpt.WindowOptions(max_steps=4))
+
+        def run(last: int, *parts: str) -> None:
+            while loop.label <= last:
+                loop.update()
+                if loop.step.program is not None and loop.step.program.is_armed:
+                    loop.step.program.wait_until_ready()
+                state = {name: loop.state[name] for name in parts or loop.state}
+                loop.save(args=gockpt.GoCkptSave(state))
+            say("partly", loop.session.window_steps)
+
+        run(INTERVAL, "params")
+        loop.manager.wait_until_finished()
+        with replaced(taken, "leaves_to_save", failing(ValueError("injected"))):
+            run(2 * INTERVAL)
+            assert f"process {FAULTY}: ValueError: injected" in failure_of(loop)
+        run(5 * INTERVAL, "params")
+        loop.manager.wait_until_finished()
+        assert "no leaf that the last saves took" in loop.report(5 * INTERVAL).reason
+        run(7 * INTERVAL)
+        loop.manager.wait_until_finished()
+    assert loop.report(7 * INTERVAL).kind == "window"
+    for label in (0, *(n * INTERVAL for n in (1, 3, 4, 5))):
+        loop.manager.delete(label)
+        del loop.given[label]
+    del loop.given[2 * INTERVAL]
+    loop.keep()
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    loop.manager.close()
+
+
 # --- A process that fails ------------------------------------------------------------------------
 
 

@@ -1,0 +1,127 @@
+"""Loops that save a part of the state: windows carry what saves take, and nothing for nothing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from window.training_loop import Options, assert_same, to_host
+
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.training.program import StepProgram
+
+LEAF = 64 * 64 * 4
+NAMES = "abcd"
+BUDGET = 10 * LEAF  # of 12 leaves
+
+
+def fresh():
+    def leaves(value):
+        return {name: jnp.full((64, 64), value, jnp.float32) for name in NAMES}
+
+    return {"m": leaves(0.0), "v": leaves(0.0), "w": leaves(0.5)}
+
+
+@jax.jit
+def update(state, x):
+    """Adam's moments, which leave early, and what they do to the parameters, which are late."""
+    grads = jax.tree.map(lambda w: jnp.sin(w + x), state["w"])
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], grads)
+    v = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * (g * g), state["v"], grads)
+    w = jax.tree.map(lambda w, m, v: w - 0.01 * m / (jnp.sqrt(v) + 1e-8), state["w"], m, v)
+    return {"m": m, "v": v, "w": w}
+
+
+def run(tmp_path, parts, monkeypatch, **window):
+    """Saves every fourth step, of each save the part that is named; the reports, and armed steps."""
+    armed, call = [], StepProgram.call
+
+    def counted(program, *args):
+        armed.append(label)
+        return call(program, *args)
+
+    monkeypatch.setattr(StepProgram, "call", counted)
+    rate = dict(step_secs=1.0, link_bytes_per_sec=12 * LEAF / 8)
+    options = WindowOptions(**{"device_budget_bytes": BUDGET, **rate, **window})
+    saved = {}
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=4), window=options) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(4 * len(parts) - 3):
+            state = step(state, jnp.float32(label))
+            if step.program is not None and step.program.is_armed:
+                step.program.wait_until_ready()
+            part = parts[label // 4](state)
+            if manager.save(label, args=GoCkptSave(part)):
+                saved[label] = to_host(part)
+                manager.wait_until_finished()  # what a save holds is not free
+        for label, part in saved.items():
+            assert_same(manager.restore(label), part)
+        session = manager._gockpt_session
+        session.resources.watcher.wait_until_idle()
+        assert session.host.used_bytes == 0 == session.resources.device.used_bytes
+        return manager.reports, armed, session.explain()
+
+
+def whole(state):
+    return state
+
+
+def parameters(state):
+    return state["w"]
+
+
+def other_arrays(state):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+
+
+@pytest.mark.parametrize("part", [parameters, other_arrays])
+def test_no_window_opens_where_nothing_that_leaves_early_is_saved(tmp_path, monkeypatch, part):
+    reports, armed, explained = run(tmp_path, [part] * 5, monkeypatch)
+    assert [r.kind for r in reports] == ["snapshot"] * 5
+    assert max(armed) <= 4, "but for the first, nothing was known yet"
+    assert "no leaf that the last saves took may leave early" in reports[-1].reason
+    assert "snapshots: no leaf that the last saves took may leave early" in explained
+
+
+def test_a_part_that_fits_is_a_copy(tmp_path, monkeypatch):
+    reports, armed, _ = run(tmp_path, [lambda state: [state["m"], state["v"]]] * 4, monkeypatch)
+    assert [r.kind for r in reports] == ["snapshot", "window", "snapshot", "snapshot"]
+    assert max(armed) <= 4
+    assert reports[-1].reason.startswith("one device copy of the state fits: 131 kB")
+
+
+def test_half_of_what_is_updated_together_leaves_at_the_save(tmp_path, monkeypatch):
+    """The other half would have to come along, for replay, and what follows both."""
+    reports, armed, _ = run(tmp_path, [lambda state: state["m"]] * 4, monkeypatch)
+    assert [r.kind for r in reports] == ["snapshot", "window", "snapshot", "snapshot"]
+    assert max(armed) <= 4
+
+
+def test_what_is_not_saved_is_not_reckoned_with(tmp_path, monkeypatch):
+    def without_two(state):
+        return [state["m"], state["v"], {name: state["w"][name] for name in "ab"}]
+
+    reports, _, _ = run(tmp_path, [without_two] * 4, monkeypatch, device_budget_bytes=9 * LEAF)
+    assert [r.kind for r in reports[1:]] == ["window"] * 3
+    first, second = (float(r.reason.split("of a snapshot ")[1][:5]) for r in reports[1:3])
+    assert first == 2.0  # of 12 leaves, 3 too many
+    assert second == pytest.approx(1 * 8 / 12, abs=1e-3)
+    assert {r.early_bytes for r in reports[2:]} <= {2 * LEAF * n for n in range(1, 5)}
+
+
+def test_windows_come_back_with_the_whole(tmp_path, monkeypatch):
+    """The first whole save finds no window, and is right all the same."""
+    reports, _, _ = run(tmp_path, [parameters] * 3 + [whole] * 3, monkeypatch)
+    assert [r.kind for r in reports] == ["snapshot"] * 4 + ["window"] * 2
+    assert [r.early_bytes > 0 for r in reports[4:]] == [True] * 2
+
+
+def test_where_the_whole_and_a_part_take_turns_windows_carry_the_whole(tmp_path, monkeypatch):
+    reports, _, _ = run(tmp_path, [parameters, whole] * 4, monkeypatch)
+    assert [r.kind for r in reports[1::2]] == ["window"] * 4
+
+
+def test_a_fixed_k_is_a_window_whatever_is_saved(tmp_path, monkeypatch):
+    moments = [lambda state: state["m"]] * 4
+    reports, _, _ = run(tmp_path, moments, monkeypatch, steps=3)
+    assert [(r.kind, r.window_steps) for r in reports[1:]] == [("window", 3)] * 3
