@@ -155,9 +155,9 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         """Whether the policy would save this label now, as stock says it.
 
         A loop that asks at every step, and calls `save` if the answer is yes, has its saves
-        foreseen as if it called `save` at every step. On several processes only under a policy by
-        time: another one may be asked by one process alone, and the others would foresee something
-        else.
+        foreseen as if it called `save` at every step. One of several processes may ask alone, and
+        the others would foresee something else: where the policy goes by labels, they tell each
+        other at every save whether all have asked, and foresee the next from then on.
         """
         answer: bool = super().should_save(step)
         session = self._gockpt_session

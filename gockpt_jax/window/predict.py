@@ -59,6 +59,8 @@ class SavePredictor:
         handlers, so will the next ones, and a window would be in vain.
       is_alone: Whether no other process saves along. Of several, one alone may ask whether a label
         would be saved: what it foresaw from that, the others would not.
+      agreed: Of several, what all of them have found by asking until the last accepted save, as
+        `found_by_asking` says; `None` if they have not found the same.
       is_started: Whether the policy goes by the clock, and its yes starts the windows: the period
         of the saves so far says nothing then.
     """
@@ -68,6 +70,7 @@ class SavePredictor:
         self.sees_every_call = True
         self.takes_state = True
         self.is_alone = True
+        self.agreed: int | None = None
         self.is_started = False
         self._expected: int | None = None
         self._calls = Calls()  # of `save`
@@ -122,6 +125,17 @@ class SavePredictor:
             return 1
         known = [calls.updates_per_label(sees_every_call=True) for calls in kinds]
         return min((n for n in known if n is not None), default=None)
+
+    @property
+    def calls_tell(self) -> bool:
+        """Whether the calls of `save` alone tie labels to versions: every process has seen them."""
+        return self._calls.updates_per_label(sees_every_call=self.sees_every_call) is not None
+
+    def found_by_asking(self, version: int, label: int) -> int | None:
+        """How many updates a label stands for in a loop that has asked for all, to this save's."""
+        if self._questions.last != (version, label) or not self._saves_as_told:
+            return None
+        return self._questions.updates_per_label(sees_every_call=True)
 
     def has_saved_since(self, version: int) -> bool:
         """Whether the last accepted save is of this version, or a later one."""
@@ -180,8 +194,10 @@ class SavePredictor:
         updates = self._calls.updates_per_label(sees_every_call=self.sees_every_call)
         if updates is not None:
             return self._calls, updates
+        if not self.is_alone:  # from what all know: the last save, and what they have agreed on
+            return None if self.agreed is None else (self._calls, self.agreed)
         updates = self._questions.updates_per_label(sees_every_call=True)
-        if updates is not None and self._saves_as_told and self.is_alone:
+        if updates is not None and self._saves_as_told:
             return self._questions, updates
         return None
 

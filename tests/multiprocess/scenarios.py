@@ -601,6 +601,25 @@ def asked(directory: Path) -> None:
     assert armed == [3, 4, 6, 7, 13, 14, 20, 21]  # none for the period that saves seemed to have
     loop.keep()
     loop.manager.close()
+    by_label(directory / "labels")
+
+
+def by_label(directory: Path) -> None:
+    """A rule of labels, asked at each: all say at a save that they have, and foresee the next."""
+    loop = Loop(directory, should_save_fn=lambda label, _: label in (0, 5, 9, 16, 20, 26))
+    kinds = {0: "snapshot", 5: "snapshot", 9: "window", 16: "window"}
+    assert run(loop, 16) == kinds
+    while loop.label < 20:
+        loop.update()
+        # One asks for another label too, and all know at the save only that they disagree.
+        assert not loop.manager.should_save(loop.label - 1)
+        if jax.process_index() == FAULTY:
+            loop.manager.should_save(99)
+    loop.update()
+    assert loop.save()
+    assert run(loop, 26) == kinds | {20: "window", 26: "snapshot"}
+    loop.keep()
+    loop.manager.close()
 
 
 def expected(directory: Path) -> None:

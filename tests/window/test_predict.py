@@ -275,6 +275,20 @@ class TestQuestions:
         predictor.is_alone = False
         assert self.loop(predictor, range(1, 6), every(5)) == [None] * 5
 
+    def test_of_several_processes_all_may_have_asked(self):
+        """What they agree on at a save holds until the next one, whatever one asks alone."""
+        predictor = SavePredictor(lambda label: label in (105, 109))
+        predictor.is_alone = False
+        self.loop(predictor, range(101, 106), predictor.is_save_label)
+        assert predictor.found_by_asking(5, 105) == 1
+        assert [predictor.found_by_asking(*at) for at in ((5, 104), (6, 105))] == [None, None]
+        assert predictor.next_save(5, HORIZON) is None
+        predictor.agreed = 1
+        predictor.asked(6, 300, False)
+        assert predictor.next_save(6, HORIZON) == 9
+        predictor.asked(9, 109, True)
+        assert predictor.found_by_asking(9, 109) is None
+
     def test_what_they_tie_is_foreseen_at_once(self):
         """And no longer what the period of the last saves had told."""
         predictor = SavePredictor(lambda label: label in (5, 10, 13))

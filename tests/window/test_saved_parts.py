@@ -33,7 +33,7 @@ def update(state, x):
 
 
 def run(tmp_path, parts, monkeypatch, **window):
-    """Saves every fourth step, of each save the part that is named; the reports, and armed steps."""
+    """Saves parts, every fourth step; the reports, the armed steps, and what is explained."""
     armed, call = [], StepProgram.call
 
     def counted(program, *args):

@@ -77,6 +77,7 @@ class SavesInTurn:
             session.predictor.observe(session.version, step, accepted=False)
             session.surface_failure()
             return False
+        self._agree_on_questions(step)
         arguments = as_they_are(arguments | {"args": self._naming.name(arguments["args"])})
         items = arguments["args"].items()
         session.predictor.takes_state = any(self._naming.is_ours(*item) for item in items)
@@ -93,6 +94,13 @@ class SavesInTurn:
         else:
             session.surface_failure()
         return accepted
+
+    def _agree_on_questions(self, step: int) -> None:
+        """Of several processes, one may ask alone whether a label would be saved."""
+        predictor, processes = self._session.predictor, self._session.processes
+        if processes.several and not predictor.calls_tell:
+            mine = predictor.found_by_asking(self._session.version, step)
+            predictor.agreed = mine if processes.all_say("asked", str(mine)) else None
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         """Refuses a save that cannot be stored, or not be found again."""
