@@ -58,8 +58,8 @@ class SnapshotOnlyWarning(UserWarning):
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warns at the line of the user's that has called us."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("gockpt_jax"):
+    frame, level, ours = inspect.currentframe(), 1, ("gockpt_jax", "contextlib")
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

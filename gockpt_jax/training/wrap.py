@@ -11,7 +11,7 @@ import jax
 
 from gockpt_jax import _compat, errors
 from gockpt_jax.compiling import debugged_by
-from gockpt_jax.errors import SnapshotOnlyWarning, StepMismatchError
+from gockpt_jax.errors import ProcessError, SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm
@@ -207,7 +207,7 @@ class WrappedStep(StandIn):
             self._untraced = f"tracing it failed with {_brief(error)}"
             return None
         try:
-            with self._giving_up_on_errors():
+            with self.giving_up_on_errors():
                 program = StepProgram(
                     self.step, self._form, args, kwargs,
                     even_for_nothing=self._even_for_nothing, before=self._leaves_before(),
@@ -237,7 +237,7 @@ class WrappedStep(StandIn):
         if not self.program.is_of_these_settings():
             self.program = None  # this call traces it anew
         else:
-            with self._giving_up_on_errors():
+            with self.giving_up_on_errors():
                 self.program.arm()
             self._forget()  # until then the program itself has kept the trace
 
@@ -253,19 +253,19 @@ class WrappedStep(StandIn):
           is_worth_it: Whether the program with the new cut is to take the place of this one.
         """
         if self.program is not None and not self.program.is_armed:
-            with self._giving_up_on_errors():
+            with self.giving_up_on_errors():
                 rounded = self.program.rounded()
                 if is_worth_it(rounded):
                     self.program = self._found = rounded
 
     @contextlib.contextmanager
-    def _giving_up_on_errors(self) -> Iterator[None]:
+    def giving_up_on_errors(self) -> Iterator[None]:
         """Training goes on without windows, whatever our analysis stumbles over."""
         try:
             yield
             return
-        except StepMismatchError:
-            raise  # the user's to mend, and early in the run
+        except (StepMismatchError, ProcessError):
+            raise  # the user's to mend, and early in the run; or all processes' affair
         except CannotArmError as error:
             why = str(error)
         except Exception as error:

@@ -143,7 +143,8 @@ class Opener:
             return True
         if program.cut != window.program.cut:
             return False
-        self._prepare(step)
+        with step.giving_up_on_errors():
+            self._prepare(step)
         if not program.is_armed:
             return False
         return self._agreement.why_not_ready(program, window.target) is None

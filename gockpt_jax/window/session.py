@@ -133,7 +133,9 @@ class Session:
         if opening and step.last_result is not None:
             self._window = self._open(step)
         elif opening:
-            self.planner.prepare_snapshot(step.state_leaves(args, kwargs))
+            leaves = step.state_leaves(args, kwargs)
+            with step.giving_up_on_errors():
+                self.planner.prepare_snapshot(leaves)
         window, program = self._window, step.program
         if window is None:
             return None
@@ -212,7 +214,9 @@ class Session:
 
     def _open(self, step: WrappedStep) -> OpenWindow | None:
         """Opens a window if it is time, and remembers why not if it is not to be."""
-        found = self._opener.open(step, self.version, self._sealed_at)
+        found: OpenWindow | str | None = None
+        with step.giving_up_on_errors():
+            found = self._opener.open(step, self.version, self._sealed_at)
         if isinstance(found, str):
             self._why_snapshot = found
             return None

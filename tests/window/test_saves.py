@@ -20,7 +20,13 @@ from window.training_loop import (
     update,
 )
 
-from gockpt_jax import GoCkptManager, GoCkptSave, HostBudgetError, WindowOptions
+from gockpt_jax import (
+    GoCkptManager,
+    GoCkptSave,
+    HostBudgetError,
+    SnapshotOnlyWarning,
+    WindowOptions,
+)
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.telemetry import events
 from gockpt_jax.training.program import StepProgram
@@ -173,6 +179,25 @@ def test_nobody_waits_for_an_armed_step_nor_calls_one_that_is_none(tmp_path, mon
         assert [r.kind for r in manager.reports] == ["snapshot"] * 3 + ["window"]
         assert manager.reports[2].reason == reason
         assert_same(manager.restore(15), state)
+
+
+@pytest.mark.parametrize("name", ["late_chunks", "measure_bytes", "plan_window", "replay_specs"])
+def test_what_planning_stumbles_over_does_not_stop_training(tmp_path, monkeypatch, name):
+    """Before the first step, or before the one behind which there is something to plan for."""
+
+    def stumble(*_):
+        raise NotImplementedError("a placement")
+
+    monkeypatch.setattr(planner, name, stumble)
+    options, window = Options(save_interval_steps=5), WindowOptions(steps=3)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        with pytest.warns(SnapshotOnlyWarning, match="failed with NotImplementedError") as told:
+            saved = train(manager, range(11))
+        (warning,) = told
+        assert warning.filename.endswith("training_loop.py")  # the line of the user's
+        assert [r.kind for r in manager.reports] == ["snapshot"] * 3
+        assert "failed with NotImplementedError: a placement" in manager.last_report.reason
+        assert_same(manager.restore(10), saved[10])
 
 
 def test_what_steps_leave_free_is_measured_once_and_behind_one(tmp_path, monkeypatch):
