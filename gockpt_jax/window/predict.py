@@ -126,11 +126,6 @@ class SavePredictor:
         known = [calls.updates_per_label(sees_every_call=True) for calls in kinds]
         return min((n for n in known if n is not None), default=None)
 
-    @property
-    def calls_tell(self) -> bool:
-        """Whether the calls of `save` alone tie labels to versions: every process has seen them."""
-        return self._calls.updates_per_label(sees_every_call=self.sees_every_call) is not None
-
     def found_by_asking(self, version: int, label: int) -> int | None:
         """How many updates a label stands for in a loop that has asked for all, to this save's."""
         if self._questions.last != (version, label) or not self._saves_as_told:
