@@ -13,7 +13,7 @@ same version however its own were taken, and it keeps running the armed step bes
 import collections
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -38,7 +38,8 @@ class Processes:
       members: Their indices, of which this process's is one; `None`: all.
 
     Attributes:
-      is_one_missing: Whether one did not come to the last barrier.
+      is_one_missing: Whether one did not come to the last barrier, or the coordination service is
+        gone.
 
     Raises:
       RuntimeError: if there are several, and `jax.distributed` has not been initialized.
@@ -120,9 +121,10 @@ class Processes:
         if not self.several:
             return mine
         if mine is not None:
+            first = f"{self._next(subject)}first"
             # Another process may be first: one reason is enough.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._set(f"{self._next(subject)}first", f"process {self._index}: {mine}")
+                self._client.key_value_set(first, f"process {self._index}: {mine}")
         return next(iter(self._answers(subject, timeout_secs).values()), None)
 
     def gather(self, subject: str, mine: str) -> dict[int, str]:
@@ -162,14 +164,30 @@ class Processes:
         """Waits for all, and reads what they have said."""
         folder = self._next(subject)
         self.barrier(subject, timeout_secs)
-        if self._index == self._lead:
-            # Whoever has come to this question has read the answers to the one before.
-            self._client.key_value_delete(f"{self.prefix}/{subject}/{self._asked[subject] - 1}/")
-        found = self._client.key_value_dir_get(folder)
+        with self._service():
+            if self._index == self._lead:
+                # Whoever has come to this question has read the answers to the one before.
+                before = f"{self.prefix}/{subject}/{self._asked[subject] - 1}/"
+                self._client.key_value_delete(before)
+            found = self._client.key_value_dir_get(folder)
         return {name.rpartition("/")[2]: text for name, text in found}
 
     def _set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
-        self._client.key_value_set(key, value, allow_overwrite=allow_overwrite)
+        with self._service():
+            self._client.key_value_set(key, value, allow_overwrite=allow_overwrite)
+
+    @contextlib.contextmanager
+    def _service(self) -> Iterator[None]:
+        """What the coordination service is asked in here it may not answer any more."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            self.is_one_missing = True
+            raise ProcessError(
+                f"the coordination service does not answer, so nothing is saved: "
+                f"{_first_line(error)}. It belongs to the process with index 0, as a rule: look at "
+                "its log. Earlier checkpoints are intact."
+            ) from error
 
     def _missing(self, at: str, number: int) -> str:
         try:

@@ -178,6 +178,34 @@ def test_a_service_that_is_gone_names_nobody(job: Job) -> None:
         parts[0].barrier("turn")
 
 
+@pytest.mark.parametrize("call", ["set", "delete", "dir_get"])
+def test_a_service_that_goes_between_barriers_is_told_as_a_process_that_is_gone(
+    job: Job, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    parts = job.made()
+    everywhere(parts, lambda i, part: part.gather("facts", str(i)))
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: Connection reset.\nMore of it")
+
+    monkeypatch.setattr(job.service, f"key_value_{call}", gone)
+    asked: dict[str, Callable[[Processes], Any]] = {
+        "set": lambda part: part.objection("facts", "no"),
+        "delete": lambda part: part.gather("facts", "x"),
+        "dir_get": lambda part: part.least("facts", 3),
+    }
+
+    def ask(_: int, part: Processes) -> None:
+        if call == "delete" and part is not parts[0]:  # the lead alone forgets
+            assert asked[call](part)
+            return
+        with pytest.raises(ProcessError, match=r"service does not answer.*Connection reset\. It"):
+            asked[call](part)
+        assert part.is_one_missing
+
+    everywhere(parts, ask)
+
+
 def test_several_need_a_service(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
     with pytest.raises(RuntimeError, match="3 processes save together, and nothing connects them"):
