@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,17 @@ LEGACY = r"the directory alone by position, got .* after it. Write `GoCkptManage
 NO_OPTIONS = (
     r"`options` must be a `CheckpointManagerOptions`, got .*; `WindowOptions` come as `window`"
 )
+
+
+def named(prefix, length=None):
+    return ocp.path.step.standard_name_format(step_prefix=prefix, step_format_fixed_length=length)
+
+
+def either(prefix):
+    plain = named(None)
+    return ocp.path.step.composite_name_format(named(prefix), [named(prefix), plain])
+
+
 MANAGERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "Orbax's old form": (("run", ocp.PyTreeCheckpointHandler(), Options()), {}, LEGACY),
     "options by position": (("run", Options()), {}, LEGACY),
@@ -67,7 +79,7 @@ MANAGERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "an unset variable": (("",), {}, "`directory` is empty.*`.` is the working one"),
     "the web": (("http://run",), {}, "http://run: checkpoints are kept in directories, `gs://` a"),
     "a file": (("file",), {}, "`directory` is .*/file, but .*/file is a file. Pass a directory"),
-    "a backslash": (("a\\b",), {}, r"`directory` is .*/a\\b: .* Pass a directory without one"),
+    "a backslash": (("a\\b",), {}, r"`directory` is .*/a\\b: .* Give it a name without one"),
     "in a file": (("file/run",), {}, "`directory` is .*/file/run, but .*/file is a file. Pass"),
     "a dictionary of options": (("run",), {"options": {"max_to_keep": 1}}, NO_OPTIONS),
     "options in each other's place": (("run",), {"options": gockpt.WindowOptions()}, NO_OPTIONS),
@@ -78,6 +90,17 @@ MANAGERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a class": (("run",), {"item_handlers": {"x": ocp.JsonCheckpointHandler}}, "item `x` needs a "),
     "no options": (("run",), {"pytree_options": True}, "`pytree_options` must be a `Mapping`, got"),
     "misspelt": (("run",), {"pytree_options": {"zarr": 3}}, "`pytree_options`.*'zarr'. They are"),
+    "a prefix that is a pattern": (
+        ("run",), {"options": Options(step_prefix="a[b]*")},
+        r"`step_prefix` is 'a\[b\]\*': Orbax would .* takes \* \[ \] for parts of a pattern",
+    ),
+    "a prefix that is a path": (("run",), {"options": Options(step_prefix="a/b")}, "takes / for"),
+    "a name that is a pattern": (
+        ("run",), {"options": Options(step_name_format=named("a?", length=6))}, "`step_prefix` is",
+    ),
+    "names, of which one is a pattern": (
+        ("run",), {"options": Options(step_name_format=either("a+"))}, r"`step_prefix` is 'a\+'",
+    ),
     "no size": (
         ("run",), {"pytree_options": {"chunk_byte_size": "1"}}, "`chunk_byte_size` must be an int",
     ),
@@ -108,3 +131,18 @@ def test_an_address_in_a_bucket_is_taken_as_it_is(monkeypatch):
     monkeypatch.setattr(bucket, "prepare", lambda directory: None)
     monkeypatch.setattr(type(epath.Path("gs://bucket")), "exists", lambda path: 1 / 0)
     assert str(root_of("gs://bucket/run")) == "gs://bucket/run"
+
+
+@pytest.mark.parametrize("prefix", ["lr=1e-3, v1.2", "%d #1 ~!@&;'\"<>`", "ěšč_7", "", "_"])
+@pytest.mark.parametrize("length", [None, 6])
+def test_other_prefixes_are_found_again(tmp_path, prefix, length):
+    for options in (
+        Options(step_prefix=prefix, step_format_fixed_length=length),
+        Options(step_name_format=named(prefix, length)),
+    ):
+        with gockpt.GoCkptManager(tmp_path / "run", options=options) as manager:
+            manager.save(3, args=gockpt.GoCkptSave({"w": jnp.ones(2)}), force=True)
+        with gockpt.GoCkptManager(tmp_path / "run", options=options) as manager:
+            assert manager.all_steps() == [3]
+            assert manager.restore(None)["w"].tolist() == [1, 1]
+        shutil.rmtree(tmp_path / "run")

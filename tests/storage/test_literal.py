@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.storage.files.literal import literal
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.writing import tree_handler
+from gockpt_jax.v1 import GoCkptCheckpointable
 
 NAMES = ["run[lr=1]", "run[", "run*", "run?"]
 
@@ -85,3 +89,31 @@ def test_nothing_of_another_run_is_found(tmp_path):
         assert list(literal(path).glob(pattern)) == [path / name for name in found]
     inside = literal(path) / "array_metadatas"  # so is all that Orbax makes of it
     assert list(inside.glob("*")) == [path / "array_metadatas/process_0"]
+
+
+# --- Backslashes, which TensorStore takes for slashes --------------------------------------------
+
+
+def by_a_stock_manager(root, item):
+    # Or a thread of Orbax's waits 300 s for the directory of what was refused.
+    at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    options = ocp.CheckpointManagerOptions(async_options=at_once)
+    handlers = {item: gockpt.GoCkptHandler()}
+    with ocp.CheckpointManager(root, options=options, item_handlers=handlers) as manager:
+        manager.save(0, args=ocp.args.Composite(**{item: gockpt.GoCkptSave(state())}))
+
+
+def by_v1(root, item):
+    """As its `Checkpointer` calls it."""
+    with GoCkptCheckpointable() as windows:
+        asyncio.run(windows(state()).save(SimpleNamespace(path=epath.Path(root / "0" / item))))
+
+
+@pytest.mark.parametrize("save", [by_a_stock_manager, by_v1])
+@pytest.mark.parametrize(("folder", "item"), [("a\\b", "state"), ("run", "a\\b")])
+def test_a_backslash_is_refused_whoever_saves(tmp_path, save, folder, item):
+    with pytest.raises(ValueError, match=r"a\\b.*: TensorStore takes a backslash for a slash, so"):
+        save(tmp_path / folder, item)
+    assert {path.name for path in tmp_path.iterdir()} <= {folder}
+    written = {"manifest.ocdbt", "ocdbt.process_0", "_METADATA"}
+    assert not [path for path in tmp_path.rglob("*") if path.name in written]

@@ -15,6 +15,8 @@ from typing import Any
 
 from etils import epath
 
+from gockpt_jax.storage.files import bucket
+
 
 def literal(path: Any) -> epath.Path:
     """Returns the same path, in whose own name nothing is a pattern.
@@ -28,6 +30,26 @@ def literal(path: Any) -> epath.Path:
     """
     path = epath.Path(path)
     return path if glob.escape(path.as_posix()) == path.as_posix() else _Literal(path)
+
+
+def refuse_backslash(subject: str, path: Any) -> None:
+    """Refuses a directory that TensorStore would take for another one.
+
+    Args:
+      subject: What names it to the caller.
+      path: Where arrays shall be written.
+
+    Raises:
+      ValueError: There is a backslash in it.
+
+    Example:
+      >>> refuse_backslash("`directory`", "/data/run_1")
+    """
+    if "\\" in str(path) and not bucket.is_bucket(path):
+        raise ValueError(
+            f"{subject} is {path}: TensorStore takes a backslash for a slash, so arrays would be "
+            "somewhere else. Give it a name without one."
+        )
 
 
 class _Literal(type(epath.Path("/"))):  # type: ignore[misc]  # the class of all of epath's paths

@@ -14,8 +14,10 @@ from etils import epath
 
 from gockpt_jax.options import as_count, of_kind
 from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.files.literal import refuse_backslash
 from gockpt_jax.storage.saving.refused import refuse_no_json
 
+_OF_PATTERNS = frozenset("\\*+?^$|()[]{}/")
 _WRITTEN_LATER = (ocp.args.JsonSave, ocp.args.ProtoSave)
 
 
@@ -33,6 +35,7 @@ def check_all(
 
     Raises:
       TypeError: if one of them is something else.
+      ValueError: if steps would have names that Orbax does not find.
     """
     if by_position:
         raise TypeError(
@@ -50,10 +53,23 @@ def check_all(
     for name, (value, kind, advice) in expected.items():
         if value is not None:
             of_kind(name, value, kind, advice)
+    _refuse_patterns(options)
     refuse_no_json("metadata", metadata)
     if logger is not None and not hasattr(logger, "log_entry"):
         raise TypeError(
             f"`logger` must have a method `log_entry`, as Orbax's have; got {logger!r}."
+        )
+
+
+def _refuse_patterns(options: ocp.CheckpointManagerOptions | None) -> None:
+    """Orbax looks for steps by a pattern in which it puts their prefix as it is."""
+    names = getattr(options, "step_name_format", None) or options
+    prefix = getattr(getattr(names, "write_name_format", names), "step_prefix", None) or ""
+    if wrong := sorted(_OF_PATTERNS & set(prefix)):
+        raise ValueError(
+            f"`step_prefix` is {prefix!r}: Orbax would save steps of such names and not find them "
+            f"again, for it takes {' '.join(wrong)} for parts of a pattern or of a path. Pass a "
+            "prefix without them."
         )
 
 
@@ -85,11 +101,7 @@ def root_of(directory: Any) -> Any:
     if "://" in str(directory):
         return path
     path = path.expanduser().absolute()
-    if "\\" in str(path):
-        raise ValueError(
-            f"`directory` is {path}: TensorStore takes a backslash for a slash, so arrays would be "
-            "somewhere else. Pass a directory without one."
-        )
+    refuse_backslash("`directory`", path)
     there = next(p for p in (path, *path.parents) if p.exists())
     if not there.is_dir():
         raise NotADirectoryError(

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.files.item_files import TEMPORARY
-from gockpt_jax.storage.files.literal import literal
+from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
@@ -114,8 +114,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """
         entered_at = time.perf_counter()
         bucket.prepare(directory)
+        refuse_backslash("the item's directory", directory)
         self._enter(directory)
-        written: ocp.future.Future
         try:
             taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
             self.pending = taken.pending
