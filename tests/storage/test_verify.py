@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,29 @@ def test_a_share_of_the_chunks_is_read_by_each_process(saved):
     parts = [verify_item(item, share=(i, 3)) for i in range(3)]
     assert sum(part.chunks for part in parts) == verify_item(item).chunks
     assert all(part.chunks for part in parts)
+
+
+def test_leaves_are_opened_side_by_side(saved, monkeypatch):
+    """In a bucket each takes its time. As many at once as there are reads, and in their order."""
+    item, opened, open_one = saved("files_compressed") / "3/state", [], StoredItem.open
+    want, threads, all_here = verify_item(item), 3, threading.Barrier(3)
+
+    def wait_for_others(self, name):
+        opened.append(name)
+        assert threading.current_thread() is not threading.main_thread()
+        all_here.wait(60)
+        if name in ("numpy", "half"):
+            raise ValueError(f"no {name}")
+        return open_one(self, name)
+
+    monkeypatch.setattr(StoredItem, "open", wait_for_others)
+    verdict = verify_item(item, threads=threads)
+    assert sorted(opened) == ["count", "half", "number", "numpy", "w", "zeros"]
+    assert list(verdict.faults) == [
+        "`half` cannot be opened: no half",
+        "`numpy` cannot be opened: no numpy",
+    ]
+    assert verdict.chunks == want.chunks - 2
 
 
 # --- What is not ---------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from gockpt_jax.storage.inspecting.stored_item import (
     StoredItemError,
     for_each,
 )
-from gockpt_jax.storage.inspecting.verify_chunks import Read, check, reads_of
+from gockpt_jax.storage.inspecting.verify_chunks import Read, check, open_leaf, reads_of
 
 State = Literal["whole", "damaged", "unchecked"]
 
@@ -160,15 +160,31 @@ def verify_item(
         return Verdict(str(path), (*faults, str(error)))
     found, notes = _check_leaves(item, leaves)
     faults += found
-    jobs: list[Read] = []
-    for name in sorted(leaves.keys() & item.leaves.keys()):
-        found, of_leaf = reads_of(item, name, leaves[name])
-        faults += found
-        jobs += of_leaf
+    found, jobs = _plan(item, leaves, threads)
+    faults += found
     mine = jobs[share[0] :: share[1]]
     faults += _read(mine, limit_bytes, threads)
     chunks, nbytes = sum(len(job.chunks) for job in mine), sum(job.nbytes for job in mine)
     return Verdict(str(path), tuple(faults), tuple(notes), chunks, nbytes)
+
+
+def _plan(
+    item: StoredItem, leaves: Mapping[str, LeafChecksums], threads: int
+) -> tuple[list[str], list[Read]]:
+    """What is to be read of the leaves, and what is wrong with them before anything is.
+
+    They are opened side by side: in a bucket each takes a way there and back.
+    """
+    names = sorted(leaves.keys() & item.leaves.keys())
+    open_one = functools.partial(open_leaf, item)
+    stores = for_each(((1, name) for name in names), open_one, threads=threads)
+    faults: list[str] = []
+    jobs: list[Read] = []
+    for name, store in zip(names, stores, strict=True):
+        found, of_leaf = reads_of(item, name, leaves[name], store)
+        faults += found
+        jobs += of_leaf
+    return faults, jobs
 
 
 def _read(jobs: Sequence[Read], limit_bytes: int, threads: int) -> list[str]:

@@ -37,12 +37,20 @@ class Read(NamedTuple):
         return self.nbytes if self.plain is None else min(self.nbytes, PIECE_BYTES)
 
 
-def reads_of(item: StoredItem, name: str, leaf: LeafChecksums) -> tuple[list[str], list[Read]]:
-    """Opens a leaf, checks what it is, and plans its reads: each zarr chunk is read once."""
+def open_leaf(item: StoredItem, name: str) -> ts.TensorStore | Exception:
+    """Opens a leaf, or says why it cannot be opened."""
     try:
-        store = item.open(name)
+        return item.open(name)
     except Exception as error:
-        return [f"`{name}` cannot be opened: {brief(error)}"], []
+        return error
+
+
+def reads_of(
+    item: StoredItem, name: str, leaf: LeafChecksums, store: ts.TensorStore | Exception
+) -> tuple[list[str], list[Read]]:
+    """Checks what a leaf is, and plans its reads: each zarr chunk is read once."""
+    if isinstance(store, Exception):
+        return [f"`{name}` cannot be opened: {brief(store)}"], []
     faults = []
     stored = store.dtype.numpy_dtype.name
     if stored != leaf.dtype:
