@@ -42,6 +42,7 @@ def with_leaf(value: Any) -> dict[str, Any]:
 
 
 KIND = "1 leaf of another kind:\n  w: float32[4] in the checkpoint, {} in the target\nBuild the"
+LEFT_OUT = "1 leaf left out by `PLACEHOLDER`:\n  {}\nBuild the"
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "items": ({"items": STATE}, TypeError, "by name, as in `restore(step, args=GoCkptRestore("),
     "what is saved": (
@@ -58,6 +59,25 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a dtype": (
         with_leaf(SimpleNamespace(dtype=np.dtype("f4"))), gockpt.TargetError,
         KIND.format("SimpleNamespace"),
+    ),
+    "a placeholder": (with_leaf(ocp.PLACEHOLDER), gockpt.TargetError, LEFT_OUT.format("w")),
+    "a placeholder for nothing": (
+        {"args": GoCkptRestore({**TARGET, "x": ocp.PLACEHOLDER})}, gockpt.TargetError,
+        LEFT_OUT.format("x"),
+    ),
+    "a placeholder for stock's arguments": (
+        {"args": ocp.args.StandardRestore({**TARGET, "w": ocp.PLACEHOLDER})}, gockpt.TargetError,
+        LEFT_OUT.format("w"),
+    ),
+    "a placeholder for several": (
+        {"args": GoCkptRestore(ocp.PLACEHOLDER, partial_restore=True)}, gockpt.TargetError,
+        LEFT_OUT.format("all of it"),
+    ),
+    "a placeholder for several, of a tree": (
+        {"args": ocp.args.PyTreeRestore(
+            ocp.PLACEHOLDER, restore_args=ocp.RestoreArgs(), partial_restore=True
+        )},
+        gockpt.TargetError, LEFT_OUT.format("all of it"),
     ),
 }  # fmt: skip
 

@@ -20,6 +20,7 @@ from storage_helpers import assert_same_arrays, mesh, save
 
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave
+from gockpt_jax.storage.files import checksum_files
 from gockpt_jax.storage.inspecting.stored_item import StoredItem
 from gockpt_jax.storage.inspecting.verify import Verdict, verify
 from gockpt_jax.storage.managing import resume as resuming
@@ -95,7 +96,7 @@ def test_onto_other_devices(reader, placement):
     assert restored["params"]["w"].sharding == want
 
 
-@pytest.mark.parametrize("options", [{}, {"cast": True}])
+@pytest.mark.parametrize("options", [{}, {"cast": True}, {"single_replica": True}])
 def test_where_transfers_are_to_be_explicit(reader, options):
     """As stock does; for all threads, as big_vision sets it. `jax.transfer_guard` is for one."""
     state = training_state()
@@ -159,7 +160,7 @@ def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch
     item = root / "3/state"
     for told in (Stored((3,), "float32"), Stored((2**33,), "float32")):
         all_told = {"x": told, "small": Stored((), "int8")}
-        monkeypatch.setattr(restoring, "shapes_told", lambda _, told=all_told: told)
+        monkeypatch.setattr(restoring, "known_arrays", lambda _, told=all_told: told)
         restoring.restore(item, args, {})
     restoring.restore(item, args, {"restore_concurrent_gb": 7})
     assert limits == [16, 36, 7]
@@ -237,6 +238,16 @@ def test_one_replica_reads(reader, monkeypatch):
     assert_same_arrays(restored, {"params": state["params"]})
 
 
+def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
+    """Stock sends sums, in which small integers become wider."""
+    dtypes = ("bool", "int8", "uint8", "int16", "int4", "int32", "uint32", "bfloat16", "float32")
+    state = {dtype: put(jnp.arange(8).astype(dtype), "data") for dtype in dtypes}
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=GoCkptRestore(abstract(state), single_replica=True))
+    assert_same_arrays(restored, state)
+
+
 # --- What does not fit ---------------------------------------------------------------------------
 
 
@@ -301,6 +312,24 @@ def test_shapes_are_those_of_all_processes(copy, monkeypatch, withheld):
         target["params"]["w"] = jax.ShapeDtypeStruct((16, 4), jnp.float32)
         with pytest.raises(gockpt.TargetError, match=r"w: float32\[16, 8\] in the checkpoint"):
             manager.restore(3, args=GoCkptRestore(target))
+
+
+@pytest.mark.parametrize("how", ["GoCkptRestore", "StandardRestore", "PyTreeRestore"])
+def test_the_files_of_the_checksums_are_read_once(root, monkeypatch, how):
+    """A pod has as many of them as processes, and each process reads all."""
+    target, read, files = abstract(training_state()), checksum_files._read, []
+    monkeypatch.setattr(
+        checksum_files, "_read", lambda item, name: files.append(name) or read(item, name)
+    )
+    stock = {} if how == "StandardRestore" else {
+        "restore_args": ocp.checkpoint_utils.construct_restore_args(target)
+    }  # fmt: skip
+    args = GoCkptRestore(target) if how == "GoCkptRestore" else getattr(ocp.args, how)(
+        target, **stock
+    )  # fmt: skip
+    restoring.restore(root / "3/state", args, {})
+    folder = "_gockpt_checksums"
+    assert files == [f"{folder}/item.json", f"{folder}/process_0.json"]
 
 
 @pytest.mark.parametrize("how", ["StandardRestore", "PyTreeRestore"])

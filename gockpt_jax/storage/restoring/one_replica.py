@@ -32,17 +32,30 @@ def single_replica_args(target: Any) -> Any:
     return jax.tree.map(args, target, ocp.checkpoint_utils.construct_restore_args(target))
 
 
-def without_keys(args: Any) -> Any:
-    """Typed PRNG keys are read by all: stock's handler of single replicas does not know them."""
+def without_others(args: Any) -> Any:
+    """What one replica can send is left to it; the rest is read by all.
+
+    Args:
+      args: `ocp.args.PyTreeRestore`, some leaves of which ask for one replica.
+    """
     if args.item is None:
         return args.restore_args
     plain = ocp.checkpoint_utils.construct_restore_args(args.item)
 
     def choose(leaf: Any, given: Any, other: Any) -> Any:
-        is_key = jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
-        return other if is_key else given
+        return given if _can_be_sent(getattr(leaf, "dtype", np.float32)) else other
 
     return jax.tree.map(choose, args.item, args.restore_args, plain)
+
+
+def _can_be_sent(dtype: Any) -> bool:
+    """Not typed PRNG keys, nor what a sum makes wider: `bool`, `int8`.
+
+    Stock sends by summing over the replicas, of which all but one have zeros.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return jnp.issubdtype(dtype, jnp.inexact) or np.dtype(dtype).itemsize >= 4
 
 
 def one_replica_reads(others: Any = None) -> RegistryView:
@@ -70,6 +83,7 @@ class _ReplicaReader(ocp.type_handlers.SingleReplicaArrayHandler):  # type: igno
         for read, wanted in ((super().deserialize, True), (self._others.deserialize, False)):
             mine = [i for i, x in enumerate(args) if isinstance(x, SingleReplicaArgs) == wanted]
             if mine:
-                arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
+                with jax.transfer_guard("allow"):  # the user's is about their loop
+                    arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
                 restored.update(zip(mine, arrays, strict=True))
         return [restored[i] for i in range(len(infos))]

@@ -23,9 +23,9 @@ from gockpt_jax.storage.restoring.one_replica import (
     SingleReplicaArgs,
     one_replica_reads,
     single_replica_args,
-    without_keys,
+    without_others,
 )
-from gockpt_jax.storage.restoring.target import check_target, explained, shapes_told
+from gockpt_jax.storage.restoring.target import Stored, check_target, explained, known_arrays
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
@@ -72,21 +72,12 @@ def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         replica, which sends them to the others, without a handler registered for that.
       options: Of `ocp.PyTreeCheckpointHandler`.
     """
-    limit_gb = options.get("restore_concurrent_gb")
-    limit_bytes = int(limit_gb * 10**9) if limit_gb else LIMIT_BYTES
-    registry = direct_reads(options.get("type_handler_registry"), limit_bytes)
     leaves = jax.tree.leaves(args.restore_args)
     if any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves):
-        registry = one_replica_reads(registry)
-        args = dataclasses.replace(args, restore_args=without_keys(args))
-    handler = ocp.PyTreeCheckpointHandler(
-        **{
-            **options,
-            "type_handler_registry": registry,
-            "restore_concurrent_gb": limit_gb or _concurrent_gb(directory),
-        }
-    )
-    with contextlib.closing(handler):
+        registry = one_replica_reads(options["type_handler_registry"])
+        options = {**options, "type_handler_registry": registry}
+        args = dataclasses.replace(args, restore_args=without_others(args))
+    with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
         return handler.restore(epath.Path(directory), args=args)
 
 
@@ -121,9 +112,8 @@ def _restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> 
     """
     if args.item is not None and not args.support_layout and _says_where(args.item):
         return _restore_into(directory, args.item, options, strict=args.strict)
-    limit = options.get("restore_concurrent_gb") or _concurrent_gb(directory)
-    handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)
-    with contextlib.closing(handler):
+    limit = options["restore_concurrent_gb"]
+    with contextlib.closing(ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)) as handler:
         return handler.restore(epath.Path(directory), args=args)
 
 
@@ -137,14 +127,23 @@ def _says_where(target: Any) -> bool:
     )
 
 
-def _concurrent_gb(directory: Any) -> int:
+def _complete(options: Mapping[str, Any], known: Mapping[str, Stored]) -> dict[str, Any]:
+    """Options of `ocp.PyTreeCheckpointHandler`, with ours where the user gives none."""
+    limit_gb = options.get("restore_concurrent_gb")
+    limit_bytes = int(limit_gb * 10**9) if limit_gb else LIMIT_BYTES
+    return {
+        **options,
+        "type_handler_registry": direct_reads(options.get("type_handler_registry"), limit_bytes),
+        "restore_concurrent_gb": limit_gb or _concurrent_gb(known),
+    }
+
+
+def _concurrent_gb(known: Mapping[str, Stored]) -> int:
     """Stock's limit in its own unit; stock refuses leaves that are larger than its limit."""
-    try:
-        arrays = shapes_told(epath.Path(directory))
-    except (OSError, ValueError, TypeError, KeyError):
+    if not known:
         return 96
-    sizes = (math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in arrays.values())
-    return max(_CONCURRENT_GB, int(max(sizes, default=0) / 1e9) + 2)
+    largest = max(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in known.values())
+    return max(_CONCURRENT_GB, int(largest / 1e9) + 2)
 
 
 def _stand_in_sharding() -> jax.sharding.Sharding | None:
@@ -173,7 +172,8 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
       cast: Whether a stored dtype other than the target's is converted (or an error). Stock's
         arguments always convert.
       single_replica: Whether one replica reads and sends to the others what is replicated over the
-        first axis of the mesh, as with `ocp.type_handlers.SingleReplicaArrayRestoreArgs`.
+        first axis of the mesh, as with `ocp.type_handlers.SingleReplicaArrayRestoreArgs`. It is
+        sent as a sum with zeros: -0.0 becomes 0.0, and denormals may, too.
       verify: Whether to re-read the item and compare it with its checksums first.
     """
 
@@ -191,16 +191,25 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         fallback = self.fallback_sharding or _stand_in_sharding()
         return ocp.args.StandardRestore(self.item, self.strict, self.support_layout, fallback)
 
-    def run(self, directory: Any, options: Mapping[str, Any]) -> Any:
-        """Restores an item; options are those of `ocp.PyTreeCheckpointHandler`."""
+    def run(self, directory: Any, options: Mapping[str, Any], known: Mapping[str, Stored]) -> Any:
+        """Restores an item.
+
+        Args:
+          directory: The item's.
+          options: Of `ocp.PyTreeCheckpointHandler`.
+          known: What is known of its arrays.
+        """
         if any(isinstance(x, np.generic) for x in jax.tree.leaves(self.item)):
             arrays = jax.tree.map(_as_saved, self.item)
-            return dataclasses.replace(self, item=arrays).run(directory, options)
+            return dataclasses.replace(self, item=arrays).run(directory, options, known)
         if self.verify:
             require_whole(directory)
-        rules = {"strict": self.strict, "cast": self.cast, "partial": self.partial_restore}
+        partial = self.partial_restore
+        rules = {
+            "strict": self.strict, "cast": self.cast, "partial": partial, "leaves_out": partial,
+        }  # fmt: skip
         if self.item is not None:
-            check_target(directory, self.item, **rules)
+            check_target(directory, self.item, known, **rules)
         if not (self.partial_restore or self.single_replica):
             return _restore_standard(directory, self.as_stock(), options)
         if self.item is None:
@@ -258,12 +267,15 @@ def _damage(directory: Any) -> VerifyError | None:
 
 
 def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
+    known = known_arrays(epath.Path(directory))
+    options = _complete(options, known)
     if isinstance(args, GoCkptRestore):
-        return args.run(directory, options)
+        return args.run(directory, options, known)
     if isinstance(args, ocp.args.PyTreeRestore):
         plain = args.transforms is None and args.legacy_transform_fn is None
-        rules = {"cast": True, "strict": False, "partial": args.partial_restore}
-        with explained(directory, args.item if plain else None, **rules):
+        partial = args.partial_restore
+        rules = {"cast": True, "strict": False, "partial": partial, "leaves_out": True}
+        with explained(directory, args.item if plain else None, known, **rules):
             return _restore_tree(directory, args, options)
-    with explained(directory, args.item, cast=True, strict=args.strict):
+    with explained(directory, args.item, known, cast=True, strict=args.strict):
         return _restore_standard(directory, args, options)

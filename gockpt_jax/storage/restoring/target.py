@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,32 +31,48 @@ class Stored:
 
 
 def check_target(
-    directory: Any, target: Any, *, strict: bool = True, cast: bool = False, partial: bool = False
+    directory: Any,
+    target: Any,
+    known: Mapping[str, Stored],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    partial: bool = False,
+    leaves_out: bool = False,
 ) -> None:
     """Compares a target's leaves with a checkpoint's.
 
     Args:
       directory: The item's.
       target: A tree of arrays, `ShapeDtypeStruct`s or numbers.
+      known: What `known_arrays` tells of the item.
       strict: Whether other shapes are errors.
       cast: Whether other dtypes are none.
       partial: Whether leaves that the target does not name are none.
+      leaves_out: Whether `PLACEHOLDER` may stand for a leaf that shall not be restored.
 
     Raises:
       TargetError: They do not fit; the message names all leaves.
     """
     item = StoredItem(directory)
-    stored = _stored_arrays(item)
+    stored = _stored_arrays(item, known)
     kept = {name for name, leaf in item.leaves.items() if leaf.has_data}
-    wanted = _named(target)
+    named = _named(target)
+    wanted = {name: leaf for name, leaf in named.items() if leaf is not ocp.PLACEHOLDER}
+    branches = {".".join(x.path[:n]) for x in item.leaves.values() for n in range(len(x.path))}
     found = {
         "in the target, but not in the checkpoint": [
             f"{name}: {_told(wanted[name])}" for name in sorted(wanted.keys() - kept)
         ],
         "in the checkpoint, but not in the target": [
             f"{name}: {stored.get(name, item.leaves[name].value_type)}"
-            for name in sorted(kept - wanted.keys())
+            for name in sorted(kept - named.keys())
             if not partial
+        ],
+        "left out by `PLACEHOLDER`": [
+            name or "all of it"
+            for name in sorted(named.keys() - wanted.keys())
+            if not leaves_out or name in branches
         ],
     }
     found |= _other_arrays(item, stored, wanted, strict=strict, cast=cast)
@@ -93,6 +110,8 @@ def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:
     advice = {
         "in the checkpoint, but not in the target": "`partial_restore=True` leaves out what the"
         " target does not name",
+        "left out by `PLACEHOLDER`": "`partial_restore=True` lets it stand for a leaf, one for"
+        " each",
         "of another shape": "`strict=False` pads or truncates",
         "of another dtype": "`cast=True` converts",
     }
@@ -109,13 +128,9 @@ def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:
 
 
 def _named(target: Any) -> dict[str, Any]:
-    """The target's leaves by parameter name, without those that shall not be restored."""
+    """The target's leaves by parameter name."""
     names = jax.tree.leaves(ocp.tree.get_param_names(target, include_empty_nodes=False))
-    return {
-        name: leaf
-        for name, leaf in zip(names, jax.tree.leaves(target), strict=True)
-        if leaf is not ocp.PLACEHOLDER
-    }
+    return dict(zip(names, jax.tree.leaves(target), strict=True))
 
 
 def _as_stored(leaf: Any) -> Stored | None:
@@ -133,12 +148,10 @@ def _told(leaf: Any) -> str:
     return str(_as_stored(leaf) or type(leaf).__name__)
 
 
-def _stored_arrays(item: StoredItem) -> dict[str, Stored]:
-    """Shapes and dtypes: from the checksums, or else from the metadata of every array."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        told = shapes_told(item.path)
-        if told.keys() == item.arrays.keys():
-            return told
+def _stored_arrays(item: StoredItem, known: Mapping[str, Stored]) -> Mapping[str, Stored]:
+    """Shapes and dtypes: those that are known, or else from the metadata of every array."""
+    if known.keys() == item.arrays.keys():
+        return known
 
     def look(name: str) -> tuple[str, Stored]:
         store = item.open(name)
@@ -147,27 +160,37 @@ def _stored_arrays(item: StoredItem) -> dict[str, Stored]:
     return dict(for_each(((1, name) for name in item.arrays), look))
 
 
-def shapes_told(item: epath.Path) -> dict[str, Stored]:
-    """One file per process instead of one read per array."""
-    told: dict[str, Stored] = {}
-    for process in checksum_files.read_item(item).processes:
-        for name, (dtype, chunks) in checksum_files.read_process(item, process).leaves.items():
-            corners = [chunk.stop for chunk in chunks]
-            if name in told:
-                corners.append(told[name].shape)
-            told[name] = Stored(tuple(map(max, zip(*corners, strict=True))), dtype)
-    return told
+def known_arrays(item: epath.Path) -> dict[str, Stored]:
+    """What the checksums of an item tell of its arrays; nothing where there are none.
+
+    One file per process instead of one read per array; a restore reads them once.
+    """
+    known: dict[str, Stored] = {}
+    try:
+        processes = checksum_files.read_item(item).processes
+        read = functools.partial(checksum_files.read_process, item)
+        for file in for_each(((1, process) for process in processes), read):
+            for name, (dtype, chunks) in file.leaves.items():
+                corners = [chunk.stop for chunk in chunks]
+                if name in known:
+                    corners.append(known[name].shape)
+                known[name] = Stored(tuple(map(max, zip(*corners, strict=True))), dtype)
+    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged
+        return {}
+    return known
 
 
 @contextlib.contextmanager
-def explained(directory: Any, target: Any, **rules: bool) -> Iterator[None]:
+def explained(
+    directory: Any, target: Any, known: Mapping[str, Stored], **rules: bool
+) -> Iterator[None]:
     """Has stock's error about a target that does not fit say of all leaves why."""
     try:
         yield
     except (ValueError, KeyError, TypeError) as error:
         if target is not None:
             try:
-                check_target(directory, target, **rules)
+                check_target(directory, target, known, **rules)
             except TargetError as explained:
                 raise explained from error
             except ValueError:
