@@ -78,6 +78,21 @@ def vanishing(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @contextlib.contextmanager
+def vanished(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Somebody has removed it when all that is missing are the checksums."""
+    write = Checksums.write
+
+    def remove(self: Checksums, item: Any) -> None:
+        for entry in directory.glob("*tmp*"):
+            shutil.rmtree(entry)
+        write(self, item)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checksums, "write", remove)
+        yield
+
+
+@contextlib.contextmanager
 def no_rename(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The commit itself is refused: everything is written, nothing may be visible."""
     for name in ("rename", "replace"):
@@ -93,7 +108,8 @@ def no_rename(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 TROUBLES = {
-    "full": no_large_files, "read_only": read_only, "vanishing": vanishing, "no_rename": no_rename,
+    "full": no_large_files, "read_only": read_only, "vanishing": vanishing, "vanished": vanished,
+    "no_rename": no_rename,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import jax
 import xxhash
 from etils import epath
 
+from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.beside import Beside, what_lies_beside
 from gockpt_jax.storage.files.grid import Box
 from gockpt_jax.storage.files.item_files import (
@@ -121,7 +122,8 @@ def write_process(item: Any, leaves: Json) -> None:
         "process_count": jax.process_count(),
         "leaves": leaves,
     }
-    (item / FOLDER).mkdir(parents=True, exist_ok=True)
+    # The item itself is made by nobody but Orbax: where somebody has removed it, the save fails.
+    (item / FOLDER).mkdir(parents=bucket.is_bucket(item), exist_ok=True)
     (item / process_file(index)).write_text(json.dumps(content))
 
 

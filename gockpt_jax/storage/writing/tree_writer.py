@@ -114,7 +114,7 @@ class TreeWriter:
     def _write_array_metadatas(self) -> None:
         """Writes the file from which Orbax takes write shapes and PRNG implementations."""
         folder = epath.Path(self.item.folder) / "array_metadatas"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=self.item.is_in_bucket, exist_ok=True)  # as for the checksums
         text = json.dumps({"array_metadatas": [leaf.layout.metadata() for leaf in self.leaves]})
         (folder / f"process_{jax.process_index()}").write_text(text)
 
