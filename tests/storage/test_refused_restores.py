@@ -127,6 +127,15 @@ def cut(name: str, content: bytes = b"{") -> Callable[[Path], None]:
     return hurt
 
 
+def other(name: str, old: bytes, new: bytes) -> Callable[[Path], None]:
+    def hurt(step: Path) -> None:
+        content = (step / name).read_bytes()
+        assert old in content
+        (step / name).write_bytes(content.replace(old, new))
+
+    return hurt
+
+
 def emptied(step: Path) -> None:
     shutil.rmtree(step)
     step.mkdir()
@@ -141,8 +150,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tree": (remove("state/_METADATA"), "`_METADATA` is missing"),
     "half a tree": (cut("state/_METADATA", b'{"tree_metadata": {'), "`_METADATA` has 19 bytes"),
     "another's tree": (cut("state/_METADATA", b"[1, 2]"), "`_METADATA` has 6 bytes"),
+    "another leaf": (
+        other("state/_METADATA", b'"w"', b'"v"'), "`_METADATA` is damaged: its content has changed",
+    ),
+    "another shape": (
+        other("state/_gockpt_checksums/process_0.json", b"[4]", b"[5]"),
+        "`_gockpt_checksums/process_0.json` is damaged: its content has changed",
+    ),
     "no shardings": (cut("state/_sharding", b"\xff\xfe"), "`_sharding` has 2 bytes"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import xxhash
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from storage_helpers import assert_same_arrays, mesh, save
 
@@ -293,7 +294,12 @@ def share_checksums(item, withhold=()):
         theirs = {name: leaf for name, leaf in theirs.items() if leaf["chunks"]}
         file.write_text(json.dumps(told | {"process_index": index, "leaves": theirs}))
     of_all = item / "_gockpt_checksums/item.json"
-    of_all.write_text(json.dumps(json.loads(of_all.read_text()) | {"processes": [0, 1]}))
+    whole = json.loads(of_all.read_text()) | {"processes": [0, 1]}
+    for file in files:
+        made = xxhash.xxh3_128_hexdigest(file.read_bytes())
+        whole["files"][file.relative_to(item).as_posix()] = [file.stat().st_size, made]
+    whole["digest"] = checksum_files.self_digest(whole)
+    of_all.write_text(json.dumps(whole))
 
 
 @pytest.mark.parametrize("withheld", [(), ("params.w",)])

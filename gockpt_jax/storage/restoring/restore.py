@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from gockpt_jax.errors import TargetError, VerifyError
+from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.files import item_files
 from gockpt_jax.storage.inspecting.verify import Verdict, check_files, verify_item
 from gockpt_jax.storage.restoring.array_reader import LIMIT_BYTES, direct_reads
@@ -249,9 +249,9 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         )
     try:
         return _restore(directory, args, options)
-    except (TargetError, VerifyError):
+    except VerifyError:
         raise
-    except Exception as error:
+    except Exception as error:  # what seems not to fit may be damaged, too
         if (damage := _damage(directory)) is not None:
             raise damage from error
         raise
