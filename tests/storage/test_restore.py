@@ -494,6 +494,19 @@ def test_an_empty_directory_is_a_fresh_start(tmp_path):
         resume(tmp_path / "new")
 
 
+def test_a_run_whose_name_has_a_number_may_hold_weights_to_start_from(tmp_path):
+    root = tmp_path / "run_7"
+    with ocp.StandardCheckpointer() as stock:
+        stock.save(root / "pretrained", {"a": jnp.ones(3)})
+    assert resume(root) == "fresh"
+    with GoCkptManager(root) as manager:
+        manager.save(3, args=GoCkptSave(training_state()))
+    assert_same_arrays(resume(root), training_state())
+    assert [v.state for v in verify(root)] == ["whole", "unchecked", "whole", "whole"]
+    (root / "3/_CHECKPOINT_METADATA").unlink()
+    assert [v.state for v in verify(root / "3")] == ["damaged", "whole"]
+
+
 def test_no_directory_is_a_fresh_start_too(tmp_path):
     """Of an evaluation that has come before the training."""
     assert resume(tmp_path / "none", read_only=True) == "fresh"

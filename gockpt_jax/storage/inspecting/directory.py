@@ -88,9 +88,7 @@ def look_into(path: Any) -> Directory:
         raise FileNotFoundError(f"{path}: there is no such directory.")
     if is_tree(path):
         return Directory(path, "item", (Step(path, {"": path}, ("",)),))
-    # A directory of another name may be one of steps, with a tree among them to start from.
-    is_damaged_step = _number(path.name)[0] >= 0 and any(is_tree(p) for p in _folders(path))
-    if (path / STEP_METADATA).exists() or is_damaged_step:
+    if (path / STEP_METADATA).exists() or _is_damaged_step(path):
         return Directory(path, "step", (_step(path),))
     steps, leftovers, others = [], [], []
     for entry in sorted(path.iterdir()):
@@ -108,6 +106,19 @@ def look_into(path: Any) -> Directory:
 def is_tree(path: epath.Path) -> bool:
     """Whether a directory is an item that holds a tree of arrays, or what is left of one."""
     return bool((path / METADATA_FILE).exists() or (path / FOLDER).exists())
+
+
+def _is_damaged_step(path: epath.Path) -> bool:
+    """Whether a directory without metadata is a step and not one of steps.
+
+    Among steps there may be a tree to start from, and `run_7` may be the name of a run. But steps,
+    and trees that are no items of a step, have metadata of their own.
+    """
+    if _number(path.name)[0] < 0:
+        return False
+    folders = _folders(path)
+    has_steps = any((folder / STEP_METADATA).exists() for folder in folders)
+    return not has_steps and any(is_tree(folder) for folder in folders)
 
 
 def _folders(path: epath.Path) -> list[epath.Path]:
