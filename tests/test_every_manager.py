@@ -97,7 +97,8 @@ def test_handler_in_a_stock_manager(alone: bool, tmp_path: Path) -> None:
     def args(x: Any) -> Any:
         return x if alone else ocp.args.Composite(state=x)
 
-    options = ocp.CheckpointManagerOptions(save_decision_policy=EVERY)
+    prefix = None if alone else "lr0.1"
+    options = ocp.CheckpointManagerOptions(save_decision_policy=EVERY, step_prefix=prefix)
     handlers = handler if alone else {"state": handler}
     with ocp.CheckpointManager(tmp_path, options=options, item_handlers=handlers) as manager:
         step, state = handler.wrap(job.step), job.state

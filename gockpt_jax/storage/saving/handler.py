@@ -226,7 +226,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         if self.begun.enter(save, item):
             self._gockpt_session.end_save()
             if not self.has_manager:
-                digits = re.findall(r"\d+", save.rpartition("/")[2].partition(".")[0])
+                digits = re.findall(r"\d+", save.rpartition("/")[2].partition(TEMPORARY)[0])
                 self.label = int(digits[-1]) if digits else -1
             if self.votes is not None:
                 self.votes.begin(self.label)
