@@ -52,8 +52,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     Raises:
       TypeError: if an argument is of another kind, such as a `window` that is no `WindowOptions`.
-      ValueError: if a handler in `item_handlers` has no arguments registered, or `directory` is ""
-        or has a backslash in it.
+      ValueError: if a handler in `item_handlers` has no arguments registered, `directory` is "" or
+        has a backslash in it, or a `step_prefix` what Orbax takes for a pattern.
       NotADirectoryError: if a file is there.
 
     Warns:

@@ -181,11 +181,7 @@ def unasked(directory: Path) -> None:
 def elsewhere(directory: Path) -> None:
     """A leaf on the devices of processes 0 and 1 alone is saved beside the state, and restored."""
     loop = Loop(directory / "run", "fsdp_tensor")
-    half = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("half",))
-    sharding = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("half"))
-    rows = [np.full((2, 3), d.process_index, np.float32) for d in half.local_devices]
-    parts = [jax.device_put(x, d) for x, d in zip(rows, half.local_devices, strict=True)]
-    leaf = jax.make_array_from_single_device_arrays((8, 3), sharding, parts, dtype=np.float32)
+    leaf = half_of_the_devices()
     loop.run(INTERVAL - 1)
     loop.update()
     assert loop.save(args=gockpt.GoCkptSave({"state": loop.state, "half": leaf}))
@@ -194,12 +190,48 @@ def elsewhere(directory: Path) -> None:
     say("kind", report.kind, report.early_bytes > 0, len(leaf.addressable_shards))
     target = gockpt.GoCkptRestore(abstract({"state": loop.state, "half": leaf}))
     restored = loop.manager.restore(INTERVAL, args=target, verify=True)
-    assert restored["half"].sharding == sharding
+    assert restored["half"].sharding == leaf.sharding
     for before, after in zip(
         leaf.addressable_shards, restored["half"].addressable_shards, strict=True
     ):
         assert np.array_equal(before.data, after.data)
     loop.manager.close()
+
+
+def half_of_the_devices() -> jax.Array:
+    """An array on the devices of processes 0 and 1 of four; in each row the process that has it."""
+    half = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("half",))
+    sharding = jax.sharding.NamedSharding(half, jax.sharding.PartitionSpec("half"))
+    rows = [np.full((2, 3), d.process_index, np.float32) for d in half.local_devices]
+    parts = [jax.device_put(x, d) for x, d in zip(rows, half.local_devices, strict=True)]
+    return jax.make_array_from_single_device_arrays((8, 3), sharding, parts, dtype=np.float32)
+
+
+def some(directory: Path) -> None:
+    """Processes 0 and 1 save without the others: together, and each into storage of its own."""
+    leaf, index = half_of_the_devices(), jax.process_index()
+    if index > 1:
+        return
+    places = {
+        "together": {"primary_host": 0, "active_processes": {0, 1}},
+        f"own_{index}": {"primary_host": None, "active_processes": {index}},
+    }
+    for name, together in places.items():
+        options = ocp.CheckpointManagerOptions(
+            create=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                barrier_sync_key_prefix=name, **together
+            ),
+        )
+        root = directory / name
+        root.mkdir(exist_ok=True)
+        with gockpt.GoCkptManager(root, options=options) as manager:
+            assert manager.save(0, args=gockpt.GoCkptSave({"half": leaf}))
+            target = gockpt.GoCkptRestore(abstract({"half": leaf}))
+            restored = manager.restore(0, args=target)["half"]
+        for before, after in zip(leaf.addressable_shards, restored.addressable_shards, strict=True):
+            assert np.array_equal(before.data, after.data)
+        assert [v.state for v in verify(root)] == ["whole", "whole"], [*verify(root)]
 
 
 def queue(directory: Path) -> None:

@@ -28,7 +28,7 @@ TWO = (
     "meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "reviewed", "partly",
     "failures", "forced", "refused", "others", "asked", "expected", "alone", "newest",
 )  # fmt: skip
-FOUR = ("meshes", "elsewhere")
+FOUR = ("meshes", "elsewhere", "some")
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,12 @@ def test_a_leaf_of_which_processes_hold_no_shard(four: tuple[Path, list[Ended]])
         target = {"state": abstract_state("fsdp"), "half": half}
         restored = restore(stock, stock.directory / "4", 4, target)
     assert np.asarray(restored["half"])[:, 0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_some_processes_save_without_the_others(four: tuple[Path, list[Ended]]) -> None:
+    _, ended = four
+    for process in ended:
+        assert process.did("some"), process.output[-6000:]
 
 
 def test_a_dead_process_is_named_in_time(dying: tuple[Path, Job]) -> None:

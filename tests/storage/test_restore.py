@@ -338,6 +338,19 @@ def test_the_files_of_the_checksums_are_read_once(root, monkeypatch, how):
     assert files == [f"{folder}/item.json", f"{folder}/process_0.json"]
 
 
+def test_shapes_are_not_those_of_a_part(copy, monkeypatch):
+    """Each process has storage of its own, and the checksums of what it has written."""
+    item, state = copy / "3/state", training_state()
+    file = item / "_gockpt_checksums/process_0.json"
+    told = json.loads(file.read_text())
+    del told["leaves"]["params.w"]["chunks"][-1]
+    file.write_text(json.dumps(told))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        checksum_files.seal_item(item, None)
+    assert_same_arrays(restoring.restore(item, GoCkptRestore(abstract(state)), {}), state)
+
+
 @pytest.mark.parametrize("how", ["StandardRestore", "PyTreeRestore"])
 def test_stocks_arguments_get_the_same_error(reader, how):
     target = misfit(abstract(training_state()))

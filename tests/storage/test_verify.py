@@ -391,10 +391,34 @@ def test_processes_that_disagree(item, layout):
 
 
 @pytest.mark.parametrize("layout", ["ocdbt"])
-def test_a_processs_checksums_that_never_came_fail_the_save(item, layout, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+def test_a_processs_checksums_that_never_came_fail_the_save(item, layout):
     with pytest.raises(RuntimeError, match=r"processes \[1\] of 2 have left no checksums"):
-        checksum_files.seal_item(item, shared=True)
+        checksum_files.seal_item(item, {1, 0})
+
+
+@pytest.mark.parametrize("layout", ["ocdbt"])
+def test_a_part_of_which_other_processes_have_the_rest(item, layout, monkeypatch):
+    """Each in storage of its own: what is here is whole if nothing of it has changed."""
+
+    def sealed_after(change):
+        rewrite(item, change)
+        checksum_files.seal_item(item, None)
+        return faults_of(item)
+
+    def leave_out(content):
+        drop_chunk(content)
+        del content["leaves"]["zeros"]
+
+    def repeat(content):
+        chunks = content["leaves"]["w"]["chunks"]
+        chunks.append(chunks[0])
+
+    assert len(sealed_after(leave_out)) == 2
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert sealed_after(lambda content: None) == []
+    assert verify_item(item, share=(1, 2)) == verify_item(item)  # nobody else reads it
+    (fault,) = sealed_after(repeat)
+    assert "is there twice" in fault
 
 
 @pytest.mark.parametrize("layout", ["files"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -74,12 +74,14 @@ class ItemFile(NamedTuple):
       processes: Those that wrote chunks.
       is_intact: Whether it has its own digest.
       beside: What it knows of its step.
+      is_part: Whether other processes have the rest, in storage of their own.
     """
 
     files: Mapping[str, tuple[int, str | None]]
     processes: list[int]
     is_intact: bool
     beside: Beside
+    is_part: bool
 
 
 class LeafChecksums(NamedTuple):
@@ -127,12 +129,13 @@ def write_process(item: Any, leaves: Json) -> None:
     (item / process_file(index)).write_text(json.dumps(content))
 
 
-def seal_item(item: Any, *, shared: bool) -> None:
+def seal_item(item: Any, sharing: Collection[int] | None) -> None:
     """Writes `item.json`, when everything else of the item is there: just before its commit.
 
     Args:
       item: The item's directory; one without checksums is left as it is.
-      shared: Whether all processes write into this directory, or each into its own.
+      sharing: The processes that write into this directory; `None`: this one alone, and others
+        have the rest, in storage of their own.
 
     Raises:
       RuntimeError: The checksums of a process are not there, so its chunks may not be either.
@@ -140,13 +143,12 @@ def seal_item(item: Any, *, shared: bool) -> None:
     item = epath.Path(item)
     if not (item / FOLDER).exists():
         return
-    count = jax.process_count()
-    expected = range(count) if shared else [jax.process_index()]
-    missing = [n for n in expected if not (item / process_file(n)).exists()]
+    processes = sorted({jax.process_index()} if sharing is None else sharing)
+    missing = [n for n in processes if not (item / process_file(n)).exists()]
     if missing:
         raise RuntimeError(
-            f"{item}: processes {missing} of {count} have left no checksums. The save fails; do all"
-            " processes write into the same file system?"
+            f"{item}: processes {missing} of {len(processes)} have left no checksums. The save"
+            " fails; do all processes write into the same file system?"
         )
     sizes = dict(files_of(item))
     small = [name for name in sizes if not holds_chunks(name)]
@@ -155,7 +157,8 @@ def seal_item(item: Any, *, shared: bool) -> None:
     content = {
         "format": _FORMAT,
         "version": VERSION,
-        "processes": [*expected],
+        "processes": processes,
+        "is_part": sharing is None and jax.process_count() > 1,
         "files": files,
         "beside": what_lies_beside(item)._asdict(),
     }
@@ -182,7 +185,8 @@ def read_item(item: epath.Path) -> ItemFile:
         files = {name: (size, made) for name, (size, made) in content["files"].items()}
         is_intact = self_digest(content) == content["digest"]
         beside = Beside.of(content.get("beside", {}))
-        return ItemFile(files, list(content["processes"]), is_intact, beside)
+        is_part = bool(content.get("is_part"))
+        return ItemFile(files, list(content["processes"]), is_intact, beside, is_part)
     except _MALFORMED as error:
         raise ChecksumError(f"`{ITEM_FILE}` is damaged: {error!r}") from error
 

@@ -18,7 +18,7 @@ from etils import epath
 
 from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.files import beside, checksum_files, item_files
-from gockpt_jax.storage.files.checksum_files import ChecksumError, LeafChecksums
+from gockpt_jax.storage.files.checksum_files import ChecksumError, ItemFile, LeafChecksums
 from gockpt_jax.storage.files.plain_reads import PlainReads
 from gockpt_jax.storage.inspecting.directory import Step, look_into
 from gockpt_jax.storage.inspecting.stored_item import (
@@ -29,6 +29,8 @@ from gockpt_jax.storage.inspecting.stored_item import (
     for_each,
 )
 from gockpt_jax.storage.inspecting.verify_chunks import Read, check, open_leaf, reads_of
+
+_UNKNOWN = ItemFile({}, [0], False, beside.Beside({}, {}), False)
 
 State = Literal["whole", "damaged", "unchecked"]
 
@@ -145,31 +147,32 @@ def verify_item(
       limit_bytes: The most bytes of values that are read at one time. TensorStore decompresses
         beside it; a chunk larger than this is read alone.
       threads: The most reads at one time.
-      share: (i, n): read only every n-th chunk from the i-th on; the rest is for other processes.
+      share: (i, n): read only every n-th chunk from the i-th on; the rest is for other processes,
+        unless they have storage of their own.
     """
     path = epath.Path(path)
     if not (path / item_files.FOLDER).exists():
         note = "it has no checksums (not written by gockpt_jax, or by a version before they came)"
         return Verdict(str(path), notes=(note,))
-    faults, processes = check_files(path)
-    found, leaves = _read_processes(path, processes)
+    faults, sealed = check_files(path)
+    found, leaves = _read_processes(path, sealed.processes)
     faults += found
     try:
         item = StoredItem(path)
     except StoredItemError as error:
         return Verdict(str(path), (*faults, str(error)))
-    found, notes = _check_leaves(item, leaves)
+    found, notes = _check_leaves(item, leaves, is_part=sealed.is_part)
     faults += found
-    found, jobs = _plan(item, leaves, threads)
+    found, jobs = _plan(item, leaves, threads, is_part=sealed.is_part)
     faults += found
-    mine = jobs[share[0] :: share[1]]
+    mine = jobs if sealed.is_part else jobs[share[0] :: share[1]]
     faults += _read(mine, limit_bytes, threads)
     chunks, nbytes = sum(len(job.chunks) for job in mine), sum(job.nbytes for job in mine)
     return Verdict(str(path), tuple(faults), tuple(notes), chunks, nbytes)
 
 
 def _plan(
-    item: StoredItem, leaves: Mapping[str, LeafChecksums], threads: int
+    item: StoredItem, leaves: Mapping[str, LeafChecksums], threads: int, *, is_part: bool
 ) -> tuple[list[str], list[Read]]:
     """What is to be read of the leaves, and what is wrong with them before anything is.
 
@@ -181,7 +184,7 @@ def _plan(
     faults: list[str] = []
     jobs: list[Read] = []
     for name, store in zip(names, stores, strict=True):
-        found, of_leaf = reads_of(item, name, leaves[name], store)
+        found, of_leaf = reads_of(item, name, leaves[name], store, is_part=is_part)
         faults += found
         jobs += of_leaf
     return faults, jobs
@@ -196,21 +199,20 @@ def _read(jobs: Sequence[Read], limit_bytes: int, threads: int) -> list[str]:
         return list(itertools.chain.from_iterable(found))
 
 
-def check_files(item: epath.Path) -> tuple[list[str], Sequence[int]]:
-    """Compares the item's files with the list made at its commit; returns the processes too.
+def check_files(item: epath.Path) -> tuple[list[str], ItemFile]:
+    """Compares the item's files with the list made at its commit; returns what that says, too.
 
     Reads the small ones. Of those that hold chunks only the sizes are compared.
     """
     try:
         sealed = checksum_files.read_item(item)
     except FileNotFoundError:
-        return [f"`{item_files.ITEM_FILE}` is missing"], [0]
+        return [f"`{item_files.ITEM_FILE}` is missing"], _UNKNOWN
     except ChecksumError as error:
-        return [str(error)], [0]
+        return [str(error)], _UNKNOWN
     if sealed.is_intact:
-        return _compare(item, sealed.files), sealed.processes
-    own = f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"
-    return [own], sealed.processes
+        return _compare(item, sealed.files), sealed
+    return [f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"], sealed
 
 
 def _compare(
@@ -264,9 +266,12 @@ def _read_processes(
 
 
 def _check_leaves(
-    item: StoredItem, leaves: Mapping[str, LeafChecksums]
+    item: StoredItem, leaves: Mapping[str, LeafChecksums], *, is_part: bool
 ) -> tuple[list[str], list[str]]:
-    """The leaves with checksums are the tree's leaves; those of unknown types are noted."""
+    """The leaves with checksums are the tree's leaves; those of unknown types are noted.
+
+    All of them, unless other processes have the rest of the item.
+    """
     faults = [
         f"`{name}` was written but is not in the tree's `_METADATA`"
         for name in sorted(leaves.keys() - item.leaves.keys())
@@ -274,8 +279,8 @@ def _check_leaves(
     notes = []
     for name in sorted(item.leaves.keys() - leaves.keys()):
         leaf = item.leaves[name]
-        if leaf.is_array:
+        if leaf.is_array and not is_part:
             faults.append(f"`{name}` has no checksums, so it was not written with this checkpoint")
-        elif leaf.has_data and leaf.value_type != "string":
+        elif leaf.has_data and not leaf.is_array and leaf.value_type != "string":
             notes.append(f"`{name}` has no checksums: it is a `{leaf.value_type}`")
     return faults, notes

@@ -46,9 +46,22 @@ def open_leaf(item: StoredItem, name: str) -> ts.TensorStore | Exception:
 
 
 def reads_of(
-    item: StoredItem, name: str, leaf: LeafChecksums, store: ts.TensorStore | Exception
+    item: StoredItem,
+    name: str,
+    leaf: LeafChecksums,
+    store: ts.TensorStore | Exception,
+    *,
+    is_part: bool,
 ) -> tuple[list[str], list[Read]]:
-    """Checks what a leaf is, and plans its reads: each zarr chunk is read once."""
+    """Checks what a leaf is, and plans its reads: each zarr chunk is read once.
+
+    Args:
+      item: In which it is.
+      name: Its own.
+      leaf: Its checksums.
+      store: What `open_leaf` has found.
+      is_part: Whether chunks of it may be elsewhere.
+    """
     if isinstance(store, Exception):
         return [f"`{name}` cannot be opened: {brief(store)}"], []
     faults = []
@@ -56,7 +69,7 @@ def reads_of(
     if stored != leaf.dtype:
         faults.append(f"`{name}`: expected {leaf.dtype}, found {stored}")
     shape, zarr_chunk = tuple(store.shape), chunk_shape(store)
-    uncovered = _cover_fault(shape, leaf.chunks)
+    uncovered = _cover_fault(shape, leaf.chunks, is_part=is_part)
     if uncovered:
         return [*faults, f"`{name}`: {uncovered}"], []
     plain = item.plain(name)
@@ -80,8 +93,8 @@ def _cell_of(zarr_chunk: Sequence[int], chunk: Checksum, shape: Sequence[int]) -
     return (start, stop) if inside else None
 
 
-def _cover_fault(shape: Sequence[int], chunks: Sequence[Checksum]) -> str | None:
-    """Says whether chunks cover an array once; counts in a grid of all their edges."""
+def _cover_fault(shape: Sequence[int], chunks: Sequence[Checksum], *, is_part: bool) -> str | None:
+    """Says whether chunks cover an array (or a part) once; counts in a grid of all their edges."""
     for chunk in chunks:
         if len(chunk.start) != len(shape) or any(
             not 0 <= a <= b <= n for a, b, n in zip(chunk.start, chunk.stop, shape, strict=True)
@@ -102,7 +115,7 @@ def _cover_fault(shape: Sequence[int], chunks: Sequence[Checksum]) -> str | None
                 for place, a, b in zip(places, chunk.start, chunk.stop, strict=True)
             )
         ] += 1
-    wrong = np.argwhere(count != 1)
+    wrong = np.argwhere(count > 1 if is_part else count != 1)
     if not len(wrong):
         return None
     corner = tuple(axis[j] for axis, j in zip(edges, wrong[0], strict=True))

@@ -161,13 +161,14 @@ def _stored_arrays(item: StoredItem, known: Mapping[str, Stored]) -> Mapping[str
 
 
 def known_arrays(item: epath.Path) -> dict[str, Stored]:
-    """What the checksums of an item tell of its arrays; nothing where there are none.
+    """What the checksums of an item tell of its arrays; nothing where there are none, or not all.
 
     One file per process instead of one read per array; a restore reads them once.
     """
     known: dict[str, Stored] = {}
     try:
-        processes = checksum_files.read_item(item).processes
+        sealed = checksum_files.read_item(item)
+        processes = () if sealed.is_part else sealed.processes
         read = functools.partial(checksum_files.read_process, item)
         for file in for_each(((1, process) for process in processes), read):
             for name, (dtype, chunks) in file.leaves.items():

@@ -31,10 +31,8 @@ from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.slots import give_back
 
 # Options of the tree handler that matter when it reads.
-_READING = (
-    "type_handler_registry", "restore_concurrent_gb", "multiprocessing_options",
-    "pytree_metadata_options",
-)  # fmt: skip
+_READING = ("type_handler_registry", "restore_concurrent_gb", "multiprocessing_options",
+            "pytree_metadata_options")  # fmt: skip
 
 
 class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc]
@@ -266,7 +264,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self._trees.finalize(directory)
         if self.wait_for_metadata is not None:
             self.wait_for_metadata()
-        checksum_files.seal_item(directory, shared=self._primary_host is not None)
+        members = self._gockpt_session.processes.members
+        checksum_files.seal_item(directory, None if self._primary_host is None else members)
 
     def committed(self) -> None:
         """The last save is visible, if there is one and it has not failed."""
