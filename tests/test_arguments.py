@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -90,11 +91,13 @@ MANAGERS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a class": (("run",), {"item_handlers": {"x": ocp.JsonCheckpointHandler}}, "item `x` needs a "),
     "no options": (("run",), {"pytree_options": True}, "`pytree_options` must be a `Mapping`, got"),
     "misspelt": (("run",), {"pytree_options": {"zarr": 3}}, "`pytree_options`.*'zarr'. They are"),
-    "a prefix that is a pattern": (
-        ("run",), {"options": Options(step_prefix="a[b]*")},
-        r"`step_prefix` is 'a\[b\]\*': Orbax would .* takes \* \[ \] for parts of a pattern",
-    ),
-    "a prefix that is a path": (("run",), {"options": Options(step_prefix="a/b")}, "takes / for"),
+    **{
+        f"a prefix, {prefix}": (
+            ("run",), {"options": Options(step_prefix=prefix)},
+            rf"`step_prefix` is {re.escape(repr(prefix))}: Orbax would save .* Pass a prefix with",
+        )
+        for prefix in ("a[b]*", "a+", "a|b", "a(b", "(a)", "a/b", "a\\b")
+    },
     "a name that is a pattern": (
         ("run",), {"options": Options(step_name_format=named("a?", length=6))}, "`step_prefix` is",
     ),
@@ -133,7 +136,9 @@ def test_an_address_in_a_bucket_is_taken_as_it_is(monkeypatch):
     assert str(root_of("gs://bucket/run")) == "gs://bucket/run"
 
 
-@pytest.mark.parametrize("prefix", ["lr=1e-3, v1.2", "%d #1 ~!@&;'\"<>`", "ěšč_7", "", "_"])
+@pytest.mark.parametrize(
+    "prefix", ["lr=1e-3, v1.2", "{lr}]", "%d #1 ~!@&;'\"<>`", "ěšč_7", "", "_"]
+)
 @pytest.mark.parametrize("length", [None, 6])
 def test_other_prefixes_are_found_again(tmp_path, prefix, length):
     for options in (

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,7 +18,6 @@ from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.literal import refuse_backslash
 from gockpt_jax.storage.saving.refused import refuse_no_json
 
-_OF_PATTERNS = frozenset("\\*+?^$|()[]{}/")
 _WRITTEN_LATER = (ocp.args.JsonSave, ocp.args.ProtoSave)
 
 
@@ -64,13 +64,19 @@ def check_all(
 def _refuse_patterns(options: ocp.CheckpointManagerOptions | None) -> None:
     """Orbax looks for steps by a pattern in which it puts their prefix as it is."""
     names = getattr(options, "step_name_format", None) or options
-    prefix = getattr(getattr(names, "write_name_format", names), "step_prefix", None) or ""
-    if wrong := sorted(_OF_PATTERNS & set(prefix)):
+    prefix = getattr(getattr(names, "write_name_format", names), "step_prefix", None)
+    if prefix is not None and not _finds_itself(prefix):
         raise ValueError(
             f"`step_prefix` is {prefix!r}: Orbax would save steps of such names and not find them "
-            f"again, for it takes {' '.join(wrong)} for parts of a pattern or of a path. Pass a "
-            "prefix without them."
+            "again, for it takes a part of it for a pattern or a path. Pass a prefix without."
         )
+
+
+def _finds_itself(prefix: str) -> bool:
+    with contextlib.suppress(re.error):
+        found = re.search(f"^{prefix}_(1)$", f"{prefix}_1")
+        return found is not None and found.groups() == ("1",) and "/" not in prefix
+    return False
 
 
 def _kinds(values: Sequence[Any]) -> str:
