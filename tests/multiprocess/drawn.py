@@ -107,7 +107,7 @@ def _job(rng: random.Random, processes: int, first: int, last: int) -> JobLife:
         "on_save_error": rng.choice(["raise", "raise", "warn"]),
         "arm": rng.choice(["window", "window", "always"]),
         "device_budget_bytes": rng.choice([None, None, 1 << 13, 1 << 15]),
-        "host_budget_bytes": rng.choice([None, None, None, 1 << 17, 1 << 20]),
+        "host_budget_bytes": rng.choice([None, None, None, 3 << 16, 1 << 20]),
         **rng.choice([{"steps": rng.randint(2, 5)}, {"steps": 3}, {"max_steps": 5}]),
     }
     manager: dict[str, Any] = {"save_interval_steps": rng.choice([2, 3, 4, 5])}

@@ -138,8 +138,9 @@ class Lived:
         self._plain = _copied(loop.state)
         while loop.label < self._job.last:
             if self._one_step():
-                say("preempted", loop.label - 1)
                 break
+        else:
+            self._hear_of_preemption()
         self._guarded(manager.wait_until_finished)
         self._guarded(manager.wait_until_finished)  # that of a save that waited
         self._tell()
@@ -178,7 +179,21 @@ class Lived:
                 self._guarded(functools.partial(self._save, label, force=True))
         elif event == "restored":
             self._go_back()
-        return bool(manager.reached_preemption(label))
+        return self._is_preempted(label)
+
+    def _is_preempted(self, label: int) -> bool:
+        reached = bool(self._loop.manager.reached_preemption(label))
+        if reached:
+            say("preempted", label)
+        return reached
+
+    def _hear_of_preemption(self) -> None:
+        """Trains on until what one was told has come around: JAX looks for it once a second."""
+        fault, loop = self._job.fault, self._loop
+        if fault is None or fault.deed != "told":
+            return
+        while not self._is_preempted(loop.label):
+            self._guarded(loop.update)
 
     def _go_back(self) -> None:
         """To the newest checkpoint; all know the same one."""
@@ -246,9 +261,11 @@ class Lived:
     def _tell(self) -> None:
         reports = {r.step: r for r in self._loop.manager.reports}  # the last one of each label
         dropped = ("skipped", "superseded")
+        # One that failed here before another took its place may have been sound elsewhere.
+        lost = {s for s, r in reports.items() if r.error is not None or r.kind == "superseded"}
         say("came", self._fate.has_come)
         say("outcome", json.dumps(
-            sorted((s, r.kind if r.kind in dropped else "taken", r.error is None)
+            sorted((s, "lost" if s in lost else r.kind if r.kind in dropped else "taken")
                    for s, r in reports.items())
         ))  # fmt: skip
         say("kinds", sorted((s, r.kind, r.window_steps) for s, r in reports.items()))
