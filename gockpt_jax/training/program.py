@@ -3,6 +3,7 @@
 import concurrent.futures
 import copy
 import functools
+import re
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.returned import StateInResult
 from gockpt_jax.training.signature import Signature
 from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
+
+_FLAT_NAME = re.compile(r"'?\bflat\[(\d+)\]'?")
+"""What JAX calls an argument of the armed step (`armed.py`)."""
 
 
 class CannotArmError(Exception):
@@ -164,7 +168,11 @@ class StepProgram:
         flat = self.flat_call(args, kwargs) if flat is None else flat
         name_of = functools.partial(argument_name, self._form.dynamic(args, kwargs))
         self._traced_for.refuse_other(self._signature(flat, args, kwargs), name_of)
-        results = self.executable()(*flat)
+        try:
+            results = self.executable()(*flat)
+        except (TypeError, ValueError) as error:
+            error.args = (_FLAT_NAME.sub(lambda found: name_of(int(found[1])), str(error)),)
+            raise
         new, cut = results[: self.out_tree.num_leaves], results[self.out_tree.num_leaves :]
         state = [new[i] for i in self.positions.outputs]
         return ArmedResult(jax.tree.unflatten(self.out_tree, new), state, cut)

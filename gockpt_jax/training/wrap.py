@@ -287,8 +287,10 @@ class WrappedStep(StandIn):
 
 def _brief(error: BaseException) -> str:
     """An error in a line: JAX's hold whole arrays at times, or a page of the compiler's."""
-    first = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {first if len(first) < 200 else first[:200] + '...'}"
+    first, _, rest = str(error).partition("\n")
+    if first.endswith(":") and rest:  # it only announces what the others tell
+        first = " ".join(rest.split())
+    return f"{type(error).__name__}: {first if len(first) < 300 else first[:300] + '...'}"
 
 
 def _why_no_program(step: Any) -> str | None:

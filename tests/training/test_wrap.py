@@ -187,6 +187,26 @@ def test_changed_call_falls_back_to_the_users_step():
     assert observer.cuts == [n in (3, 5, 7) for n in range(8)]
 
 
+def test_of_a_call_that_changed_is_told_what_has_changed():
+    """JAX says at length that something has, and what on the lines behind that."""
+    observer = Observer((3,))
+    run(wrap(jax.jit(update), observer), fresh(), 4, lambda n: X[:1] if n == 3 else X)
+    told = "Argument `args[1]` compiled with float32[8] and called with float32[1]"
+    assert observer.refusals == [f"the call changed: TypeError: {told}"]
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_of_a_call_that_changed_is_told_where_what_lies():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    halves, whole = (jax.device_put(X, NamedSharding(mesh, P(*axes))) for axes in (["data"], []))
+    observer = Observer((3,))
+    state = jax.device_put(fresh(), NamedSharding(mesh, P()))
+    run(wrap(jax.jit(update), observer), state, 4, lambda n: halves if n == 3 else whole)
+    (reason,) = observer.refusals
+    assert reason.startswith("the call changed: ValueError: Argument `args[1]` with shape")
+    assert "PartitionSpec('data',)" in reason or "P('data',)" in reason
+
+
 def test_a_step_that_is_to_be_traced_anew_says_of_which_change():
     step = wrap(jax.jit(update), Observer())
     assert step.why_no_program == "the step had not been traced yet"
