@@ -334,7 +334,7 @@ class Session:
             return window
         steps = window.target - self.version
         self.abandon(window.given_up or f"the save came {steps} steps early")
-        if window.error is not None and (steps == 0 or not self.processes.several):
+        if steps == 0 or not self.processes.several:
             # Surfaces at the next call, and this save is a snapshot; beside others it fails.
             self._failure = window.error
         return None

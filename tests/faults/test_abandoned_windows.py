@@ -11,6 +11,7 @@ import pytest
 from bits import Bits, differing
 
 import gockpt_jax as gockpt
+from gockpt_jax.telemetry import events
 
 from .states import assert_checkpoints, bits_of
 from .trainer import Trainer
@@ -20,12 +21,15 @@ def state_bytes(bits: Bits) -> int:
     return sum(array.nbytes for array in bits.values())
 
 
-def test_predicted_save_does_not_come(tmp_path: Path) -> None:
+def test_predicted_save_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(jax.monitoring, "record_event", lambda name, **_: told.append(name))
     with Trainer(tmp_path) as trainer:
         trainer.run_undisturbed(6)
         while trainer.label <= 9:  # The window of save 8, but `save` is not called.
             trainer.update()
         assert trainer.manager.window_status == "idle"
+        assert told.count(events.WINDOW_ABANDONED) == 1
         trainer.assert_intact()
         assert trainer.save(force=True)
         trainer.assert_intact()

@@ -80,6 +80,22 @@ def test_training_goes_on(tmp_path, arm, change, log):
         assert manager.last_report.kind == "window"
 
 
+def test_one_odd_call_inside_a_window_counts_once(tmp_path):
+    """It is refused as a call, and what it has returned is met once more before the next one."""
+    programs = []
+    options, window = Options(save_interval_steps=8), WindowOptions(steps=4)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(make_step())
+
+        def save(n, state):
+            manager.save(n, args=GoCkptSave(state))
+            programs.append(step.program)
+
+        train(step, None, lambda n: n == 14, save)
+        assert {id(program) for program in programs[2:]} == {id(programs[-1])}
+        assert [r.kind for r in manager.reports if r.step in (8, 16, 24)] == ["window"] * 3
+
+
 @pytest.mark.parametrize("arm", ["window", "always"])
 def test_a_state_may_come_out_in_another_container(tmp_path, arm):
     """As NNX modules do that go through plain `jax.jit`: the loop puts the arrays back itself."""

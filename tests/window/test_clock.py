@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import numpy as np
 import pytest
 
+from gockpt_jax.window import planner
 from gockpt_jax.window.clock import StepClock
+from gockpt_jax.window.plan import Facts
 
 
 def told(clock, secs, start=0.0):
@@ -51,3 +55,10 @@ def test_the_newest_steps_count():
     clock = StepClock()
     told(clock, [1.0] * 400 + [2.0] * 160)
     assert clock.secs == pytest.approx(2.0)
+
+
+def test_plans_go_by_it_and_by_the_rate_of_the_link(monkeypatch):
+    clock = StepClock()
+    told(clock, [2.0] * 48)
+    monkeypatch.setattr(planner, "LINK", types.SimpleNamespace(bytes_per_sec=5.0))
+    assert planner.measured_facts(clock) == Facts(step_secs=2.0, link_bytes_per_sec=5.0)

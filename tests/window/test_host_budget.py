@@ -10,6 +10,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from window import training_loop
@@ -222,6 +224,29 @@ def test_saves_stay_within_the_default_budget(tmp_path):
     assert loop.manager.last_report.host_budget_bytes == (
         (STATE_BYTES + retained + SCRATCH) * 11 // 10
     )
+
+
+def test_what_follows_is_counted_on_all_devices(tmp_path):
+    """As much is retained on two of them as on one."""
+
+    @jax.jit
+    def momentum(state, batch):
+        m = 0.5 * state["m"] + jnp.sin(state["w"] + batch)
+        return {"m": m, "w": jnp.sin(state["w"] - m)}
+
+    reports = []
+    for count in (1, 2):
+        loop = Loop(tmp_path / str(count))
+        rows = jax.NamedSharding(jax.make_mesh((count,), ("a",)), jax.P("a"))
+        loop.state = {name: jax.device_put(jnp.ones(SIZE), rows) for name in "mw"}
+        loop.step = loop.manager.wrap(momentum)
+        loop.start()
+        loop.train(4)
+        loop.close()
+        reports.append(loop.report(4))
+    one, two = reports
+    assert (one.kind, one.gradient_bytes) == (two.kind, two.gradient_bytes) == ("window", 3 * LEAF)
+    assert one.host_budget_bytes == two.host_budget_bytes
 
 
 @pytest.mark.parametrize("label", [0, 4], ids=["snapshot", "window"])

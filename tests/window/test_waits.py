@@ -16,10 +16,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.compiling import Programs
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.programs import ReplayProgram
 from gockpt_jax.telemetry.save_record import SaveRecord
-from gockpt_jax.transfer import block
+from gockpt_jax.transfer import block, sample
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.replicas import FIRST_ALONE
@@ -276,6 +277,19 @@ def test_nobody_waits_for_a_replay_program_to_be_compiled(tmp_path, monkeypatch)
         loop.assert_saved(4)
     assert used
     assert used <= ahead
+
+
+def test_nobody_waits_for_a_program_of_the_audit_to_be_compiled(tmp_path, monkeypatch):
+    programs = Programs("gockpt-compile-samples")
+    monkeypatch.setattr(sample, "_programs", programs)
+    loop = Loop(tmp_path, 4, device_budget_bytes=BUDGET)
+    with loop.manager:
+        loop.train(7)
+        before = set(programs._found)
+        loop.train(8)
+        loop.assert_saved(4)
+        assert loop.manager.last_report.audit.chunks > 0
+    assert set(programs._found) == before
 
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
