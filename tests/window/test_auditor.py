@@ -113,6 +113,16 @@ def test_relative_error_is_of_the_leafs_scale(worker):
     assert pending.metadata["max_relative_error"] == record.audit.max_relative_error
 
 
+def test_a_leaf_of_zeros_has_no_scale(worker):
+    """As where nothing was replayed: it differs all the same."""
+    _, pending, record = audit_of(worker)
+    worker.wait_until_idle()
+    zeros = [HostChunk((slice(None),), np.zeros(256, np.float32))]
+    with pytest.raises(AuditError, match="`leaf 3`.* 256 of 256 elements differ"):
+        pending.check(RIGHT | {"leaf 3": zeros})
+    assert record.audit.max_relative_error == 258.0
+
+
 def test_pull_that_fails_fails_the_check(worker, monkeypatch):
     def fails(pull):
         raise OSError("gone")
