@@ -193,8 +193,7 @@ def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
 
 def _is_unrolled(scan: Op) -> bool:
     """Whether the compiler makes no loop of it: it has one turn, or so many are written out."""
-    turns, at_once = scan.params["length"], scan.params["unroll"]
-    return at_once is True or bool(turns <= max(1, at_once))
+    return bool(scan.params["length"] <= max(1, scan.params["unroll"]))
 
 
 def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

@@ -118,7 +118,7 @@ def test_a_leaf_of_zeros_has_no_scale(worker):
     _, pending, record = audit_of(worker)
     worker.wait_until_idle()
     zeros = [HostChunk((slice(None),), np.zeros(256, np.float32))]
-    with pytest.raises(AuditError, match="`leaf 3`.* 256 of 256 elements differ"):
+    with pytest.raises(AuditError, match=r"`leaf 3`.* 256 of 256 elements differ"):
         pending.check(RIGHT | {"leaf 3": zeros})
     assert record.audit.max_relative_error == 258.0
 

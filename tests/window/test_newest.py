@@ -284,6 +284,23 @@ def test_it_counts_for_policies_of_a_users_own(start):
     assert on_disk(loop) == [0, 4, 8]
 
 
+def test_it_counts_with_its_metrics(start):
+    losses = [9, 9, 9, 9, 5, 5, 5, 5, 3, 4]
+
+    class Better:
+        def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+            return not previous_steps or losses[step.step] < previous_steps[-1].metrics["loss"]
+
+    best = {"best_fn": lambda metrics: -metrics["loss"]}
+    loop = start(4, save_interval_steps=1, save_decision_policy=Better(), **best)
+    for label, loss in enumerate(losses):
+        loop.train(label, metrics={"loss": loss})
+    assert sorted(loop.given) == [0, 4, 8]
+    loop.gates[4].set()
+    loop.manager.close()
+    assert on_disk(loop) == [0, 4, 8]
+
+
 def test_what_is_given_to_save_may_change_afterwards(start):
     """All that is not on a device is taken with the state."""
     best = {"best_fn": lambda metrics: metrics["loss"]}
@@ -720,3 +737,16 @@ def test_another_thread_begins_the_save_that_waits(start, monkeypatch, call):
     loop.manager.wait_until_finished()
     loop.assert_saved(*(label for label in (0, 4, 8, 12) if label or call != "delete"))
     assert loop.kinds == {0: "snapshot", 4: "window", 8: "window", 12: "window"}
+
+
+def test_a_wait_in_the_middle_of_a_step_begins_no_save(start):
+    """A signal handler's: what it has interrupted goes on only after it."""
+    loop = start(4)
+    with loop.manager as manager:
+        loop.train(8)
+        loop.finish()
+        with loop.session.lock:  # as a step's hook holds it
+            manager.wait_until_finished()
+            assert manager._gockpt_saves.waiting.step == 8
+        manager.wait_until_finished()
+        loop.assert_saved(0, 4, 8)
