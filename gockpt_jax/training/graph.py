@@ -135,18 +135,15 @@ def _apply(
         return inputs
     if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
         body, operands = body_of(eqn, inputs)
-        if eqn.params.get("differentiated"):  # rematerialised, behind a barrier
-            operands = [_behind_wall(v) for v in operands]
         inner = (*path, position) if path is not None and can_open(eqn) else None
         return _walk(*_compat.open_jaxpr(body), operands, inner, axes)
     if name == "cond" and not any(_is_extended(v.aval) for v in eqn.outvars):
         index, *operands = inputs
-        operands = [_behind_wall(v) for v in operands]
         branches = [
             _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in eqn.params["branches"]
         ]
         return [
-            _value(var.aval, Op(_SELECT, (index, *cases), {}), 0, axes)
+            _value(var.aval, Op(_chooser(cases), (index, *cases), {}), 0, axes)
             for var, *cases in zip(eqn.outvars, *branches, strict=True)
         ]
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
@@ -158,16 +155,13 @@ def _apply(
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
-def _behind_wall(value: Value) -> Value:
-    """What is given to a branch, or to a block that is computed again.
+def _chooser(cases: Sequence[Value]) -> Any:
+    """What chooses a branch's result.
 
-    The compiler folds a chain of factors (`merging.py`) up to there, and in the branch anew; or as
-    one, if it does away with the branch. In a recipe there are no walls, and it would be folded as
-    one. So such a chain is not repeated across a wall.
+    Where every branch ends in a factor, or in adding a constant, a compiler may take that out of
+    all of them, and merge it with what follows: then nobody looks behind it.
     """
-    if value.is_constant or may_be_cut(value):
-        return value
-    return Value(value.aval, Op(WALL, (value,), {}), is_everywhere=value.is_everywhere)
+    return _SELECT if any(map(may_be_cut, cases)) else WALL
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:

@@ -9,19 +9,22 @@ import math
 from collections.abc import Callable, Collection, Iterator
 
 import jax.numpy as jnp
+import numpy as np
 
 from gockpt_jax import _compat
-from gockpt_jax.training.constants import is_infinite, is_power_of_two, may_be, scalar_constant
 from gockpt_jax.training.erased import is_one_product, may_be_erased
-from gockpt_jax.training.exact import (
+from gockpt_jax.training.numbers import is_power_of_two, may_be, may_be_all_of, may_be_one
+from gockpt_jax.training.values import (
     IDENTITIES,
     PRODUCTS,
     SUMS,
-    may_be_all_of,
+    Op,
+    Value,
+    is_known,
     names,
-    shares_a_scalar,
+    unspread,
+    without_walls,
 )
-from gockpt_jax.training.values import Op, Value, is_known, unspread, without_walls
 
 # Two of these, multiplied, are one of them or none.
 _MELTING = names("sqrt rsqrt exp exp2 pow")
@@ -57,6 +60,15 @@ def may_be_cut(value: Value) -> bool:
         any(_is_rounding_factor(op) or _hides(op) for op in _chain(value, _ends_chain))
         or any(map(_adds_constant, _chain(value, _ends_sum)))
     )
+
+
+def merges(op: Op) -> bool:
+    """Whether a compiler may make something else of a sum or product, and of those in front of it.
+
+    Some make `x * (a * b)` of `(x * a) * b` where `a` is a constant, and `(a + b) * c` of
+    `ac + bc`; others leave them. So neither is repeated. By a power of two it is the same number.
+    """
+    return shares_a_factor(op) or _folds(op)
 
 
 def melts(op: Op) -> bool:
@@ -101,6 +113,71 @@ def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
             stack.extend(op.inputs)
 
 
+def shares_a_factor(op: Op) -> bool:
+    """Whether a sum is of two products by one number."""
+    return any(True for _ in _shared_factors(op))
+
+
+def _shares_a_scalar(op: Op) -> bool:
+    """Whether they share a number, or a constant: one that folds with what follows."""
+    return any(v.shape == () or is_known(v) for v in _shared_factors(op))
+
+
+def _shared_factors(op: Op) -> Iterator[Value]:
+    if op.name in SUMS and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
+        one, other = (_factors(v) for v in op.inputs)
+        yield from (
+            a for a in one if not is_power_of_two(a) and any(may_be_one(a, b) for b in other)
+        )
+
+
+def _factors(value: Value) -> list[Value]:
+    """What a product multiplies, with what products among that do; nothing if it is none.
+
+    A division by a constant is a product with its reciprocal.
+    """
+    found, stack, products = dict[Value, None](), [value], set[Value]()
+    while stack:  # each once: a product may be of one with itself, again and again
+        value = unspread(stack.pop())
+        op = value.op
+        if op is None or value in found or value in products:
+            found[value] = None
+        elif op.name in PRODUCTS or _divides_by_constant(op):
+            products.add(value)
+            stack.extend(op.inputs)
+        else:
+            found[value] = None
+            stack.extend(op.inputs if op.name in IDENTITIES else may_be_all_of(op))
+    return list(found) if products else []
+
+
+def _divides_by_constant(op: Op) -> bool:
+    return op.name == "div" and is_known(unspread(op.inputs[1]))
+
+
+def _folds(op: Op) -> bool:
+    """Whether a constant in front of a product may be made one with its factor; so of sums."""
+    if op.name == "mul":
+        pairs = [op.inputs, op.inputs[::-1]]
+        return any(
+            _is_scalar(factor) and any(map(_multiplies_by_constant, _chain(v, _ends_chain)))
+            for v, factor in pairs
+        )
+    return _adds_constant(op) and any(
+        _adds_constant(other) for v in op.inputs for other in _chain(v, _ends_sum)
+    )
+
+
+def _is_scalar(factor: Value) -> bool:
+    factor = unspread(factor)
+    return (factor.shape == () or is_known(factor)) and not is_power_of_two(factor)
+
+
+def _multiplies_by_constant(op: Op) -> bool:
+    is_product = op.name in ("mul", "div") or is_one_product(op)
+    return is_product and any(is_known(unspread(v)) and not is_power_of_two(v) for v in op.inputs)
+
+
 def _hides(op: Op) -> bool:
     """Whether XLA sees more of an operation than we do: a body, or an array changed in place.
 
@@ -121,22 +198,22 @@ def _is_compiled_kernel(op: Op) -> bool:
 
 def _is_rounding_factor(op: Op) -> bool:
     if op.name == "mul":
-        return not any(is_power_of_two(scalar_constant(v)) for v in op.inputs)
+        return not any(map(is_power_of_two, op.inputs))
     if op.name == "integer_pow":
         return bool(op.params["y"] != 1)
     if op.name == "div":
-        return may_be(op.inputs[1], lambda divisor: not is_power_of_two(divisor))
+        return is_known(unspread(op.inputs[1])) and not is_power_of_two(op.inputs[1])
     if op.name == "pow":  # by a constant: erased, or made such a product
-        return may_be_erased(op) and scalar_constant(op.inputs[1]) != 1
+        return may_be_erased(op) and may_be(op.inputs[1], lambda power: power != 1)
     return op.name == "square" or is_one_product(op)
 
 
 def _ends_chain(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
     if op.name in SUMS or op.name in ("select_n", "max", "min"):
-        return not (may_be_all_of(op) or shares_a_scalar(op))
+        return not (may_be_all_of(op) or _shares_a_scalar(op))
     if op.name == "clamp":
-        return not any(may_be(v, is_infinite) for v in op.inputs)
+        return not any(may_be(v, np.isinf) for v in op.inputs)
     if op.name.startswith("reduce_"):
         return math.prod(op.inputs[0].shape) > math.prod(value.shape)
     if op.name in _ENDS:
@@ -148,7 +225,7 @@ def _adds_constant(op: Op) -> bool:
     """Whether an operation adds a constant to a number that rounds."""
     return (
         op.name in SUMS
-        and any(is_known(unspread(v)) and scalar_constant(v) != 0 for v in op.inputs)
+        and any(may_be(v, lambda number: number != 0) for v in op.inputs)
         and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
     )
 

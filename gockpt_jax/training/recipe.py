@@ -15,10 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gockpt_jax.training.constants import is_power_of_two
 from gockpt_jax.training.cut import Group
-from gockpt_jax.training.exact import PRODUCTS, SUMS, is_identity
-from gockpt_jax.training.values import Value
+from gockpt_jax.training.values import IDENTITIES, PRODUCTS, SUMS, Value
 from gockpt_jax.training.walk import Leaf
 
 
@@ -120,17 +118,15 @@ class Recipe:
         def read(operand: int | Constant) -> Any:
             return operand.value() if isinstance(operand, Constant) else registers[operand]
 
-        products, folded = set[int](), set[int]()
+        products = set[int]()
         for ins in self.instructions:
             operands = [read(o) for o in ins.operands]
-            if all(isinstance(o, Constant) or o in folded for o in ins.operands):
-                folded.add(len(registers))  # a constant to every compiler
-            elif ins.name in SUMS and not _adds_nothing(ins):
+            if ins.name in SUMS:
                 operands = [
                     _fenced(x, fence) if o in products else x
                     for o, x in zip(ins.operands, operands, strict=True)
                 ]
-            elif _multiplies(ins) or any(o in products for o in ins.operands):
+            elif ins.name in PRODUCTS or any(o in products for o in ins.operands):
                 products.add(len(registers))  # or one that is negated, chosen, renamed, halved
             registers.append(_execute(ins, operands, shape))
         return tuple(registers[o] for o in self.outputs)
@@ -172,7 +168,7 @@ def _instruction(value: Value, register: dict[Value, int]) -> Instruction:
     op = value.op
     assert op is not None
     operands = tuple(_operand(v, register) for v in op.inputs)
-    if op.name == "broadcast_in_dim" or is_identity(op):
+    if op.name == "broadcast_in_dim" or op.name in IDENTITIES:
         return Instruction(None, (), operands, value.shape == ())
     params = dict(op.params)  # all of them: one left out would take another value
     if "sharding" in params:
@@ -188,22 +184,6 @@ def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> A
     if ins.primitive is None:
         return operands[0]
     return ins.primitive.bind(*operands, **dict(ins.params))
-
-
-def _multiplies(ins: Instruction) -> bool:
-    """Whether it is a product that rounds.
-
-    By a power of two it does not: contracted or not it is the same number, and compilers merge what
-    stands on both sides of it.
-    """
-    constants = [o.value() for o in ins.operands if isinstance(o, Constant)]
-    return ins.name in PRODUCTS and not any(map(is_power_of_two, constants))
-
-
-def _adds_nothing(ins: Instruction) -> bool:
-    """Whether it adds zero: compilers erase that, and merge what stands on both sides of it."""
-    constants = [o.value() for o in ins.operands if isinstance(o, Constant)]
-    return any(not np.any(constant) for constant in constants)
 
 
 def _fenced(product: jax.Array, fence: jax.Array | None) -> jax.Array:

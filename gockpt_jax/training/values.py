@@ -6,6 +6,16 @@ import types
 from collections.abc import Collection
 from typing import Any
 
+
+def names(text: str) -> frozenset[str]:
+    """Of primitives, out of a text of them."""
+    return frozenset(text.split())
+
+
+PRODUCTS = names("mul square integer_pow")
+SUMS = names("add sub add_any")
+IDENTITIES = names("name copy copy_p sharding_constraint stop_gradient")
+"""What only says something about its operand."""
 _NOTHING = object()
 ENTER = types.SimpleNamespace(name="shard_map")
 """In place of a primitive: what makes one shard of an argument."""
@@ -45,6 +55,7 @@ class Value:
         of scalars that have come out of one which is not checked.
       is_folded: Whether it is computed from constants alone. Then the compiler knows its number,
         and may merge it with the constants that follow, as if it were one.
+      number: What it is of arguments drawn at random, once that was asked (`numbers.py`).
     """
 
     aval: Any
@@ -54,6 +65,7 @@ class Value:
     constant: Any = _NOTHING
     is_everywhere: bool = True
     is_folded: bool = False
+    number: Any = None
 
     @property
     def is_constant(self) -> bool:

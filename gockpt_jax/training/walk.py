@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.training.exact import SUMS, is_exact, is_identity
+from gockpt_jax.training.exact import is_exact
 from gockpt_jax.training.merging import may_be_cut, may_melt, melts, scatters
-from gockpt_jax.training.values import Op, Value
+from gockpt_jax.training.values import IDENTITIES, SUMS, Op, Value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _ends_walk(value: Value, repeats: Callable[[Op], bool], is_leafs: bool) -> b
     if value.op is None or not (may_repeat(value.op) and _is_elementwise(value.op, value)):
         return True
     # A marked gradient, as a rule: no need to look behind. But for a leaf that is told its place.
-    is_marked = is_identity(value.op) and not is_leafs
+    is_marked = value.op.name in IDENTITIES and not is_leafs
     return is_marked and value.site is not None and may_be_cut(value)
 
 

@@ -39,7 +39,7 @@ def least(*arrays):
 
 
 def far_from(x):
-    """More operations away than are looked through."""
+    """Many operations away."""
     return functools.reduce(lambda v, _: -v, range(6), x)
 
 
@@ -83,6 +83,30 @@ EXACT = [
     case("by sorted ones", lambda x, y: x * least(x) + y * least(x, y), "float32", "float32"),
     case("by other sums", lambda x, y: x * (x + y) + y * (x + 0.5), "float32", "float32"),
     case("root of a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)), "float32"),
+    case("select by a constant", lambda x: jnp.where(True, x, -x), "float32"),
+    case("select one", lambda x: jnp.where(x < 1, x * 0.3, x * 0.3), "float32"),
+    case("larger of one, once", lambda x: jnp.maximum(x, x * 1.0), "float32"),
+    case("select one, plus nothing", lambda x: jnp.where(x < 1, x + 0.0, x), "float32"),
+    case("larger of one", lambda x: jnp.maximum(x * 0.3, x * 0.3), "float32"),
+    case("larger than minus infinity", lambda x: jnp.maximum(x, -jnp.inf), "float32"),
+    case("negate twice", lambda x: jnp.negative(-x), "float32"),
+    case("absolute twice", lambda x: jnp.abs(jnp.abs(x)), "float32"),
+    case("product, once more by a scalar", lambda x: (x * x[0]) * 0.7, "float32"),
+    case("product, once more by two", lambda x: (x * 0.3) * 2.0, "float32"),
+    case("product with nothing added, by two", lambda x: ((x * 0.3) + 0.0) * 2.0, "float32"),
+    case("product, and a sum with a constant", lambda x: x * 0.3 + 0.7, "float32"),
+    case(
+        "products by what differs far back",
+        lambda x, y: x * far_from(x) + y * far_from(y),
+        "float32",
+        "float32",
+    ),
+    case(
+        "products by what is lower or not",
+        lambda x, y: x * least(y) + y * -least(y),
+        "float32",
+        "float32",
+    ),
     case("quotient of constants", lambda x: lax.div(jnp.full(4, 0.3), jnp.full(4, 0.7)), "float32"),
 ]
 
@@ -92,19 +116,26 @@ ROUNDED = [
     case("divide by 2**-126", lambda x: x / jnp.float32(2.0**-126), "float32"),
     case("divide by zero", lambda x: x / 0.0, "float32"),
     *(case(f.__name__, f, "float32") for f in (jnp.sqrt, lax.rsqrt, jnp.exp, jnp.tanh, jnp.log)),
-    case("select by a constant", lambda x: jnp.where(True, x, -x), "float32"),
-    case("select one", lambda x: jnp.where(x < 1, x * 0.3, x * 0.3), "float32"),
-    case("larger of one, once", lambda x: jnp.maximum(x, x * 1.0), "float32"),
-    case("select one, plus nothing", lambda x: jnp.where(x < 1, x + 0.0, x), "float32"),
-    case("larger of one", lambda x: jnp.maximum(x * 0.3, x * 0.3), "float32"),
-    case("larger than minus infinity", lambda x: jnp.maximum(x, -jnp.inf), "float32"),
-    case("negate twice", lambda x: jnp.negative(-x), "float32"),
-    case("absolute twice", lambda x: jnp.abs(jnp.abs(x)), "float32"),
     case("reciprocal power", lambda x: x**-2, "float32"),
     case("power", lambda x, y: x**y, "float32", "float32"),
     case("whole power", lax.pow, "float32", "int32"),
     case("exponential of a constant", lambda x: jnp.exp(jnp.full(4, 0.3)), "float32"),
     case("root over a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)) / 0.7, "float32"),
+    *(
+        case(how, f, "float32")
+        for how, f in {
+            "times two constants": lambda x: (x * 0.3) * 0.7,
+            "times a constant and a scalar": lambda x: (x * 0.3) * x[0],
+            "times a constant, negated, and another": lambda x: 0.7 * -(x * 0.3),
+            "times a constant and no less, and another": lambda x: (
+                jnp.maximum(x * 0.3, x * 0.3) * 3
+            ),
+            "over a constant, times another": lambda x: (x / 0.3) * 0.7,
+            "plus two constants": lambda x: (x + 0.3) + 0.7,
+            "from a constant, plus another": lambda x: (0.3 - x) + 0.7,
+            "plus a constant, times one, plus another": lambda x: ((x + 0.3) * 1.0) - 0.7,
+        }.items()
+    ),
     *(
         case(f"{how}, {f.__name__}", lambda x, y, f=f, of=of: f(*of(x, y)), "float32", "float32")
         for f in (jnp.add, jnp.subtract)
@@ -115,7 +146,17 @@ ROUNDED = [
             "squares": lambda x, y: (x * x, x * y),
             "products of products": lambda x, y: (x * 0.9, (x * 0.3) * 0.1),
             "products by known numbers": lambda x, y: (x * root(), lax.div(root(), root()) * y),
-            "products by what differs far back": lambda x, y: (x * far_from(x), y * far_from(y)),
+            "products by what is the same far back": lambda x, y: (
+                x * far_from(x),
+                y * far_from(x),
+            ),
+            "products by a square": lambda x, y: (x * (x[0] * x[0] + y), y * (x[0] ** 2 + y)),
+            "products by a sum, reordered": lambda x, y: (x * (x[0] + y), y * (y + x[0])),
+            "products by a difference": lambda x, y: (x * (y[0] - 0.3), y * (-0.3 + y[0])),
+            "products by what is bounded twice": lambda x, y: (
+                x * jnp.maximum(y, 0.0),
+                y * jnp.maximum(jnp.maximum(y, 0.0), 0.0),
+            ),
             "named products": lambda x, y: (checkpoint_name(x * 0.3, "a"), y * 0.3),
             "a product and a half": lambda x, y: (x * 0.1, x / 2.0),
             "quarters of products": lambda x, y: (x * 0.3 / 4.0, y * 0.3 / 4.0),

@@ -175,7 +175,16 @@ FOLLOWERS: dict[str, Callable[..., Any]] = {
     "rounded": lambda v, w, z: jnp.floor(v * 3.0),
     "counted": lambda v, w, z: v.astype(jnp.int32).astype(jnp.float32),
 }
-# Of constants the compiler makes one, and merges it with the next.
+
+
+def far_from(x: Any) -> Any:
+    """Many operations away."""
+    for n in range(6):
+        x = jnp.cos(x) + n
+    return x
+
+
+# Of constants the compiler makes one, and merges it with the next. And what it sees to be one.
 FOLDED: dict[str, Callable[..., Any]] = {
     "times a root of a constant": lambda v, w, z: ((v + z) * jnp.sqrt(0.3)) * 0.7,
     "times a quotient of constants": lambda v, w, z: ((v + z) * (1.0 / jnp.abs(0.3))) * 0.7,
@@ -193,6 +202,23 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "plus the larger of one product": lambda v, w, z: v + jnp.maximum(z * 0.3, z * 0.3) * 0.7,
     "plus a product and a half": lambda v, w, z: v + (0.9 * z + 0.1 * (z / 2.0)),
     "plus products with nothing added": lambda v, w, z: v + (0.9 * z + 0.1 * (z + 0.0)),
+    "plus products by what was squared otherwise": lambda v, w, z: (
+        v * (w[0] ** 2 + 1) + z * (w[0] * w[0] + 1)
+    ),
+    "plus products by a difference and a sum": lambda v, w, z: v * (w[0] - 0.3) + z * (-0.3 + w[0]),
+    "plus products by what is far": lambda v, w, z: v * far_from(w[0]) + z * far_from(w[0]),
+    "larger of a product and it reordered": lambda v, w, z: (
+        jnp.maximum((v + w) * 0.3, (w + v) * 0.3) * 0.7
+    ),
+    "bounded twice": lambda v, w, z: 0.9 * jax.nn.relu(jax.nn.relu(v)) + 0.1 * jax.nn.relu(v) + z,
+    "plus products out of branches": lambda v, w, z: (
+        lax.cond(w[0] > 0, lambda: v * 0.3, lambda: z * 0.3) + w * 0.3
+    ),
+    "times a constant behind branches": lambda v, w, z: (
+        lax.cond(w[0] > 0, lambda: v * 0.3, lambda: w * 0.3) * 0.7
+    ),
+    "times a constant and a scalar": lambda v, w, z: (v * 0.3) * w[0] + z,
+    "times a scalar and a constant": lambda v, w, z: (v * w[0]) * 0.3 + z,
 }
 FOLLOWERS |= FOLDED
 PAIRS = list(itertools.product(VALUES, FOLLOWERS))

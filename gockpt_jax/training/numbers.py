@@ -1,0 +1,169 @@
+"""What number a value is to a compiler, and which values may be one.
+
+A compiler finds that two values are one once it has rewritten both, by rules that are many, and
+others in its next version: it turns `x - 0.1` into `x + -0.1`, orders operands, drops a `max` that
+is taken twice. None of them changes what is computed. So values are worked out here, of arguments
+drawn at random: those that a compiler may take for one are one number, however they are written
+and however deep that is. What is not elementwise gives any numbers, the same of the same.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from gockpt_jax.training.values import (
+    IDENTITIES,
+    SUMS,
+    Op,
+    Value,
+    is_known,
+    names,
+    unspread,
+    without_walls,
+)
+
+_PRECISION = 1e-6
+_BY_ONE = names("mul div")
+# Of one array, the same numbers: elsewhere, or in another type.
+_MOVES = IDENTITIES | names(
+    """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
+    transpose squeeze expand_dims rev"""
+)
+# Of constants every compiler works these out on the host, rounded as IEEE 754 says.
+_ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "neg": np.negative, "abs": np.abs, "sign": np.sign, "max": np.maximum, "min": np.minimum,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "square": np.square,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal,
+    "select_n": lambda which, *cases: np.choose(
+        np.clip(which, 0, len(cases) - 1).astype(np.int32), cases
+    ),
+}  # fmt: skip
+_arguments = itertools.count()
+
+
+def may_be_one(a: Value, b: Value) -> bool:
+    """Whether a compiler may find that two values are one."""
+    one, other = number_of(a), number_of(b)
+    if _is_secret(one) or _is_secret(other):
+        return is_known(unspread(a)) and is_known(unspread(b))
+    return bool(np.allclose(one, other, rtol=_PRECISION, atol=0, equal_nan=True))
+
+
+def may_be(value: Value, holds: Callable[[Any], Any]) -> bool:
+    """Whether something holds for a constant; of some folded ones the compiler alone knows that."""
+    if not is_known(unspread(value)):
+        return False
+    number = number_of(value)
+    return _is_secret(number) or bool(np.all(holds(number)))
+
+
+def is_power_of_two(value: Value) -> bool:
+    """Whether a value is a constant power of two, far from where products underflow."""
+    if not is_known(unspread(value)):
+        return False
+    mantissa, exponent = np.frexp(np.abs(number_of(value)))
+    return bool(np.all((mantissa == 0.5) & (np.abs(exponent) < 120)))
+
+
+def may_be_all_of(op: Op) -> Sequence[Value]:
+    """Values of which one may be all that an operation gives, so that a compiler erases it."""
+    inputs = op.inputs
+    if op.name in SUMS | _BY_ONE:
+        pairs = [(inputs[0], inputs[1]), (inputs[1], inputs[0])]
+        if op.name == "div":
+            pairs.pop()
+        erased = 0 if op.name in SUMS else 1  # and what is taken off zero is only negated
+        return [x for x, y in pairs if may_be(y, lambda number: number == erased)]
+    if op.name in ("max", "min"):
+        is_one = may_be_one(*inputs) or any(may_be(v, np.isinf) for v in inputs)
+        return inputs if is_one else ()
+    if op.name == "select_n":
+        cases = inputs[1:]
+        is_one = all(may_be_one(cases[0], case) for case in cases)
+        return cases if is_one or may_be(inputs[0], lambda _: True) else ()
+    if op.name in ("neg", "abs"):
+        inner = inputs[0].op
+        if inner is not None and inner.name == op.name:
+            return inner.inputs if op.name == "neg" else inputs
+    return ()
+
+
+def number_of(value: Value) -> Any:
+    """What a value is: of arguments drawn at random, but of constants the number that they are.
+
+    Returns:
+      Some numbers; one for a constant, NaN if the compiler alone knows it.
+    """
+    value = without_walls(value)
+    stack = [value]
+    while stack:
+        made = stack[-1]
+        inputs = [without_walls(v) for v in (made.op.inputs if made.op else ())]
+        if todo := [v for v in inputs if v.number is None]:
+            stack.extend(todo)
+            continue
+        if made.number is None:
+            with np.errstate(all="ignore"):
+                made.number = _worked_out(made, [v.number for v in inputs])
+        stack.pop()
+    return value.number
+
+
+def _worked_out(value: Value, given: Sequence[Any]) -> Any:
+    op = value.op
+    if value.is_constant:
+        return _of_constant(value)
+    if op is None:
+        return _drawn(value, next(_arguments))
+    if value.is_folded:
+        return _folded(value, op, given)
+    if op.name in _MOVES:
+        return 1.0 * given[min(value.index, len(given) - 1)]
+    if op.name == "integer_pow":
+        return given[0] ** op.params["y"]
+    if op.name in _ELEMENTWISE and not any(map(_is_secret, given)):
+        return _ELEMENTWISE[op.name](*given)
+    return _drawn(value, op.name, value.index, *(np.float32(x).tobytes() for x in given))
+
+
+def _folded(value: Value, op: Op, given: Sequence[Any]) -> Any:
+    """What is made of constants, rounded after each operation as the compiler does."""
+    work_out = np.sqrt if op.name == "sqrt" else _ELEMENTWISE.get(op.name)
+    is_told = (work_out or op.name in _MOVES) and _is_numeric(value)
+    if not is_told or any(np.ndim(x) or np.float32(x) != x for x in given):
+        return np.nan
+    typed = [np.asarray(x, v.dtype) for x, v in zip(given, op.inputs, strict=True)]
+    number = np.asarray(work_out(*typed) if work_out else typed[0])
+    return np.float64(number.astype(value.dtype))
+
+
+def _of_constant(value: Value) -> Any:
+    """The number of a constant, if it is one; some that are drawn, if it has several."""
+    if not _is_numeric(value):
+        return np.nan
+    numbers = np.asarray(value.constant, value.dtype)
+    if not np.iscomplexobj(numbers) and numbers.size and np.all(numbers == numbers.flat[0]):
+        return np.float64(numbers.flat[0])
+    return _drawn(value, numbers.tobytes())
+
+
+def _is_numeric(value: Value) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.number) or value.dtype == jnp.bool_)
+
+
+def _is_secret(number: Any) -> bool:
+    return not np.ndim(number) and bool(np.isnan(number))
+
+
+def _drawn(value: Value, *what: Any) -> Any:
+    """Eight numbers of either sign, large and small, the same of the same in every process."""
+    digest = hashlib.blake2b(repr((value.shape, what)).encode()).digest()
+    bits = np.frombuffer(digest, "<u8")
+    numbers = np.where(bits & 1, 1, -1) * 10.0 ** (bits / 2.0**62 - 2.0)
+    return numbers > 0 if value.dtype == jnp.bool_ else numbers
