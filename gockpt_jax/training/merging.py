@@ -13,7 +13,13 @@ import numpy as np
 
 from gockpt_jax import _compat
 from gockpt_jax.training.erased import is_one_product, may_be_erased
-from gockpt_jax.training.numbers import is_power_of_two, may_be, may_be_all_of, may_be_one
+from gockpt_jax.training.numbers import (
+    is_power_of_two,
+    may_be,
+    may_be_all_of,
+    may_be_one,
+    reciprocal,
+)
 from gockpt_jax.training.values import (
     IDENTITIES,
     PRODUCTS,
@@ -136,17 +142,20 @@ def _factors(value: Value) -> list[Value]:
 
     A division by a constant is a product with its reciprocal.
     """
-    found, stack, products = dict[Value, None](), [value], set[Value]()
-    while stack:  # each once: a product may be of one with itself, again and again
+    found, products, stack = dict[Value, None](), set[Value](), [value]
+    while stack:
         value = unspread(stack.pop())
         op = value.op
-        if op is None or value in found or value in products:
-            found[value] = None
-        elif op.name in PRODUCTS or _divides_by_constant(op):
+        if value in found or value in products:  # a product may be of one with itself, and again
+            continue
+        if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
             products.add(value)
-            stack.extend(op.inputs)
-        else:
-            found[value] = None
+            stack.extend(
+                (op.inputs[0], reciprocal(op.inputs[1])) if op.name == "div" else op.inputs
+            )
+            continue
+        found[value] = None
+        if op is not None:
             stack.extend(op.inputs if op.name in IDENTITIES else may_be_all_of(op))
     return list(found) if products else []
 
@@ -157,14 +166,17 @@ def _divides_by_constant(op: Op) -> bool:
 
 def _folds(op: Op) -> bool:
     """Whether a constant in front of a product may be made one with its factor; so of sums."""
+    if len(op.inputs) == 1:
+        return False
+    both = (op.inputs, op.inputs[::-1])
+    pairs = [(v, other) for v, other in both if not is_known(unspread(v))]
     if op.name == "mul":
-        pairs = [op.inputs, op.inputs[::-1]]
         return any(
             _is_scalar(factor) and any(map(_multiplies_by_constant, _chain(v, _ends_chain)))
             for v, factor in pairs
         )
     return _adds_constant(op) and any(
-        _adds_constant(other) for v in op.inputs for other in _chain(v, _ends_sum)
+        _adds_constant(inner) for v, _ in pairs for inner in _chain(v, _ends_sum)
     )
 
 
@@ -234,5 +246,5 @@ def _ends_sum(op: Op, value: Value) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
     if op.name == "mul" or op.name == "div":  # but by one, which is erased
         factors = op.inputs if op.name == "mul" else op.inputs[1:]
-        return not any(may_be(v, lambda number: number in (1, -1)) for v in factors)
+        return not any(may_be(v, lambda number: abs(number) == 1) for v in factors)
     return op.name in PRODUCTS or _ends_chain(op, value)

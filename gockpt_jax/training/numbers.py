@@ -71,6 +71,12 @@ def is_power_of_two(value: Value) -> bool:
     return bool(np.all((mantissa == 0.5) & (np.abs(exponent) < 120)))
 
 
+def reciprocal(divisor: Value) -> Value:
+    """What a compiler multiplies by, where it is told to divide by a constant."""
+    with np.errstate(all="ignore"):
+        return Value(divisor.aval, is_folded=True, number=1.0 / number_of(divisor))
+
+
 def may_be_all_of(op: Op) -> Sequence[Value]:
     """Values of which one may be all that an operation gives, so that a compiler erases it."""
     inputs = op.inputs

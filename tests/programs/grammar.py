@@ -28,6 +28,10 @@ def _narrow(dtype: Any) -> Callable[[jax.Array], jax.Array]:
     return lambda x: (x.astype(dtype) * 0.9).astype(jnp.float32)
 
 
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(x * x))
+
+
 def _axis(x: jax.Array) -> int | None:
     return 0 if x.ndim else None
 
@@ -71,6 +75,9 @@ UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": lambda x: jax.nn.softmax(x, 0) if x.ndim else x,
     "cumulative": _flat(jnp.cumsum), "sorted": _flat(jnp.sort),
     "columns": lambda x: x * jnp.max(jnp.abs(x), _axis(x)),
+    "clipped by norm": lambda x: jnp.where(_norm(x) < 0.5, x, (x / _norm(x)) * 0.5),
+    "scaled by norm": lambda x: x * jnp.minimum(1.0, 0.5 / (_norm(x) + 1e-6)),
+    "if finite": lambda x: jnp.where(jnp.all(jnp.isfinite(x)), x, jnp.zeros_like(x)),
     # Loops.
     "loop": lambda x: lax.fori_loop(0, 2, lambda _, c: c * 0.9 + 0.1, x),
     "one turn": lambda x: lax.fori_loop(0, 1, lambda _, c: c * 0.9, x),
@@ -103,6 +110,25 @@ BINARY: dict[str, Callable[..., jax.Array]] = {
     )(x),
     "dot": lambda x, y, a, b: x @ y.T @ x / x.size if x.ndim == 2 else x * y,
     "turns": lambda x, y, a, b: lax.fori_loop(0, 2, lambda _, c: a * c + y, x),
+    # As optimizers do: averages by what is computed, schedules, bounds, steps that are skipped.
+    "averaged by": lambda x, y, a, b: a * x + (1.0 - a) * y,
+    "both by one": lambda x, y, a, b: x * a + a * y,
+    "scaled twice": lambda x, y, a, b: x + (y * a) * b,
+    "scaled square": lambda x, y, a, b: x * b + a * jnp.square(b * y),
+    "polynomial": lambda x, y, a, b: a * x + b * (x * x) * y,
+    "running mean": lambda x, y, a, b: x + (y - x) / (2.0 + a),
+    "corrected": lambda x, y, a, b: x / (2.0 + a) + b * y,
+    "infinity norm": lambda x, y, a, b: jnp.maximum(a * x, jnp.abs(y) + 1e-3),
+    "largest moment": lambda x, y, a, b: jnp.maximum(x, 0.99 * x + 0.01 * (y * y)),
+    "by a choice": lambda x, y, a, b: jnp.where(jnp.less(a, b), x, y),
+    "not below zero": lambda x, y, a, b: jnp.where(x + y < 0.0, -x, y),
+    "resized": lambda x, y, a, b: jnp.where(
+        x * y > 0, jnp.minimum(y * 1.2, 5.0), jnp.where(x * y < 0, jnp.maximum(y * 0.5, 0.1), y)
+    ),
+    "either scaled": lambda x, y, a, b: lax.cond(jnp.sum(y) > 0, lambda: x * a, lambda: y * a),
+    "added or not": lambda x, y, a, b: (
+        x + lax.cond(jnp.sum(y) > 0, lambda: a * y, lambda: jnp.zeros_like(y))
+    ),
 }  # fmt: skip
 
 # What the host can repeat: of updates made of these alone, leaves may leave early.
@@ -111,6 +137,9 @@ REPEATED = (
     "copied", "jit", "times one", "plus zero", "halved",
     "add", "sub", "mul", "max", "min", "scaled", "both scaled", "averaged", "nearer",
     "second moment", "product of scaled", "plus constants", "larger", "where positive", "branch",
+    "masked", "averaged by", "both by one", "scaled twice", "scaled square", "polynomial",
+    "infinity norm", "largest moment", "by a choice", "not below zero", "resized", "either scaled",
+    "added or not", "if finite", "scaled by norm",
 )  # fmt: skip
 
 
@@ -160,10 +189,15 @@ class Expressions:
         return self._rng.choice(CONSTANTS) if self._rng.random() < 0.7 else self.scalar()
 
     def scalar(self) -> jax.Array:
-        """An expression of scalars."""
+        """An expression of scalars; it may be part of others."""
         x, y = (self._rng.choice(self._scalars) for _ in range(2))
-        return self._rng.choice([lambda: x, lambda: x * 0.1, lambda: 1.0 / (1.0 + jnp.abs(x)),
-                                 lambda: x * y, lambda: jnp.where(x > y, x, 0.5)])()  # fmt: skip
+        value = self._rng.choice([
+            lambda: x, lambda: x * 0.1, lambda: 1.0 / (1.0 + jnp.abs(x)), lambda: x * y,
+            lambda: jnp.where(x > y, x, 0.5), lambda: 1.0 - x, lambda: x - 0.3, lambda: x / 3.0,
+            lambda: jnp.minimum(x, 1.0), lambda: jnp.square(x), lambda: x * x, lambda: x + y,
+        ])()  # fmt: skip
+        self._scalars.append(value)
+        return value
 
 
 # Around an update `(arrays, scalars) -> arrays`, whose first results are like its first arguments.
