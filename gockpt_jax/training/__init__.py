@@ -4,9 +4,9 @@ In the order of their imports:
 
     values     the values of a traced step, and what makes them
     erased     of which operations the compiler makes nothing
-    constants  what is known of constants
+    numbers    what number a value is, and which may be one
+    merging    what compilers merge
     exact      which operations the host repeats bit for bit
-    merging    what the compiler merges across a value that is returned
     walk       from a leaf's new value back to what it cannot repeat
     flow       minimum cuts
     cut        where to cut a step

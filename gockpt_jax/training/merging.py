@@ -1,7 +1,8 @@
-"""What a compiler merges across a value that a program also returns.
+"""What a compiler may merge, across a value that a program also returns or behind it.
 
-It then goes on with another number than the one returned (docs/decisions/0001). So a cut lies only
-where nothing in front of the value can be merged with what follows.
+Across it, the step goes on with another number than the one returned (docs/decisions/0001). So a
+cut lies only where nothing in front of the value can be merged with what follows. Behind it, one
+compiler merges what another leaves, so the host does not repeat it.
 """
 
 import itertools

@@ -106,8 +106,7 @@ class Recipe:
           scalars: Captured scalars, shape ().
           fence: An int32 zero that the compiler cannot know. Given, each product passes
             through it on its way into an addition, so that the two are not contracted: accelerators
-            do not, the CPU backend would (docs/guarantees.md). On its way into another product
-            it does not: there both fold scalar factors alike.
+            do not, the CPU backend would (docs/guarantees.md).
 
         Returns:
           The new chunks, in the order of `states`.
