@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from gockpt_jax import _compat
 from gockpt_jax.training.merging import may_be_cut
-from gockpt_jax.training.values import ENTER, WALL, Op, Site, Value, is_everywhere, is_known
+from gockpt_jax.training.values import CHOICE, ENTER, Op, Site, Value, is_everywhere, is_known
 
 _SELECT = lax.select_n_p
 # Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
@@ -159,9 +159,9 @@ def _chooser(cases: Sequence[Value]) -> Any:
     """What chooses a branch's result.
 
     Where every branch ends in a factor, or in adding a constant, a compiler may take that out of
-    all of them, and merge it with what follows: then nobody looks behind it.
+    all of them, and merge it with what follows. That is neither cut nor repeated.
     """
-    return _SELECT if any(map(may_be_cut, cases)) else WALL
+    return _SELECT if any(map(may_be_cut, cases)) else CHOICE
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:

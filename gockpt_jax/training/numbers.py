@@ -33,6 +33,15 @@ _MOVES = IDENTITIES | names(
     """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
     transpose squeeze expand_dims rev"""
 )
+
+
+def _chosen(which: Any, *cases: Any) -> Any:
+    chosen = cases[0]
+    for n, case in enumerate(cases):
+        chosen = np.where(which >= n, case, chosen)
+    return chosen
+
+
 # Of constants every compiler works these out on the host, rounded as IEEE 754 says.
 _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
@@ -40,9 +49,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "square": np.square,
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
     "ge": np.greater_equal,
-    "select_n": lambda which, *cases: np.choose(
-        np.clip(which, 0, len(cases) - 1).astype(np.int32), cases
-    ),
+    "select_n": _chosen, "choice": _chosen,
 }  # fmt: skip
 _arguments = itertools.count()
 

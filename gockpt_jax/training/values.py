@@ -19,8 +19,8 @@ IDENTITIES = names("name copy copy_p sharding_constraint stop_gradient")
 _NOTHING = object()
 ENTER = types.SimpleNamespace(name="shard_map")
 """In place of a primitive: what makes one shard of an argument."""
-WALL = types.SimpleNamespace(name="optimization_barrier")
-"""In place of a primitive that nothing repeats: what passes it is the same number."""
+CHOICE = types.SimpleNamespace(name="choice")
+"""In place of a primitive: `select_n` between what a compiler may take out of branches."""
 _MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
 """What gives all devices that take part the same result."""
 

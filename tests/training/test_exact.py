@@ -154,6 +154,10 @@ ROUNDED = [
             "products by a square": lambda x, y: (x * (x[0] * x[0] + y), y * (x[0] ** 2 + y)),
             "products by a sum, reordered": lambda x, y: (x * (x[0] + y), y * (y + x[0])),
             "products by a difference": lambda x, y: (x * (y[0] - 0.3), y * (-0.3 + y[0])),
+            "products by what is chosen among many": lambda x, y: (
+                x * lax.switch(y[0].astype(int), [lambda n=n: y[1] * n for n in range(1, 40)]),
+                y * lax.switch(y[0].astype(int), [lambda n=n: n * y[1] for n in range(1, 40)]),
+            ),
             "products by what is bounded twice": lambda x, y: (
                 x * jnp.maximum(y, 0.0),
                 y * jnp.maximum(jnp.maximum(y, 0.0), 0.0),
