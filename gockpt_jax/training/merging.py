@@ -127,7 +127,7 @@ def shares_a_factor(op: Op) -> bool:
 
 def _shares_a_scalar(op: Op) -> bool:
     """Whether they share a number, or a constant: one that folds with what follows."""
-    return any(v.shape == () or is_known(v) for v in _shared_factors(op))
+    return any(map(_is_one_number, _shared_factors(op)))
 
 
 def _shared_factors(op: Op) -> Iterator[Value]:
@@ -173,17 +173,28 @@ def _folds(op: Op) -> bool:
     pairs = [(v, other) for v, other in both if not is_known(unspread(v))]
     if op.name == "mul":
         return any(
-            _is_scalar(factor) and any(map(_multiplies_by_constant, _chain(v, _ends_chain)))
+            any(map(_multiplies_by_constant, _chain(v, _ends_chain)))
             for v, factor in pairs
+            if _is_one_number(factor) and not is_power_of_two(factor)
         )
     return _adds_constant(op) and any(
         _adds_constant(inner) for v, _ in pairs for inner in _chain(v, _ends_sum)
     )
 
 
-def _is_scalar(factor: Value) -> bool:
-    factor = unspread(factor)
-    return (factor.shape == () or is_known(factor)) and not is_power_of_two(factor)
+def _is_one_number(value: Value) -> bool:
+    """Whether a compiler sees one number that is spread, be it after what makes it."""
+    stack, seen = [value], set[Value]()
+    while stack:
+        value = unspread(stack.pop())
+        if value in seen or value.shape == () or is_known(value):
+            continue
+        seen.add(value)
+        inputs = value.op.inputs if value.op else ()
+        if not inputs or any(v.shape not in ((), value.shape) for v in inputs):
+            return False
+        stack.extend(inputs)
+    return True
 
 
 def _multiplies_by_constant(op: Op) -> bool:

@@ -127,6 +127,7 @@ ROUNDED = [
         for how, f in {
             "times two constants": lambda x: (x * 0.3) * 0.7,
             "times a constant and a scalar": lambda x: (x * 0.3) * x[0],
+            "times a constant and spread ones": lambda x: (x * 0.3) * (jnp.full(4, x[0]) * x[1]),
             "times a constant, negated, and another": lambda x: 0.7 * -(x * 0.3),
             "times a constant and no less, and another": lambda x: (
                 jnp.maximum(x * 0.3, x * 0.3) * 3
@@ -336,6 +337,10 @@ def in_a_kernel(x, y):
         pytest.param(lambda x, y: x * 0.1 + y * 0.1, False, id="products by one number"),
         pytest.param(lambda x, y: x * 0.1 + y / 10.0, False, id="product and quotient by one"),
         pytest.param(lambda x, y: x * x[0] + y * x[0], False, id="products by one scalar"),
+        pytest.param(
+            lambda x, y: x * (jnp.full(4, x[0]) * 0.3) + y * (jnp.full(4, x[0]) * 0.3), False,
+            id="products by one spread scalar",
+        ),
         pytest.param(lambda x, y: x * 0.1 + y * 0.3, True, id="products by others"),
         pytest.param(lambda x, y: x * y + y * y, True, id="products by one array"),
         pytest.param(lambda x, y: x * 0.5 + y * 0.5, True, id="halves"),
