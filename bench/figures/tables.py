@@ -111,7 +111,8 @@ def compiled_table(record: Mapping[str, Any]) -> list[str]:
         steps = sum(name.endswith("/early") for name in of)
         names = f"{_ACCELERATORS[target]} | {_LAYOUTS[layout]}"
         lines.append(f"| {names} | {steps} | {' | '.join(cells)} |")
-    return lines
+    compilers = [n.rstrip(".") for n in record["notes"] if n.startswith(("libtpu ", "jax-cuda"))]
+    return [*lines, "", f"With jax {record['versions']['jax']}, {', '.join(compilers)}."]
 
 
 def prediction_table(record: Mapping[str, Any]) -> list[str]:

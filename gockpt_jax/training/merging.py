@@ -167,8 +167,8 @@ def _divides_by_constant(op: Op) -> bool:
 
 def _folds(op: Op) -> bool:
     """Whether a constant in front of a product may be made one with its factor; so of sums."""
-    if len(op.inputs) == 1:
-        return False
+    if len(op.inputs) == 1 or (op.name == "sub" and is_known(unspread(op.inputs[0]))):
+        return False  # what is taken off a constant stays as it is: `1 - (1 - t**-0.8)`
     both = (op.inputs, op.inputs[::-1])
     pairs = [(v, other) for v, other in both if not is_known(unspread(v))]
     if op.name == "mul":
