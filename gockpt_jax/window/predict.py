@@ -45,9 +45,8 @@ class Calls:
 class SavePredictor:
     """Predicts the version of the next save.
 
-    In order: what `expect` was told, once it is near; the user's policy, once `save` has come, or
-    was asked for, with two consecutive labels; the period of the last two accepted saves, unless
-    `expect` was told of a later one.
+    In order: what `expect` was told; the user's policy, once `save` has come, or was asked for,
+    with two consecutive labels; the period of the last two accepted saves.
 
     Attributes:
       is_save_label: Whether the user's policy saves at a label, where that is known beforehand.
@@ -162,16 +161,15 @@ class SavePredictor:
         """
         if self._is_over or not self.takes_state:
             return None
-        later = self._expected if self._expected is not None and self._expected > version else None
-        if later is not None and later <= version + horizon:
-            return later
-        if self._abandoned >= _PATIENCE:
+        if self._expected is not None and self._expected > version:
+            target: int | None = self._expected
+        elif self._abandoned >= _PATIENCE:
             return None
-        target = self._foreseen(version, horizon, guess=later is None)
+        else:
+            target = self._periodic(version, horizon)
         return target if target is not None and target <= version + horizon else None
 
-    def _foreseen(self, version: int, horizon: int, *, guess: bool) -> int | None:
-        """By the policy; or by their period, if that may be guessed."""
+    def _periodic(self, version: int, horizon: int) -> int | None:
         if self._cached is not None:
             computed_at, target = self._cached
             if target is not None and target > version:
@@ -179,7 +177,7 @@ class SavePredictor:
             if target is None and version == computed_at:
                 return None
         target = self._by_policy(version, horizon)
-        if target is None and guess:
+        if target is None:
             target = self._by_period(version)
         self._cached = (version, target)
         return target

@@ -89,24 +89,6 @@ def test_expected_save_comes_first_and_once():
     assert predictor.next_save(26, HORIZON) == 30
 
 
-def test_what_is_expected_later_hides_no_save_of_the_policy():
-    predictor = SavePredictor(every(5))
-    loop(predictor, range(1, 4), every(5))
-    predictor.expect(18)
-    found = [predictor.next_save(version, HORIZON) for version in range(3, 20)]
-    assert found == [5, 5, None, *[10] * 4, None, *[15] * 3, *[18] * 4, *[20] * 2]
-
-
-def test_what_is_expected_is_believed_more_than_the_period():
-    predictor = SavePredictor()
-    predictor.observe(5, 5, True)
-    predictor.observe(10, 10, True)
-    predictor.expect(18)
-    assert [predictor.next_save(v, HORIZON) for v in (11, 13, 14, 17)] == [None, None, 18, 18]
-    predictor.observe(18, 18, True)
-    assert predictor.next_save(23, HORIZON) == 26
-
-
 def test_labels_that_jump_are_not_counted_on():
     """Labels in tokens, or a step that is not saved every time: no policy, no wrong window."""
     predicted = loop(SavePredictor(every(512)), range(0, 512 * 12, 128), every(512))
