@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges compiled pretended scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges compiled compiled-h100 compiled-v5e compiled-v5e-newest pretended scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -33,7 +33,7 @@ help:
 	@echo 'make programs  random training programs in random lives: 50 of them, three lives each on 1 and 8 devices'
 	@echo 'make parity  random lives of a stock manager and ours, side by side: 60 of them'
 	@echo 'make merges  what the compiler merges with a retained value: all pairs of operations'
-	@echo 'make compiled  the same, and random programs, as the compilers of an H100 and a TPU make them; needs neither'
+	@echo 'make compiled  the same, and random programs, as the compilers of an H100 and a TPU (the one of this JAX, and the newest) make them; needs neither'
 	@echo 'make pretended  invariants and windows with pulls and replay as on an accelerator'
 	@echo 'make scale   the tables of docs/scale.md, anew'
 	@echo 'make figures figures and tables of the documents, from bench/results'
@@ -137,15 +137,19 @@ merges: $(STAMP)
 	@GOCKPT_MERGES=all $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/training/test_merging.py
 
 # No accelerator, nor CUDA, is needed, but the compilers: of the version of the JAX that is there, in
-# an environment of their own. One process for each: libtpu lets no second one load it.
-COMPILED ?= h100 v5e
+# an environment of their own, and the newest TPU one in another. One process for each: libtpu lets
+# no second one load it.
 COMPILED_VENV ?= .venv-compiled
+COMPILED_TESTS = JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 GOCKPT_PROGRAMS=$(PROGRAMS) \
+	$(<D)/bin/python -m pytest $(PYTEST_FLAGS) -n 0 tests/training/test_compiled.py
 
-compiled: $(COMPILED_VENV)/.installed
-	@for name in $(COMPILED); do \
-		JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 GOCKPT_COMPILED=$$name GOCKPT_PROGRAMS=$(PROGRAMS) \
-			$(<D)/bin/python -m pytest $(PYTEST_FLAGS) -n 0 tests/training/test_compiled.py || exit 1; \
-	done
+compiled: compiled-h100 compiled-v5e compiled-v5e-newest
+
+compiled-h100 compiled-v5e: $(COMPILED_VENV)/.installed
+	@GOCKPT_COMPILED=$(@:compiled-%=%) $(COMPILED_TESTS)
+
+compiled-v5e-newest: $(COMPILED_VENV)-newest/.installed
+	@GOCKPT_COMPILED=v5e $(COMPILED_TESTS)
 
 $(COMPILED_VENV)/.installed: pyproject.toml Makefile
 	@test -x "$(@D)/bin/python" || "$(PYTHON)" -m venv "$(@D)"
@@ -153,6 +157,12 @@ $(COMPILED_VENV)/.installed: pyproject.toml Makefile
 	@version=$$("$(@D)/bin/python" -c 'import jaxlib; print(jaxlib.__version__)') && \
 	"$(@D)/bin/python" -m pip install -qq --disable-pip-version-check --no-deps \
 		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version
+	@touch $@
+
+$(COMPILED_VENV)-newest/.installed: pyproject.toml Makefile
+	@test -x "$(@D)/bin/python" || "$(PYTHON)" -m venv "$(@D)"
+	@"$(@D)/bin/python" -m pip install -qq --disable-pip-version-check -e '.[test]'
+	@"$(@D)/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --upgrade libtpu
 	@touch $@
 
 pretended: $(STAMP)
@@ -183,5 +193,5 @@ types: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 
 clean:
-	@rm -rf .venv .venv-compat-* .venv-remote .venv-compiled runs build dist .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf .venv .venv-* runs build dist .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
