@@ -19,15 +19,19 @@ class Calls:
       last: Version and label of the last one.
       updates_apart: Updates between the last two.
       labels_apart: And how far their labels are apart.
+      refused: Version of the last one that was answered with no.
     """
 
     def __init__(self) -> None:
         self.last: tuple[int, int] | None = None
         self.updates_apart: int | None = None
         self.labels_apart: int | None = None
+        self.refused: int | None = None
 
-    def observe(self, version: int, label: int) -> None:
-        """Told of every call."""
+    def observe(self, version: int, label: int, accepted: bool) -> None:
+        """Told of every call, and of the answer."""
+        if not accepted:
+            self.refused = version
         if self.last is not None and version != self.last[0]:
             self.updates_apart, self.labels_apart = version - self.last[0], label - self.last[1]
         self.last = (version, label)
@@ -41,12 +45,23 @@ class Calls:
             return updates if labels == 1 else None
         return 1 if updates == labels else None
 
+    def come_with_all_labels(self, version: int, updates_per_label: int) -> bool:
+        """Whether they do so now: none has passed without one, and not all of them were saves.
+
+        Those of a loop that calls when it saves, and only then, may come with two labels in a row.
+        """
+        if self.last is None or self.refused is None:
+            return False
+        last = self.last[0]
+        return version - last < updates_per_label and last - self.refused <= updates_per_label
+
 
 class SavePredictor:
     """Predicts the version of the next save.
 
-    In order: what `expect` was told; the user's policy, once `save` has come, or was asked for,
-    with two consecutive labels; the period of the last two accepted saves.
+    In order: what `expect` was told, which is all that comes until then, but for what the policy
+    will say to a loop that asks it at every label; the user's policy, once `save` has come, or was
+    asked for, with two consecutive labels; the period of the last two accepted saves.
 
     Attributes:
       is_save_label: Whether the user's policy saves at a label, where that is known beforehand.
@@ -84,12 +99,11 @@ class SavePredictor:
     def expect(self, version: int) -> None:
         """The user says that this version will be saved."""
         self._expected = version
-        self._abandoned = 0
         self._cached = None
 
     def observe(self, version: int, label: int, accepted: bool) -> None:
         """Told of every call of `save`."""
-        self._calls.observe(version, label)
+        self._calls.observe(version, label, accepted)
         self._cached = None
         if accepted:
             self._abandoned = 0
@@ -110,7 +124,7 @@ class SavePredictor:
         if before is not None and self._said_yes and version != before[0]:
             self._saves_as_told &= self._calls.last is not None and self._calls.last[0] >= before[0]
         self._said_yes = answer
-        self._questions.observe(version, label)
+        self._questions.observe(version, label, answer)
         self._cached = None
 
     @property
@@ -161,15 +175,22 @@ class SavePredictor:
         """
         if self._is_over or not self.takes_state:
             return None
-        if self._expected is not None and self._expected > version:
-            target: int | None = self._expected
-        elif self._abandoned >= _PATIENCE:
-            return None
-        else:
-            target = self._periodic(version, horizon)
+        told = self._expected if self._expected is not None and self._expected > version else None
+        found = None
+        if self._abandoned < _PATIENCE and (told is None or self._policy_tells_all(version)):
+            found = self._foreseen(version, horizon)
+        target = min((v for v in (told, found) if v is not None), default=None)
         return target if target is not None and target <= version + horizon else None
 
-    def _periodic(self, version: int, horizon: int) -> int | None:
+    def _policy_tells_all(self, version: int) -> bool:
+        """Whether the loop will ask the policy at every label ahead, as it has until now."""
+        found = self._in_step()
+        if self.is_save_label is None or found is None:
+            return False
+        calls, updates = found
+        return calls.come_with_all_labels(version, updates)
+
+    def _foreseen(self, version: int, horizon: int) -> int | None:
         if self._cached is not None:
             computed_at, target = self._cached
             if target is not None and target > version:

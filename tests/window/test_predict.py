@@ -89,6 +89,80 @@ def test_expected_save_comes_first_and_once():
     assert predictor.next_save(26, HORIZON) == 30
 
 
+class TestExpectedLater:
+    """A save far ahead is announced: what else comes until then?"""
+
+    def test_the_policy_s_saves_of_a_loop_that_calls_at_every_label(self):
+        predictor = SavePredictor(every(5))
+        loop(predictor, range(1, 4), every(5))
+        predictor.expect(18)
+        found = loop(predictor, range(4, 21), every(5), first_version=3)
+        assert found == [5, 5, None, *[10] * 4, None, *[15] * 4, *[18] * 3, 20, 20]
+
+    @pytest.mark.parametrize("updates", [1, 2])
+    def test_of_one_that_asks_at_every_label_too(self, updates):
+        predictor = SavePredictor(every(5))
+        for label in range(1, 4):
+            predictor.asked(updates * label, label, False)
+        predictor.expect(100)
+        first = updates * 3
+        assert predictor.next_save(first, 2 * updates) == updates * 5
+        assert predictor.next_save(first + updates - 1, 2 * updates) == updates * 5
+        assert predictor.next_save(first + updates, 2 * updates) is None  # it asks no more
+
+    def test_none_where_it_calls_no_more(self):
+        predictor = SavePredictor(every(5))
+        loop(predictor, range(1, 4), every(5))
+        predictor.expect(18)
+        assert [predictor.next_save(v, HORIZON) for v in (3, 4, 8, 14)] == [5, None, None, 18]
+
+    def test_none_where_all_calls_are_saves(self):
+        """Two saves in a row, each announced: nothing tells that other labels will be called at."""
+        predictor = SavePredictor(every(3))
+        for version in (6, 7):
+            predictor.expect(version)
+            predictor.observe(version, version, True)
+        predictor.expect(18)
+        assert [predictor.next_save(v, HORIZON) for v in (7, 8, 14)] == [None, None, 18]
+
+    def test_none_where_refused_calls_are_unheard(self):
+        predictor = SavePredictor(every(3))
+        predictor.sees_every_call = False
+        for version in (6, 7):
+            predictor.observe(version, version, True)
+        predictor.expect(18)
+        assert [predictor.next_save(v, HORIZON) for v in (7, 8, 14)] == [None, None, 18]
+
+    def test_none_by_their_period(self):
+        predictor = SavePredictor()
+        predictor.observe(5, 5, True)
+        predictor.observe(10, 10, True)
+        predictor.expect(18)
+        assert [predictor.next_save(v, HORIZON) for v in (11, 13, 14, 17)] == [None, None, 18, 18]
+        predictor.observe(18, 18, True)
+        assert predictor.next_save(23, HORIZON) == 26
+
+    def test_what_is_near_is_the_nearest_of_both(self):
+        predictor = SavePredictor(every(5))
+        loop(predictor, range(1, 4), every(5))
+        predictor.expect(4)
+        assert predictor.next_save(3, HORIZON) == 4
+        predictor.expect(6)
+        assert predictor.next_save(3, HORIZON) == 5
+
+    def test_of_several_processes_all_have_seen_the_calls(self):
+        """And not what one has asked."""
+        predictor = SavePredictor(every(5))
+        predictor.is_alone, predictor.agreed = False, 1
+        for label in range(1, 4):
+            predictor.asked(label, label, False)
+        predictor.expect(18)
+        assert predictor.next_save(3, HORIZON) is None
+        loop(predictor, range(1, 4), every(5))
+        predictor.expect(18)
+        assert predictor.next_save(3, HORIZON) == 5
+
+
 def test_labels_that_jump_are_not_counted_on():
     """Labels in tokens, or a step that is not saved every time: no policy, no wrong window."""
     predicted = loop(SavePredictor(every(512)), range(0, 512 * 12, 128), every(512))
@@ -331,18 +405,22 @@ class TestAbandoned:
         (record,) = caplog.records
         assert "expect_save(in_steps=n)" in record.getMessage()
 
-    @pytest.mark.parametrize("remedy", ["expect", "save"])
-    def test_they_go_on_once_told(self, remedy):
+    def test_they_go_on_once_a_save_has_come(self):
         predictor = self.predictor()
         predictor.abandoned()
         predictor.abandoned()
-        if remedy == "expect":
-            predictor.expect(6)
-            assert predictor.next_save(3, HORIZON) == 6
-        else:
-            predictor.observe(4, 4, True)
-            assert predictor.next_save(4, HORIZON) == 5
+        predictor.observe(4, 4, True)
+        assert predictor.next_save(4, HORIZON) == 5
         predictor.abandoned()  # and one is forgiven again
+        assert predictor.next_save(6, HORIZON) == 10
+
+    def test_until_then_what_is_announced_is_all_that_comes(self):
+        predictor = self.predictor()
+        predictor.abandoned()
+        predictor.abandoned()
+        predictor.expect(6)
+        assert [predictor.next_save(v, HORIZON) for v in (3, 5, 6)] == [6, 6, None]
+        predictor.expect(10)
         assert predictor.next_save(6, HORIZON) == 10
 
     def test_a_save_between_forgives(self):
