@@ -30,6 +30,7 @@ class Changes:
         self._calls = 0
         self._refused_call = 0  # the last one that was
         self._why = ""
+        self._lost = 0  # windows
 
     def called(self) -> None:
         """Told of every call."""
@@ -63,6 +64,7 @@ class Changes:
         if call == self._refused_call or not (at_once or is_asked):
             return False
         self._refused_call = call
+        self._lost += is_asked
         self._refused += 1
         is_over = at_once or self._refused == _PATIENCE
         if is_over:
@@ -76,9 +78,19 @@ class Changes:
             return None
         return (
             f"its arguments changed shape, structure, placement or static values {_MAX_PROGRAMS} "
-            "times, or JAX's caches were cleared; keep them the same from call to call"
-            f"{self.of_the_last}"
+            "times, or JAX's caches were cleared; keep them the same from call to call, or wrap the "
+            f"step once for each kind of call{self.of_the_last}"
         )
+
+    def explain(self) -> list[str]:
+        """What windows such calls have cost, and what would help, as text; nothing if none."""
+        if not self._lost:
+            return []
+        windows = f"{self._lost} window{'s were' if self._lost > 1 else ' was'}"
+        return [
+            f"{windows} lost to calls that the program was not made for{self.of_the_last}. Where "
+            "kinds of calls take turns, wrap the step once for each kind."
+        ]
 
     @property
     def of_the_last(self) -> str:

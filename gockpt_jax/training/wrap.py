@@ -176,8 +176,10 @@ class WrappedStep(StandIn):
     def explain(self) -> str:
         """What leaves early, what is retained, what is late and why."""
         if self.program is None:
-            return f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
-        return self.program.cut.explain()
+            found = f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
+        else:
+            found = self.program.cut.explain()
+        return "\n".join([found, *self._changes.explain()])
 
     def call_changed(self, why: str = "", *, last: bool = False, is_asked: bool = True) -> None:
         """Told of a call that the program was not made for; enough of them are a new program.

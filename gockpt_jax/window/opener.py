@@ -135,19 +135,22 @@ class Opener:
         """Plans for a step that has run, and settles with the others whether it can be armed."""
         self._agreement.settle(step, planned=self._planner.prepare(step))
 
-    def can_follow(self, window: OpenWindow, step: WrappedStep, program: StepProgram) -> bool:
-        """Whether a window goes on with this step; another step may have opened it."""
-        if debugged_by() is not None:
-            return False
+    def why_not_follow(self, window: OpenWindow, step: WrappedStep) -> str | None:
+        """Why a window does not go on with this step, if another has opened it; `None` if so."""
+        program = step.program
+        if (setting := debugged_by()) is not None:
+            return _DEBUGGED.format(setting)
+        if program is None:
+            return step.why_no_program
         if program is window.program:
-            return True
+            return None
         if program.cut != window.program.cut:
-            return False
+            return "it is cut in another way"
         with step.giving_up_on_errors():
             self._prepare(step)
         if not program.is_armed:
-            return False
-        return self._agreement.why_not_ready(program, window.target) is None
+            return "it has not been armed"
+        return self._agreement.why_not_ready(program, window.target)
 
     def deferred_steps(self, target: int) -> int:
         """For how many steps the window of this version's save has found no room."""

@@ -139,8 +139,9 @@ class Session:
         window, program = self._window, step.program
         if window is None:
             return None
-        if program is None or not self._opener.can_follow(window, step, program):
-            self.abandon("the step's program changed inside the window")
+        why_not = self._opener.why_not_follow(window, step)
+        if program is None or why_not is not None:
+            self.abandon(f"the step's program changed inside the window: {why_not}")
             return None
         try:
             flat = program.flat_call(args, kwargs)

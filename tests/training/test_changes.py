@@ -65,7 +65,7 @@ def test_why_it_is_not_traced_any_more_tells_of_the_last_change():
     changes = Changes(always=False)
     for _ in range(PROGRAMS):
         changes.traced()
-    assert changes.why_no_more.endswith("from call to call")
+    assert changes.why_no_more.endswith("for each kind of call")
     refused(changes, why="its batch")
     refused(changes)  # nobody knows why
-    assert changes.why_no_more.endswith("from call to call (of the last change: its batch)")
+    assert changes.why_no_more.endswith("for each kind of call (of the last change: its batch)")

@@ -113,9 +113,53 @@ def test_a_window_ends_with_a_step_that_is_not_armed(tmp_path, monkeypatch, earl
         assert [(r.step, r.kind) for r in manager.reports] == [
             (0, "snapshot"), (6, "snapshot"), (12, "window"),
         ]  # fmt: skip
-        assert "the step's program changed inside the window" in manager.reports[1].reason
+        why = "the step had not been traced yet" if not earlier else "it has not been armed"
+        assert f"program changed inside the window: {why}" in manager.reports[1].reason
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
+
+
+def momentum(state, batch):
+    """Of batches that may be shorter: each length is a program of its own."""
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(batch @ w)))(state["w"])
+    m = 0.9 * state["m"] + grads
+    return {"m": m, "w": state["w"] - 0.1 * m}
+
+
+def equinox_jit(step):
+    return pytest.importorskip("equinox").filter_jit(step)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, equinox_jit])
+@pytest.mark.parametrize("wraps", [1, 2])
+def test_the_last_batch_of_an_epoch_is_smaller(tmp_path, capsys, jit, wraps):
+    """And behind it the save. One step loses its windows there, and says so; two have them."""
+    options = Options(save_interval_steps=6)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        step = jit(momentum)
+        full = last = manager.wrap(step)
+        if wraps == 2:
+            last = manager.wrap(step)
+        state, saved = {"m": jnp.zeros(64), "w": jnp.ones(64)}, {}
+        for n in range(1, 31):
+            ends = n % 6 == 0
+            state = (last if ends else full)(state, jnp.full((3 if ends else 4, 64), 0.1 * n))
+            if manager.save(n, args=GoCkptSave(state)):
+                saved[n] = to_host(state)
+        manager.wait_until_finished()
+        manager.explain()
+        text, reports = capsys.readouterr().out, {r.step: r for r in manager.reports}
+        for label, want in saved.items():
+            assert_same(manager.restore(label), want)
+        kinds = [reports[label].kind for label in (18, 24, 30)]
+        if wraps == 2:
+            assert kinds == ["window"] * 3
+            assert "lost" not in text
+        else:
+            assert kinds == ["snapshot"] * 3
+            assert "float32[4,64] and called with float32[3,64]" in reports[30].reason
+            assert "5 windows were lost to calls that the program was not made for (of" in text
+            assert text.endswith("wrap the step once for each kind.\n")
 
 
 @pytest.mark.parametrize("spec", [(), ("a",), ("a", "b"), (("a", "b"),), (None, "b")])
