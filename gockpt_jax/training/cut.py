@@ -39,7 +39,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
-from gockpt_jax.training.exact import is_close, is_exact
+from gockpt_jax.training.exact import is_close, is_exact, why_inexact
 from gockpt_jax.training.flow import minimum_cut
 from gockpt_jax.training.values import Op, Value
 from gockpt_jax.training.walk import Leaf, Walk, walk_back, why_unfit
@@ -188,8 +188,7 @@ def _describe(value: Value) -> str:
         return "an input or constant of another kind"
     if value.op.name in ("scan", "while"):
         return f"a loop (`{value.op.name}`), within which nothing can be cut"
-    dtypes = sorted({str(v.dtype) for v in value.op.inputs})
-    return f"`{value.op.name}` on {', '.join(dtypes)}, which the host does not repeat exactly"
+    return why_inexact(value.op)
 
 
 def _connected(walks: Mapping[int, Walk], known: Mapping[Value, int]) -> Iterable[list[int]]:

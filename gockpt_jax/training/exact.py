@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from gockpt_jax.training.merging import merges
 from gockpt_jax.training.numbers import is_power_of_two
 from gockpt_jax.training.values import (
+    CHOICE,
     IDENTITIES,
     PRODUCTS,
     SUMS,
@@ -60,6 +61,16 @@ def is_exact(op: Op) -> bool:
     if op.name == "broadcast_in_dim":
         return op.inputs[0].shape == ()
     return op.name == "convert_element_type" and _convert_is_exact(op)
+
+
+def why_inexact(op: Op) -> str:
+    """An operation that `is_exact` refuses, and why, in words."""
+    if op.primitive is CHOICE:
+        return "a choice between branches out of which a compiler may take a factor or a constant"
+    if op.name in PRODUCTS | SUMS and _full_width(op.inputs[0].dtype) and merges(op):
+        return f"`{op.name}`, which a compiler may make one with what is before it"
+    dtypes = sorted({str(v.dtype) for v in op.inputs})
+    return f"`{op.name}` on {', '.join(dtypes)}, which the host does not repeat exactly"
 
 
 def is_close(op: Op) -> bool:

@@ -304,3 +304,22 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
     assert sum(len(group.retained) for group in program.cut.groups) == 400
     assert len({group.recipe for group in program.cut.groups}) == 1  # one compilation for all
     assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("update", "why"),
+    [
+        (lambda w, g: lax.cond(g[0] > 0, lambda: w * 0.3, lambda: w * 0.7), "a choice between br"),
+        (lambda w, g: (w * 0.9) * 0.3, "`mul`, which a compiler may make one with what is bef"),
+        (lambda w, g: (w + 0.9) + 0.3, "`add`, which a compiler may make one with what is bef"),
+        (lambda w, g: w / g, "`div` on float32, which the host does not repeat exactly"),
+    ],
+)
+def test_what_a_leaf_comes_out_of_is_told_as_it_is(update, why):
+    """What the host could repeat, but a compiler may make something else of, is not inexact."""
+
+    def step(state, g):
+        return {"w": update(state["w"], g)}
+
+    found = analyse(step, {"w": vector(0)}, vector(1))
+    assert f"its new value comes out of {why}" in found.late["w"]
