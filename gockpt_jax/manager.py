@@ -202,7 +202,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if not items:
             raise resume.no_item(path, item or naming.ITEM, items)
         if verify:
-            resume.require_whole_step(path)
+            resume.require_whole_step(path, self._gockpt_session.processes)
         if self._gockpt_naming.is_unnamed(items, item, wanted):
             registry = self._gockpt_naming.registry
             return unnamed.restore(path, wanted, registry, self._gockpt_options)

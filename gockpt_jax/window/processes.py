@@ -73,6 +73,11 @@ class Processes:
                     "`jax.distributed.initialize()` at the start of the program."
                 )
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """The how-manyth of them this one is, from 0, and how many they are."""
+        return sorted(self.members).index(self._index), len(self.members)
+
     def barrier(self, subject: str, timeout_secs: float = PATIENCE_SECS) -> None:
         """Returns when every process has come to this barrier, as often as this one.
 

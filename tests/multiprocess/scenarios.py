@@ -228,10 +228,27 @@ def some(directory: Path) -> None:
         with gockpt.GoCkptManager(root, options=options) as manager:
             assert manager.save(0, args=gockpt.GoCkptSave({"half": leaf}))
             target = gockpt.GoCkptRestore(abstract({"half": leaf}))
-            restored = manager.restore(0, args=target)["half"]
+            restored = manager.restore(0, args=target, verify=True)["half"]
+            assert [v.state for v in verify(root)] == ["whole", "whole"], [*verify(root)]
+            if name == "together":
+                spoiled_is_found(manager, target)
         for before, after in zip(leaf.addressable_shards, restored.addressable_shards, strict=True):
             assert np.array_equal(before.data, after.data)
-        assert [v.state for v in verify(root)] == ["whole", "whole"], [*verify(root)]
+
+
+def spoiled_is_found(manager: gockpt.GoCkptManager, target: Any) -> None:
+    """Between them the processes that restore read all chunks, and both say what one has found."""
+    barrier = manager._gockpt_session.processes.barrier
+    barrier("not spoiled yet")
+    if jax.process_index() == 0:
+        one, two = (np.float32(x).tobytes() for x in (1, 2))
+        files = [p for p in Path(manager.directory, "0/state").rglob("*") if p.is_file()]
+        (file,) = (p for p in files if one * 6 in p.read_bytes())
+        at = (data := file.read_bytes()).rfind(one)
+        file.write_bytes(data[:at] + two + data[at + len(one) :])
+    barrier("spoiled")
+    with pytest.raises(gockpt.VerifyError, match="is damaged"):
+        manager.restore(0, args=target, verify=True)
 
 
 def queue(directory: Path) -> None:

@@ -441,7 +441,7 @@ def test_verified_restores(root, copy, args):
         (["whole", "whole"], None),
         (["whole", "damaged", "whole"], "is damaged:\n  here"),
         (["whole", "damaged", "damaged"], "is damaged:\n  here"),
-        (["damaged", "whole", "damaged"], r"not whole: processes \[0, 2\] say why"),
+        (["damaged", "whole", "damaged"], "3 is not whole, as one process has found. process 0: i"),
         (["whole", "unreadable"], "the disk"),
     ],
 )
@@ -456,24 +456,26 @@ def test_what_one_process_finds_all_processes_raise(root, monkeypatch, what, sta
             raise OSError("the disk")
         return Verdict(str(path), ("here",) if states[1] == "damaged" else ())
 
-    def gather(whole):
-        told.append(bool(whole))
-        return np.array([state == "whole" for state in states])[:, None]
+    class Others:
+        """Of which this one is the second."""
 
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(jax, "process_count", lambda: len(states))
-    monkeypatch.setattr(restoring.multihost_utils, "process_allgather", gather)
+        share = 1, len(states)
+
+        def objection(self, subject, mine, timeout_secs):
+            told.append(mine)
+            return "process 0: it is damaged" if states[0] == "damaged" else mine
+
     if what == "item":
         monkeypatch.setattr(restoring, "verify_item", found)
-        check = functools.partial(restoring.require_whole, root / "3/state")
+        check = functools.partial(restoring.require_whole, root / "3", Others())
     else:
         monkeypatch.setattr(resuming, "verify_step", lambda step: found(step.path))
-        monkeypatch.setattr(resuming, "require_whole", lambda item: None)
-        check = functools.partial(resuming.require_whole_step, root / "3")
+        monkeypatch.setattr(resuming, "require_whole", lambda item, processes: None)
+        check = functools.partial(resuming.require_whole_step, root / "3", Others())
     whole = contextlib.nullcontext()
     with pytest.raises((gockpt.VerifyError, OSError), match=said) if said else whole:
         check()
-    assert told == [states[1] == "whole"]
+    assert [mine is None for mine in told] == [states[1] == "whole"]
 
 
 def test_a_checkpoint_without_checksums_is_not_verified(tmp_path):

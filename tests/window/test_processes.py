@@ -215,6 +215,7 @@ def test_several_need_a_service(job: Job, monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_process_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
     alone = Processes({0})
+    assert alone.share == (0, 1)
     alone.barrier("commit")
     assert alone.gather("facts", "mine") == {0: "mine"}
     assert (alone.least("room", 7), alone.least("room", None)) == (7, None)

@@ -15,6 +15,7 @@ from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into
 from gockpt_jax.storage.inspecting.verify import verify_step
 from gockpt_jax.storage.restoring.restore import raised_by_all, require_whole
+from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -78,16 +79,20 @@ def no_item(path: epath.Path, name: str, items: Collection[str]) -> NoCheckpoint
     )
 
 
-def require_whole_step(path: epath.Path) -> None:
+def require_whole_step(path: epath.Path, processes: Processes) -> None:
     """Verifies a step and all trees in it, before any of it is restored.
+
+    Args:
+      path: The step's.
+      processes: Those that restore together.
 
     Raises:
       VerifyError: One of them is not what was written.
     """
     for step in look_into(path).steps:
-        raised_by_all(step.path, functools.partial(_require_no_faults, step))
+        raised_by_all(step.path, functools.partial(_require_no_faults, step), processes)
         for name in step.trees:
-            require_whole(step.items[name])
+            require_whole(step.items[name], processes)
 
 
 def _require_no_faults(step: Step) -> None:

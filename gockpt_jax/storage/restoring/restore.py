@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from gockpt_jax.errors import VerifyError
 from gockpt_jax.storage.files import item_files
@@ -26,41 +26,45 @@ from gockpt_jax.storage.restoring.one_replica import (
     without_others,
 )
 from gockpt_jax.storage.restoring.target import Stored, check_target, explained, known_arrays
+from gockpt_jax.window.processes import Processes
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
 _CONCURRENT_GB = 16
+# Others may read for hours; of one that is gone the coordination service tells.
+_READING_SECS = 86_400.0
+_MOST_CHARACTERS = 300  # of what another process is told
 
 
-def require_whole(item: Any) -> None:
-    """Verifies an item before it is restored; each process reads its share.
+def require_whole(item: Any, processes: Processes) -> None:
+    """Verifies an item before it is restored; each of the processes reads its share.
 
     Raises:
       VerifyError: It is damaged, or has no checksums. All processes raise.
     """
-    share = jax.process_index(), jax.process_count()
-    raised_by_all(item, lambda: verify_item(item, share=share).require_whole())
+    check = functools.partial(verify_item, item, share=processes.share)
+    raised_by_all(item, lambda: check().require_whole(), processes)
 
 
-def raised_by_all(path: Any, check: Callable[[], None]) -> None:
+def raised_by_all(path: Any, check: Callable[[], None], processes: Processes) -> None:
     """Runs a check; where it raises on one process all do: they would wait for that one in vain.
 
     Args:
       path: What is checked.
       check: Raises if something is wrong with it.
+      processes: Those that restore together.
     """
     wrong: Exception | None = None
     try:
         check()
     except Exception as error:
         wrong = error
-    if jax.process_count() > 1:
-        whole = multihost_utils.process_allgather(np.asarray(wrong is None))
-        elsewhere = [i for i, ok in enumerate(np.ravel(whole)) if not ok]
-        if elsewhere and wrong is None:
-            wrong = VerifyError(f"{path} is not whole: processes {elsewhere} say why.")
+    mine = None if wrong is None else " ".join(str(wrong).split())[:_MOST_CHARACTERS]
+    elsewhere = processes.objection("verified", mine, _READING_SECS)
     if wrong is not None:
         raise wrong
+    if elsewhere is not None:
+        raise VerifyError(f"{path} is not whole, as one process has found. {elsewhere}")
 
 
 def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
@@ -202,8 +206,6 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         if any(isinstance(x, np.generic) for x in jax.tree.leaves(self.item)):
             arrays = jax.tree.map(_as_saved, self.item)
             return dataclasses.replace(self, item=arrays).run(directory, options, known)
-        if self.verify:
-            require_whole(directory)
         partial = self.partial_restore
         rules = {
             "strict": self.strict, "cast": self.cast, "partial": partial, "leaves_out": partial,
@@ -239,8 +241,7 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     Raises:
       TargetError: Checkpoint and target do not fit together; names all leaves.
       TypeError: These are no arguments of a restore.
-      VerifyError: The checkpoint is not what was written: if the arguments ask for that, or it
-        cannot be read.
+      VerifyError: The checkpoint cannot be read, and is not what was written.
     """
     if not isinstance(args, GoCkptRestore | ocp.args.PyTreeRestore | ocp.args.StandardRestore):
         raise TypeError(

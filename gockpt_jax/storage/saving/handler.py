@@ -13,7 +13,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
-from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
+from gockpt_jax.storage.restoring.restore import GoCkptRestore, require_whole, restore
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
@@ -246,8 +246,10 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
           VerifyError: if `verify=True` and the checkpoint is not what was written.
         """
         bucket.prepare(directory)
-        args = GoCkptRestore() if args is None else args
-        return restore(literal(directory), args, self._restore_options)
+        args, directory = GoCkptRestore() if args is None else args, literal(directory)
+        if isinstance(args, GoCkptRestore) and args.verify:
+            require_whole(directory, self._gockpt_session.processes)
+        return restore(directory, args, self._restore_options)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
