@@ -4,6 +4,7 @@ The public names. Start at `GoCkptManager`.
 """
 
 from gockpt_jax.errors import AuditError as AuditError
+from gockpt_jax.errors import DeviceMemoryError as DeviceMemoryError
 from gockpt_jax.errors import HostBudgetError as HostBudgetError
 from gockpt_jax.errors import NoCheckpointError as NoCheckpointError
 from gockpt_jax.errors import ProcessError as ProcessError

@@ -41,6 +41,10 @@ class HostBudgetError(ValueError):
     """The host budget cannot hold the state; nothing was saved, earlier checkpoints are intact."""
 
 
+class DeviceMemoryError(RuntimeError):
+    """A device has no memory for a save's copies; nothing of it is visible, training can go on."""
+
+
 class ProcessError(RuntimeError):
     """A process of the job failed or did not come, so none saves; the message names it and why."""
 

@@ -131,6 +131,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         stock names it.
 
         Raises:
+          DeviceMemoryError: if a device has no memory for the copies of the state.
           HostBudgetError: if the host budget cannot hold the state.
           StorageError: if the storage refuses this save, or has refused the one before.
           RuntimeError: if the manager is closed, or a signal handler calls in the middle of a step

@@ -1,6 +1,8 @@
 """A failed save reaches the trainer: as an error, or as a warning with which training goes on."""
 
-from gockpt_jax.errors import ReplayError, SaveFailedWarning, warn
+import jax
+
+from gockpt_jax.errors import DeviceMemoryError, ReplayError, SaveFailedWarning, warn
 from gockpt_jax.options import OnSaveError
 
 
@@ -25,3 +27,24 @@ def window_failed(failure: BaseException) -> ReplayError:
     )
     error.__cause__ = failure
     return error
+
+
+def named(step: int, error: BaseException) -> BaseException:
+    """The error to raise for a failed save: a `DeviceMemoryError` where a device was full.
+
+    Args:
+      step: The save's label.
+      error: What failed. Anything else is returned as it is.
+    """
+    what = str(error).partition("\n")[0].rstrip(".")
+    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in what:
+        return error
+    found = DeviceMemoryError(
+        f"save of step {step}: the device has no memory for the copies that it takes: {what}. "
+        "Nothing of this save is visible, earlier checkpoints are intact, and training can go on. "
+        "Allow saves less with `WindowOptions(device_budget_bytes=...)`: what exceeds "
+        "`device_budget_bytes` leaves in parts, or in windows of more steps (`max_steps`). The "
+        "next save tries anew."
+    )
+    found.__cause__ = error
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,11 @@ from bits import Bits, differing
 
 import gockpt_jax as gockpt
 from gockpt_jax.telemetry import events
+from gockpt_jax.transfer import block
+from gockpt_jax.window import late
+from gockpt_jax.window.landing import Landing
 
+from .injection import Fault
 from .states import assert_checkpoints, bits_of
 from .trainer import Trainer
 
@@ -162,6 +167,48 @@ def test_host_budget_without_room_for_a_window_gives_snapshots(tmp_path: Path) -
         trainer.assert_intact()
         assert [report.kind for report in trainer.manager.reports] == ["snapshot"] * 3
         assert "budget" in trainer.report(8).reason
+
+
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+@pytest.mark.parametrize("where", ["copying", "landing"])
+@pytest.mark.parametrize("steps", [1, 3], ids=["snapshot", "window"])
+def test_a_device_without_room_for_a_save_s_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, where: str,
+    on_save_error: Literal["raise", "warn"],
+) -> None:  # fmt: skip
+    """The error names the save and what to do, no byte is kept, and the same save is made next."""
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 12345 bytes.\nMore of it")
+    if where == "copying":
+        fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_now"), error=full)
+    else:
+        fault = Fault(monkeypatch, Landing, "put", error=full)
+    window = gockpt.WindowOptions(steps=steps, on_save_error=on_save_error)
+    said = r"(?s)save of step 8: the device .* Out of memory: 12345 bytes\. .*`device_budget_bytes`"
+    if on_save_error == "raise":
+        told: Any = pytest.raises(gockpt.DeviceMemoryError, match=said)
+    else:
+        told = pytest.warns(gockpt.SaveFailedWarning, match=said)
+    with Trainer(tmp_path, window=window) as trainer:
+        trainer.run_undisturbed(7)
+        trainer.update()
+        fault.arm()
+        with told:
+            assert trainer.save() == (where == "landing")
+            trainer.manager.wait_until_finished()
+        assert fault.fired
+        assert "12345 bytes" in (trainer.report(8).error or "")
+        trainer.given.pop(8, None)
+        trainer.assert_intact()
+        trainer.settle()
+        trainer.update()
+        trainer.settle()
+        assert trainer.bytes_in_flight() == (0, 0)
+        trainer.label -= 1
+        assert trainer.save(force=True)
+        trainer.label += 1
+        trainer.assert_intact()
+        trainer.run_past_next_window() if steps > 1 else trainer.run(12)
+        trainer.assert_intact()
 
 
 def refuse_save(trainer: Trainer) -> None:

@@ -8,17 +8,20 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import AuditError, ReplayError
+from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.managing.waiting import WaitingRoom
 from gockpt_jax.storage.saving.handler import GoCkptHandler
 from gockpt_jax.telemetry.save_record import PendingReport
-from gockpt_jax.window.failures import surface
+from gockpt_jax.window.failures import named, surface
 
 Stock = ocp.CheckpointManager
 """`Stock.save(manager)` is what stock does, whatever that manager's own `save` adds to it."""
+
+_FAILURES = OSError | ReplayError | AuditError | DeviceMemoryError
+"""Of a save itself: of the storage, of a window, of what the device has room for."""
 
 
 class LastSave:
@@ -95,10 +98,10 @@ class LastSave:
                     pending.returned(time.perf_counter())
                     raise
                 self._give_up(error, pending, begun.number != number)
-                named = bucket.named(self._manager.directory, step, error)
-                if not isinstance(named, OSError | ReplayError | AuditError):
-                    raise  # no failure of the storage's: the caller's, or an interrupt
-                self.surface(named)
+                found = self._named(step, error)
+                if not isinstance(found, _FAILURES):
+                    raise  # the caller's, or an interrupt
+                self.surface(found)
             finally:
                 self._session.end_save()  # a save that failed is tried again with a new seal
 
@@ -155,7 +158,11 @@ class LastSave:
         if self._session.processes.is_one_missing:
             self._room.give_up(error)  # it would wait for that one too
         self._handler.begun.give_back()
-        self.surface(bucket.named(self._manager.directory, step, error))
+        self.surface(self._named(step, error))
+
+    def _named(self, step: int, error: BaseException) -> BaseException:
+        """The error to raise for a failed save: whose failure it is, and what to do."""
+        return named(step, bucket.named(self._manager.directory, step, error))
 
     def surface(self, error: BaseException) -> None:
         """Raises what went wrong with a save, or warns of it, as the user has chosen."""

@@ -27,6 +27,7 @@ from gockpt_jax.storage.writing.write_budget import WriteStats, collecting
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.failures import named
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.slots import give_back
 
@@ -142,16 +143,20 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         Args:
           args: As in `async_save`.
           entered_at: When the save has come so far; `None`: now.
+
+        Raises:
+          DeviceMemoryError: if a device has no memory for the copies of the state.
         """
         entered_at = time.perf_counter() if entered_at is None else entered_at
         try:
             return self._take(args, entered_at)
-        except BaseException as error:
+        except BaseException as failure:
+            error = named(self.label, failure)
             refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
             pending = PendingReport(refused, self.label, entered_at, self._gockpt_log)
             pending.failed(error)
             if not (self._gockpt_session.processes.several and isinstance(error, Exception)):
-                raise
+                raise error
             return TakenSave(ocp.args.PyTreeSave({}), pending, error)
 
     def _take(self, args: Any, entered_at: float) -> TakenSave:
