@@ -91,7 +91,8 @@ class SaveReport:
       host_budget_bytes: What they were allowed when the state was taken.
       peak_device_bytes: Most bytes staged and retained on one device at once, by our accounting.
       audit: What was compared with the device; `None` if nothing was replayed, or without audit.
-      error: What failed, in words; `None` for a committed checkpoint.
+      error: What failed, in words; `None` for a committed checkpoint. One that had failed on this
+        process before it was superseded is `"superseded"`, as on the others, and has this, too.
 
     Example:
       >>> print(SaveReport(step=7, kind="snapshot", reason="forced", window_steps=1))

@@ -72,6 +72,10 @@ class SaveRecord:
         return SaveReport(**{f.name: getattr(self, f.name) for f in dataclasses.fields(SaveReport)})
 
 
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _in_short(reasons: Sequence[str]) -> str:
     """The first of them, and how many more there are: a state has hundreds of leaves."""
     more = len(reasons) - 1
@@ -125,8 +129,13 @@ class PendingReport:
         self.record.measure()
         self._done("commit")
 
-    def superseded(self, step: int) -> None:
-        """There will be no checkpoint: a newer save, of this label, has taken its place."""
+    def superseded(self, step: int, error: BaseException | None) -> None:
+        """There will be no checkpoint: a newer save, of this label, has taken its place.
+
+        Also where it had failed by then: of several processes only this one knows of that.
+        """
+        if error is not None:
+            self.record.error = _in_words(error)
         self.record.kind = "superseded"
         self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
         self._tell()
@@ -134,7 +143,7 @@ class PendingReport:
     def failed(self, error: BaseException) -> None:
         """There will be no checkpoint; also after `committed`, which comes before the rename."""
         if self._told is None or self._told.error is None:
-            self.record.error = f"{type(error).__name__}: {error}"
+            self.record.error = _in_words(error)
             self._tell()
 
     def _done(self, part: str) -> None:

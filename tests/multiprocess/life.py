@@ -261,11 +261,9 @@ class Lived:
     def _tell(self) -> None:
         reports = {r.step: r for r in self._loop.manager.reports}  # the last one of each label
         dropped = ("skipped", "superseded")
-        # One that failed here before another took its place may have been sound elsewhere.
-        lost = {s for s, r in reports.items() if r.error is not None or r.kind == "superseded"}
         say("came", self._fate.has_come)
         say("outcome", json.dumps(
-            sorted((s, "lost" if s in lost else r.kind if r.kind in dropped else "taken")
+            sorted((s, r.kind if r.kind in dropped else "lost" if r.error else "taken")
                    for s, r in reports.items())
         ))  # fmt: skip
         say("kinds", sorted((s, r.kind, r.window_steps) for s, r in reports.items()))

@@ -77,9 +77,10 @@ def newest(directory: Path) -> None:
     no_room(loop)
     not_taken(loop)
     before_the_turn(loop)
-    with waiting_behind(loop, 18 * INTERVAL):
-        loop.run(19 * INTERVAL)
-    assert waits(loop) == 19 * INTERVAL
+    superseded_though_it_had_failed(loop)
+    with waiting_behind(loop, 21 * INTERVAL):
+        loop.run(22 * INTERVAL)
+    assert waits(loop) == 22 * INTERVAL
     loop.manager.close()
     loop.keep()
     at_any_pace(directory / "paces", window)
@@ -183,6 +184,20 @@ def not_taken(loop: Loop) -> None:
     del loop.given[13 * INTERVAL]
     failed = {report.step for report in loop.manager.reports if report.error is not None}
     assert failed == {6 * INTERVAL, 13 * INTERVAL}
+
+
+def superseded_though_it_had_failed(loop: Loop) -> None:
+    """It is one word on all processes, and on the one that had failed there is the error, too."""
+    with waiting_behind(loop, 18 * INTERVAL):
+        with replaced(HostBudget, "admit_save", failing(gockpt.HostBudgetError("injected"))):
+            loop.run(19 * INTERVAL)
+        loop.run(20 * INTERVAL)
+        assert waits(loop) == 20 * INTERVAL
+    report = loop.report(19 * INTERVAL)
+    assert report.kind == "superseded", report
+    assert (report.error is None) == (jax.process_index() != FAULTY), report
+    del loop.given[19 * INTERVAL]
+    loop.manager.wait_until_finished()
 
 
 def before_the_turn(loop: Loop) -> None:

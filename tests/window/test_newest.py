@@ -502,7 +502,7 @@ def test_the_waiting_save_fails(start, monkeypatch):
     loop.manager.close()
 
 
-def test_one_that_had_failed_before_it_was_superseded_is_reported_as_failed(start, monkeypatch):
+def test_one_that_had_failed_before_it_was_superseded_is_reported_as_both(start, monkeypatch):
     loop = start(4)
     loop.train(7)
     loop.settle()  # what left early for 4 is final
@@ -513,7 +513,7 @@ def test_one_that_had_failed_before_it_was_superseded_is_reported_as_failed(star
     assert loop.train(12)
     report = loop.report(8)
     assert "injected" in report.error
-    assert report.kind == "window"
+    assert (report.kind, report.window_steps) == ("superseded", 3)
     loop.gates[4].set()
     loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 12)

@@ -167,11 +167,9 @@ class WaitingRoom:
             return
         error = next((e for item in waiting.taken if (e := item.failure()) is not None), None)
         self.occupant = None
-        if error is None:
-            waiting.pending.superseded(step)
-        else:
+        if error is not None:
             _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
-            waiting.pending.failed(error)
+        waiting.pending.superseded(step, error)
         waiting.release()
 
     def give_up(self, error: BaseException) -> None:
