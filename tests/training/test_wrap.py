@@ -195,6 +195,31 @@ def test_of_a_call_that_changed_is_told_what_has_changed():
     assert observer.refusals == [f"the call changed: TypeError: {told}"]
 
 
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_what_the_users_own_callback_raises_is_no_call_that_changed(kind):
+    """Of any kind it comes as the runtime's error; its words stay, and the step runs once."""
+    called = []
+
+    def check(x):
+        called.append(float(x[0]))
+        if len(called) == 4:
+            raise kind("flat[0] is no number")
+
+    @jax.jit
+    def step(state, x):
+        jax.debug.callback(check, x)
+        return update(state, x)
+
+    observer = Observer((3,))
+    wrapped = wrap(step, observer)
+    state = run(wrapped, fresh(), 3)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"flat\[0\] is no number"):
+        jax.block_until_ready(wrapped(state, X))
+        jax.effects_barrier()
+    assert len(called) == 4
+    assert not any("changed" in reason for reason in observer.refusals)
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_of_a_call_that_changed_is_told_where_what_lies():
     mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
