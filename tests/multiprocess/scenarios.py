@@ -685,6 +685,21 @@ def expected(directory: Path) -> None:
     kinds = {r.step: r.kind for r in loop.manager.reports}
     assert kinds == {0: "snapshot", 4: "window", 9: "snapshot", 14: "window"}
     loop.manager.close()
+    expected_later(directory / "later")
+
+
+def expected_later(directory: Path) -> None:
+    """What is expected behind them hides none of the policy's saves, all of which are called at."""
+    loop = Loop(directory)
+    loop.run(6)
+    loop.manager.expect_save(in_steps=9)
+    loop.run(14)
+    loop.update()
+    assert loop.save(force=True)
+    loop.keep()
+    kinds = {r.step: r.kind for r in loop.manager.reports}
+    assert kinds == {0: "snapshot", **dict.fromkeys((4, 8, 12, 15), "window")}
+    loop.manager.close()
 
 
 def alone(directory: Path) -> None:
