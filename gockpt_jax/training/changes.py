@@ -78,8 +78,8 @@ class Changes:
             return None
         return (
             f"its arguments changed shape, structure, placement or static values {_MAX_PROGRAMS} "
-            "times, or JAX's caches were cleared; keep them the same from call to call, or wrap the "
-            f"step once for each kind of call{self.of_the_last}"
+            "times, or JAX's caches were cleared; keep them the same from call to call, or wrap "
+            f"the step once for each kind of call{self.of_the_last}"
         )
 
     def explain(self) -> list[str]:

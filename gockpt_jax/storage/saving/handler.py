@@ -155,9 +155,11 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
             pending = PendingReport(refused, self.label, entered_at, self._gockpt_log)
             pending.failed(error)
-            if not (self._gockpt_session.processes.several and isinstance(error, Exception)):
-                raise error
-            return TakenSave(ocp.args.PyTreeSave({}), pending, error)
+            if self._gockpt_session.processes.several and isinstance(error, Exception):
+                return TakenSave(ocp.args.PyTreeSave({}), pending, error)
+            if error is failure:
+                raise
+            raise error from failure
 
     def _take(self, args: Any, entered_at: float) -> TakenSave:
         if self._gockpt_session.processes.several:  # alone, its window waits for a mended save
