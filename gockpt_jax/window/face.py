@@ -92,6 +92,9 @@ class WindowFace:
         say it, between the same steps, as they run a window's steps together: if a clock decides,
         it is one process's, which the others are told. If they say different things, nobody has.
 
+        No other window opens until then, unless the loop calls `save`, or asks, at every label:
+        what the policy will say to it is foreseen beside this.
+
         Args:
           in_steps: Updates until the save, at least 1.
 
