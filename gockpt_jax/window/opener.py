@@ -145,11 +145,11 @@ class Opener:
         if program is window.program:
             return None
         if program.cut != window.program.cut:
-            return "it is cut in another way"
+            return "the step is cut in another way than the one that it began with"
         with step.giving_up_on_errors():
             self._prepare(step)
         if not program.is_armed:
-            return "it has not been armed"
+            return "the step has not been armed"
         return self._agreement.why_not_ready(program, window.target)
 
     def deferred_steps(self, target: int) -> int:

@@ -141,7 +141,7 @@ class Session:
             return None
         why_not = self._opener.why_not_follow(window, step)
         if program is None or why_not is not None:
-            self.abandon(f"the step's program changed inside the window: {why_not}")
+            self.abandon(f"it cannot go on: {why_not}")
             return None
         try:
             flat = program.flat_call(args, kwargs)

@@ -113,8 +113,8 @@ def test_a_window_ends_with_a_step_that_is_not_armed(tmp_path, monkeypatch, earl
         assert [(r.step, r.kind) for r in manager.reports] == [
             (0, "snapshot"), (6, "snapshot"), (12, "window"),
         ]  # fmt: skip
-        why = "the step had not been traced yet" if not earlier else "it has not been armed"
-        assert f"program changed inside the window: {why}" in manager.reports[1].reason
+        why = "the step had not been traced yet" if not earlier else "the step has not been armed"
+        assert f"abandoned: it cannot go on: {why}" in manager.reports[1].reason
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
 
