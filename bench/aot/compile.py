@@ -82,7 +82,7 @@ def measure_step(
     form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
     program = StepProgram(step, form, args, {}, even_for_nothing=False)
     leaves = jax.tree.leaves(args[0])
-    size = measure_bytes(program, leaves)
+    size = measure_bytes(program.cut, leaves)
     if known is None:
         of_steps = _compiled_steps(step, args, program)
     else:
@@ -179,7 +179,7 @@ def _largest(program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequenc
     """The early block that takes most."""
     largest = max(plan.blocks, key=lambda block: sum(size.units[u].state_bytes for u in block))
     units = {u: size.units[u] for u in largest}
-    return make_departure(program, units, leaves, nothing_left()).state
+    return make_departure(program.cut, units, leaves, nothing_left()).state
 
 
 def _not_early(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import ChunkPull
@@ -66,48 +66,48 @@ def nothing_left() -> Departure:
 
 
 def make_departure(
-    program: StepProgram, units: Mapping[int, GroupUnit], leaves: Sequence[jax.Array],
+    cut: StepCut, units: Mapping[int, GroupUnit], leaves: Sequence[jax.Array],
     before: Departure,
 ) -> Departure:  # fmt: skip
     """The departure of some units.
 
     Args:
-      program: Theirs.
+      cut: The step's, with their groups.
       units: By their positions in the plan.
       leaves: Of the state, alive or not. Cut values are taken to lie as those that they replay.
       before: The one before it.
     """
     of_state, chunks = [], []
     for u, unit in units.items():
-        for j in program.cut.groups[unit.group].leaves:
+        for j in cut.groups[unit.group].leaves:
             of_state.append((u, j))
             chunks.append(Chunk(Source.of(leaves[j], unit.placed), unit.start, unit.stop))
     state = block_of(chunks, [j for _, j in of_state])
     values, following = [*before.values], [*before.cut.chunks]
-    for run in _runs(program, units):
+    for run in _runs(cut, units):
         first, last = units[run[0]], units[run[-1]]
-        for i in program.cut.groups[first.group].retained:
-            spec = program.cut.arrays[i]
+        for i in cut.groups[first.group].retained:
+            spec = cut.arrays[i]
             source = Source(spec.shape, spec.dtype, first.given, first.placed)
             values.append((run, i))
             following.append(Chunk(source, first.start, last.stop))
-    cut = _following(values, following)
-    return Departure(tuple(of_state), state, (*before.units, *units), tuple(values), cut)
+    left = (*before.units, *units)
+    return Departure(tuple(of_state), state, left, tuple(values), _following(values, following))
 
 
 def _following(values: Sequence[Followers], chunks: Sequence[Chunk]) -> Block:
     return block_of(chunks, [i for _, i in values], donatable=False)
 
 
-def _runs(program: StepProgram, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]:
+def _runs(cut: StepCut, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]:
     """The units of each group together if they are all of it, and otherwise one by one."""
     of_groups: dict[int, list[int]] = collections.defaultdict(list)
     for u, unit in units.items():
         of_groups[unit.group].append(u)
     runs: list[tuple[int, ...]] = []
     for group, members in of_groups.items():
-        first = program.cut.groups[group].leaves[0]
-        spec, placed = program.cut.leaf_specs[first], units[members[0]].placed
+        first = cut.groups[group].leaves[0]
+        spec, placed = cut.leaf_specs[first], units[members[0]].placed
         size = Source(spec.shape, spec.dtype, placed, placed).shard_size
         is_whole = sum(units[u].stop - units[u].start for u in members) == size
         runs += [tuple(members)] if is_whole else [(u,) for u in members]
@@ -118,14 +118,14 @@ class Scalars:
     """The captured scalars: every process replays with them, so each takes its own.
 
     Args:
-      program: The step's.
+      cut: The step's.
 
     Attributes:
       positions: Theirs, among the cut values.
     """
 
-    def __init__(self, program: StepProgram):
-        self.positions = tuple(sorted({i for group in program.cut.groups for i in group.scalars}))
+    def __init__(self, cut: StepCut):
+        self.positions = tuple(sorted({i for group in cut.groups for i in group.scalars}))
         self._block: Block | None = None
 
     def pull(self, cut: Sequence[jax.Array]) -> ChunkPull:

@@ -51,8 +51,9 @@ class OpenWindow:
     ):  # fmt: skip
         self.program = program
         self.plan = plan = planned.plan
+        self._cut = cut = planned.cut
         self.target = target
-        reason = plan.reason if program.cut.is_exact else f"{plan.reason}; {_ROUNDED}"
+        reason = plan.reason if cut.is_exact else f"{plan.reason}; {_ROUNDED}"
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self.state: Sequence[jax.Array] = ()
         self.given_up: str | None = None
@@ -62,17 +63,17 @@ class OpenWindow:
         self._auditor = auditor
         self._replicas = resources.replicas
         self._early = EarlyChunks(
-            program.cut.groups, units, replayer, resources.host,
+            cut.groups, units, replayer, resources.host,
             resources.host.waiting_limit_bytes(*planned.host_bytes), self.record,
         )  # fmt: skip
         self._left = [nothing_left()]  # in that order, the last with what follows them all
         self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
-        self._late = LateGroups(program.cut, auditor)
+        self._late = LateGroups(cut, auditor)
         self._retained_bytes = planned.size.retained
         self._room = StepRoom(resources.device, resources.watcher)
-        self._scalars = Scalars(program)
-        sizes = [math.prod(spec.shape) for spec in program.cut.arrays]
+        self._scalars = Scalars(cut)
+        sizes = [math.prod(spec.shape) for spec in cut.arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
 
     @property
@@ -116,7 +117,7 @@ class OpenWindow:
         }
         if planned.units == (*before.units, *units) and planned.is_cut_from(old):
             return planned
-        return make_departure(self.program, units, old, before)
+        return make_departure(self._cut, units, old, before)
 
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
         with self._device.lent(block.state.staged_bytes) as give_back:
@@ -216,7 +217,7 @@ class OpenWindow:
         slots = {j: make_slots(self._replicas.boxes(new[j])) for j in wanted}
         self._early.promise(slot for promised in slots.values() for slot in promised)
         self.record.late_leaves = self._late.reasons
-        paths = self.program.cut.paths
+        paths = self._cut.paths
         audit = self._auditor.sample({paths[j]: new[j] for j in slots}, self.record)
         try:
             self._handed_over.update(slots)
@@ -239,7 +240,7 @@ class OpenWindow:
 
     def _finish(self, slots: Mapping[int, Sequence[ChunkSlot]], audit: PendingAudit | None) -> None:
         """On the thread that replays: hands over what is final, unless the audit objects."""
-        paths = self.program.cut.paths
+        paths = self._cut.paths
 
         def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
             if audit is not None:
@@ -272,7 +273,7 @@ class OpenWindow:
         left = set(self._left[-1].units)
         rest: dict[int, list[Chunk]] = {j: [] for j in followed}
         for u, unit in enumerate(self._units):
-            for j in self.program.cut.groups[unit.group].leaves if u not in left else ():
+            for j in self._cut.groups[unit.group].leaves if u not in left else ():
                 if j in rest:
                     source = Source.of(arrays[j], unit.placed)
                     rest[j].append(Chunk(source, unit.start, unit.stop))

@@ -120,7 +120,7 @@ class Opener:
         device.reset_peak()
         host.reset_peak()
         window = OpenWindow(
-            program, planned, target, planned.departures(program, leaves),
+            program, planned, target, planned.departures(leaves),
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
             resources=self._resources,
         )  # fmt: skip

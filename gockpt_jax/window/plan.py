@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
 from gockpt_jax.window.choice import choose, fill, why_one_copy
@@ -75,13 +75,13 @@ class StateBytes:
 
 
 def measure_bytes(
-    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas = FIRST_ALONE,
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas = FIRST_ALONE,
     unsaved: frozenset[int] = frozenset(),
 ) -> StateBytes:  # fmt: skip
     """Bytes of one device, of the state as the last update returned it.
 
     Args:
-      program: The step's.
+      cut: The step's.
       leaves: Of its state.
       replicas: How they share what leaves.
       unsaved: Positions of those that saves do not take. One is sent all the same if it is the
@@ -90,14 +90,14 @@ def measure_bytes(
     weights = [replicas.source(a).shard_bytes for a in leaves]
     groups = {
         g: group.leaves
-        for g, group in enumerate(program.cut.groups)
+        for g, group in enumerate(cut.groups)
         if _is_most_saved(group.leaves, weights, unsaved)
     }
-    units = tuple(u for u in units_of(program, leaves, replicas) if u.group in groups)
+    units = tuple(u for u in units_of(cut, leaves, replicas) if u.group in groups)
     unsent = unsaved.difference(*groups.values())
     weights = [0 if j in unsent else num_bytes for j, num_bytes in enumerate(weights)]
     in_host = [w for w, a in zip(weights, leaves, strict=True) if in_host_memory(a.sharding)]
-    retained = retained_bytes(program, leaves, replicas)
+    retained = retained_bytes(cut, leaves, replicas)
     return StateBytes(tuple(weights), retained, units, sum(in_host))
 
 

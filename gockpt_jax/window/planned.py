@@ -1,4 +1,4 @@
-"""What has been planned for a program: the plan, what it was made for, and the blocks it names."""
+"""What has been planned for a step: the plan, what it was made for, and the blocks it names."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.window.cost import Blocks
 from gockpt_jax.window.departure import Departure, make_departure, nothing_left
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, plan_window
@@ -14,9 +14,10 @@ from gockpt_jax.window.plan import Facts, Plan, StateBytes, plan_window
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A program's plan, and what it was made for.
+    """A step's plan, and what it was made for.
 
     Attributes:
+      cut: The step's.
       plan: The plan.
       size: Bytes of the state on one device.
       host_bytes: What a window holds in this process: the state, and what follows one step.
@@ -24,6 +25,7 @@ class Planned:
       facts: What was measured, or said.
     """
 
+    cut: StepCut
     plan: Plan
     size: StateBytes
     host_bytes: tuple[int, int]
@@ -52,16 +54,15 @@ class Planned:
             self._shorter[steps] = dataclasses.replace(plan, reason=why)
         return dataclasses.replace(self, plan=self._shorter[steps])
 
-    def early_leaves(self, program: StepProgram) -> set[int]:
+    def early_leaves(self) -> set[int]:
         """The leaves of which something leaves before the sealed version."""
         groups = {self.size.units[u].group for block in self.plan.blocks for u in block}
-        return {j for g in groups for j in program.cut.groups[g].leaves}
+        return {j for g in groups for j in self.cut.groups[g].leaves}
 
-    def departures(self, program: StepProgram, leaves: Sequence[jax.Array]) -> list[Departure]:
-        """The plan's blocks, made once for each plan of the program.
+    def departures(self, leaves: Sequence[jax.Array]) -> list[Departure]:
+        """The plan's blocks, made once for each plan of the step.
 
         Args:
-          program: The one that was planned for.
           leaves: Of the state, alive or not.
         """
         blocks = self.plan.blocks
@@ -69,6 +70,6 @@ class Planned:
             made = [nothing_left()]
             for block in blocks:
                 units = {u: self.size.units[u] for u in block}
-                made.append(make_departure(program, units, leaves, made[-1]))
+                made.append(make_departure(self.cut, units, leaves, made[-1]))
             self._departures[blocks] = made[1:]
         return self._departures[blocks]

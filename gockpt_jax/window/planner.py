@@ -14,6 +14,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.replay.contraction import cpu_contracts
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import device_headroom_bytes
 from gockpt_jax.transfer.meter import LINK
@@ -106,19 +107,19 @@ class Planner:
     ) -> Planned:
         num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
         if facts is None:
-            whole = measure_bytes(program, leaves, self._replicas)
+            whole = measure_bytes(program.cut, leaves, self._replicas)
             facts = self._facts(program, whole, num_devices)
-        size = measure_bytes(program, leaves, self._replicas, facts.unsaved)
+        size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved)
         sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
         state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
         host_bytes = state_bytes, size.followers * num_devices
         if not program.cut.groups:
-            plan = Plan((), _why_all_late(program, size))
+            plan = Plan((), _why_all_late(program.cut, size))
         elif facts.unsaved and not size.units:
             plan = Plan((), _NONE_SAVED)
         else:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
-        self._plans[program] = Planned(plan, size, host_bytes, num_devices, facts)
+        self._plans[program] = Planned(program.cut, plan, size, host_bytes, num_devices, facts)
         return self._plans[program]
 
     def ask_for_review(self) -> None:
@@ -186,7 +187,7 @@ class Planner:
     ) -> None:
         """Compiles ahead what the program's plan needs."""
         planned = self._plans[program]
-        early = planned.early_leaves(program)
+        early = planned.early_leaves()
         sent = planned.size.leaves
         self._compile_late([a for j, a in enumerate(leaves) if j not in early and sent[j]])
         if planned.plan.steps == 1:
@@ -200,9 +201,9 @@ class Planner:
             step.give_up(_CONTRACTS)
             return
         step.arm()
-        for departure in planned.departures(program, leaves):
+        for departure in planned.departures(leaves):
             departure.compile_ahead()
-        specs = replay_specs(program, planned.size.units)
+        specs = replay_specs(planned.cut, planned.size.units)
         replayer.compile_ahead(specs, planned.plan.steps - 1)
         if self._options.audit is not None:
             sampled = [leaves[j] for j in sorted(early)]
@@ -270,7 +271,7 @@ def measured_facts(clock: StepClock) -> Facts:
     return Facts(clock.secs, LINK.bytes_per_sec)
 
 
-def _why_all_late(program: StepProgram, size: StateBytes) -> str:
-    largest = max(program.cut.late, key=lambda j: size.leaves[j])
-    path, why = program.cut.paths[largest], program.cut.late[largest]
+def _why_all_late(cut: StepCut, size: StateBytes) -> str:
+    largest = max(cut.late, key=lambda j: size.leaves[j])
+    path, why = cut.paths[largest], cut.late[largest]
     return f"no leaf may leave early (`explain()` tells of each): {path}: {why}"

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gockpt_jax.replay.programs import ReplaySpec
-from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
@@ -32,10 +32,10 @@ the seven of the longest window within an eighth."""
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUnit(Unit):
-    """A unit of a program: rows of one of its groups.
+    """A unit of a cut: rows of one of its groups.
 
     Attributes:
-      group: Its position among the program's groups.
+      group: Its position among the cut's groups.
       start: Of the elements of a local shard, row by row, the first that leaves.
       stop: The one after the last.
       placed: By whose shards the group's leaves and retained values travel.
@@ -50,21 +50,21 @@ class GroupUnit(Unit):
 
 
 def units_of(
-    program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas
 ) -> tuple[GroupUnit, ...]:
-    """What may leave early, in the program's order: groups, and rows of large ones.
+    """What may leave early, in the cut's order: groups, and rows of large ones.
 
     A retained value is counted with the placement of the leaf that it replays. A group that is in
     the host's memory does not leave early: it has no way to go, and a gradient would.
 
     Args:
-      program: The step's.
+      cut: The step's.
       leaves: Of its state, as the last update returned it.
       replicas: How they share what leaves.
     """
     movable = [
         (g, place, [Source.of(leaves[j], place) for j in group.leaves])
-        for g, group in enumerate(program.cut.groups)
+        for g, group in enumerate(cut.groups)
         if not all(in_host_memory(leaves[j].sharding) for j in group.leaves)
         and (place := placement(leaves, group.leaves, replicas)) is not None
     ]
@@ -73,18 +73,18 @@ def units_of(
     return tuple(
         unit
         for g, place, sources in movable
-        for unit in _units_of_group(program, g, place, sources, unit_bytes)
+        for unit in _units_of_group(cut, g, place, sources, unit_bytes)
     )
 
 
 def _units_of_group(
-    program: StepProgram, g: int, place: jax.sharding.Sharding, sources: Sequence[Source],
+    cut: StepCut, g: int, place: jax.sharding.Sharding, sources: Sequence[Source],
     unit_bytes: int,
 ) -> Iterator[GroupUnit]:  # fmt: skip
     """One group's, by the arrays that its leaves are; of about so many bytes."""
     first = sources[0]
     given = _given([s.given for s in sources], place, len(first.shape))
-    arrays = [program.cut.arrays[i] for i in program.cut.groups[g].retained]
+    arrays = [cut.arrays[i] for i in cut.groups[g].retained]
     itemsizes = [array.dtype.itemsize for array in arrays]
     # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
     is_copied = (
@@ -134,22 +134,22 @@ def _given(
     return shardings[0] if alike else placed
 
 
-def retained_bytes(program: StepProgram, leaves: Sequence[jax.Array], replicas: Replicas) -> int:
+def retained_bytes(cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas) -> int:
     """What an armed step retains on one device: of all groups, also of those that must be late.
 
     Args:
-      program: The step's.
+      cut: The step's.
       leaves: Of its state, as the last update returned it.
       replicas: How they share what leaves; each holds all of what it retains.
     """
     total = 0
-    for group in program.cut.groups:
+    for group in cut.groups:
         place = placement(leaves, group.leaves, replicas)
         places = [leaves[j].sharding for j in group.leaves]
         if place is not None:
             places = [_given(places, place, leaves[group.leaves[0]].ndim)]
         for i in group.retained:
-            spec = program.cut.arrays[i]
+            spec = cut.arrays[i]
             total += max(Source(spec.shape, spec.dtype, p, p).shard_bytes for p in places)
     return total
 
@@ -167,17 +167,17 @@ def _bytes(source: Source, elements: int) -> int:
     return elements * int(source.stored_dtype.itemsize)
 
 
-def replay_specs(program: StepProgram, units: Sequence[GroupUnit]) -> list[tuple[ReplaySpec, int]]:
+def replay_specs(cut: StepCut, units: Sequence[GroupUnit]) -> list[tuple[ReplaySpec, int]]:
     """What the replay programs of all units are made from, with the elements of their chunks."""
     specs: dict[tuple[ReplaySpec, int], None] = {}  # a set that keeps its order
     for unit in units:
-        group = program.cut.groups[unit.group]
+        group = cut.groups[unit.group]
         if not group.recipe.is_identity:
             spec = ReplaySpec(
                 group.recipe,
-                tuple(np.dtype(program.cut.leaf_specs[j].dtype) for j in group.leaves),
-                tuple(np.dtype(program.cut.arrays[i].dtype) for i in group.retained),
-                tuple(np.dtype(program.cut.arrays[i].dtype) for i in group.scalars),
+                tuple(np.dtype(cut.leaf_specs[j].dtype) for j in group.leaves),
+                tuple(np.dtype(cut.arrays[i].dtype) for i in group.retained),
+                tuple(np.dtype(cut.arrays[i].dtype) for i in group.scalars),
             )
             specs[spec, unit.stop - unit.start] = None
     return list(specs)

@@ -133,7 +133,7 @@ def test_checkpoint_is_the_state(model, cut, tmp_path, monkeypatch):
         report = loop.manager.last_report
         program = loop.step.program
         shared = loop.manager._gockpt_session.replicas
-        found = units_of(program, [loop.state["m"], loop.state["w"]], shared)
+        found = units_of(program.cut, [loop.state["m"], loop.state["w"]], shared)
         assert report.early_bytes > 0
         assert report.audit.max_ulps == 0
         assert (len(found) > len(program.cut.groups)) == cut

@@ -17,6 +17,7 @@ from gockpt_jax import WindowOptions, _compat
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.plan import (
     Facts,
@@ -29,6 +30,8 @@ from gockpt_jax.window.plan import (
     plan_window,
 )
 from gockpt_jax.window.planned import Planned
+
+NO_CUT = StepCut((), (), (), (), (), {}, True)
 
 thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 
@@ -129,7 +132,7 @@ def test_units_of_a_block_are_in_order():
 def test_a_plan_is_shortened_only_where_the_save_is_nearer():
     """As it was chosen otherwise: its blocks need not be even."""
     size = state_of((100, 100, 100), [unit(100, 5, group) for group in range(3)])
-    planned = Planned(Plan(((0, 1), (2,), ()), "chosen"), size, (300, 15), 1, Facts())
+    planned = Planned(NO_CUT, Plan(((0, 1), (2,), ()), "chosen"), size, (300, 15), 1, Facts())
     of_user = WindowOptions(steps=4)
     assert planned.within(4, of_user, None) is planned.within(9, of_user, None) is planned
     shorter = planned.within(3, of_user, None)
@@ -158,7 +161,7 @@ def test_a_plan_that_is_shortened_keeps_the_budget(size, steps, budget, is_known
     """Its blocks are larger than those of the window that it is a part of."""
     options, facts = WindowOptions(max_steps=8), KNOWN if is_known else Facts()
     plan = plan_window(size, options, budget, facts)
-    shorter = Planned(plan, size, (0, 0), 1, facts).within(steps, options, budget).plan
+    shorter = Planned(NO_CUT, plan, size, (0, 0), 1, facts).within(steps, options, budget).plan
     assert shorter.steps <= min(plan.steps, steps)
     if shorter.steps > 1:
         in_blocks = (sum(size.units[u].state_bytes for u in block) for block in shorter.blocks)
@@ -219,12 +222,12 @@ def test_bytes_are_those_of_one_device(monkeypatch):
     jitted = jax.jit(step)
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
-    size = measure_bytes(program, jax.tree.leaves(state))
+    size = measure_bytes(program.cut, jax.tree.leaves(state))
     assert size.leaves == (32, 256, 4, 256)
     assert size.retained == size.followers == 16 + 256
     monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 8)
     sharing = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
-    size = measure_bytes(program, jax.tree.leaves(state), sharing)
+    size = measure_bytes(program.cut, jax.tree.leaves(state), sharing)
     assert size.leaves == (32, 32, 4, 32)
     assert (size.retained, size.followers, size.late) == (16 + 256, 16 + 32, 4)
 
@@ -242,11 +245,11 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
     state = {k: jnp.ones(64) for k in ("m", "w")}
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, (state,), {}, even_for_nothing=False)
-    both = measure_bytes(program, [state["m"], state["w"]])
+    both = measure_bytes(program.cut, [state["m"], state["w"]])
     assert (both.sent, both.late, len(both.units)) == (2 * leaf, 0, 1)
     for on_host in (("m",), ("m", "w")):
         leaves = [jax.device_put(x, host) if k in on_host else x for k, x in state.items()]
-        size = measure_bytes(program, leaves)
+        size = measure_bytes(program.cut, leaves)
         sent = 2 * leaf - len(on_host) * leaf
         assert (size.sent, size.late, size.units, size.retained) == (sent, sent, (), leaf)
         assert size.leaves == (leaf, leaf)  # what is on the host and on disk in the end
@@ -261,7 +264,7 @@ def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, (state,), {}, even_for_nothing=True)
     parts = collections.defaultdict(list)
-    for found in measure_bytes(program, jax.tree.leaves(state)).units:
+    for found in measure_bytes(program.cut, jax.tree.leaves(state)).units:
         (leaf,) = program.cut.groups[found.group].leaves
         parts[program.positions.paths[leaf]].append((found.start, found.stop))
     base, kept = parts.values()

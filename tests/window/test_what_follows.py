@@ -77,13 +77,13 @@ def test_as_much_is_copied_as_the_plan_says(place, steps):
     state = fresh(place)
     program = program_of(state)
     leaves = jax.tree.leaves(state)
-    size = measure_bytes(program, leaves)
+    size = measure_bytes(program.cut, leaves)
     assert len(size.units) > 3 * steps
     blocks = fill_blocks(size.units, steps, "").blocks
     departures = [nothing_left()]
     for b in blocks:
         units = {u: size.units[u] for u in b}
-        departures.append(make_departure(program, units, leaves, departures[-1]))
+        departures.append(make_departure(program.cut, units, leaves, departures[-1]))
     planned = copied_bytes(size.units, blocks)
     until = list(itertools.accumulate(planned))  # what follows a block goes on to follow
     for departure, num_bytes in zip(departures[1:], until, strict=True):
@@ -102,8 +102,8 @@ def test_what_follows_is_cut_from_where_the_compiler_has_put_it():
     """Whatever the plan took for granted; it travels by the shards of the leaf that it replays."""
     state = fresh(PLACES["sharded"])
     program, leaves = program_of(state), jax.tree.leaves(state)
-    units = dict(enumerate(measure_bytes(program, leaves).units))
-    planned = make_departure(program, units, leaves, nothing_left())
+    units = dict(enumerate(measure_bytes(program.cut, leaves).units))
+    planned = make_departure(program.cut, units, leaves, nothing_left())
     rng = np.random.default_rng(2)
     values = [rng.standard_normal(x.shape).astype(x.dtype) for x in program.cut.arrays]
     for place in (PLACES["sharded"], NamedSharding(MESH, PartitionSpec(None, "x"))):
@@ -124,9 +124,9 @@ def test_replicas_copy_the_slices_that_they_send(monkeypatch):
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
     state = fresh(NamedSharding(MESH, PartitionSpec()))
     program, leaves = program_of(state), jax.tree.leaves(state)
-    size = measure_bytes(program, leaves)
+    size = measure_bytes(program.cut, leaves)
     assert copied_bytes(size.units, (tuple(range(len(size.units))),)) == [size.retained]
-    departure = make_departure(program, dict(enumerate(size.units)), leaves, nothing_left())
+    departure = make_departure(program.cut, dict(enumerate(size.units)), leaves, nothing_left())
     assert departure.cut.staged_bytes == departure.cut.held_bytes == size.retained // 8
 
 
