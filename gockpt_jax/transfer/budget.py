@@ -34,10 +34,9 @@ class ByteBudget:
     Example:
       >>> budget = ByteBudget(10)
       >>> budget.acquire(8)
-      >>> budget.try_acquire(4)
-      False
-      >>> budget.peak_bytes
-      8
+      >>> budget.release(5)
+      >>> budget.used_bytes, budget.peak_bytes
+      (3, 8)
     """
 
     def __init__(self, limit_bytes: int | None):
@@ -51,14 +50,6 @@ class ByteBudget:
         with self._changed:
             self._changed.wait_for(lambda: self._fits(num_bytes))
             self._take(num_bytes, loan)
-
-    def try_acquire(self, num_bytes: int, loan: Loan | None = None) -> bool:
-        """Takes bytes if there is room now."""
-        with self._changed:
-            if not self._fits(num_bytes):
-                return False
-            self._take(num_bytes, loan)
-            return True
 
     def add(self, num_bytes: int) -> None:
         """Counts bytes that are there already, without waiting."""

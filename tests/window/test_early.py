@@ -160,10 +160,11 @@ class Room(ByteBudget):
         self.is_awaited = threading.Event()
 
     def acquire(self, num_bytes):
-        if not self.try_acquire(num_bytes):
-            self.is_awaited.set()
-            with self._changed:
-                assert self._changed.wait_for(lambda: self.try_acquire(num_bytes), PATIENCE_SECS)
+        with self._changed:
+            if not self._fits(num_bytes):
+                self.is_awaited.set()
+            assert self._changed.wait_for(lambda: self._fits(num_bytes), PATIENCE_SECS)
+            super().acquire(num_bytes)
 
 
 class Threads:

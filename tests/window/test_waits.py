@@ -148,9 +148,9 @@ def test_landing_waits_for_replay_where_the_host_has_no_room(tmp_path, monkeypat
             rooms.append(self)
 
         def acquire(self, num_bytes):
-            if not self.try_acquire(num_bytes):
+            if not self._fits(num_bytes):
                 is_awaited.set()
-                super().acquire(num_bytes)
+            super().acquire(num_bytes)
 
     loop = Loop(tmp_path, 8, host_budget_bytes=state + 2 * follows)
     with loop.manager:
@@ -205,8 +205,9 @@ class Device(ByteBudget):
         self._link = link
 
     def acquire(self, num_bytes, loan=None):
-        while not self.try_acquire(num_bytes, loan):
+        while not self._fits(num_bytes):
             self._link.land_one(self)
+        super().acquire(num_bytes, loan)
 
 
 @pytest.mark.parametrize(
