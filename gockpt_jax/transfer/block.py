@@ -64,11 +64,18 @@ class _Packing:
       senders: Of each, the devices that move it: a row per shard.
       given: Of each array that it takes, the position of a chunk that is cut from it, and where it
         must be brought before; `None`: it is on the program's devices.
+      key: What the program is made from, as `compile_packing` takes it.
     """
 
     buffers: tuple[Buffer, ...]
     senders: tuple[np.ndarray, ...]
     given: tuple[tuple[int, jax.sharding.Sharding | None], ...]
+    key: tuple[Any, ...]
+
+    @property
+    def program(self) -> tuple[Any, Any]:
+        """The program's key, and what compiles it."""
+        return self.key, functools.partial(compile_packing, *self.key)
 
 
 class Block:
@@ -107,40 +114,23 @@ class Block:
         self.held_bytes = packed_bytes + sum(s.shard_bytes for s in on_device)
 
     def _packing(self, buffers: Sequence[Buffer]) -> _Packing:
-        sources = [(n, self.chunks[n].source) for n in self._arguments(buffers)]
-        given = tuple((n, None if on_its_devices(s) else s.placed) for n, s in sources)
-        return _Packing(tuple(buffers), tuple(b.senders() for b in buffers), given)
-
-    def _arguments(self, buffers: Sequence[Buffer]) -> dict[int, int]:
-        """Positions of the chunks whose arrays a program takes, each with its argument's number."""
-        found: dict[int, int] = {}
-        for buffer in buffers:
-            for n in buffer.chunks:
-                found.setdefault(self._arrays[n], len(found))
-        return found
-
-    def _program(self, buffers: Sequence[Buffer]) -> tuple[Any, Any]:
-        arguments = self._arguments(buffers)
-        taken = [self.chunks[n].source for n in arguments]
-        parts = [
-            (self.chunks[n], arguments[self._arrays[n]])
-            for buffer in buffers
-            for n in buffer.chunks
-        ]
-        key = (tuple(taken), tuple(parts), tuple(buffers))
-        return key, functools.partial(compile_packing, *key)
+        packed = [n for buffer in buffers for n in buffer.chunks]
+        taken = {n: self.chunks[n].source for n in (self._arrays[m] for m in packed)}
+        number = {n: i for i, n in enumerate(taken)}  # of each, the program's argument
+        parts = tuple((self.chunks[n], number[self._arrays[n]]) for n in packed)
+        given = tuple((n, None if on_its_devices(s) else s.placed) for n, s in taken.items())
+        key = (tuple(taken.values()), parts, tuple(buffers))
+        return _Packing(tuple(buffers), tuple(b.senders() for b in buffers), given, key)
 
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
         for packing in self._packings:
-            _programs.wanted(*self._program(packing.buffers))
+            _programs.wanted(*packing.program)
 
     def programs(self) -> list[Any]:
         """Its programs, compiled; waits for them, at the first call."""
         if not self._compiled:
-            self._compiled = [
-                _programs.needed(*self._program(packing.buffers)) for packing in self._packings
-            ]
+            self._compiled = [_programs.needed(*packing.program) for packing in self._packings]
         return self._compiled
 
     def is_cut_from(self, arrays: Sequence[jax.Array]) -> bool:
