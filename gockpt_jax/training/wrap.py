@@ -70,7 +70,7 @@ class WrappedStep(StandIn):
         self.last_result: Any = None  # the user's, who may change its containers
         self.new_state: list[Any] | None = None  # in it, if it was the program's
         self._last_leaves: list[Any] | None = None  # of it, while there is no program
-        self.why_not = _why_no_program(step)
+        self.why_not: str | None = None  # given up, for this reason
         self._observer = observer
         self._form = form
         self._always = options.arm == "always"
@@ -78,8 +78,8 @@ class WrappedStep(StandIn):
         self._found: StepProgram | None = None  # the last program, kept or not
         self._changes = Changes(always=self._always)
         self._untraced: str | None = None  # why this call could not be traced
-        if self.why_not is not None:
-            self._warn(self.why_not)
+        if (why_not := _why_no_program(step)) is not None:
+            self.give_up(why_not)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the jitted function would."""
@@ -279,11 +279,8 @@ class WrappedStep(StandIn):
         """No windows from now on; one warning."""
         self.program = None
         self.why_not = why.rstrip(".")
-        self._warn(self.why_not)
-
-    def _warn(self, reason: str) -> None:
         name = getattr(self.step, "__name__", type(self.step).__name__)
-        told = f"`{name}` cannot be armed, so its saves are snapshots: {reason}."
+        told = f"`{name}` cannot be armed, so its saves are snapshots: {self.why_not}."
         errors.warn(told, SnapshotOnlyWarning)
 
 
