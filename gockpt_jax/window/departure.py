@@ -81,7 +81,7 @@ def make_departure(
     for u, unit in units.items():
         for j in cut.groups[unit.group].leaves:
             of_state.append((u, j))
-            chunks.append(Chunk(Source.of(leaves[j], unit.placed), unit.start, unit.stop))
+            chunks.append(unit.chunk_of(leaves[j]))
     state = block_of(chunks, [j for _, j in of_state])
     values, following = [*before.values], [*before.cut.chunks]
     for run in _runs(cut, units):

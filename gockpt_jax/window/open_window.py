@@ -12,7 +12,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.block import stage_and_pull
-from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor, PendingAudit
 from gockpt_jax.window.departure import Departure, Scalars, make_departure, nothing_left
@@ -275,8 +275,7 @@ class OpenWindow:
         for u, unit in enumerate(self._units):
             for j in self._cut.groups[unit.group].leaves if u not in left else ():
                 if j in rest:
-                    source = Source.of(arrays[j], unit.placed)
-                    rest[j].append(Chunk(source, unit.start, unit.stop))
+                    rest[j].append(unit.chunk_of(arrays[j]))
         return rest
 
     def drop(self) -> None:

@@ -16,6 +16,7 @@ from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
+    Chunk,
     Source,
     can_be_cut,
     in_host_memory,
@@ -47,6 +48,10 @@ class GroupUnit(Unit):
     stop: int
     placed: Any
     given: Any
+
+    def chunk_of(self, leaf: jax.Array) -> Chunk:
+        """Its rows of a leaf of its group, alive or not."""
+        return Chunk(Source.of(leaf, self.placed), self.start, self.stop)
 
 
 def units_of(
