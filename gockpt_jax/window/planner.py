@@ -107,8 +107,8 @@ class Planner:
     ) -> Planned:
         num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
         if facts is None:
-            whole = measure_bytes(program.cut, leaves, self._replicas)
-            facts = self._facts(program, whole, num_devices)
+            whole_bytes = sum(self._replicas.source(a).shard_bytes for a in leaves)
+            facts = self._facts(program, whole_bytes, num_devices)
         size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved)
         sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
         state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
@@ -132,7 +132,7 @@ class Planner:
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
-        facts = self._facts(program, planned.size, planned.num_devices)
+        facts = self._facts(program, sum(planned.size.leaves), planned.num_devices)
         if not facts.differ_from(planned.facts):
             return False
         leaves = program.new_state_leaves(step.new_state)
@@ -158,7 +158,7 @@ class Planner:
             left_out = frozenset(j for j, a in enumerate(leaves) if id(a) not in given)
             self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)
 
-    def _facts(self, program: StepProgram, size: StateBytes, num_devices: int) -> Facts:
+    def _facts(self, program: StepProgram, leaf_bytes: int, num_devices: int) -> Facts:
         """What the user said, else what has been measured.
 
         Every process must make the same plan, and what they measure differs: all of them go by the
@@ -166,7 +166,7 @@ class Planner:
         any of them has saved.
         """
         said = self._options
-        host = self._host.room_bytes(sum(size.leaves) * num_devices)
+        host = self._host.room_bytes(leaf_bytes * num_devices)
         seen = measured_facts(self.clock)
         measured = {
             "step_secs": said.step_secs or seen.step_secs,
