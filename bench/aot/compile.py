@@ -15,10 +15,11 @@ import jax
 from bench.accelerators import devices_of
 from bench.aot.hlo import Program, read_program
 from gockpt_jax import _compat
+from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.block import Block
-from gockpt_jax.transfer.replicas import FIRST_ALONE
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.departure import make_departure, nothing_left
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, peak_device_bytes
@@ -27,6 +28,8 @@ GIB = 2**30
 MAX_STEPS = 8
 _OF_STEPS = re.compile(r"unarmed/|armed/|armed_extra_gib|retained_compiled_gib|compile_secs/")
 """Names of figures that do not depend on plans."""
+_FIRST_ALONE = Replicas(ReplicaLayout(use_replica_parallel=False).write_shape)
+"""Replicas do not share what leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ def measure_step(
     form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
     program = StepProgram(step, form, args, {}, even_for_nothing=False)
     leaves = jax.tree.leaves(args[0])
-    size = measure_bytes(program.cut, leaves)
+    size = measure_bytes(program.cut, leaves, _FIRST_ALONE)
     if known is None:
         of_steps = _compiled_steps(step, args, program)
     else:
@@ -192,7 +195,7 @@ def _not_early(
 
 def _late(leaves: Sequence[Any], budget_bytes: int | None) -> list[Block]:
     """The blocks in which a run with this device budget stages late leaves."""
-    chunks = late_chunks(leaves, budget_bytes, FIRST_ALONE)
+    chunks = late_chunks(leaves, budget_bytes, _FIRST_ALONE)
     return [block for _, block in late_blocks(chunks, budget_bytes)]
 
 

@@ -65,9 +65,7 @@ def states_at(result: Any, state_out: tuple[Place, ...], wanted: Sequence[Any]) 
 
 
 def states_within(
-    out_tree: Any,
-    wanted: Sequence[Any],
-    likeness: Callable[[range, int], int] = lambda leaves, n: 0,
+    out_tree: Any, wanted: Sequence[Any], likeness: Callable[[range, int], int]
 ) -> tuple[range, ...]:
     """Finds the new state in a result, however deep it lies.
 

@@ -99,7 +99,7 @@ def walk_back(
     known: Collection[Value],
     stop: Collection[Value] = (),
     *,
-    repeats: Callable[[Op], bool] = is_exact,
+    repeats: Callable[[Op], bool],
 ) -> Walk:
     """Walks back from a leaf's new value through operations that the host repeats.
 
@@ -107,7 +107,7 @@ def walk_back(
       leaf: The leaf.
       known: Old values of leaves: the walk does not go behind them.
       stop: Further values that it does not go behind.
-      repeats: Which operations the host repeats: bit for bit, unless told otherwise.
+      repeats: Which operations the host repeats, bit for bit or nearly.
 
     Returns:
       What it meets.

@@ -50,11 +50,11 @@ class Replicas:
     """How replicas share arrays: alike on all processes, from global facts.
 
     Attributes:
-      write_shape: What the checkpoint's chunks are cut from; `None`: whole shards, all of which
-        the first replica takes.
+      write_shape: What the checkpoint's chunks are cut from. Where that is the whole shard, the
+        first replica takes it.
     """
 
-    write_shape: WriteShape | None = None
+    write_shape: WriteShape
     _owned_by_layout: dict[Any, tuple[Sequence[Box], int]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
@@ -72,7 +72,7 @@ class Replicas:
     def _finer(self, array: Any) -> NamedSharding | None:
         """The sharding by slices, if the replicas of an array share it."""
         sharding = array.sharding
-        if self.write_shape is None or not isinstance(sharding, NamedSharding):
+        if not isinstance(sharding, NamedSharding):
             return None
         finer = _by_slices(self.write_shape, sharding, array.shape, array.dtype)
         if finer is None or Source.of(array, finer).shard_size < MIN_SLICE_ELEMENTS:
@@ -146,10 +146,6 @@ def _local_boxes(sharding: NamedSharding, shape: Shape) -> Mapping[jax.Device, B
     """Where the shards of this process's devices lie, in the mesh's order."""
     found: Any = sharding.addressable_devices_indices_map(shape)
     return dict(found)
-
-
-FIRST_ALONE = Replicas()
-"""Nothing is shared."""
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import is_key_type
 from gockpt_jax.transfer.pull import Pull
-from gockpt_jax.transfer.replicas import FIRST_ALONE, Piece, Replicas
+from gockpt_jax.transfer.replicas import Piece, Replicas
 
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
@@ -131,9 +131,7 @@ def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
         return Pull.start(boxes, list)
 
 
-def compile_samples_ahead(
-    arrays: Sequence[jax.Array], fraction: float, replicas: Replicas = FIRST_ALONE
-) -> None:
+def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float, replicas: Replicas) -> None:
     """Compiles what `start_sample` will need for these arrays, on a thread of its own.
 
     Args:

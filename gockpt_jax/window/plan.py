@@ -13,7 +13,7 @@ import jax
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import in_host_memory
-from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.choice import choose, fill, why_one_copy
 from gockpt_jax.window.cost import Blocks, Terms, Unit, copied_bytes, describe_bytes
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
@@ -75,7 +75,7 @@ class StateBytes:
 
 
 def measure_bytes(
-    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas = FIRST_ALONE,
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas,
     unsaved: frozenset[int] = frozenset(),
 ) -> StateBytes:  # fmt: skip
     """Bytes of one device, of the state as the last update returned it.
@@ -140,7 +140,7 @@ class Facts:
 
 
 def plan_window(
-    size: StateBytes, options: WindowOptions, budget_bytes: int | None, facts: Facts | None = None
+    size: StateBytes, options: WindowOptions, budget_bytes: int | None, facts: Facts
 ) -> Plan:
     """Chooses K and fills the blocks.
 
@@ -162,7 +162,7 @@ def plan_window(
     if (copy := why_one_copy(size.sent, budget_bytes)) is not None:
         return Plan((), copy)
     assert budget_bytes is not None, "without a budget one copy fits"
-    if facts is None or facts.step_secs is None or facts.link_bytes_per_sec is None:
+    if facts.step_secs is None or facts.link_bytes_per_sec is None:
         return _smallest_window(size, options.max_steps, budget_bytes)
     host = facts.host_budget_bytes
     choice = choose(

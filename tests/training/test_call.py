@@ -127,7 +127,7 @@ def found_in(result, states, state_out):
     leaves, out_tree = jax.tree.flatten(result)
     wanted = [jax.tree.structure(s) for s in states]
     if state_out is None:
-        return [[leaves[i] for i in part] for part in states_within(out_tree, wanted)]
+        return [[leaves[i] for i in part] for part in states_within(out_tree, wanted, lambda *_: 0)]
     places = as_places("state_out", state_out)
     return [jax.tree.leaves(part) for part in states_at(result, places, wanted)]
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gockpt_jax.transfer import pull as pulls
 from gockpt_jax.transfer.chunks import Source
 from gockpt_jax.transfer.meter import LinkMeter
 from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
-from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.staging import stage
 
 P = PartitionSpec

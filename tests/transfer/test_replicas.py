@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.transfer import pull, replicas
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.chunks import Chunk
-from gockpt_jax.transfer.replicas import FIRST_ALONE, Replicas
+from gockpt_jax.transfer.replicas import Replicas
 
 P = PartitionSpec
 SHARED = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
@@ -102,7 +103,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         ReplicaLayout(use_replica_parallel=True, max_replicas=4),
         ReplicaLayout(use_replica_parallel=True, min_slice_bytes=1000),
     ]
-    for alone in (FIRST_ALONE, *(Replicas(layout.write_shape) for layout in layouts)):
+    for alone in (Replicas(layout.write_shape) for layout in layouts):
         assert alone.placed(whole) is whole.sharding
         assert alone.boxes(whole) == [(slice(None), slice(None))]
     for array in (

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer import pull as pulling
 from gockpt_jax.transfer import sample as sampling
 from gockpt_jax.transfer.meter import LinkMeter
-from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.sample import (
     MIN_BOX_BYTES,
     can_be_sampled,
@@ -128,7 +128,7 @@ def test_what_was_compiled_ahead_is_used(monkeypatch):
     programs = Programs("gockpt-compile-samples")
     monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7)), jax.random.key(0)]
-    compile_samples_ahead(arrays, 1 / 2)
+    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE)
     for thread in threading.enumerate():
         if thread.name == "gockpt-compile-samples":
             thread.join()

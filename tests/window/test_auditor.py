@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import Audit, AuditError, WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk, Pull
-from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.transfer.sample import FEW_BOXES
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.host_budget import HostBudget

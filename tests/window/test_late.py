@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.window import late
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.late import take_now

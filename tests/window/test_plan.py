@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import FIRST_ALONE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -77,7 +78,7 @@ def test_every_unit_leaves_exactly_once(size, steps):
 @thorough
 @given(states(), st.integers(1, 9), st.one_of(st.none(), st.integers(1, 12_000)))
 def test_planned_window_keeps_the_budget_and_is_the_shortest(size, max_steps, budget):
-    plan = plan_window(size, WindowOptions(max_steps=max_steps), budget)
+    plan = plan_window(size, WindowOptions(max_steps=max_steps), budget, Facts())
     assert len(plan.blocks) == plan.steps - 1
     assert plan.steps <= max_steps
     if not size.units or budget is None or sum(size.leaves) <= budget:
@@ -92,7 +93,7 @@ def test_planned_window_keeps_the_budget_and_is_the_shortest(size, max_steps, bu
 @thorough
 @given(states(), st.integers(1, 9), st.integers(1, 5000))
 def test_fixed_steps_win_over_the_budget(size, steps, budget):
-    plan = plan_window(size, WindowOptions(steps=steps), budget)
+    plan = plan_window(size, WindowOptions(steps=steps), budget, Facts())
     assert plan.steps == (steps if size.units else 1)
     assert plan.reason
 
@@ -101,7 +102,7 @@ def test_reasons_tell_why():
     size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
 
     def reason(size, budget, **options):
-        return plan_window(size, WindowOptions(**options), budget).reason
+        return plan_window(size, WindowOptions(**options), budget, Facts()).reason
 
     assert "no leaf may leave early" in reason(state_of((250,), []), 1)
     assert "one device copy of the state fits" in reason(size, 250)
@@ -115,7 +116,7 @@ def test_reasons_tell_why():
 def test_until_time_and_rate_are_known_the_budget_decides(facts):
     size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
     plan = plan_window(size, WindowOptions(), 120, facts)
-    assert plan == plan_window(size, WindowOptions(), 120)
+    assert plan == plan_window(size, WindowOptions(), 120, Facts())
     assert (plan.steps, plan.reason.partition(" of")[0]) == (
         3, "3 steps keep within the device budget",
     )  # fmt: skip
@@ -222,7 +223,7 @@ def test_bytes_are_those_of_one_device(monkeypatch):
     jitted = jax.jit(step)
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
-    size = measure_bytes(program.cut, jax.tree.leaves(state))
+    size = measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE)
     assert size.leaves == (32, 256, 4, 256)
     assert size.retained == size.followers == 16 + 256
     monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 8)
@@ -245,15 +246,15 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
     state = {k: jnp.ones(64) for k in ("m", "w")}
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, (state,), {}, even_for_nothing=False)
-    both = measure_bytes(program.cut, [state["m"], state["w"]])
+    both = measure_bytes(program.cut, [state["m"], state["w"]], FIRST_ALONE)
     assert (both.sent, both.late, len(both.units)) == (2 * leaf, 0, 1)
     for on_host in (("m",), ("m", "w")):
         leaves = [jax.device_put(x, host) if k in on_host else x for k, x in state.items()]
-        size = measure_bytes(program.cut, leaves)
+        size = measure_bytes(program.cut, leaves, FIRST_ALONE)
         sent = 2 * leaf - len(on_host) * leaf
         assert (size.sent, size.late, size.units, size.retained) == (sent, sent, (), leaf)
         assert size.leaves == (leaf, leaf)  # what is on the host and on disk in the end
-        assert plan_window(size, WindowOptions(), max(sent, 1)).steps == 1
+        assert plan_window(size, WindowOptions(), max(sent, 1), Facts()).steps == 1
 
 
 def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
@@ -264,7 +265,7 @@ def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted, form, (state,), {}, even_for_nothing=True)
     parts = collections.defaultdict(list)
-    for found in measure_bytes(program.cut, jax.tree.leaves(state)).units:
+    for found in measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE).units:
         (leaf,) = program.cut.groups[found.group].leaves
         parts[program.positions.paths[leaf]].append((found.start, found.stop))
     base, kept = parts.values()

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import FIRST_ALONE
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, update
 
 from gockpt_jax import GoCkptManager, GoCkptSave, SnapshotOnlyWarning, WindowOptions
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer.replicas import FIRST_ALONE
 
 
 @pytest.mark.parametrize("host_budget_bytes", [None, 100_000])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from alone import FIRST_ALONE
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.compiling import Programs
@@ -23,7 +24,6 @@ from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer import block, sample
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.replicas import FIRST_ALONE
 from gockpt_jax.window import early, late, units
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.late import take_now

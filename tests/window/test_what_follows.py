@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions, _compat
@@ -77,7 +78,7 @@ def test_as_much_is_copied_as_the_plan_says(place, steps):
     state = fresh(place)
     program = program_of(state)
     leaves = jax.tree.leaves(state)
-    size = measure_bytes(program.cut, leaves)
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE)
     assert len(size.units) > 3 * steps
     blocks = fill_blocks(size.units, steps, "").blocks
     departures = [nothing_left()]
@@ -102,7 +103,7 @@ def test_what_follows_is_cut_from_where_the_compiler_has_put_it():
     """Whatever the plan took for granted; it travels by the shards of the leaf that it replays."""
     state = fresh(PLACES["sharded"])
     program, leaves = program_of(state), jax.tree.leaves(state)
-    units = dict(enumerate(measure_bytes(program.cut, leaves).units))
+    units = dict(enumerate(measure_bytes(program.cut, leaves, FIRST_ALONE).units))
     planned = make_departure(program.cut, units, leaves, nothing_left())
     rng = np.random.default_rng(2)
     values = [rng.standard_normal(x.shape).astype(x.dtype) for x in program.cut.arrays]
@@ -124,7 +125,7 @@ def test_replicas_copy_the_slices_that_they_send(monkeypatch):
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
     state = fresh(NamedSharding(MESH, PartitionSpec()))
     program, leaves = program_of(state), jax.tree.leaves(state)
-    size = measure_bytes(program.cut, leaves)
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE)
     assert copied_bytes(size.units, (tuple(range(len(size.units))),)) == [size.retained]
     departure = make_departure(program.cut, dict(enumerate(size.units)), leaves, nothing_left())
     assert departure.cut.staged_bytes == departure.cut.held_bytes == size.retained // 8
