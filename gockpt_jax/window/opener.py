@@ -49,13 +49,12 @@ class Opener:
       processes: Those that open windows together.
       predictor: Of saves.
       planner: Of windows.
-      auditor: Compares what was replayed.
       resources: What windows take.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
-        planner: Planner, auditor: Auditor, resources: Resources,
+        planner: Planner, resources: Resources,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
@@ -63,7 +62,7 @@ class Opener:
         self._planner = planner
         self._resources = resources
         self._agreement = Agreement(options, processes)
-        self._auditor = auditor
+        self._auditor = Auditor(options.audit, resources)
         self._deferral: _Deferral | None = None
         self._tried_for = -1  # the last save whose window was due: what came of it has been told
 

@@ -37,7 +37,6 @@ from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.wrap import ArmedCall, WrappedStep
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.failures import surface, window_failed
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.opener import Opener
@@ -92,10 +91,7 @@ class Session:
         self._steps = weakref.WeakSet[WrappedStep]()
         self._sealed_at = -1
         self.planner = Planner(options, processes, resources)
-        self._auditor = Auditor(options.audit, resources)
-        self._opener = Opener(
-            options, processes, self.predictor, self.planner, self._auditor, resources
-        )
+        self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._why_snapshot: str | None = None  # `None`: no save has been foreseen
         self._failure: BaseException | None = None
         self._seal: Seal | None = None  # of the save whose items are being taken

@@ -183,7 +183,7 @@ def test_demotion_reaches_the_window_that_is_open(
     """Its early chunks are dropped, and the leaf is staged at the seal."""
     with Trainer(tmp_path, window=options(on_failure="demote")) as trainer:
         trainer.run_undisturbed(7)
-        auditor = trainer.manager._gockpt_session._auditor
+        auditor = trainer.manager._gockpt_session._opener._auditor
         (*_, group) = trainer.step.program.cut.groups
         path = trainer.step.program.positions.paths[group.leaves[0]]
         trainer.update()
@@ -198,7 +198,7 @@ def test_demotion_reaches_the_window_that_is_open(
 def test_when_all_is_demoted_saves_are_snapshots(tmp_path: Path) -> None:
     with Trainer(tmp_path, window=options(on_failure="demote")) as trainer:
         trainer.run_undisturbed(4)
-        auditor = trainer.manager._gockpt_session._auditor
+        auditor = trainer.manager._gockpt_session._opener._auditor
         for path in trainer.step.program.positions.paths:
             auditor._demote(path)
         trainer.run(8)
@@ -216,7 +216,7 @@ def test_several_processes_do_not_demote(tmp_path: Path, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:
             patch.setattr("gockpt_jax.window.audit.jax.process_count", lambda: 2)
             trainer.settle()
-            auditor: Auditor = trainer.manager._gockpt_session._auditor
+            auditor: Auditor = trainer.manager._gockpt_session._opener._auditor
             assert not auditor._demote("a leaf")
         assert auditor.demoted(["a leaf"]) is None
 
