@@ -42,6 +42,7 @@ class StepProgram:
       positions: Of the state's leaves.
       cut: What may leave early, and what is retained for it.
       out_tree: Structure of the result.
+      returned: Finds the new state in results.
 
     Raises:
       CannotArmError: if its program takes arguments that the call does not show.
@@ -68,8 +69,8 @@ class StepProgram:
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         specs = _state_specs(traced.jaxpr, self.positions)
         _refuse_no_state(specs, self.positions.paths)
-        self._new_specs = [new for _, new in specs]
-        self._state_in_result = StateInResult(self.out_tree, self.positions.outputs)
+        news = [new for _, new in specs]
+        self.returned = StateInResult(self.out_tree, self.positions.outputs, news)
         self._even_for_nothing = even_for_nothing
         self._donated = _compat.donated(traced)
         self._out_shardings: tuple[Any, ...] = (
@@ -205,23 +206,6 @@ class StepProgram:
     def state_leaves(self, flat: Sequence[Any]) -> list[Any]:
         """The state's leaves among a call's flat arguments."""
         return [flat[i] for i in self.positions.inputs]
-
-    def new_state(self, result: Any) -> list[Any] | None:
-        """What of a result is the new state, as trees; `None` if that is another program's.
-
-        Where a static argument or the state's structure has changed, the user's own executable has
-        returned something else than what was traced, and nothing in it is where it was.
-        """
-        return self._state_in_result.parts(result)
-
-    def new_state_leaves(self, new_state: Sequence[Any] | None) -> list[Any] | None:
-        """The state's leaves in what `new_state` has found; `None` if it is another program's."""
-        leaves = None if new_state is None else self._state_in_result.leaves(new_state)
-        if leaves is None:
-            return None
-        specs = zip(leaves, self._new_specs, strict=True)
-        are_ours = all(x.shape == spec.shape and x.dtype == spec.dtype for x, spec in specs)
-        return leaves if are_ours else None
 
     def _signature(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from gockpt_jax.training.step_cut import ArraySpec
+
 _Place = list[tuple[int, "_Place"]] | None
 """Which children of a node to look into, and where in them; `None`: the node itself is a part."""
 
@@ -19,26 +21,34 @@ class StateInResult:
     Args:
       out_tree: The structure of the program's result.
       outputs: Which of its leaves are the state's, in the order of the state's.
+      specs: What these are.
 
     Example:
-      >>> import jax
-      >>> result = {"logs": {"loss": 1.0}, "state": {"w": 2.0, "m": 3.0}}
-      >>> state = StateInResult(jax.tree.structure(result), [2, 1])
+      >>> import jax, numpy as np
+      >>> m, w = np.zeros(2), np.ones(3)
+      >>> result = {"logs": {"loss": 1.0}, "state": {"w": w, "m": m}}
+      >>> specs = [ArraySpec.of(w), ArraySpec.of(m)]
+      >>> state = StateInResult(jax.tree.structure(result), [2, 1], specs)
       >>> parts = state.parts(result)
       >>> result["logs"]["secs"] = 0.5
-      >>> parts, state.leaves(parts)
-      ([{'w': 2.0, 'm': 3.0}], [2.0, 3.0])
+      >>> [leaf.tolist() for leaf in state.leaves(parts)]
+      [[1.0, 1.0, 1.0], [0.0, 0.0]]
     """
 
-    def __init__(self, out_tree: Any, outputs: Sequence[int]):
+    def __init__(self, out_tree: Any, outputs: Sequence[int], specs: Sequence[ArraySpec]):
         self._out_tree = out_tree
         self._place, self._structures = _place_of(out_tree, set(outputs))
         rank = {output: i for i, output in enumerate(sorted(set(outputs)))}
         self._order = [rank[output] for output in outputs]
+        self._specs = specs
         self._beside: Any = None  # the structure of all but the parts, once one has been seen
 
     def parts(self, result: Any) -> list[Any] | None:
-        """The trees in a result that are the new state; `None` if it is another program's."""
+        """The trees in a result that are the new state; `None` if it is another program's.
+
+        Where a static argument or the state's structure has changed, the user's own executable has
+        returned something else than what was traced, and nothing in it is where it was.
+        """
         parts: list[Any] = []
         try:
             _take(result, self._place, parts)
@@ -52,15 +62,20 @@ class StateInResult:
             self._beside = beside
         return parts if beside == self._beside else None
 
-    def leaves(self, parts: Sequence[Any]) -> list[Any] | None:
-        """The state's leaves; `None` if the parts have come to be of another structure."""
+    def leaves(self, parts: Sequence[Any] | None) -> list[Any] | None:
+        """The state's leaves in what `parts` has found; `None` if they have come to be others."""
+        if parts is None:
+            return None
         flat: list[Any] = []
         for part, wanted in zip(parts, self._structures, strict=True):
             leaves, structure = jax.tree.flatten(part)
             if structure != wanted:
                 return None
             flat += leaves
-        return [flat[i] for i in self._order]
+        leaves = [flat[i] for i in self._order]
+        specs = zip(leaves, self._specs, strict=True)
+        are_ours = all(x.shape == spec.shape and x.dtype == spec.dtype for x, spec in specs)
+        return leaves if are_ours else None
 
 
 def _place_of(tree: Any, wanted: set[int], start: int = 0) -> tuple[_Place, list[Any]]:

@@ -155,7 +155,7 @@ class WrappedStep(StandIn):
     def _keep(self, result: Any) -> None:
         """Takes what will be asked for out of a result before the user has it."""
         self.last_result = result
-        self.new_state = None if self.program is None else self.program.new_state(result)
+        self.new_state = None if self.program is None else self.program.returned.parts(result)
         is_to_be_traced = self.program is None and self.why_not is None
         self._last_leaves = jax.tree.leaves(result) if is_to_be_traced else None
 

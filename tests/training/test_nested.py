@@ -113,7 +113,7 @@ def test_the_state_is_found(kind):
     wrapped = wrap(make())
     _, state = run(wrapped)
     program = wrapped._inner.program
-    found = program.new_state_leaves(wrapped._inner.new_state)
+    found = program.returned.leaves(wrapped._inner.new_state)
     there = {id(x) for x in found}
     assert len(there) == len(found)
     assert all(id(x) in there for x in jax.tree.leaves(state))
@@ -193,7 +193,7 @@ def test_a_changed_state_is_found_again(arm):
         *state, _ = wrapped(*state, X)
     assert observer.cuts[3:] == [True, *(False,) * 5, True, False]
     program = wrapped._inner.program
-    found = {id(x) for x in program.new_state_leaves(wrapped._inner.new_state)}
+    found = {id(x) for x in program.returned.leaves(wrapped._inner.new_state)}
     assert found == {id(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)}
 
 

@@ -161,7 +161,7 @@ def test_the_new_state_is_the_part_that_the_loop_gives_back():
     step = wrap(jax.jit(lambda s, x: (jax.tree.map(jnp.sin, s), update(s, x))), observer)
     for n in range(5):
         _, state = step(state, X * n)
-    found = step.program.new_state_leaves(step.new_state)
+    found = step.program.returned.leaves(step.new_state)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     assert observer.cuts[3]
 
@@ -171,7 +171,7 @@ def test_the_new_state_is_found_where_the_loop_takes_it_out_of_the_result():
     step = wrap(jax.jit(lambda s, x: {"a": jax.tree.map(jnp.sin, s), "b": update(s, x)}), observer)
     for n in range(5):
         state = step(state, X * n).pop("b")
-    found = step.program.new_state_leaves(step.new_state)
+    found = step.program.returned.leaves(step.new_state)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     assert observer.cuts[3]
 
