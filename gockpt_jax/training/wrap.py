@@ -94,20 +94,14 @@ class WrappedStep(StandIn):
                 if self.program is not None:
                     self._changes.traced()
             self.arm()
-        asked = call = self._observer.before_update(self, args, kwargs)
+        call = self._observer.before_update(self, args, kwargs)
+        is_asked = call is not None
         if call is None and always and (program := self.program) is not None:
             call = ArmedCall(program)
-        armed = None
-        if call is not None:
-            try:
-                armed = self._run_armed(call, args, kwargs, is_asked=asked is not None)
-            except BaseException as error:
-                if asked is not None:
-                    self._observer.no_update(f"the step raised {_brief(error)}")
-                raise
+        armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         result = self._run_unarmed(args, kwargs) if armed is None else armed.result
         self._keep(result)
-        self._observer.after_update(self, None if asked is None else armed)
+        self._observer.after_update(self, armed if is_asked else None)
         return result
 
     def _run_armed(
@@ -116,12 +110,16 @@ class WrappedStep(StandIn):
         """What the armed step returns; `None` if it refused the call, and nothing has run."""
         try:
             armed = call.program.call(args, kwargs, call.flat)
-        except (TypeError, ValueError) as error:  # raised before dispatch, as a rule
+        except BaseException as error:
             given = jax.tree.leaves((args, kwargs))
-            if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
-                raise  # it has run, and donated them: the user's own would only miss them
+            # If it has run, it has donated them: the user's own would only miss them.
+            has_run = any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
+            is_refusal = isinstance(error, TypeError | ValueError) and not has_run
             if is_asked:
-                self._observer.no_update(f"the call changed: {_brief(error)}")
+                what = "the call changed:" if is_refusal else "the step raised"
+                self._observer.no_update(f"{what} {_brief(error)}")
+            if not is_refusal:
+                raise
             self.call_changed(_brief(error), is_asked=is_asked)
             return None
         if is_asked:

@@ -7,7 +7,7 @@ In the order of their imports:
     units        what may leave as one
     plan         what leaves when
     departure    what leaves at one version, and what follows
-    planned      a program's plan, and its departures
+    planned      a step's plan, and its departures
     predict      which update will be saved
     clock        how long a step takes
     processes    what processes tell each other
