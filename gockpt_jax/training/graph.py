@@ -9,6 +9,8 @@ Inside a `shard_map` values are seen as one device sees them, on shapes of one s
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -70,7 +72,10 @@ def flatten(closed: Any, carried: Sequence[tuple[int, int]] = ()) -> Graph:
     jaxpr, consts = _compat.open_jaxpr(closed)
     unsure: set[int] = set()
     while True:
-        inputs = [Value(v.aval, is_everywhere=i not in unsure) for i, v in enumerate(jaxpr.invars)]
+        inputs = [
+            Value(v.aval, index=i, is_everywhere=i not in unsure, arguments=1 << i)
+            for i, v in enumerate(jaxpr.invars)
+        ]
         for var, value in zip(jaxpr.invars, inputs, strict=True):
             _offer_site(value, (), var, ())
         outputs = _walk(jaxpr, consts, inputs, ())
@@ -167,7 +172,8 @@ def _chooser(cases: Sequence[Value]) -> Any:
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
     folded = bool(op.inputs) and all(map(is_known, op.inputs))
-    return Value(aval, op, index, is_everywhere=certain, is_folded=folded)
+    arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
+    return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)
 
 
 def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:

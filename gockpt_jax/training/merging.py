@@ -139,18 +139,18 @@ def _shared_factors(op: Op) -> Iterator[Value]:
 
 
 def _factors(value: Value) -> list[Value]:
-    """What a product multiplies, with what products among that do; nothing if it is none.
+    """What a product multiplies, with what products among that do, and these; or nothing.
 
     A division by a constant is a product with its reciprocal.
     """
-    found, products, stack = dict[Value, None](), set[Value](), [value]
+    found, products, stack = dict[Value, None](), dict[Value, None](), [value]
     while stack:
         value = unspread(stack.pop())
         op = value.op
         if value in found or value in products:  # a product may be of one with itself, and again
             continue
         if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
-            products.add(value)
+            products[value] = None
             stack.extend(
                 (op.inputs[0], reciprocal(op.inputs[1])) if op.name == "div" else op.inputs
             )
@@ -158,7 +158,7 @@ def _factors(value: Value) -> list[Value]:
         found[value] = None
         if op is not None:
             stack.extend(op.inputs if op.name in IDENTITIES else may_be_all_of(op))
-    return list(found) if products else []
+    return [*found, *products] if products else []
 
 
 def _divides_by_constant(op: Op) -> bool:
@@ -187,11 +187,11 @@ def _is_one_number(value: Value) -> bool:
     stack, seen = [value], set[Value]()
     while stack:
         value = unspread(stack.pop())
-        if value in seen or value.shape == () or is_known(value):
+        if value in seen or math.prod(value.shape) == 1 or is_known(value):
             continue
         seen.add(value)
         inputs = value.op.inputs if value.op else ()
-        if not inputs or any(v.shape not in ((), value.shape) for v in inputs):
+        if not inputs or any(math.prod(v.shape) != 1 and v.shape != value.shape for v in inputs):
             return False
         stack.extend(inputs)
     return True

@@ -4,11 +4,11 @@ A compiler finds that two values are one once it has rewritten both, by rules th
 others in its next version: it turns `x - 0.1` into `x + -0.1`, orders operands, drops a `max` that
 is taken twice. None of them changes what is computed. So values are worked out here, of arguments
 drawn at random: those that a compiler may take for one are one number, however they are written
-and however deep that is. What is not elementwise gives any numbers, the same of the same.
+and however deep that is. What is not elementwise gives any numbers, the same wherever it is made of
+the same arguments: a sum of sums is the sum of all, and a product with itself a sum of squares.
 """
 
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +33,8 @@ _MOVES = IDENTITIES | names(
     """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
     transpose squeeze expand_dims rev reshard"""
 )
+# Of one array some numbers, and maybe others: as the parameters are, all and no others.
+_PICKS = names("bitcast_convert_type pad slice dynamic_slice gather")
 
 
 def _chosen(which: Any, *cases: Any) -> Any:
@@ -51,7 +53,16 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "ge": np.greater_equal,
     "select_n": _chosen, "choice": _chosen,
 }  # fmt: skip
-_arguments = itertools.count()
+# Each machine rounds these in its own way.
+_ROUNDED: Mapping[str, Callable[..., Any]] = {
+    "sqrt": np.sqrt, "rsqrt": lambda x: 1.0 / np.sqrt(x), "cbrt": np.cbrt, "pow": np.power,
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
+    "tanh": np.tanh, "logistic": lambda x: 1.0 / (1.0 + np.exp(-x)),
+    "sin": np.sin, "cos": np.cos, "tan": np.tan,
+}  # fmt: skip
+_OF_FLAGS: Mapping[str, Callable[..., Any]] = {
+    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
+}  # fmt: skip
 
 
 def may_be_one(a: Value, b: Value) -> bool:
@@ -135,16 +146,24 @@ def _worked_out(value: Value, given: Sequence[Any]) -> Any:
     if value.is_constant:
         return _of_constant(value)
     if op is None:
-        return _drawn(value, next(_arguments))
+        return _drawn(value, value.index)
     if value.is_folded:
         return _folded(value, op, given)
-    if op.name in _MOVES:
-        return 1.0 * given[min(value.index, len(given) - 1)]
+    if op.name in _MOVES | _PICKS:
+        moved = 1.0 * given[min(value.index, len(given) - 1)]
+        return moved != 0 if value.dtype == jnp.bool_ else moved
+    if (work_out := _elementwise(op, value)) and not any(map(_is_secret, given)):
+        number = work_out(*given)
+        if np.any(np.isfinite(number)):
+            return number
+    return _drawn(value, "of", value.arguments)
+
+
+def _elementwise(op: Op, value: Value) -> Callable[..., Any] | None:
     if op.name == "integer_pow":
-        return given[0] ** op.params["y"]
-    if op.name in _ELEMENTWISE and not any(map(_is_secret, given)):
-        return _ELEMENTWISE[op.name](*given)
-    return _drawn(value, op.name, value.index, *(np.float32(x).tobytes() for x in given))
+        return lambda x: x ** op.params["y"]
+    of_flags = _OF_FLAGS if value.dtype == jnp.bool_ else {}
+    return _ELEMENTWISE.get(op.name) or _ROUNDED.get(op.name) or of_flags.get(op.name)
 
 
 def _folded(value: Value, op: Op, given: Sequence[Any]) -> Any:
@@ -177,8 +196,8 @@ def _is_secret(number: Any) -> bool:
 
 
 def _drawn(value: Value, *what: Any) -> Any:
-    """Eight numbers of either sign, large and small, the same of the same in every process."""
-    digest = hashlib.blake2b(repr((value.shape, what)).encode()).digest()
-    bits = np.frombuffer(digest, "<u8")
-    numbers = np.where(bits & 1, 1, -1) * 10.0 ** (bits / 2.0**62 - 2.0)
+    """Many numbers of either sign, large and small, the same of the same in every process."""
+    digest = hashlib.blake2b(repr(what).encode()).digest()
+    bits = np.frombuffer(digest, "<u2")
+    numbers = np.where(bits & 1, 1, -1) * 10.0 ** (bits / 2.0**14 - 2.0)
     return numbers > 0 if value.dtype == jnp.bool_ else numbers

@@ -48,13 +48,14 @@ class Value:
     Attributes:
       aval: Its abstract value (shape and dtype).
       op: The operation that makes it; `None` for inputs and constants.
-      index: Its position among that operation's results.
+      index: Its position among that operation's results, or the step's arguments.
       site: Where the armed step can return it; `None` inside bodies that cannot be opened.
       constant: Its value where that is known while tracing.
       is_everywhere: Whether it is certain to be the same on all devices: inside a `shard_map`, and
         of scalars that have come out of one which is not checked.
       is_folded: Whether it is computed from constants alone. Then the compiler knows its number,
         and may merge it with the constants that follow, as if it were one.
+      arguments: Of the step, from which it is computed: a bit for each.
       number: What it is of arguments drawn at random, once that was asked (`numbers.py`).
     """
 
@@ -65,6 +66,7 @@ class Value:
     constant: Any = _NOTHING
     is_everywhere: bool = True
     is_folded: bool = False
+    arguments: int = 0
     number: Any = None
 
     @property

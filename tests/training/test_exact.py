@@ -17,6 +17,7 @@ from training_helpers import graph_of
 
 from gockpt_jax.training.exact import is_close, is_exact
 from gockpt_jax.training.merging import may_be_cut, melts
+from gockpt_jax.training.numbers import number_of
 
 
 def last(f, *dtypes, size=4):
@@ -82,6 +83,27 @@ EXACT = [
     case("add a product and its factor", lambda x, y: x * y + y, "float32", "float32"),
     case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
     case("by a known root and an array", lambda x, y: x * root() + y * -x, "float32", "float32"),
+    case(
+        "by an exponential and a scalar",
+        lambda x, y: x * jnp.exp(0.3) + y * jnp.sin(x[0]),
+        "float32",
+        "float32",
+    ),
+    case(
+        "by a scheduled number and its rest",
+        lambda x, y: x * jnp.cos(y[0]) + y * (1 - jnp.cos(y[0])),
+        "float32",
+        "float32",
+    ),
+    case(
+        "by a sine and a cosine", lambda x, y: x * jnp.sin(y) + y * jnp.cos(y), "float32", "float32"
+    ),
+    case(
+        "by a sum and its rest",
+        lambda x, y: x * jnp.sum(x) + y * (1 - jnp.sum(x)),
+        "float32",
+        "float32",
+    ),
     case("by sorted ones", lambda x, y: x * least(x) + y * least(x, y), "float32", "float32"),
     case("by other sums", lambda x, y: x * (x + y) + y * (x + 0.5), "float32", "float32"),
     case("root of a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)), "float32"),
@@ -128,6 +150,12 @@ ROUNDED = [
         for how, f in {
             "times two constants": lambda x: (x * 0.3) * 0.7,
             "times a constant and a scalar": lambda x: (x * 0.3) * x[0],
+            "times a constant and one of one": lambda x: (
+                (x * 0.3) * lax.broadcast_in_dim(x[:1], (4,), (0,))
+            ),
+            "times a constant and a sum with one of one": lambda x: (
+                (x * 0.3) * (jnp.full(4, x[0]) + x[:1])
+            ),
             "times a constant and spread ones": lambda x: (x * 0.3) * (jnp.full(4, x[0]) * x[1]),
             "times a constant, negated, and another": lambda x: 0.7 * -(x * 0.3),
             "times a constant and no less, and another": lambda x: (
@@ -176,6 +204,40 @@ ROUNDED = [
             ),
             "products by an exponential": lambda x, y: (x * jnp.exp(jnp.full(4, 0.1)), y * 0.3),
             "products of a larger": lambda x, y: (x * 0.9, jnp.maximum(x, x) * 0.1),
+            "products by a choice, its flags reordered": lambda x, y: (
+                x * jnp.where((x < 1) & (y < 1), x[0], y[0]),
+                y * jnp.where((y < 1) & (x < 1), x[0], y[0]),
+            ),
+            "products by a choice, and the other way round": lambda x, y: (
+                x * jnp.where(x < 1, x[0], y[0]),
+                y * jnp.where(~(x < 1), y[0], x[0]),
+            ),
+            "products by a choice of a flag": lambda x, y: (
+                x * jnp.where(lax.convert_element_type(x, bool), x[0], y[0]),
+                y * jnp.where(x != 0, x[0], y[0]),
+            ),
+            "products by a power": lambda x, y: (
+                x * (lax.pow(x[0], 2.0) + y),
+                y * (x[0] * x[0] + y),
+            ),
+            "products by the reciprocal of a root": lambda x, y: (
+                x * lax.rsqrt(y[0]),
+                y * (1.0 / jnp.sqrt(y[0])),
+            ),
+            "products by two absolute numbers": lambda x, y: (
+                x * (jnp.abs(y[0]) * jnp.abs(y[0])),
+                y * (y[0] * y[0]),
+            ),
+            "products by a sum of sums": lambda x, y: (
+                x * jnp.sum(jnp.sum(y.reshape(2, 2), 0)),
+                y * jnp.sum(y),
+            ),
+            "products by a dot and a sum": lambda x, y: (x * jnp.dot(y, y), y * jnp.sum(y * y)),
+            "products by slices of slices": lambda x, y: (x * x[1:][1], y * x[2]),
+            "products by what is padded": lambda x, y: (
+                x * (lax.pad(x[0], 0.0, []) + y),
+                y * (x[0] + y),
+            ),
         }.items()
     ),
 ]
@@ -283,6 +345,10 @@ def in_a_kernel(x, y):
         pytest.param(lambda x, y: x / 8.0, True, id="division by a power of two"),
         pytest.param(lambda x, y: x / 10.0, False, id="division by a constant"),
         pytest.param(lambda x, y: x / jnp.full((4,), 10.0), False, id="by a constant array"),
+        pytest.param(
+            lambda x, y: x * lax.pad(jnp.full(2, 0.5), jnp.float32(0.3), [(1, 1, 0)]), False,
+            id="by a constant that is padded",
+        ),
         pytest.param(lambda x, y: jnp.real(x * (2 + 3j)), False, id="product with a complex one"),
         pytest.param(
             lambda x, y: mapped(1, jnp.divide)(x, jnp.full(4, 10.0, x.dtype)), False,
@@ -419,6 +485,12 @@ def test_what_ends_no_chain(name):
 )
 def test_roots_exponentials_and_rising_functions_that_may_become_one(f, expected):
     assert melts(last(f, "float32", "float32").op) is expected
+
+
+def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():
+    """Or processes that have looked at other programs before would cut this one otherwise."""
+    one, other = (last(lambda x, y: jnp.sort(x) - y, "float32", "float32") for _ in range(2))
+    np.testing.assert_array_equal(number_of(one), number_of(other))
 
 
 def test_what_is_squared_again_and_again_is_looked_at_once():

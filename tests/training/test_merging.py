@@ -219,6 +219,9 @@ FOLDED: dict[str, Callable[..., Any]] = {
     ),
     "times a constant and a scalar": lambda v, w, z: (v * 0.3) * w[0] + z,
     "times a scalar and a constant": lambda v, w, z: (v * w[0]) * 0.3 + z,
+    "plus products by a sum of sums": lambda v, w, z: (
+        v * jnp.sum(jnp.sum(w.reshape(20, -1), 0)) + z * jnp.sum(w)
+    ),
 }
 FOLLOWERS |= FOLDED
 PAIRS = list(itertools.product(VALUES, FOLLOWERS))
