@@ -27,7 +27,6 @@ from gockpt_jax.training.values import (
 )
 
 _PRECISION = 1e-6
-_BY_ONE = names("mul div")
 # Of one array, the same numbers: elsewhere, or in another type.
 _MOVES = IDENTITIES | names(
     """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
@@ -100,12 +99,9 @@ def reciprocal(divisor: Value) -> Value:
 def may_be_all_of(op: Op) -> Sequence[Value]:
     """Values of which one may be all that an operation gives, so that a compiler erases it."""
     inputs = op.inputs
-    if op.name in SUMS | _BY_ONE:
-        pairs = [(inputs[0], inputs[1]), (inputs[1], inputs[0])]
-        if op.name == "div":
-            pairs.pop()
-        erased = 0 if op.name in SUMS else 1  # and what is taken off zero is only negated
-        return [x for x, y in pairs if may_be(y, lambda number: number == erased)]
+    if op.name in SUMS:  # what is taken off zero is only negated
+        pairs = (inputs, inputs[::-1])
+        return [x for x, y in pairs if may_be(y, lambda number: number == 0)]
     if op.name in ("max", "min"):
         is_one = may_be_one(*inputs) or any(may_be(v, np.isinf) for v in inputs)
         return inputs if is_one else ()
@@ -113,11 +109,8 @@ def may_be_all_of(op: Op) -> Sequence[Value]:
         cases = inputs[1:]
         is_one = all(may_be_one(cases[0], case) for case in cases)
         return cases if is_one or may_be(inputs[0], lambda _: True) else ()
-    if op.name in ("neg", "abs"):
-        inner = inputs[0].op
-        if inner is not None and inner.name == op.name:
-            return inner.inputs if op.name == "neg" else inputs
-    return ()
+    inner = inputs[0].op if op.name == "neg" else None
+    return inner.inputs if inner is not None and inner.name == "neg" else ()
 
 
 def number_of(value: Value) -> Any:
