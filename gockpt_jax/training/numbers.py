@@ -52,14 +52,12 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "ge": np.greater_equal,
     "select_n": _chosen, "choice": _chosen,
 }  # fmt: skip
-# Each machine rounds these in its own way.
-_ROUNDED: Mapping[str, Callable[..., Any]] = {
+# Rounded by each machine in its own way, or of flags; what is made of bits may be one.
+_OTHERS: Mapping[str, Callable[..., Any]] = {
     "sqrt": np.sqrt, "rsqrt": lambda x: 1.0 / np.sqrt(x), "cbrt": np.cbrt, "pow": np.power,
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
     "tanh": np.tanh, "logistic": lambda x: 1.0 / (1.0 + np.exp(-x)),
     "sin": np.sin, "cos": np.cos, "tan": np.tan,
-}  # fmt: skip
-_OF_FLAGS: Mapping[str, Callable[..., Any]] = {
     "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
 }  # fmt: skip
 
@@ -145,18 +143,17 @@ def _worked_out(value: Value, given: Sequence[Any]) -> Any:
     if op.name in _MOVES | _PICKS:
         moved = 1.0 * given[min(value.index, len(given) - 1)]
         return moved != 0 if value.dtype == jnp.bool_ else moved
-    if (work_out := _elementwise(op, value)) and not any(map(_is_secret, given)):
+    if (work_out := _elementwise(op)) and not any(map(_is_secret, given)):
         number = work_out(*given)
         if np.any(np.isfinite(number)):
             return number
     return _drawn(value, "of", value.arguments)
 
 
-def _elementwise(op: Op, value: Value) -> Callable[..., Any] | None:
+def _elementwise(op: Op) -> Callable[..., Any] | None:
     if op.name == "integer_pow":
         return lambda x: x ** op.params["y"]
-    of_flags = _OF_FLAGS if value.dtype == jnp.bool_ else {}
-    return _ELEMENTWISE.get(op.name) or _ROUNDED.get(op.name) or of_flags.get(op.name)
+    return _ELEMENTWISE.get(op.name) or _OTHERS.get(op.name)
 
 
 def _folded(value: Value, op: Op, given: Sequence[Any]) -> Any:

@@ -84,6 +84,13 @@ EXACT = [
     case("add a product and its factor", lambda x, y: x * y + y, "float32", "float32"),
     case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
     case("by a known root and an array", lambda x, y: x * root() + y * -x, "float32", "float32"),
+    case("by a known root and a number", lambda x, y: x * root() + y * 0.7, "float32", "float32"),
+    case(
+        "by what overflows",
+        lambda x, y: x * jnp.exp(y * y + 1e4) + y * jnp.sin(x),
+        "float32",
+        "float32",
+    ),
     case(
         "by an exponential and a scalar",
         lambda x, y: x * jnp.exp(0.3) + y * jnp.sin(x[0]),

@@ -66,6 +66,8 @@ def test_no_more_is_cut_than_must_be(monkeypatch):
     assert [(n, chunk.is_whole) for n, chunk in chunks] == [
         (0, True), *[(1, False)] * 4, (2, True),
     ]  # fmt: skip
+    ((_, alone),) = late.late_chunks(arrays[1:2], 2048, FIRST_ALONE)
+    assert alone.is_whole
     all_bytes = 2048 + 2048 + 1216  # each begins at a multiple of 64
     for limit_bytes, fits in ((None, True), (all_bytes, True), (all_bytes - 1, False)):
         chunks = late.late_chunks(arrays, limit_bytes, FIRST_ALONE)

@@ -345,6 +345,17 @@ class TestQuestions:
         predictor.asked(9, 109, True)
         assert predictor.found_by_asking(9, 109) is None
 
+    def test_what_is_found_by_asking(self):
+        """Updates per label; nothing once it did not save what it asked for."""
+        predictor = SavePredictor(every(5))
+        for label in range(1, 6):
+            predictor.asked(2 * label, label, label == 5)
+        predictor.observe(10, 5, True)
+        assert predictor.found_by_asking(10, 5) == 2
+        for label in (6, 7):
+            predictor.asked(2 * label, label, True)
+        assert predictor.found_by_asking(14, 7) is None
+
     def test_what_they_tie_is_foreseen_at_once(self):
         """And no longer what the period of the last saves had told."""
         predictor = SavePredictor(lambda label: label in (5, 10, 13))

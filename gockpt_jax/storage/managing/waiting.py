@@ -124,15 +124,13 @@ class WaitingRoom:
         trees = {name: args for name, args in items.items() if self._is_ours(name, args)}
         if (why_not := self._why_not(step, items, trees)) is not None:
             return why_not
-        # `force` was for the policy, which has accepted it.
-        others = {key: x for key, x in arguments.items() if key not in ("args", "force")}
         trees = {name: _own(args) for name, args in trees.items()}
         # What cannot be copied has been refused: the save that waits is still there.
         if self._why_no_room(trees) is not None:
             self.supersede(step)  # that makes the room
         items |= self._take(trees)
         now = datetime.datetime.now(tz=datetime.UTC)
-        newest = WaitingSave(step, now, {**others, "args": ocp.args.Composite(**items)})
+        newest = WaitingSave(step, now, {**arguments, "args": ocp.args.Composite(**items)})
         try:
             self.supersede(step)
         except BaseException:  # an interrupt
