@@ -1,0 +1,121 @@
+"""What number a value is: one, however it is written, and as a rule another than others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from training_helpers import graph_of
+
+from gockpt_jax.training.numbers import may_be_one, number_of
+
+X, Y = (jnp.ones(4) for _ in range(2))
+
+
+def chosen(flag, x, y):
+    """One of two, as a flag says."""
+    return lax.select(flag, jnp.sin(x), jnp.cos(y))
+
+
+# Two ways to write one number of two.
+ONE = {
+    "add": (lambda x, y: x + y, lambda x, y: y + x),
+    "subtract": (lambda x, y: x - y, lambda x, y: -(y - x)),
+    "multiply": (lambda x, y: (x + y) * x, lambda x, y: x * x + x * y),
+    "divide": (lambda x, y: x / y, lambda x, y: x * (1.0 / y)),
+    "absolute": (lambda x, y: jnp.abs(x), lambda x, y: jnp.maximum(x, -x)),
+    "sign": (lambda x, y: jnp.sign(x) * y, lambda x, y: x / jnp.abs(x) * y),
+    "larger": (lambda x, y: jnp.maximum(x, y), lambda x, y: -jnp.minimum(-x, -y)),
+    "bounded": (
+        lambda x, y: lax.clamp(-1.0, x, 2.0) * y,
+        lambda x, y: jnp.minimum(jnp.maximum(x, -1.0), 2.0) * y,
+    ),
+    "square": (lambda x, y: jnp.square(x), lambda x, y: x * x),
+    "cube": (lambda x, y: x**3, lambda x, y: x * x * x),
+    "power": (lambda x, y: lax.pow(x, 2.0), lambda x, y: x * x),
+    "root": (lambda x, y: jnp.sqrt(x) * jnp.sqrt(x), lambda x, y: x),
+    "reciprocal root": (lambda x, y: lax.rsqrt(x), lambda x, y: 1.0 / jnp.sqrt(x)),
+    "cubic root": (lambda x, y: lax.cbrt(x) ** 3, lambda x, y: x),
+    "exponential": (lambda x, y: jnp.exp(x) * jnp.exp(y), lambda x, y: jnp.exp(x + y)),
+    "power of two": (lambda x, y: lax.exp2(x) * lax.exp2(y), lambda x, y: lax.exp2(x + y)),
+    "exponential less one": (lambda x, y: jnp.expm1(x), lambda x, y: jnp.exp(x) - 1.0),
+    "logarithm": (lambda x, y: jnp.log(jnp.exp(x)), lambda x, y: x),
+    "logarithm of one more": (lambda x, y: jnp.log1p(x), lambda x, y: jnp.log(x + 1.0)),
+    "logistic": (lambda x, y: lax.logistic(x), lambda x, y: 1.0 / (1.0 + jnp.exp(-x))),
+    "tanh": (lambda x, y: jnp.tanh(x), lambda x, y: -jnp.tanh(-x)),
+    "sine": (lambda x, y: jnp.sin(x), lambda x, y: -jnp.sin(-x)),
+    "cosine": (lambda x, y: jnp.cos(x), lambda x, y: jnp.cos(-x)),
+    "tangent": (lambda x, y: jnp.tan(x), lambda x, y: jnp.sin(x) / jnp.cos(x)),
+    "equal": (lambda x, y: chosen(x == y, x, y), lambda x, y: chosen(~(x != y), x, y)),
+    "less": (lambda x, y: chosen(x < y, x, y), lambda x, y: chosen(y > x, x, y)),
+    "at most": (lambda x, y: chosen(x <= y, x, y), lambda x, y: chosen(y >= x, x, y)),
+    "not less": (lambda x, y: chosen(~(x < y), x, y), lambda x, y: chosen(x >= y, x, y)),
+    "and": (
+        lambda x, y: chosen((x < 1) & (y < 1), x, y),
+        lambda x, y: chosen(~((x >= 1) | (y >= 1)), x, y),
+    ),
+    "either": (
+        lambda x, y: chosen((x < 1) ^ (y < 1), x, y),
+        lambda x, y: chosen((x < 1) != (y < 1), x, y),
+    ),
+    "sum of sums": (
+        lambda x, y: jnp.sum(jnp.sum((x + y).reshape(2, 2), 0)),
+        lambda x, y: jnp.sum(y + x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_one_number_is_one_however_it_is_written(name):
+    f, g = ONE[name]
+    one, other, no = graph_of(lambda x, y: (f(x, y), g(x, y), 1.5 * g(x, y)), X, Y).outputs
+    assert may_be_one(one, other)
+    assert may_be_one(other, one)
+    assert not may_be_one(one, no)
+    assert not may_be_one(no, one)
+
+
+MOVED = {
+    "barrier": lax.optimization_barrier,
+    "bits": lambda x: x.view(jnp.int32),
+    "converted": lambda x: x.astype(jnp.bfloat16),
+    "copied": jnp.copy,
+    "expanded": lambda x: lax.expand_dims(x, (0,)),
+    "gathered": lambda x: jnp.take(x, jnp.array([0, 2])),
+    "named": lambda x: checkpoint_name(x, "a"),
+    "padded": lambda x: lax.pad(x, 0.0, [(0, 1, 0)]),
+    "placed": lambda x: jax.sharding.reshard(x, jax.P()),
+    "reshaped": lambda x: x.reshape(2, 2),
+    "reversed": lambda x: x[::-1],
+    "rounded": lambda x: lax.reduce_precision(x, 8, 7),
+    "sliced": lambda x: lax.slice(x, (0,), (2,)),
+    "sliced somewhere": lambda x: lax.dynamic_slice(x, (x[0].astype(jnp.int32),), (2,)),
+    "spread": lambda x: lax.broadcast_in_dim(x, (2, 4), (1,)),
+    "squeezed": lambda x: lax.squeeze(lax.broadcast_in_dim(x, (1, 4), (1,)), (0,)),
+    "transposed": lambda x: lax.transpose(x.reshape(2, 2), (1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_is_moved_is_what_it_was(name):
+    with jax.sharding.set_mesh(jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))):
+        graph = graph_of(lambda x: (jnp.sin(x), MOVED[name](jnp.sin(x))), X)
+    one, other = map(number_of, graph.outputs)
+    np.testing.assert_array_equal(one, other)
+
+
+def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():
+    """Or processes that have looked at other programs before would cut this one otherwise."""
+    (one,), (other,) = (graph_of(lambda x, y: jnp.sort(x) - y, X, Y).outputs for _ in range(2))
+    np.testing.assert_array_equal(number_of(one), number_of(other))
+
+
+def test_arguments_are_other_numbers_of_either_sign():
+    one, other = (number_of(v) for v in graph_of(lambda x, y: (x, y), X, Y).inputs)
+    assert not np.any(one == other)
+    for numbers in (one, other):
+        assert min(numbers) < 0 < max(numbers)
