@@ -191,7 +191,7 @@ def _is_one_number(value: Value) -> bool:
             continue
         seen.add(value)
         inputs = value.op.inputs if value.op else ()
-        if not inputs or any(math.prod(v.shape) != 1 and v.shape != value.shape for v in inputs):
+        if not inputs:
             return False
         stack.extend(inputs)
     return True

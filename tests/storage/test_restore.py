@@ -16,6 +16,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import xxhash
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from storage_helpers import assert_same_arrays, mesh, save
 
@@ -27,7 +28,7 @@ from gockpt_jax.storage.inspecting.verify import Verdict, verify
 from gockpt_jax.storage.managing import resume as resuming
 from gockpt_jax.storage.restoring import restore as restoring
 from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
-from gockpt_jax.storage.restoring.target import Stored
+from gockpt_jax.storage.restoring.target import Stored, known_arrays
 
 P = PartitionSpec
 
@@ -165,6 +166,18 @@ def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch
         restoring.restore(item, args, {})
     restoring.restore(item, args, {"restore_concurrent_gb": 7})
     assert limits == [16, 36, 7]
+
+
+@pytest.mark.parametrize("content", [None, b"{", b'{"format": "another"}'])
+def test_checksums_that_cannot_be_read_stop_no_restore(copy, content):
+    """Nothing is known of the arrays then, and all is read of them."""
+    item = copy / "3/state"
+    file = item / checksum_files.process_file(0)
+    file.unlink() if content is None else file.write_bytes(content)
+    assert known_arrays(epath.Path(item)) == {}
+    with GoCkptManager(copy) as manager:
+        restored = manager.restore(3, args=GoCkptRestore(training_state()))
+    assert_same_arrays(restored, training_state())
 
 
 def forget_devices(root):

@@ -77,6 +77,10 @@ EXACT = [
         "float32",
         "float32",
     ),
+    case(
+        "multiply a product by an array", lambda x, y: (x * 0.3) * jnp.sin(y), "float32", "float32"
+    ),
+    case("add to a sum with a constant", lambda x, y: (x + 0.3) + y, "float32", "float32"),
     case("add quarters", lambda x, y: x / 4.0 + y / 4.0, "float32", "float32"),
     case("add halves", lambda x, y: x * 0.5 + y * 0.5, "float32", "float32"),
     case("add to a sum by an array", lambda x: (x + 0.1) * np.arange(4.0) + 0.3, "float32"),
@@ -123,6 +127,7 @@ EXACT = [
     case("negate twice", lambda x: jnp.negative(-x), "float32"),
     case("absolute twice", lambda x: jnp.abs(jnp.abs(x)), "float32"),
     case("product, once more by a scalar", lambda x: (x * x[0]) * 0.7, "float32"),
+    case("twice, and a product", lambda x: (x * 2.0) * 0.3, "float32"),
     case("product, once more by two", lambda x: (x * 0.3) * 2.0, "float32"),
     case("product with nothing added, by two", lambda x: ((x * 0.3) + 0.0) * 2.0, "float32"),
     case("product, and a sum with a constant", lambda x: x * 0.3 + 0.7, "float32"),
@@ -157,6 +162,9 @@ ROUNDED = [
         for how, f in {
             "times two constants": lambda x: (x * 0.3) * 0.7,
             "times a constant and a scalar": lambda x: (x * 0.3) * x[0],
+            "times a constant and a constant array": lambda x: (
+                (x * 0.3) * np.arange(4, dtype=np.float32)
+            ),
             "times a constant and one of one": lambda x: (
                 (x * 0.3) * lax.broadcast_in_dim(x[:1], (4,), (0,))
             ),
