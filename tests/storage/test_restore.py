@@ -256,9 +256,23 @@ def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
     """Stock sends sums, in which small integers become wider."""
     dtypes = ("bool", "int8", "uint8", "int16", "int4", "int32", "uint32", "bfloat16", "float32")
     state = {dtype: put(jnp.arange(8).astype(dtype), "data") for dtype in dtypes}
+    state["on one device"] = jnp.arange(8.0)
     with GoCkptManager(tmp_path) as manager:
         manager.save(0, args=GoCkptSave(state))
         restored = manager.restore(0, args=GoCkptRestore(abstract(state), single_replica=True))
+        assert_same_arrays(restored, state)
+        flags = {"bool": abstract(state["bool"])}
+        args = GoCkptRestore(flags, single_replica=True, partial_restore=True)
+        assert_same_arrays(manager.restore(0, args=args), {"bool": state["bool"]})
+
+
+def test_one_replica_sends_where_no_target_is_given(tmp_path):
+    state = {name: put(jnp.arange(8.0), "data") for name in "vw"}
+    args = {"v": SingleReplicaArgs(sharding=state["v"].sharding), "w": ocp.ArrayRestoreArgs(
+        sharding=state["w"].sharding)}  # fmt: skip
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=args))
     assert_same_arrays(restored, state)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +15,7 @@ from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.plan import Facts
+from gockpt_jax.window.processes import Processes
 
 SIZE = 64
 LEAF = SIZE * 4
@@ -153,6 +156,29 @@ def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
         by_label = {r.step: (r.kind, r.window_steps) for r in manager.reports}
         assert [by_label[n] for n in (10, 30, 40)] == [("window", n) for n in (3, 3, 2)]
         assert_same(manager.restore(40), to_host(state))
+
+
+def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch):
+    """Processes plan together: one that planned once more would wait for the others."""
+    make_ready, gather = planner_module.Planner._make_ready, Processes.gather
+    interrupts, asked = [KeyboardInterrupt()], []
+
+    def interrupted(planner, *args):
+        if interrupts:
+            raise interrupts.pop()
+        make_ready(planner, *args)
+
+    monkeypatch.setattr(planner_module.Planner, "_make_ready", interrupted)
+    monkeypatch.setattr(
+        Processes, "gather", lambda self, *args: (asked.append(args[0]), gather(self, *args))[1]
+    )
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step = manager.wrap(update)
+        with pytest.raises(KeyboardInterrupt):
+            functools.reduce(step, [BATCH] * 4, fresh())
+        functools.reduce(step, [BATCH] * 4, fresh())
+        assert step.program.is_armed
+    assert asked.count("facts") == 1
 
 
 def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatch):

@@ -25,9 +25,7 @@ def single_replica_args(target: Any) -> Any:
     def args(leaf: Any, plain: Any) -> Any:
         if not isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
             return plain
-        return SingleReplicaArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=plain.strict
-        )
+        return SingleReplicaArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
     return jax.tree.map(args, target, ocp.checkpoint_utils.construct_restore_args(target))
 
