@@ -142,10 +142,12 @@ def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):
     target = abstract(training_state())
     target["params"]["b"] = jax.ShapeDtypeStruct((8,), jnp.float32)
     target["params"]["w"] = jax.ShapeDtypeStruct((16, 4), jnp.float32)
-    restored = reader.restore(3, args=GoCkptRestore(target, cast=True, strict=False))
     params = training_state()["params"]
-    assert_same_arrays(restored["params"]["b"], params["b"].astype(jnp.float32))
-    assert_same_arrays(restored["params"]["w"], params["w"][:, :4])
+    for wanted, partial in ((target, False), ({"params": target["params"]}, True)):
+        args = GoCkptRestore(wanted, cast=True, strict=False, partial_restore=partial)
+        restored = reader.restore(3, args=args)
+        assert_same_arrays(restored["params"]["b"], params["b"].astype(jnp.float32))
+        assert_same_arrays(restored["params"]["w"], params["w"][:, :4])
 
 
 @pytest.mark.parametrize("name", ["StandardCheckpointHandler", "PyTreeCheckpointHandler"])
@@ -164,8 +166,24 @@ def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch
         all_told = {"x": told, "small": Stored((), "int8")}
         monkeypatch.setattr(restoring, "known_arrays", lambda _, told=all_told: told)
         restoring.restore(item, args, {})
+    monkeypatch.setattr(restoring, "known_arrays", lambda _: {})
+    restoring.restore(item, args, {})
+    read, of_ours = restoring.direct_reads, []
+    monkeypatch.setattr(
+        restoring, "direct_reads", lambda others, n: (of_ours.append(n), read(others, n))[1]
+    )
     restoring.restore(item, args, {"restore_concurrent_gb": 7})
-    assert limits == [16, 36, 7]
+    assert (limits, of_ours) == ([16, 36, 96, 7], [7 * 10**9])
+
+
+def test_layouts_are_restored_by_stocks_handler(root, monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        ocp.StandardCheckpointHandler, "restore", lambda self, path, args: given.append(args)
+    )
+    args = GoCkptRestore(abstract(training_state()), support_layout=True)
+    restoring.restore(root / "3/state", args, {})
+    assert [x.support_layout for x in given] == [True]
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"format": "another"}'])
@@ -264,6 +282,17 @@ def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
         flags = {"bool": abstract(state["bool"])}
         args = GoCkptRestore(flags, single_replica=True, partial_restore=True)
         assert_same_arrays(manager.restore(0, args=args), {"bool": state["bool"]})
+
+
+def test_one_replica_sends_beside_a_handler_that_does_so_too(tmp_path):
+    state = {"v": put(jnp.arange(8.0), "data"), "on one device": jnp.arange(8.0)}
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+    types = ocp.type_handlers
+    registry = types.create_type_handler_registry((jax.Array, types.SingleReplicaArrayHandler()))
+    args = GoCkptRestore(abstract(state), single_replica=True)
+    options = {"type_handler_registry": registry}
+    assert_same_arrays(restoring.restore(tmp_path / "0/state", args, options), state)
 
 
 def test_one_replica_sends_where_no_target_is_given(tmp_path):
