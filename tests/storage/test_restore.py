@@ -176,6 +176,35 @@ def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch
     assert (limits, of_ours) == ([16, 36, 96, 7], [7 * 10**9])
 
 
+@pytest.mark.parametrize("how", ["partial_restore", "single_replica"])
+def test_what_a_target_does_not_say_is_as_it_was_saved(copy, how):
+    """Such as that of `jax.eval_shape`: arrays where they lay, though not of the shape they had."""
+    state = training_state()
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, state
+    )
+    with GoCkptManager(copy) as manager:
+        restored = manager.restore(3, args=GoCkptRestore(target, **{how: True}))
+        assert_same_arrays(restored, state)
+        for got, was in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+            assert not isinstance(was, jax.Array) or got.sharding == was.sharding
+        target["params"]["w"] = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+        args = GoCkptRestore(target, strict=False, **{how: True})
+        restored = manager.restore(3, args=args)
+        assert_same_arrays(restored["params"]["w"], state["params"]["w"][:, :4])
+        forget_devices(copy)
+        assert_same_arrays(manager.restore(3, args=args)["key"], state["key"])
+
+
+def test_what_lay_elsewhere_is_placed_by_the_target(copy, monkeypatch):
+    monkeypatch.setattr(restoring, "_stand_in_sharding", lambda: None)
+    forget_devices(copy)
+    shutil.rmtree(copy / "3/state/_gockpt_checksums")
+    target = {"params": jax.eval_shape(lambda: training_state()["params"])}
+    with GoCkptManager(copy) as manager, pytest.raises(gockpt.TargetError, match="not here"):
+        manager.restore(3, args=GoCkptRestore(target, partial_restore=True))
+
+
 def test_layouts_are_restored_by_stocks_handler(root, monkeypatch):
     given = []
     monkeypatch.setattr(

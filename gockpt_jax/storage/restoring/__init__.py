@@ -4,6 +4,7 @@ In the order of their imports:
 
     array_reader  arrays read without TensorStore, inside Orbax's restore
     one_replica   one replica reads, and sends to the others
+    placed        where arrays shall lie of which the target does not say it
     target        whether checkpoint and target fit together
     restore       the restore itself, and its arguments
 """

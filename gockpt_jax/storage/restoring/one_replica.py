@@ -15,19 +15,21 @@ from gockpt_jax.storage.writing.registry import RegistryView, look_up
 SingleReplicaArgs = ocp.type_handlers.SingleReplicaArrayRestoreArgs
 
 
-def single_replica_args(target: Any) -> Any:
+def single_replica_args(target: Any, shardings: Any) -> Any:
     """Restore arguments with which one replica reads what is replicated over the first mesh axis.
 
     Args:
-      target: A tree of arrays or `ShapeDtypeStruct`s with `NamedSharding`s.
+      target: A tree of arrays or `ShapeDtypeStruct`s.
+      shardings: Theirs; those with a `NamedSharding` are sent.
     """
 
-    def args(leaf: Any, plain: Any) -> Any:
-        if not isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
+    def args(leaf: Any, sharding: Any, plain: Any) -> Any:
+        if not (isinstance(sharding, jax.sharding.NamedSharding) and _can_be_sent(leaf.dtype)):
             return plain
-        return SingleReplicaArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+        return SingleReplicaArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
-    return jax.tree.map(args, target, ocp.checkpoint_utils.construct_restore_args(target))
+    plain = ocp.checkpoint_utils.construct_restore_args(target, shardings)
+    return jax.tree.map(args, target, shardings, plain)
 
 
 def without_others(args: Any) -> Any:
@@ -41,7 +43,8 @@ def without_others(args: Any) -> Any:
     plain = ocp.checkpoint_utils.construct_restore_args(args.item)
 
     def choose(leaf: Any, given: Any, other: Any) -> Any:
-        return given if _can_be_sent(getattr(leaf, "dtype", np.float32)) else other
+        can_be_sent = _can_be_sent(getattr(leaf, "dtype", np.float32))
+        return other if isinstance(given, SingleReplicaArgs) and not can_be_sent else given
 
     return jax.tree.map(choose, args.item, args.restore_args, plain)
 

@@ -25,6 +25,7 @@ from gockpt_jax.storage.restoring.one_replica import (
     single_replica_args,
     without_others,
 )
+from gockpt_jax.storage.restoring.placed import shardings_of
 from gockpt_jax.storage.restoring.target import Stored, check_target, explained, known_arrays
 from gockpt_jax.window.processes import Processes
 
@@ -93,12 +94,13 @@ def _restore_into(
     strict: bool,
     partial: bool = False,
     single_replica: bool = False,
+    fallback: jax.sharding.Sharding | None = None,
 ) -> Any:
     """Restores with stock's tree handler what a target names, to where it says."""
     make_args = (
         single_replica_args if single_replica else ocp.checkpoint_utils.construct_restore_args
     )
-    restore_args = make_args(target)
+    restore_args = make_args(target, shardings_of(directory, target, fallback))
     if not strict:
         restore_args = jax.tree.map(_padded, restore_args)
     args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
@@ -192,8 +194,11 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
 
     def as_stock(self) -> ocp.args.StandardRestore:
         """The stock arguments with the same meaning."""
-        fallback = self.fallback_sharding or _stand_in_sharding()
-        return ocp.args.StandardRestore(self.item, self.strict, self.support_layout, fallback)
+        return ocp.args.StandardRestore(self.item, self.strict, self.support_layout, self._fallback)
+
+    @property
+    def _fallback(self) -> jax.sharding.Sharding | None:
+        return self.fallback_sharding or _stand_in_sharding()
 
     def run(self, directory: Any, options: Mapping[str, Any], known: Mapping[str, Stored]) -> Any:
         """Restores an item.
@@ -220,8 +225,8 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
                 "where. Pass `GoCkptRestore(target, ...)`."
             )
         return _restore_into(
-            directory, self.item, options, strict=self.strict,
-            partial=self.partial_restore, single_replica=self.single_replica,
+            directory, self.item, options, strict=self.strict, partial=self.partial_restore,
+            single_replica=self.single_replica, fallback=self._fallback,
         )  # fmt: skip
 
 

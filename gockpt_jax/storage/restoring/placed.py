@@ -1,0 +1,57 @@
+"""Where arrays shall lie of which a target does not say it: there where they lay."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from gockpt_jax.errors import TargetError
+
+
+def shardings_of(directory: Any, target: Any, fallback: jax.sharding.Sharding | None) -> Any:
+    """Where all leaves shall lie, as stock's standard handler finds it.
+
+    What has none stock's tree handler reads as NumPy arrays, of whatever shape they have.
+
+    Args:
+      directory: The item's.
+      target: A tree of arrays or `ShapeDtypeStruct`s.
+      fallback: For what lay on devices that are not here; `None`: an error.
+
+    Returns:
+      A tree like the target; `None` for what is on no device.
+
+    Raises:
+      TargetError: A leaf lay on devices that are not here.
+    """
+    stored: dict[str, Any] = {}
+    if any(map(_lies_nowhere, jax.tree.leaves(target))):
+        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+            found = handler.metadata(epath.Path(directory)).tree
+        stored = ocp.tree.to_flat_dict(found, sep=".")
+
+    def place(leaf: Any, name: str) -> Any:
+        if not _lies_nowhere(leaf):
+            return getattr(leaf, "sharding", None)
+        sharding = getattr(stored.get(name), "sharding", None)
+        try:
+            return sharding and sharding.to_jax_sharding()
+        except ValueError as error:
+            if fallback is None:
+                raise TargetError(
+                    f"{name}: it lay on devices that are not here, and the target does not say "
+                    "where it shall lie. Pass `ShapeDtypeStruct`s with shardings, or "
+                    "`fallback_sharding`."
+                ) from error
+            return fallback
+
+    names = ocp.tree.get_param_names(target, include_empty_nodes=False)
+    return jax.tree.map(place, target, names)
+
+
+def _lies_nowhere(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
