@@ -27,13 +27,18 @@ from gockpt_jax.training.values import (
 )
 
 _PRECISION = 1e-6
+_ANY = np.full(32, np.nan)
+"""The numbers of what may be one with anything."""
 # Of one array, the same numbers: elsewhere, or in another type.
 _MOVES = IDENTITIES | names(
     """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
-    transpose squeeze expand_dims rev reshard"""
+    transpose squeeze expand_dims rev tile reshard"""
 )
 # Of one array some numbers, and maybe others: as the parameters are, all and no others.
-_PICKS = names("bitcast_convert_type pad slice dynamic_slice gather")
+_PICKS = names("bitcast_convert_type pad slice split unstack dynamic_slice gather")
+# Of several arrays. What is picked out of those is one of them, and the compiler finds which.
+_JOINS = names("concatenate stack dynamic_update_slice scatter")
+_REDUCTIONS = names("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or")
 
 
 def _chosen(which: Any, *cases: Any) -> Any:
@@ -140,14 +145,34 @@ def _worked_out(value: Value, given: Sequence[Any]) -> Any:
         return _drawn(value, value.index)
     if value.is_folded:
         return _folded(value, op, given)
-    if op.name in _MOVES | _PICKS:
-        moved = 1.0 * given[value.index]
-        return moved != 0 if value.dtype == jnp.bool_ else moved
-    if work_out := _elementwise(op):
-        number = work_out(*given)
-        if np.any(np.isfinite(number)):  # else it is nothing that can be compared
-            return number
+    moved, work_out = _moved(value, op), _elementwise(op)
+    if moved is not None:
+        number = _ANY if op.name in _PICKS and _is_joined(moved) else 1.0 * number_of(moved)
+        return number != 0 if value.dtype == jnp.bool_ and not _is_any(number) else number
+    if work_out and any(map(_is_any, given)):
+        return _ANY
+    if work_out and np.any(np.isfinite(number := work_out(*given))):  # else nobody can compare it
+        return number
     return _drawn(value, "of", value.arguments)
+
+
+def _moved(value: Value, op: Op) -> Value | None:
+    """The array of which a value has the same numbers, if that is known."""
+    is_reduced = op.name in _REDUCTIONS
+    if is_reduced and all(op.inputs[0].shape[axis] == 1 for axis in op.params["axes"]):
+        return op.inputs[0]
+    is_moved = op.name in _MOVES | _PICKS
+    return op.inputs[min(value.index, len(op.inputs) - 1)] if is_moved else None
+
+
+def _is_joined(value: Value) -> bool:
+    """Whether a value is an array that was put together of others, or a part of one."""
+    value = without_walls(value)
+    while (op := value.op) is not None and op.name not in _JOINS:
+        if (moved := _moved(value, op)) is None:
+            return False
+        value = without_walls(moved)
+    return op is not None
 
 
 def _elementwise(op: Op) -> Callable[..., Any] | None:
@@ -183,6 +208,10 @@ def _is_numeric(value: Value) -> bool:
 
 def _is_secret(number: Any) -> bool:
     return not np.ndim(number) and bool(np.isnan(number))
+
+
+def _is_any(number: Any) -> bool:
+    return bool(np.ndim(number) and np.all(np.isnan(number)))
 
 
 def _drawn(value: Value, *what: Any) -> Any:

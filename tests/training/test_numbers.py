@@ -95,7 +95,10 @@ MOVED = {
     "sliced": lambda x: lax.slice(x, (0,), (2,)),
     "sliced somewhere": lambda x: lax.dynamic_slice(x, (x[0].astype(jnp.int32),), (2,)),
     "spread": lambda x: lax.broadcast_in_dim(x, (2, 4), (1,)),
+    "reduced over one": lambda x: jnp.sum(x.reshape(1, 4), axis=0),
+    "split": lambda x: lax.split(x, (1, 3))[1],
     "squeezed": lambda x: lax.squeeze(lax.broadcast_in_dim(x, (1, 4), (1,)), (0,)),
+    "tiled": lambda x: jnp.tile(x, 2),
     "transposed": lambda x: lax.transpose(x.reshape(2, 2), (1, 0)),
 }
 
@@ -106,6 +109,36 @@ def test_what_is_moved_is_what_it_was(name):
         graph = graph_of(lambda x: (jnp.sin(x), MOVED[name](jnp.sin(x))), X)
     one, other = map(number_of, graph.outputs)
     np.testing.assert_array_equal(one, other)
+
+
+PICKED = {
+    "out of a stack": lambda x, y: jnp.stack([y, x])[1],
+    "out of what is joined": lambda x, y: jnp.concatenate([x, y])[:4],
+    "out of what is split": lambda x, y: lax.split(jnp.concatenate([x, y]), (4, 4))[0],
+    "out of an update": lambda x, y: jnp.zeros((2, 4)).at[1].set(x)[1],
+    "and moved": lambda x, y: jnp.stack([y, x]).reshape(2, 2, 2)[1].reshape(4),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_what_is_picked_out_of_several_arrays_may_be_any(name):
+    """A compiler finds which it is; and so what is made of it."""
+
+    def values(x, y):
+        found, sine = PICKED[name](jnp.sin(x), y), jnp.sin(x)
+        return found, sine, jnp.abs(found), jnp.abs(sine), jnp.sort(found)
+
+    picked, one, of_it, of_one, no = graph_of(values, X, Y).outputs
+    assert may_be_one(picked, one)
+    assert may_be_one(of_it, of_one)
+    assert not may_be_one(no, of_one)
+
+
+def test_what_is_picked_out_of_the_result_of_a_product_is_another():
+    """So the gradients of weights that a model joins are told from each other."""
+    join = lambda x, y: jnp.concatenate([x, y])  # noqa: E731
+    graph = graph_of(lambda x, y: ((join(x, y) @ jnp.ones((8, 8)))[:4], x), X, Y)
+    assert not may_be_one(*graph.outputs)
 
 
 def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():
