@@ -71,6 +71,7 @@ LEAVES: dict[str, tuple[Any, str]] = {
     "four bits of NumPy's": (np.ones(2, jnp.uint4), f"of dtype `uint4`, {NO_DTYPE}"),
     "an integer of 81 bits": (2**80, f"of dtype `object`, {NO_DTYPE}"),
     "no elements": (jnp.ones((0, 3)), f"of shape (0, 3). {NO_SIZE}"),
+    "no keys": (jax.random.split(jax.random.key(0), 0), f"of shape (0,). {NO_SIZE}"),
     "no elements of NumPy's": (np.ones((2, 0)), f"of shape (2, 0). {NO_SIZE}"),
     "a deleted array": (deleted(), "donated to a later step, or deleted. Save what the step ret"),
 }
@@ -93,6 +94,15 @@ def test_all_leaves_are_named_at_once(manager: gockpt.GoCkptManager) -> None:
         assert f"[{name!r}]" in message
     assert "['more 6'] and 2 more: of type `object`" in message
     assert "'w'" not in message
+
+
+def test_an_array_of_one_of_several_processes(
+    manager: gockpt.GoCkptManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process would write its own into the same place."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    message = refused(manager, args=gockpt.GoCkptSave(STATE))
+    assert "  ['w']: in one of several processes only. Make a global array of it" in message
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.vmap, jax.grad])

@@ -41,7 +41,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "land": (early.EarlyChunks, "land"),
     "finish": (early.EarlyChunks, "finish"),
     "write": (leaf_writer, "_check_data"),
-    "begin": (array_handler, "_check_savable"),
+    "begin": (array_handler, "collected_here"),
     "written": (Written, "result"),
     "finalize": (handler.GoCkptHandler, "finalize"),
     "stage": (staging, "stage"),

@@ -490,7 +490,7 @@ def failures(directory: Path) -> None:
         ("RuntimeError: injected", leaf_writer, "_check_data", failing(injected), 1),
         ("HostBudgetError", HostBudget, "admit_save",
          failing(gockpt.HostBudgetError("injected")), 1),
-        ("RuntimeError: injected", array_handler, "_check_savable", failing(injected), 1),
+        ("RuntimeError: injected", array_handler, "collected_here", failing(injected), 1),
         ("RuntimeError: injected", handler.GoCkptHandler, "finalize", failing(injected), 0),
     ]  # fmt: skip
     for n, (cause, owner, name, new, where) in enumerate(faults):

@@ -127,11 +127,11 @@ def _fault_of_jax_array(array: jax.Array) -> str | None:
             "in one of several processes only. Make a global array of it, for example with "
             "`jax.make_array_from_process_local_data`."
         )
-    return None if is_key_type(array.dtype) else _fault_of_values(array)
+    return _fault_of_values(array)
 
 
 def _fault_of_values(array: Any) -> str | None:
-    if not _is_stored(array.dtype):
+    if not (_is_stored(array.dtype) or is_key_type(array.dtype)):  # of keys, their data is
         return (
             f"of dtype `{array.dtype}`, which TensorStore does not store. Convert it to another "
             "one, or leave it out."

@@ -13,7 +13,6 @@ import logging
 import math
 from collections.abc import Sequence
 
-import jax
 import orbax.checkpoint as ocp
 
 from gockpt_jax.options import WindowOptions, as_count
@@ -115,12 +114,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
 
         The future raises what the first failing shard or write raised, with the leaf's name added
         as a note. Whatever happens, every shard has been released when it resolves.
-
-        Raises:
-          ValueError: A leaf is empty or local to this process: stock refuses to save those too.
         """
         args = args or [ocp.SaveArgs()] * len(values)
-        _check_savable(values, infos)
         # The directory may not exist yet. This future waits for Orbax's word that it does.
         future = ocp.future.CommitFutureAwaitingContractedSignals(
             self._write_all(values, infos, args, collected_here()), name="gockpt_host_array_write"
@@ -173,24 +168,6 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             " `pytree_options={'use_ocdbt': True}`, or the same keyword of `GoCkptHandler`.",
             count,
             nbytes / count / 1e6,
-        )
-
-
-def _check_savable(
-    arrays: Sequence[HostArray], infos: Sequence[ocp.type_handlers.ParamInfo]
-) -> None:
-    """Raises for leaves that stock refuses, naming all of them at once."""
-    named = [(info.name, array) for info, array in zip(infos, arrays, strict=True)]
-    empty = [name for name, array in named if not array.size]
-    if empty:
-        raise ValueError(f"Cannot save arrays with zero size (nor can stock Orbax): {empty}.")
-    if jax.process_count() == 1:
-        return
-    local = [name for name, array in named if array.sharding.is_fully_addressable]
-    if local:
-        raise ValueError(
-            f"Cannot save arrays that live in one of several processes only: {local}. Make global"
-            " arrays of them, for example with `jax.make_array_from_process_local_data`."
         )
 
 
