@@ -28,7 +28,6 @@ from storage_helpers import (
 )
 
 from gockpt_jax.storage.files.aligned import PIECE_BYTES
-from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats, collecting
@@ -331,6 +330,6 @@ def test_what_is_wrong_at_once_is_said_at_once():
         with pytest.raises(ValueError, match=r"`(index|shards)`"):
             HostArray((4,), np.float32, sharding, [HostShard(index, Future())]).boxes()
     with pytest.raises(ValueError, match="`write_limit_bytes`"):
-        HostArrayHandler(write_limit_bytes=0)
+        make_tree_handler(write_limit_bytes=0)
     with pytest.raises(TypeError, match="no_such_option"):
         make_tree_handler(no_such_option=1)

@@ -21,7 +21,6 @@ from storage_helpers import (
 )
 
 from gockpt_jax.storage.writing import array_layout
-from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.array_layout import chunk_shape
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
@@ -110,43 +109,6 @@ def test_our_default_chunks_are_those_of_stock_with_that_option(tmp_path, option
     ours = make_tree_handler(**options)
     save(ours, tmp_path / "ours", host_tree(state), save_args=our_args)
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
-
-
-# As Orbax's emergency, replicator and peer-to-peer managers build theirs (0.12.8).
-OF_MANAGERS = {
-    "local": {"primary_host": None, "replica_id": None, "use_replica_parallel": False},
-    "persistent": {"primary_host": 0, "replica_id": 0, "use_replica_parallel": False},
-}
-
-
-@pytest.mark.parametrize("arguments", OF_MANAGERS.values(), ids=OF_MANAGERS)
-def test_registries_of_orbax_own_managers(tmp_path, arguments):
-    """Their registry, with ours beside it, and their handler: stock's bytes, and it restores.
-
-    Typed keys stay away: without `array_metadatas`, such managers restore their data only.
-    """
-    state = {k: v for k, v in example_state().items() if isinstance(v, jax.Array)}
-    del state["key"], state["keys"]
-    stock = ocp.type_handlers.ArrayHandler(**arguments)
-    ours = HostArrayHandler(**arguments, write_array_metadatas=False)
-    for name, tree in {"stock": state, "ours": host_tree(state)}.items():
-        registry = ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, stock), *([(HostArray, ours)] if name == "ours" else [])
-        )
-        handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=True,
-            use_zarr3=True,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(
-                primary_host=arguments["primary_host"]
-            ),
-            type_handler_registry=registry,
-        )
-        save(handler, tmp_path / name, tree)
-    assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
-    with ocp.Checkpointer(handler) as checkpointer:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(state)
-        args = ocp.args.PyTreeRestore(state, restore_args)
-        assert_same_arrays(checkpointer.restore(tmp_path / "ours", args=args), state)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["ocdbt", "files"])

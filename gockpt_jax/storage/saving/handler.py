@@ -77,7 +77,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         )
         self._primary_host = together.primary_host  # `None`: each has storage of its own
         # What a process takes is what Orbax has it write.
-        replicas = Replicas(ReplicaLayout.of(**options).write_shape)
+        replicas = Replicas(ReplicaLayout.pop_from(dict(options)).write_shape)
         self._open_windows(window, processes or Processes(together.active_processes), replicas)
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)

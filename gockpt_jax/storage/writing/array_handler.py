@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax.options import WindowOptions, as_count
+from gockpt_jax.options import as_count
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing.array_layout import (
     ArrayLayout,
@@ -42,24 +42,17 @@ _MANY_FILES = 10_000  # in one save, and per 10**12 bytes: backups, quotas and d
 class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  # Orbax is untyped.
     """Orbax's type handler for `HostArray`: stock's for `jax.Array` with another `serialize`.
 
-    It answers to the same type name, "jax.Array", so `_METADATA` names a type that stock knows. It
-    takes the arguments of stock's `ArrayHandler` that fix what is written, with their meanings, so
-    that registries of Orbax's own (its emergency and peer-to-peer managers') can be built with it.
+    It answers to the same type name, "jax.Array", so `_METADATA` names a type that stock knows.
 
     Args:
       write_limit_bytes: See `WindowOptions.write_limit_bytes`.
       chunk_byte_size: The largest chunk in bytes where the save's `ocp.SaveArgs` say nothing.
         None: 256 MiB where a chunk is stored as its values and nothing else, for those are
         written and read in pieces; else 64 MiB.
+      replica_layout: Whether chunks are slices of replicas. Which replica writes one is settled by
+        the shards that a `HostArray` is given.
       primary_host: The process that writes what is common to all; None if every one has its own
         storage. As in `ocp.options.MultiprocessingOptions`.
-      replica_id: As in stock. Which replica writes is settled by the shards that a `HostArray`
-        is given, so every value writes those.
-      use_replica_parallel: Whether chunks are slices of replicas; None: as stock would here.
-      min_slice_bytes_for_replica_parallel: As in stock.
-      max_replicas_for_replica_parallel: As in stock.
-      write_array_metadatas: Whether to write `array_metadatas`, as stock's own handler does; one
-        that a user makes (`ocp.type_handlers.ArrayHandler()`) does not.
       host: Accounts for what is in flight beside all else that saves hold; None: nobody does.
 
     Raises:
@@ -69,17 +62,13 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
     def __init__(
         self,
         *,
-        write_limit_bytes: int = WindowOptions.write_limit_bytes,
-        chunk_byte_size: int | None = None,
-        primary_host: int | None = 0,
-        replica_id: int | None = 0,
-        use_replica_parallel: bool | None = None,
-        min_slice_bytes_for_replica_parallel: int | None = None,
-        max_replicas_for_replica_parallel: int | None = None,
-        write_array_metadatas: bool = True,
-        host: ByteBudget | None = None,
+        write_limit_bytes: int,
+        chunk_byte_size: int | None,
+        replica_layout: ReplicaLayout,
+        primary_host: int | None,
+        host: ByteBudget | None,
     ) -> None:
-        super().__init__(primary_host=primary_host, replica_id=replica_id)
+        super().__init__(primary_host=primary_host)
         for name, value in (
             ("write_limit_bytes", write_limit_bytes),
             ("chunk_byte_size", chunk_byte_size),
@@ -90,12 +79,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         self._host = host
         self._chunk_byte_size = chunk_byte_size
         self._is_primary = ocp.multihost.is_primary_host(primary_host)
-        self._replica_layout = ReplicaLayout.of(
-            use_replica_parallel=use_replica_parallel,
-            min_slice_bytes_for_replica_parallel=min_slice_bytes_for_replica_parallel,
-            max_replicas_for_replica_parallel=max_replicas_for_replica_parallel,
-        )
-        self._write_array_metadatas = write_array_metadatas
+        self._replica_layout = replica_layout
         self._is_advice_given = False
         self._indexes = DatabaseIndexes()
 
@@ -147,7 +131,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 use_ocdbt=item.use_ocdbt
             )
             writer = TreeWriter(item, leaves, budget, files, context, self._is_primary)
-            await writer.write(self._indexes, with_array_metadatas=self._write_array_metadatas)
+            await writer.write(self._indexes)
             with budget.syncing():
                 await to_the_end(asyncio.to_thread(files.sync))
         finally:

@@ -58,21 +58,13 @@ class ReplicaLayout:
     max_replicas: int | None = None
 
     @classmethod
-    def of(
-        cls,
-        *,
-        use_replica_parallel: bool | None = None,
-        min_slice_bytes_for_replica_parallel: int | None = None,
-        max_replicas_for_replica_parallel: int | None = None,
-        **_: Any,
-    ) -> ReplicaLayout:
-        """That of a handler with these options; `None` stands for stock's own choice."""
-        if use_replica_parallel is None:
-            use_replica_parallel = _stock_replica_parallel()
+    def pop_from(cls, options: dict[str, Any]) -> ReplicaLayout:
+        """Takes a handler's options of it, by stock's names; `None` stands for stock's choice."""
+        use = options.pop("use_replica_parallel", None)
         return cls(
-            use_replica_parallel=use_replica_parallel,
-            min_slice_bytes=min_slice_bytes_for_replica_parallel or 0,
-            max_replicas=max_replicas_for_replica_parallel,
+            use_replica_parallel=_stock_replica_parallel() if use is None else use,
+            min_slice_bytes=options.pop("min_slice_bytes_for_replica_parallel", None) or 0,
+            max_replicas=options.pop("max_replicas_for_replica_parallel", None),
         )
 
     def write_shape(self, shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Shape:

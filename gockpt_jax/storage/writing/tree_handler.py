@@ -13,6 +13,7 @@ from etils import epath
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files.literal import literal
 from gockpt_jax.storage.writing.array_handler import HostArrayHandler
+from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_names import why_no_files
 from gockpt_jax.storage.writing.registry import RegistryView
@@ -22,16 +23,6 @@ from gockpt_jax.transfer.mounts import file_system
 
 _log = logging.getLogger("gockpt_jax")
 
-
-_OF_CHUNKS = frozenset(
-    {
-        "chunk_byte_size",
-        "use_replica_parallel",
-        "min_slice_bytes_for_replica_parallel",
-        "max_replicas_for_replica_parallel",
-    }
-)
-"""Options of `HostArrayHandler` that users may set."""
 
 # Their files can be written past the page cache. One that we do not know counts as a network's.
 _LOCAL_FILE_SYSTEMS = frozenset(
@@ -76,7 +67,8 @@ def make_tree_handler(
       write_limit_bytes: See `HostArrayHandler`.
       host: See `HostArrayHandler`.
       **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`,
-        `use_compression`, ...), and `HostArrayHandler`'s for the shape of chunks.
+        `use_compression`, ...), `HostArrayHandler`'s `chunk_byte_size`, and those of stock's
+        `ArrayHandler` for replicas (`use_replica_parallel`, ...).
         `save_concurrent_gb` is stock's word for `write_limit_bytes` (in units of 10**9 bytes) and
         takes its place.
 
@@ -89,9 +81,10 @@ def make_tree_handler(
         write_limit_bytes = int(limit_gb * 10**9)
     writer = HostArrayHandler(
         write_limit_bytes=write_limit_bytes,
-        host=host,
+        chunk_byte_size=options.pop("chunk_byte_size", None),
+        replica_layout=ReplicaLayout.pop_from(options),
         primary_host=together.primary_host,
-        **{name: options.pop(name) for name in _OF_CHUNKS & options.keys()},
+        host=host,
     )
     others = options.pop("type_handler_registry", None)
     # By its name, "jax.Array" is read by the stock handler.

@@ -57,12 +57,11 @@ class TreeWriter:
     context: ts.Context
     is_primary: bool
 
-    async def write(self, indexes: DatabaseIndexes, *, with_array_metadatas: bool) -> None:
+    async def write(self, indexes: DatabaseIndexes) -> None:
         """Writes all of it; values that `files` writes are durable after its `sync`.
 
         Args:
           indexes: Of databases, as earlier saves have made them.
-          with_array_metadatas: Whether to write `array_metadatas`.
         """
         async with first_error_alone(), asyncio.TaskGroup() as group:
             extents = self._extents(indexes, group)
@@ -71,8 +70,7 @@ class TreeWriter:
                 await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
             if self.is_primary:
                 group.create_task(self._write_shardings())
-            if with_array_metadatas:
-                self._write_array_metadatas()
+            self._write_array_metadatas()
 
     def _extents(self, indexes: DatabaseIndexes, group: asyncio.TaskGroup) -> Mapping[str, Extents]:
         """Where values are written without TensorStore, by leaf; begins their database."""
