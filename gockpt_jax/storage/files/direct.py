@@ -51,7 +51,6 @@ SMALL_BYTES = 2**20
 
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _Array = np.ndarray[Any, Any]
-_FLAGS = os.O_WRONLY | getattr(os, "O_CLOEXEC", 0)
 
 
 class DirectFiles:
@@ -153,7 +152,7 @@ class DirectFiles:
         """Opens a file for one write of it, of which the first makes it and takes its room."""
         with file.lock:
             if file.is_begun:
-                return os.open(file.path, _FLAGS)
+                return os.open(file.path, os.O_WRONLY)
             fd = self._create(file.path)
             try:
                 if file.nbytes >= SMALL_BYTES:
@@ -167,7 +166,7 @@ class DirectFiles:
             return fd
 
     def _create(self, path: str) -> int:
-        flags = _FLAGS | os.O_CREAT | os.O_TRUNC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             return os.open(path, flags, 0o666)
         except FileNotFoundError:

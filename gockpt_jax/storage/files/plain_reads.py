@@ -107,7 +107,7 @@ class PlainReads:
 
     def _fetch(self, extent: Extent, out: _Bytes | None) -> _Bytes:
         """Reads bytes into given memory, or into memory of this thread until its next read."""
-        fd = os.open(extent.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(extent.path, os.O_RDONLY)
         try:
             past_cache = self._past_cache and O_DIRECT and not _is_for_cache(fd, extent)
             if past_cache and set_direct(fd, True):

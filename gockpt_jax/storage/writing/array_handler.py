@@ -126,10 +126,8 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             ]
             if self._is_primary and not item.use_ocdbt:
                 self._advise_on_files([leaf.layout for leaf in leaves])
-            # Sharing the save's makes stock's handlers share one OCDBT database with ours, too.
-            context = infos[0].ts_context or ocp.type_handlers.get_ts_context(
-                use_ocdbt=item.use_ocdbt
-            )
+            # With the save's, stock's handlers share one OCDBT database with ours, too.
+            context = infos[0].ts_context
             writer = TreeWriter(item, leaves, budget, files, context, self._is_primary)
             await writer.write(self._indexes)
             with budget.syncing():
@@ -156,6 +154,6 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
 
 
 async def _directory_exists(info: ocp.type_handlers.ParamInfo) -> None:
-    """Waits for the save's directory; older Orbax creates it before it calls us."""
+    """Waits for the save's directory; Orbax 0.11.33 creates it before it calls us."""
     if hasattr(info, "await_path_creation"):
         await info.await_path_creation()

@@ -155,13 +155,13 @@ class ItemLayout:
 
     @classmethod
     def of(cls, info: ocp.type_handlers.ParamInfo) -> ItemLayout:
-        """That of the item to which a leaf belongs; older Orbax says less."""
+        """That of the item to which a leaf belongs."""
         return cls(
             info.parent_dir.as_posix(),
             bool(info.is_ocdbt_checkpoint),
             bool(info.use_zarr3),
-            bool(getattr(info, "use_compression", True)),
-            getattr(info, "ocdbt_target_data_file_size", None),
+            bool(info.use_compression),
+            info.ocdbt_target_data_file_size,
         )
 
     @property
