@@ -18,7 +18,7 @@ import tensorstore as ts
 import xxhash
 
 from gockpt_jax.storage.files import checksum_files
-from gockpt_jax.storage.files.grid import Box
+from gockpt_jax.storage.files.grid import Box, whole
 from gockpt_jax.storage.files.pieces import in_order
 
 # Below this a thread costs more than the digest.
@@ -53,7 +53,7 @@ def digest_of(pieces: Iterable[np.ndarray[Any, Any]]) -> str:
 class Checksums:
     """What one process wrote of one item, chunk by chunk.
 
-    Used on the event loop of one save; `add_value` before it starts.
+    Used on the event loop of one save; `add_values` before it starts.
     """
 
     def __init__(self) -> None:
@@ -61,32 +61,28 @@ class Checksums:
         # Faster than a disk, and the first chunk need not wait for the digests of all others.
         self._threads = asyncio.Semaphore(_DIGEST_THREADS)
 
-    async def add(self, name: str, box: Box, data: np.ndarray[Any, Any], dtype: Any = None) -> None:
+    async def add(
+        self, name: str, box: Box, data: np.ndarray[Any, Any], dtype: np.dtype[Any]
+    ) -> None:
         """Records a chunk that is about to be written.
 
         Args:
           name: The leaf's parameter name.
           box: Where the chunk is in the leaf; explicit starts and stops.
           data: Its values.
-          dtype: What they are stored as; by default what they are.
+          dtype: What they are stored as.
         """
         if data.nbytes < _INLINE_BYTES:
             made = _stored_digest(data, dtype)
         else:
             async with self._threads:
                 made = await asyncio.to_thread(_stored_digest, data, dtype)
-        self.record(name, box, data.dtype if dtype is None else np.dtype(dtype), made)
+        self.record(name, box, dtype, made)
 
     def record(self, name: str, box: Box, dtype: np.dtype[Any], made: str) -> None:
         """Records a chunk whose digest is known, as stored with `dtype`."""
-        chunks = self._chunks(name, dtype)
-        chunks.append([[s.start for s in box], [s.stop for s in box], made])
-
-    def add_value(self, name: str, value: Any, dtype: Any = None) -> None:
-        """Records a leaf that stock writes as a whole: a NumPy array or a number."""
-        data = np.asarray(value)
-        chunks = self._chunks(name, data.dtype if dtype is None else np.dtype(dtype))
-        chunks.append([[0] * data.ndim, list(data.shape), _stored_digest(data, dtype)])
+        leaf = self._leaves.setdefault(name, {"dtype": dtype.name, "chunks": []})
+        leaf["chunks"].append([[s.start for s in box], [s.stop for s in box], made])
 
     def add_values(self, tree: Any, save_args: Any = None) -> None:
         """Records the leaves of a tree that stock writes itself, on the first process."""
@@ -96,22 +92,19 @@ class Checksums:
 
         def add(name: str, leaf: Any, args: Any) -> None:
             if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
-                self.add_value(name, leaf, getattr(args, "dtype", None))
+                data, asked = np.asarray(leaf), getattr(args, "dtype", None)
+                dtype = data.dtype if asked is None else np.dtype(asked)
+                self.record(name, whole(data.shape), dtype, _stored_digest(data, dtype))
 
         jax.tree.map(add, names, tree, save_args)
-
-    def _chunks(self, name: str, dtype: np.dtype[Any]) -> list[Any]:
-        leaf = self._leaves.setdefault(name, {"dtype": dtype.name, "chunks": []})
-        chunks: list[Any] = leaf["chunks"]
-        return chunks
 
     def write(self, item: Any) -> None:
         """Writes this process's file into the item, which is not visible yet."""
         checksum_files.write_process(item, self._leaves)
 
 
-def _stored_digest(data: np.ndarray[Any, Any], dtype: Any) -> str:
-    if dtype is not None and np.dtype(dtype) != data.dtype:
+def _stored_digest(data: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> str:
+    if dtype != data.dtype:
         # TensorStore's own conversion, bit for bit, NaNs included.
-        data = ts.cast(ts.array(data), np.dtype(dtype)).read().result()
+        data = ts.cast(ts.array(data), dtype).read().result()
     return digest(data)

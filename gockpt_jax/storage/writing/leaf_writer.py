@@ -60,15 +60,15 @@ class LeafWriter:
     async def _write_chunk(self, cell: grid.Box, data: np.ndarray[Any, Any] | None) -> None:
         """The one place where a chunk is about to be written: (leaf name, box, values)."""
         assert data is not None
-        checksums, dtype, is_direct = self.budget.stats.checksums, data.dtype, self._is_direct
+        checksums, dtype = self.budget.stats.checksums, self.layout.stored_dtype
         with named_in_errors(self.layout.name, cell):
             try:
-                if not is_direct:
+                if not self._is_direct:
                     # Nothing is held for it: that of the next chunk is made beside the write.
-                    await checksums.add(self.layout.name, cell, data, self.layout.stored_dtype)
+                    await checksums.add(self.layout.name, cell, data, dtype)
                 async with self.budget.admit(data.nbytes, self._held_bytes(data.nbytes)):
                     digest = await self._written(cell, data)
-                if is_direct:
+                if self._is_direct:
                     checksums.record(self.layout.name, cell, dtype, digest)
                 if self.layout.item.compressed:
                     await self.budget.trim(data.nbytes)
