@@ -68,18 +68,6 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def storage_error(doing: str, error: Exception, advice: str) -> StorageError:
-    """The named error for what a storage refused, and what to do; raise it from `error`."""
-    if isinstance(error, StorageError):
-        return error
-    named = StorageError(
-        f"{doing} failed: {brief(error)}. Nothing of this save is visible, earlier checkpoints are"
-        f" intact. {advice} The next save tries anew."
-    )
-    named.errno = getattr(error, "errno", None)
-    return named
-
-
 def brief(error: Exception) -> str:
     """TensorStore's errors without a page of its specification, and of places in its source."""
     noise = r" \[(tensorstore_spec|source locations)='.*?'\](?= \[|$)"

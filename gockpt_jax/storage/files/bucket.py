@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import StorageError, storage_error
+from gockpt_jax.errors import StorageError, brief
 
 Json = dict[str, Any]
 
@@ -138,21 +138,28 @@ def named(directory: Any, label: int, error: BaseException) -> BaseException:
     if not isinstance(error, OSError) and not (is_bucket(directory) and _is_of_client(error)):
         return error
     assert isinstance(error, Exception)
-    doing = f"the save of step {label} in {directory}"
-    found = storage_error(doing, error, advice(directory))
+    found = storage_error(f"the save of step {label} in {directory}", directory, error)
     if found is not error:
         found.__cause__ = error
     return found
 
 
-def advice(directory: Any) -> str:
-    """Returns what to do about a storage that refused a save."""
+def storage_error(doing: str, directory: Any, error: Exception) -> StorageError:
+    """The named error for what a storage refused, and what to do; raise it from `error`."""
+    if isinstance(error, StorageError):
+        return error
+    advice = "Make room, or see to the directory and its permissions."
     if is_bucket(directory):
-        return (
+        advice = (
             "It was retried as long as docs/storage.md says: see to the bucket, the credentials and"
             " the network."
         )
-    return "Make room, or see to the directory and its permissions."
+    found = StorageError(
+        f"{doing} failed: {brief(error)}. Nothing of this save is visible, earlier checkpoints are"
+        f" intact. {advice} The next save tries anew."
+    )
+    found.errno = getattr(error, "errno", None)
+    return found
 
 
 def _is_of_client(error: BaseException) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from gockpt_jax.errors import storage_error
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.writing.write_budget import WriteStats
@@ -37,8 +36,8 @@ class Written(ocp.future.Future):  # type: ignore[misc]
                 future.result(timeout)
             self._stats.checksums.write(getattr(self._directory, "path", self._directory))
         except (OSError, ValueError) as error:  # TensorStore's are the latter
-            advice = bucket.advice(self._directory)
-            raise storage_error(f"writing {self._directory}", error, advice) from error
+            doing = f"writing {self._directory}"
+            raise bucket.storage_error(doing, self._directory, error) from error
         finally:
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes
