@@ -22,7 +22,6 @@ class WindowFace:
     A mixin: its attributes carry the package's name, since they live in classes of Orbax's.
     """
 
-    _gockpt_window_options: WindowOptions
     _gockpt_session: Session
     _gockpt_log: ReportLog
 
@@ -37,20 +36,18 @@ class WindowFace:
         options = WindowOptions() if options is None else options
         advice = "For a fixed K pass `window=gockpt.WindowOptions(steps=K)`."
         of_kind("window", options, WindowOptions, advice)
-        self._gockpt_window_options = options
         self._gockpt_log = ReportLog()
         self._gockpt_session = Session(options, processes, replicas)
 
     def _share_windows(self, other: "WindowFace") -> None:
         """Takes part in another's session."""
-        self._gockpt_window_options = other._gockpt_window_options
         self._gockpt_log = other._gockpt_log
         self._gockpt_session = other._gockpt_session
 
     @property
     def window_options(self) -> WindowOptions:
         """How states leave the device."""
-        return self._gockpt_window_options
+        return self._gockpt_session.options
 
     @property
     def _gockpt_pending(self) -> PendingReport | None:
@@ -82,8 +79,8 @@ class WindowFace:
         Warns:
           SnapshotOnlyWarning: if the step cannot be armed; all its saves are then snapshots.
         """
-        session, options = self._gockpt_session, self._gockpt_window_options
-        return wrap_step(step, session, options, state=state, state_out=state_out)
+        session = self._gockpt_session
+        return wrap_step(step, session, session.options, state=state, state_out=state_out)
 
     def expect_save(self, *, in_steps: int) -> None:
         """Says that the save after the next `in_steps` updates will be accepted.

@@ -62,6 +62,7 @@ class Session:
       replicas: How they share what is taken and written.
 
     Attributes:
+      options: The user's.
       version: Updates made so far.
       processes: Those that save together.
       resources: What windows and saves take, `host` and `replicas` among it.
@@ -73,6 +74,7 @@ class Session:
     """
 
     def __init__(self, options: WindowOptions, processes: Processes, replicas: Replicas):
+        self.options = options
         self.version = 0
         self.processes = processes
         self.resources = resources = Resources.of(options, replicas)
@@ -83,7 +85,6 @@ class Session:
         self.lock = threading.RLock()
         self._changing = threading.RLock()  # held by whoever changes what is below; after `lock`
         self._trainer: int | None = None  # the thread that steps
-        self._options = options
         self._window: OpenWindow | None = None
         # The thread whose update is under way: a block has left, and nothing has followed it yet.
         self._stepping: int | None = None
@@ -269,7 +270,7 @@ class Session:
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
-            surface(window_failed(failure), self._options.on_save_error)
+            surface(window_failed(failure), self.options.on_save_error)
 
     # Saving.
 
@@ -348,7 +349,7 @@ class Session:
     @property
     def most_window_steps(self) -> int:
         """The largest K that a window may have."""
-        return self._options.steps or self._options.max_steps
+        return self.options.steps or self.options.max_steps
 
     @property
     def has_due_window(self) -> bool:

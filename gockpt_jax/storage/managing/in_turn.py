@@ -43,7 +43,7 @@ class SavesInTurn:
         self._manager = manager
         self._handler = handler
         self._naming = naming
-        self._on_busy = handler.window_options.on_busy
+        self._on_busy = session.options.on_busy
         self._room = room = WaitingRoom(handler, naming, manager)
         self._turn = turn = Turn(session.processes)
         self.calls = Calls(session.lock)

@@ -166,4 +166,4 @@ class LastSave:
 
     def surface(self, error: BaseException) -> None:
         """Raises what went wrong with a save, or warns of it, as the user has chosen."""
-        surface(error, self._handler.window_options.on_save_error)
+        surface(error, self._session.options.on_save_error)

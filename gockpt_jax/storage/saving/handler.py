@@ -79,10 +79,10 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         # What a process takes is what Orbax has it write.
         replicas = Replicas(ReplicaLayout.pop_from(dict(options)).write_shape)
         self._open_windows(window, processes or Processes(together.active_processes), replicas)
-        predictor = self._gockpt_session.predictor
-        predictor.is_save_label = labels_of_policy(save_decision_policy)
-        predictor.sees_every_call = False
-        limit, host = self._gockpt_window_options.write_limit_bytes, self._gockpt_session.host
+        session = self._gockpt_session
+        session.predictor.is_save_label = labels_of_policy(save_decision_policy)
+        session.predictor.sees_every_call = False
+        limit, host = session.options.write_limit_bytes, session.host
         self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
         self._look_up = look_up(options.get("type_handler_registry"))
         self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
