@@ -20,7 +20,6 @@ from gockpt_jax.storage.managing.in_turn import SavesInTurn
 from gockpt_jax.storage.saving.commit import never_draining
 from gockpt_jax.storage.saving.handler import GoCkptHandler
 from gockpt_jax.storage.writing.tree_handler import default_layout
-from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
 
@@ -289,10 +288,6 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             return
         saves.finish()
         self._gockpt_session.surface_failure()
-
-    @property
-    def _gockpt_pending(self) -> PendingReport | None:
-        return self._gockpt_handler.pending
 
     def close(self) -> None:
         """Waits for all accepted saves, drops an open window and ends the worker thread.

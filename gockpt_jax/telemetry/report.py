@@ -1,23 +1,9 @@
 """What became of a save."""
 
 import dataclasses
-import logging
-import threading
 from typing import Literal
 
-import jax
-
-from gockpt_jax.telemetry import events
-
-_log = logging.getLogger("gockpt_jax")
-
 SaveKind = Literal["window", "snapshot", "skipped", "superseded"]
-_EVENTS: dict[SaveKind, str] = {
-    "window": events.SAVE_WINDOW,
-    "snapshot": events.SAVE_SNAPSHOT,
-    "skipped": events.SAVE_SKIPPED,
-    "superseded": events.SAVE_SUPERSEDED,
-}
 _DONE: dict[SaveKind, str] = {
     "window": "saved", "snapshot": "saved", "skipped": "not saved", "superseded": "not saved",
 }  # fmt: skip
@@ -129,37 +115,3 @@ class SaveReport:
             f"{self.state_bytes / 1e6:.1f} MB, stall {self.stall_secs * 1e3:.1f} ms, "
             f"drain {self.drain_secs:.2f} s, write {self.write_secs:.2f} s"
         )
-
-
-class ReportLog:
-    """The reports of a manager, oldest first; written by the commit thread, read by the trainer."""
-
-    def __init__(self) -> None:
-        self._reports: list[SaveReport] = []
-        self._lock = threading.Lock()
-
-    def add(self, report: SaveReport) -> None:
-        """Keeps a report and tells `jax.monitoring`; one INFO line on process 0."""
-        with self._lock:
-            self._reports.append(report)
-        jax.monitoring.record_event(_EVENTS[report.kind])
-        for name, secs in (
-            (events.SAVE_STALL_SECS, report.stall_secs),
-            (events.SAVE_BARRIER_SECS, report.barrier_secs),
-            (events.SAVE_DRAIN_SECS, report.drain_secs),
-            (events.SAVE_WRITE_SECS, report.write_secs),
-            (events.SAVE_COMMIT_SECS, report.commit_secs),
-        ):
-            jax.monitoring.record_event_duration_secs(name, secs)
-        if jax.process_index() == 0:
-            _log.info("%s", report)
-
-    def forget(self, report: SaveReport) -> None:
-        """Takes a report back that has turned out to be wrong."""
-        with self._lock:
-            self._reports = [kept for kept in self._reports if kept is not report]
-
-    def all(self) -> tuple[SaveReport, ...]:
-        """Every report so far."""
-        with self._lock:
-            return tuple(self._reports)

@@ -1,11 +1,24 @@
 """What is known of a save while it is under way."""
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from gockpt_jax.telemetry.report import AuditFigures, ReportLog, SaveKind, SaveReport
+import jax
+
+from gockpt_jax.telemetry import events
+from gockpt_jax.telemetry.report import AuditFigures, SaveKind, SaveReport
+
+_log = logging.getLogger("gockpt_jax")
+
+_EVENTS: dict[SaveKind, str] = {
+    "window": events.SAVE_WINDOW,
+    "snapshot": events.SAVE_SNAPSHOT,
+    "skipped": events.SAVE_SKIPPED,
+    "superseded": events.SAVE_SUPERSEDED,
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -94,7 +107,7 @@ class PendingReport:
       log: Where the report goes.
     """
 
-    def __init__(self, record: SaveRecord, step: int, entered_at: float, log: ReportLog):
+    def __init__(self, record: SaveRecord, step: int, entered_at: float, log: "ReportLog"):
         self.record = record
         self._entered_at = entered_at
         self._log = log
@@ -163,3 +176,42 @@ class PendingReport:
         if wrong is not None:
             self._log.forget(wrong)
         self._log.add(self._told)
+
+
+class ReportLog:
+    """The reports of a manager, oldest first; written by the commit thread, read by the trainer.
+
+    Attributes:
+      pending: That of the save that began last, which may not be complete.
+    """
+
+    def __init__(self) -> None:
+        self.pending: PendingReport | None = None
+        self._reports: list[SaveReport] = []
+        self._lock = threading.Lock()
+
+    def add(self, report: SaveReport) -> None:
+        """Keeps a report and tells `jax.monitoring`; one INFO line on process 0."""
+        with self._lock:
+            self._reports.append(report)
+        jax.monitoring.record_event(_EVENTS[report.kind])
+        for name, secs in (
+            (events.SAVE_STALL_SECS, report.stall_secs),
+            (events.SAVE_BARRIER_SECS, report.barrier_secs),
+            (events.SAVE_DRAIN_SECS, report.drain_secs),
+            (events.SAVE_WRITE_SECS, report.write_secs),
+            (events.SAVE_COMMIT_SECS, report.commit_secs),
+        ):
+            jax.monitoring.record_event_duration_secs(name, secs)
+        if jax.process_index() == 0:
+            _log.info("%s", report)
+
+    def forget(self, report: SaveReport) -> None:
+        """Takes a report back that has turned out to be wrong."""
+        with self._lock:
+            self._reports = [kept for kept in self._reports if kept is not report]
+
+    def all(self) -> tuple[SaveReport, ...]:
+        """Every report so far."""
+        with self._lock:
+            return tuple(self._reports)

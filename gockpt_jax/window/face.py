@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from gockpt_jax.options import WindowOptions, as_count, of_kind
-from gockpt_jax.telemetry.report import ReportLog, SaveReport
-from gockpt_jax.telemetry.save_record import PendingReport
+from gockpt_jax.telemetry.report import SaveReport
+from gockpt_jax.telemetry.save_record import ReportLog
 from gockpt_jax.training.nested import Wrapped, wrap_step
 from gockpt_jax.training.places import Places
 from gockpt_jax.transfer.replicas import Replicas
@@ -48,11 +48,6 @@ class WindowFace:
     def window_options(self) -> WindowOptions:
         """How states leave the device."""
         return self._gockpt_session.options
-
-    @property
-    def _gockpt_pending(self) -> PendingReport | None:
-        """The report of the last save, which may not be complete."""
-        raise NotImplementedError
 
     def wrap(
         self, step: Callable[..., Any], *, state: Places = 0, state_out: Places | None = None
@@ -133,7 +128,7 @@ class WindowFace:
     def window_status(self) -> str:
         """What the window is doing now, in a few words: "idle", "window 2/5"."""
         status = self._gockpt_session.window_status
-        pending = self._gockpt_pending
+        pending = self._gockpt_log.pending
         if status == "idle" and pending is not None and not pending.is_finished:
             return f"draining step {pending.step}"
         return status

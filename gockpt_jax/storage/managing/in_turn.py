@@ -41,7 +41,7 @@ class SavesInTurn:
     ):  # fmt: skip
         self._session = session = handler._gockpt_session
         self._manager = manager
-        self._handler = handler
+        self._handler, self._log = handler, handler._gockpt_log
         self._naming = naming
         self._on_busy = session.options.on_busy
         self._room = room = WaitingRoom(handler, naming, manager)
@@ -116,7 +116,7 @@ class SavesInTurn:
         # Forced saves and those before a preemption wait for the previous one, as in stock.
         if arguments.get("force") or self._manager.reached_preemption(step):
             return None
-        busy, pending = None, self._handler.pending
+        busy, pending = None, self._log.pending
         if self.last.is_writing and pending is not None:
             busy = f"the save of step {pending.step} was still being written"
         # One process may have heard of its end before another: they skip together.
@@ -142,7 +142,7 @@ class SavesInTurn:
             return True
         session.abandon(f"its save was skipped: {busy}")
         secs = time.perf_counter() - started_at
-        self._handler._gockpt_log.add(
+        self._log.add(
             SaveReport(
                 step=step, kind="skipped", reason=busy, window_steps=1,
                 stall_secs=secs, barrier_secs=secs,

@@ -29,7 +29,7 @@ class LastSave:
 
     Args:
       manager: Of the saves.
-      handler: Of their states; knows label, report and items of the last one.
+      handler: Of their states; knows label and items of the last one.
       turn: Is told that one begins.
       room: Who waits there cannot be written any more where a process is gone.
 
@@ -48,7 +48,7 @@ class LastSave:
         self._handler = handler
         self._turn = turn
         self._room = room
-        self._session = handler._gockpt_session
+        self._session, self._log = handler._gockpt_session, handler._gockpt_log
 
     @property
     def is_writing(self) -> bool:
@@ -66,11 +66,11 @@ class LastSave:
         Returns:
           Whether it does; `False` too where it failed, which is warned of.
         """
-        before, begun = self._handler.pending, False
+        before, begun = self._log.pending, False
         with self.attempt(step):
             begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
             self.is_unheard |= begun
-            pending = self._handler.pending
+            pending = self._log.pending
             if pending is not None and pending is not before:
                 pending.returned(started_at)
                 if _compat.commit_thread(self._manager) is None:  # Orbax saves on this thread
@@ -82,7 +82,7 @@ class LastSave:
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
         # No step is made meanwhile on another thread; another manager's save may be.
         with self._session.lock, _compat.own_operation():
-            before, begun = self._handler.pending, self._handler.begun
+            before, begun = self._log.pending, self._handler.begun
             begun.wait_for_what_was_left()
             begun.expect_another()
             number = begun.number
@@ -92,7 +92,7 @@ class LastSave:
             try:
                 yield
             except BaseException as error:
-                pending = None if self._handler.pending is before else self._handler.pending
+                pending = None if self._log.pending is before else self._log.pending
                 if pending is not None and self.is_with_orbax(step):
                     self.is_unheard = True  # it goes on, whatever has stopped `save`
                     pending.returned(time.perf_counter())
@@ -146,7 +146,7 @@ class LastSave:
         self._handler.committed()
 
     def _has_failed(self, error: BaseException) -> None:
-        pending, step, votes = self._handler.pending, self._handler.label, self._handler.votes
+        pending, step, votes = self._log.pending, self._handler.label, self._handler.votes
         if pending is not None:
             pending.failed(error)
             step = pending.step

@@ -12,7 +12,6 @@ from orbax.checkpoint import v1
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
-from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.face import WindowFace
 
 
@@ -76,7 +75,7 @@ class GoCkptCheckpointable(WindowFace):
         path = directory.path
         futures = await self._handler.async_save(path, GoCkptSave(self.item))
         # v1 may begin the next save before this one has ended.
-        label, pending = self._handler.label, self._handler.pending
+        label, pending = self._handler.label, self._gockpt_log.pending
         processes = self._gockpt_session.processes
 
         async def write() -> None:
@@ -116,10 +115,6 @@ class GoCkptCheckpointable(WindowFace):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def _gockpt_pending(self) -> PendingReport | None:
-        return self._handler.pending
 
 
 @v1.handlers.register_handler

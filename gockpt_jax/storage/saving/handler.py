@@ -93,13 +93,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.wait_for_metadata: Callable[[], None] | None = None  # of steps, as a manager notes it
         self.votes: CommitVotes | None = None  # at the commit, if a manager of ours takes them
         self.label = -1  # of the save that is about to begin
-        self.pending: PendingReport | None = None  # of the last save that began
         self.begun = BegunSave()
         self._taking: PendingReport | None = None  # of the save that was taken last
-
-    @property
-    def _gockpt_pending(self) -> PendingReport | None:
-        return self.pending
 
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
         """Seals the window (or takes a snapshot) and starts writing what becomes final.
@@ -117,7 +112,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self._enter(directory)
         try:
             taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
-            self.pending = taken.pending
+            self._gockpt_log.pending = taken.pending
             written = await self._write(directory, taken, self.begun.add(directory, taken))
         except Exception as error:
             if not self._gockpt_session.processes.several:
@@ -127,8 +122,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             self._gockpt_session.predictor.observe(
                 self._gockpt_session.version, self.label, accepted=True
             )
-            if self.pending is not None:
-                self.pending.returned(entered_at)
+            if (pending := self._gockpt_log.pending) is not None:
+                pending.returned(entered_at)
         return [self._told(written)]
 
     def leaves_to_save(self, args: Any) -> tuple[list[Any], Any]:
@@ -212,12 +207,12 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
 
     def _told(self, written: ocp.future.Future) -> ocp.future.Future:
         """The same writes, of which a manager that is not ours tells nobody how they ended."""
-        processes = self._gockpt_session.processes
+        processes, pending = self._gockpt_session.processes, self._gockpt_log.pending
         if self.votes is None and processes.several:
-            written = Voting(written, processes, self.pending, self.label)
-        if self.has_manager or self.pending is None:
+            written = Voting(written, processes, pending, self.label)
+        if self.has_manager or pending is None:
             return written
-        return Reported(written, self.pending)
+        return Reported(written, pending)
 
     def _enter(self, directory: Any) -> None:
         """Items of one save lie in one directory, each once; whatever else comes is another save.
@@ -278,8 +273,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
 
     def committed(self) -> None:
         """The last save is visible, if there is one and it has not failed."""
-        if self.pending is not None:
-            self.pending.committed()
+        if (pending := self._gockpt_log.pending) is not None:
+            pending.committed()
 
     def close(self) -> None:
         """Closes the stock handlers inside; drops an open window and ends the worker thread."""
