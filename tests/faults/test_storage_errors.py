@@ -257,6 +257,26 @@ def test_a_call_that_fails_leaves_the_save_in_flight_alone(
         assert manager.restore(0)["w"].tolist() == [1.0] * 4
 
 
+def test_a_save_without_arrays_fails_under_its_own_label(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report is that of the save before, which is on the disk."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError("injected")
+
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        assert manager.save(3, args=gockpt.GoCkptSave({"w": jnp.ones(4)}))
+        manager.wait_until_finished()
+        monkeypatch.setattr(ocp.JsonCheckpointHandler, "finalize", refuse, raising=False)
+        args = ocp.args.Composite(notes=ocp.args.JsonSave({"loss": 1.0}))
+        assert manager.save(4, args=args)
+        with pytest.raises(gockpt.StorageError, match=r"the save of step 4 in .* injected"):
+            manager.wait_until_finished()
+        assert [(report.step, report.error) for report in manager.reports] == [(3, None)]
+        assert manager.all_steps() == [3]
+
+
 # --- Retention ---------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.managing import waiting as waiting_room
+from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.window.early import EarlyChunks
@@ -342,6 +343,32 @@ def test_items_that_cannot_be_taken_beforehand_are_skipped(start):
     assert (report.step, report.kind) == (8, "skipped")
     assert "`data` (`ArraySaveArgs`) cannot be taken beforehand" in report.reason
     loop.gates[4].set()
+    loop.manager.close()
+
+
+def test_what_is_being_written_is_known_beside_what_is_skipped(start, monkeypatch):
+    """Whoever deletes it waits for it; a save that was not made is another one."""
+    loop, found = start(4), []
+    loop.train(7)
+    loop.update()
+    args = ocp.args.Composite(state=GoCkptSave(loop.state), data=ocp.args.ArraySave(np.arange(3)))
+    assert not loop.manager.save(8, args=args)
+    wait, delete = ocp.CheckpointManager.wait_until_finished, Deleter.delete
+
+    def waits(manager: Any) -> None:
+        loop.gates[4].set()
+        wait(manager)
+
+    def deletes(deleter: Deleter, step: int) -> None:
+        found.append(loop.manager.is_saving_in_progress())
+        loop.gates[4].set()
+        delete(deleter, step)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", waits)
+    monkeypatch.setattr(Deleter, "delete", deletes)
+    loop.manager.delete(4)
+    assert found == [False]
+    assert on_disk(loop) == [0]
     loop.manager.close()
 
 

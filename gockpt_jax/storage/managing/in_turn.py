@@ -116,9 +116,9 @@ class SavesInTurn:
         # Forced saves and those before a preemption wait for the previous one, as in stock.
         if arguments.get("force") or self._manager.reached_preemption(step):
             return None
-        busy, pending = None, self._log.pending
-        if self.last.is_writing and pending is not None:
-            busy = f"the save of step {pending.step} was still being written"
+        busy = None
+        if self.last.is_writing:
+            busy = f"the save of step {self.last.step} was still being written"
         # One process may have heard of its end before another: they skip together.
         busy = self._session.processes.objection("busy", busy)
         if busy is None and (waiting := self.waiting) is not None:
@@ -208,7 +208,7 @@ class SavesInTurn:
 
     def is_under_way(self, step: int) -> bool:
         """Whether the save of this label is not over, or one waits behind it."""
-        is_last = self.last.is_unheard and self._handler.label == step
+        is_last = self.last.is_unheard and self.last.step == step
         return is_last or self.waiting is not None
 
     def finish(self) -> None:

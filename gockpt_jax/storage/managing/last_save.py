@@ -29,11 +29,12 @@ class LastSave:
 
     Args:
       manager: Of the saves.
-      handler: Of their states; knows label and items of the last one.
+      handler: Of their states; knows what has begun of a save that goes to Orbax.
       turn: Is told that one begins.
       room: Who waits there cannot be written any more where a process is gone.
 
     Attributes:
+      step: Its label.
       is_unheard: Whether it is being written, or has ended and nobody has asked yet how. It begins
         and is asked at the same calls on every process.
       deleter: Of the manager's checkpoints, once the manager is there.
@@ -42,7 +43,9 @@ class LastSave:
     deleter: Deleter
 
     def __init__(self, manager: Any, handler: GoCkptHandler, turn: Turn, room: WaitingRoom):
+        self.step = -1
         self.is_unheard = False
+        self._pending: PendingReport | None = None  # of its tree of arrays, if it has one
         self._was_dropped = False  # a step, by Orbax, when a wait for it was interrupted
         self._manager = manager
         self._handler = handler
@@ -69,13 +72,17 @@ class LastSave:
         before, begun = self._log.pending, False
         with self.attempt(step):
             begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
-            self.is_unheard |= begun
-            pending = self._log.pending
-            if pending is not None and pending is not before:
+            if begun and (pending := self._is_given(step, before)) is not None:
                 pending.returned(started_at)
                 if _compat.commit_thread(self._manager) is None:  # Orbax saves on this thread
                     pending.committed()
         return begun
+
+    def _is_given(self, step: int, before: PendingReport | None) -> PendingReport | None:
+        """Orbax has this save now; its report is the log's, if that is no more the one before."""
+        self.step, self.is_unheard = step, True
+        self._pending = None if self._log.pending is before else self._log.pending
+        return self._pending
 
     @contextlib.contextmanager
     def attempt(self, step: int) -> Iterator[None]:
@@ -94,7 +101,7 @@ class LastSave:
             except BaseException as error:
                 pending = None if self._log.pending is before else self._log.pending
                 if pending is not None and self.is_with_orbax(step):
-                    self.is_unheard = True  # it goes on, whatever has stopped `save`
+                    self._is_given(step, before)  # it goes on, whatever has stopped `save`
                     pending.returned(time.perf_counter())
                     raise
                 self._give_up(error, pending, begun.number != number)
@@ -146,10 +153,9 @@ class LastSave:
         self._handler.committed()
 
     def _has_failed(self, error: BaseException) -> None:
-        pending, step, votes = self._log.pending, self._handler.label, self._handler.votes
-        if pending is not None:
-            pending.failed(error)
-            step = pending.step
+        votes = self._handler.votes
+        if self._pending is not None:
+            self._pending.failed(error)
         with contextlib.suppress(OSError):  # the directory may be gone
             self._manager.reload()  # Orbax has dropped the steps that this save was to replace
         if votes is not None and votes.failure not in (None, error):
@@ -158,7 +164,7 @@ class LastSave:
         if self._session.processes.is_one_missing:
             self._room.give_up(error)  # it would wait for that one too
         self._handler.begun.give_back()
-        self.surface(self._named(step, error))
+        self.surface(self._named(self.step, error))
 
     def _named(self, step: int, error: BaseException) -> BaseException:
         """The error to raise for a failed save: whose failure it is, and what to do."""
