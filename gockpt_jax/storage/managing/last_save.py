@@ -91,10 +91,9 @@ class LastSave:
         with self._session.lock, _compat.own_operation():
             before, begun = self._log.pending, self._handler.begun
             begun.wait_for_what_was_left()
-            begun.expect_another()
+            begun.expect(step)
             number = begun.number
             self.deleter.make_way(step)
-            self._handler.label = step
             self._turn.begin()
             try:
                 yield

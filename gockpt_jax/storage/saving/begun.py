@@ -43,18 +43,20 @@ class BegunSave:
     """The items of the save that began last, and what saves have left that were given up then.
 
     Attributes:
+      label: Of the save, or of one that is about to begin.
       number: Of saves that have come so far that items of theirs were to be taken.
     """
 
     def __init__(self) -> None:
+        self.label = -1
         self.number = 0
         self._folder = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
         self._left: list[tuple[ocp.future.Future, float | None]] = []  # and how long to wait for it
 
-    def expect_another(self) -> None:
-        """Whatever comes next is another save, also in the place of one that has been deleted."""
-        self._folder = ""
+    def expect(self, label: int) -> None:
+        """What comes next is another save, also where it has the label of one that was deleted."""
+        self.label, self._folder = label, ""
 
     def enter(self, folder: str, item: str) -> bool:
         """An item comes; says whether it begins another save than that of the one before.

@@ -75,7 +75,7 @@ class GoCkptCheckpointable(WindowFace):
         path = directory.path
         futures = await self._handler.async_save(path, GoCkptSave(self.item))
         # v1 may begin the next save before this one has ended.
-        label, pending = self._handler.label, self._gockpt_log.pending
+        label, pending = self._handler.begun.label, self._gockpt_log.pending
         processes = self._gockpt_session.processes
 
         async def write() -> None:

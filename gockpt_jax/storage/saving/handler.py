@@ -92,7 +92,6 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         self.has_manager = False  # of ours, which knows labels, refused saves and commits
         self.wait_for_metadata: Callable[[], None] | None = None  # of steps, as a manager notes it
         self.votes: CommitVotes | None = None  # at the commit, if a manager of ours takes them
-        self.label = -1  # of the save that is about to begin
         self.begun = BegunSave()
         self._taking: PendingReport | None = None  # of the save that was taken last
 
@@ -120,7 +119,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             written = Failed(error)
         if not self.has_manager:
             self._gockpt_session.predictor.observe(
-                self._gockpt_session.version, self.label, accepted=True
+                self._gockpt_session.version, self.begun.label, accepted=True
             )
             if (pending := self._gockpt_log.pending) is not None:
                 pending.returned(entered_at)
@@ -146,9 +145,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         try:
             return self._take(args, entered_at)
         except BaseException as failure:
-            error = named(self.label, failure)
+            error = named(self.begun.label, failure)
             refused = SaveRecord(kind="snapshot", reason="the state could not be taken")
-            pending = PendingReport(refused, self.label, entered_at, self._gockpt_log)
+            pending = PendingReport(refused, self.begun.label, entered_at, self._gockpt_log)
             pending.failed(error)
             if self._gockpt_session.processes.several and isinstance(error, Exception):
                 return TakenSave(ocp.args.PyTreeSave({}), pending, error)
@@ -166,7 +165,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         try:
             owners = {id(promised): i for i, promised in enumerate(slots)}  # arrays are there twice
             if self._taking is None or self._taking.record is not record:
-                self._taking = PendingReport(record, self.label, entered_at, self._gockpt_log)
+                self._taking = PendingReport(record, self.begun.label, entered_at, self._gockpt_log)
             for i, promised in enumerate(slots):
                 account = host if owners[id(promised)] == i else None
                 leaves[positions[i]] = host_array(leaves[positions[i]], promised, account)
@@ -209,7 +208,7 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         """The same writes, of which a manager that is not ours tells nobody how they ended."""
         processes, pending = self._gockpt_session.processes, self._gockpt_log.pending
         if self.votes is None and processes.several:
-            written = Voting(written, processes, pending, self.label)
+            written = Voting(written, processes, pending, self.begun.label)
         if self.has_manager or pending is None:
             return written
         return Reported(written, pending)
@@ -227,9 +226,9 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
             self._gockpt_session.end_save()
             if not self.has_manager:
                 digits = re.findall(r"\d+", save.rpartition("/")[2].partition(TEMPORARY)[0])
-                self.label = int(digits[-1]) if digits else -1
+                self.begun.label = int(digits[-1]) if digits else -1
             if self.votes is not None:
-                self.votes.begin(self.label)
+                self.votes.begin(self.begun.label)
 
     def save(self, directory: Any, args: Any) -> None:
         """Saves and waits; used where asynchronous checkpointing is switched off."""
