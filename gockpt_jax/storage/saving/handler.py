@@ -1,5 +1,6 @@
 """The checkpoint handler: seals the window inside Orbax's own save, and lets stock do the rest."""
 
+import concurrent.futures
 import dataclasses
 import re
 import time
@@ -19,7 +20,7 @@ from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
 from gockpt_jax.storage.saving.policies import labels_of_policy
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save, host_array, leaves_to_save
-from gockpt_jax.storage.saving.written import Failed, Reported, Voting, Written
+from gockpt_jax.storage.saving.written import Reported, Voting, Written
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.storage.writing.registry import look_up
 from gockpt_jax.storage.writing.tree_handler import TreeHandlers
@@ -116,7 +117,8 @@ class GoCkptHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[mis
         except Exception as error:
             if not self._gockpt_session.processes.several:
                 raise
-            written = Failed(error)
+            written = concurrent.futures.Future()
+            written.set_exception(error)
         if not self.has_manager:
             self._gockpt_session.predictor.observe(
                 self._gockpt_session.version, self.begun.label, accepted=True

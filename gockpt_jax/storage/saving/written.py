@@ -44,17 +44,6 @@ class Written(ocp.future.Future):  # type: ignore[misc]
             self._record.written_at = time.perf_counter()
 
 
-class Failed(ocp.future.Future):  # type: ignore[misc]
-    """A save that failed before anything was written, on this process."""
-
-    def __init__(self, error: Exception):
-        self._error = error
-
-    def result(self, timeout: float | None = None) -> None:
-        """Raises what went wrong."""
-        raise self._error
-
-
 class Voting(ocp.future.Future):  # type: ignore[misc]
     """An item's writes on all processes; for managers that take no votes at their barriers."""
 
