@@ -302,5 +302,4 @@ class GoCkptSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
     custom_metadata: Any = None
 
 
-ocp.args.register_with_handler(GoCkptHandler, for_save=True)(TakenSave)
 ocp.args.register_with_handler(GoCkptHandler, for_restore=True)(GoCkptRestore)
