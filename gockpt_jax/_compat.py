@@ -1,7 +1,7 @@
 """The one place where JAX and Orbax are asked for what their public interfaces do not tell.
 
-Each entry says why it is needed and on which versions it was read. All of them degrade: where an
-attribute is missing, the caller takes the path that needs less.
+Each entry says why it is needed and on which versions it was read. Where an attribute is missing,
+the caller takes the path that needs less; but without those of a `CheckpointManager` ours fails.
 """
 
 import contextlib
@@ -76,11 +76,6 @@ def inner_jit(step: Any) -> str | None:
         if jit_settings(getattr(step, name, None)) is not None:
             return name
     return None
-
-
-def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute, on frozen objects (Equinox's modules) too."""
-    object.__setattr__(owner, name, value)
 
 
 def specified_shardings(traced: Any, which: str) -> tuple[Any, ...] | None:

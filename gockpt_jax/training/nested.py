@@ -231,7 +231,7 @@ class NestedStep(StandIn):
             inside = getattr(self.step, self._attribute)
             if not isinstance(inside, _ByThread):
                 inside = _ByThread(inside)
-                _compat.set_attribute(self.step, self._attribute, inside)
+                object.__setattr__(self.step, self._attribute, inside)  # Equinox's are frozen
             inside.num_calls += 1
         try:
             with inside.called_as(self._inner):
@@ -240,7 +240,7 @@ class NestedStep(StandIn):
             with _placing:
                 inside.num_calls -= 1
                 if not inside.num_calls:
-                    _compat.set_attribute(self.step, self._attribute, inside.step)
+                    object.__setattr__(self.step, self._attribute, inside.step)
 
 
 _placing = threading.RLock()  # a signal handler may come while it is held, and call the step
