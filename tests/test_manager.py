@@ -483,10 +483,15 @@ def test_votes_are_cancelled_with_a_refused_save_and_have_the_last_word(tmp_path
             manager.save(0, args=args, force=True)
         assert votes.cancelled == 1
         monkeypatch.setattr(Written, "result", fail)
-        for label, failure in ((1, ProcessError("process 1 has failed")), (2, None)):
+        for label, failure in ((1, None), (2, ProcessError("process 1 has failed"))):
             votes.failure = failure
             manager.save(label, args=args)
             with pytest.raises(RuntimeError, match="process 1" if failure else "injected") as told:
                 manager.wait_until_finished()
             assert str(told.value if failure is None else told.value.__cause__) == "injected"
+        # Without arrays nobody votes: the last word was on another save.
+        monkeypatch.setattr(ocp.JsonCheckpointHandler, "finalize", fail, raising=False)
+        manager.save(3, args=ocp.args.Composite(notes=ocp.args.JsonSave({})))
+        with pytest.raises(RuntimeError, match="injected"):
+            manager.wait_until_finished()
         assert manager.all_steps() == [0]

@@ -152,14 +152,16 @@ class LastSave:
         self._handler.committed()
 
     def _has_failed(self, error: BaseException) -> None:
-        votes = self._handler.votes
         if self._pending is not None:
             self._pending.failed(error)
         with contextlib.suppress(OSError):  # the directory may be gone
             self._manager.reload()  # Orbax has dropped the steps that this save was to replace
-        if votes is not None and votes.failure not in (None, error):
-            votes.failure.__cause__ = error
-            error = votes.failure  # what the other processes raise
+        if (votes := self._handler.votes) is not None:
+            # What the other processes raise; the next save may be one that nobody votes on.
+            failure, votes.failure = votes.failure, None
+            if failure not in (None, error):
+                failure.__cause__ = error
+                error = failure
         if self._session.processes.is_one_missing:
             self._room.give_up(error)  # it would wait for that one too
         self._handler.begun.give_back()
