@@ -171,7 +171,7 @@ def _chooser(cases: Sequence[Value]) -> Any:
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    folded = bool(op.inputs) and all(map(is_known, op.inputs))
+    folded = bool(op.inputs or op.name == "iota") and all(map(is_known, op.inputs))
     arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)
 

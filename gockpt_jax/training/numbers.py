@@ -4,10 +4,12 @@ A compiler finds that two values are one once it has rewritten both, by rules th
 others in its next version: it turns `x - 0.1` into `x + -0.1`, orders operands, drops a `max` that
 is taken twice. None of them changes what is computed. So values are worked out here, of arguments
 drawn at random: those that a compiler may take for one are one number, however they are written
-and however deep that is. What is not elementwise gives any numbers, the same wherever it is made of
-the same arguments: a sum of sums is the sum of all, and a product with itself a sum of squares.
+and however deep that is. What is not elementwise gives any numbers, and may be whatever is made of
+the same: a sum of sums is the sum of all, what is sorted alone is itself, and of two arrays put
+together a part is one of them. But of a matrix product nobody finds that it is what it was made of.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,8 +29,6 @@ from gockpt_jax.training.values import (
 )
 
 _PRECISION = 1e-6
-_ANY = np.full(32, np.nan)
-"""The numbers of what may be one with anything."""
 # Of one array, the same numbers: elsewhere, or in another type.
 _MOVES = IDENTITIES | names(
     """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
@@ -36,12 +36,11 @@ _MOVES = IDENTITIES | names(
 )
 # Of one array some numbers, and maybe others: as the parameters are, all and no others.
 _PICKS = names("bitcast_convert_type pad slice split unstack dynamic_slice gather")
-# Of several arrays. What is picked out of those is one of them, and the compiler finds which.
-_JOINS = names("concatenate stack dynamic_update_slice scatter")
-_REDUCTIONS = names("reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or")
 
 
 def _chosen(which: Any, *cases: Any) -> Any:
+    if _is_secret(which):
+        return np.nan
     chosen = cases[0]
     for n, case in enumerate(cases):
         chosen = np.where(which >= n, case, chosen)
@@ -67,11 +66,61 @@ _OTHERS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """An argument, sums of products, or what anything else that is not elementwise gives.
+
+    Attributes:
+      arguments: Of the step, from which it is computed: a bit for each.
+      is_product: Whether it is of the second kind.
+      near: Of the last, what it is made of.
+      roots: And of which arguments and products that is made.
+    """
+
+    arguments: int
+    is_product: bool = False
+    near: "frozenset[Source]" = frozenset()
+    roots: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Number:
+    """What a value is, and what it is made of.
+
+    Attributes:
+      drawn: Its numbers, of arguments drawn at random; one for a constant, NaN if the compiler
+        alone knows it.
+      near: What it is made of by elementwise operations.
+      far: What those of them that are as large as this are made of, in a way not worked out.
+    """
+
+    drawn: Any
+    near: frozenset[Source] = frozenset()
+    far: frozenset[Source] = frozenset()
+
+    def may_be(self, other: "Number") -> bool:
+        """Whether nobody knows that it is not the other, though they are other numbers."""
+        if not other.near or other.near <= self.near:
+            return False
+        return bool(self.far) and _roots(other.near) <= self.near | self.far
+
+
+def _roots(near: frozenset[Source]) -> frozenset[Source]:
+    return frozenset[Source]().union(*(source.roots or {source} for source in near))
+
+
 def may_be_one(a: Value, b: Value) -> bool:
     """Whether a compiler may find that two values are one."""
-    one, other = number_of(a), number_of(b)
+    first, second = _found(a), _found(b)
+    one, other = first.drawn, second.drawn
     if _is_secret(one) or _is_secret(other):
         return is_known(unspread(a)) and is_known(unspread(b))
+    alike = (first.far or second.far) and unspread(a).size == unspread(b).size
+    if alike and (first.may_be(second) or second.may_be(first)):
+        return True
+    x, y = (float(numbers[0] if np.ndim(numbers) else numbers) for numbers in (one, other))
+    if abs(x - y) > _PRECISION * abs(y):  # as a rule, and quickly
+        return False
     with np.errstate(all="ignore"):  # of what is no number nothing is known: it may be any
         is_other = np.abs(one * 1.0 - other) > _PRECISION * np.abs(other * 1.0)
     return not np.any(is_other)
@@ -96,7 +145,7 @@ def is_power_of_two(value: Value) -> bool:
 def reciprocal(divisor: Value) -> Value:
     """What a compiler multiplies by, where it is told to divide by a constant."""
     with np.errstate(all="ignore"):
-        return Value(divisor.aval, is_folded=True, number=1.0 / number_of(divisor))
+        return Value(divisor.aval, is_folded=True, number=Number(1.0 / number_of(divisor)))
 
 
 def may_be_all_of(op: Op) -> Sequence[Value]:
@@ -122,6 +171,10 @@ def number_of(value: Value) -> Any:
     Returns:
       Some numbers; one for a constant, NaN if the compiler alone knows it.
     """
+    return _found(value).drawn
+
+
+def _found(value: Value) -> Number:
     value = without_walls(value)
     stack = [value]
     while stack:
@@ -134,45 +187,43 @@ def number_of(value: Value) -> Any:
             with np.errstate(all="ignore"):
                 made.number = _worked_out(made, [v.number for v in inputs])
         stack.pop()
-    return value.number
+    found: Number = value.number
+    return found
 
 
-def _worked_out(value: Value, given: Sequence[Any]) -> Any:
-    op = value.op
+def _worked_out(value: Value, given: Sequence[Number]) -> Number:
+    op, numbers = value.op, [number.drawn for number in given]
     if value.is_constant:
-        return _of_constant(value)
+        return Number(_of_constant(value))
     if op is None:
-        return _drawn(value, value.index)
+        return Number(_drawn(value, value.index), frozenset({Source(value.arguments)}))
     if value.is_folded:
-        return _folded(value, op, given)
-    moved, work_out = _moved(value, op), _elementwise(op)
-    if moved is not None:
-        number = _ANY if op.name in _PICKS and _is_joined(moved) else 1.0 * number_of(moved)
-        return number != 0 if value.dtype == jnp.bool_ and not _is_any(number) else number
-    if work_out and any(map(_is_any, given)):
-        return _ANY
-    if work_out and np.any(np.isfinite(number := work_out(*given))):  # else nobody can compare it
-        return number
-    return _drawn(value, "of", value.arguments)
+        return Number(_folded(value, op, numbers))
+    near = frozenset[Source]().union(*(number.near for number in given))
+    alike = (n for n, v in zip(given, op.inputs, strict=True) if v.size >= value.size)
+    far = frozenset[Source]().union(*(number.far for number in alike))
+    if op.name in _MOVES | _PICKS:
+        return Number(_typed(value, numbers[min(value.index, len(given) - 1)]), near, far)
+    number = work_out(*numbers) if (work_out := _elementwise(op)) else np.nan
+    if np.any(np.isfinite(number)):  # else it is nothing that can be compared
+        return Number(number, near, far)
+    source = Source(value.arguments, is_product=True)
+    if not _adds_products(op):
+        source = Source(value.arguments, near=near, roots=_roots(near))
+    return Number(_drawn(value, "of", value.arguments), frozenset({source}), source.roots)
 
 
-def _moved(value: Value, op: Op) -> Value | None:
-    """The array of which a value has the same numbers, if that is known."""
-    is_reduced = op.name in _REDUCTIONS
-    if is_reduced and all(op.inputs[0].shape[axis] == 1 for axis in op.params["axes"]):
-        return op.inputs[0]
-    is_moved = op.name in _MOVES | _PICKS
-    return op.inputs[min(value.index, len(op.inputs) - 1)] if is_moved else None
+def _typed(value: Value, number: Any) -> Any:
+    return number != 0 if value.dtype == jnp.bool_ else 1.0 * number
 
 
-def _is_joined(value: Value) -> bool:
-    """Whether a value is an array that was put together of others, or a part of one."""
-    value = without_walls(value)
-    while (op := value.op) is not None and op.name not in _JOINS:
-        if (moved := _moved(value, op)) is None:
-            return False
-        value = without_walls(moved)
-    return op is not None
+def _adds_products(op: Op) -> bool:
+    """Whether an operation adds up products of several elements: no compiler undoes that."""
+    if op.name == "dot_general":
+        (contracted, _), _ = op.params["dimension_numbers"]
+        return any(op.inputs[0].shape[axis] > 1 for axis in contracted)
+    is_product = op.name in ("ragged_dot", "conv_general_dilated")
+    return is_product and op.inputs[1].size > 1
 
 
 def _elementwise(op: Op) -> Callable[..., Any] | None:
@@ -208,10 +259,6 @@ def _is_numeric(value: Value) -> bool:
 
 def _is_secret(number: Any) -> bool:
     return not np.ndim(number) and bool(np.isnan(number))
-
-
-def _is_any(number: Any) -> bool:
-    return bool(np.ndim(number) and np.all(np.isnan(number)))
 
 
 def _drawn(value: Value, *what: Any) -> Any:

@@ -56,7 +56,7 @@ class Value:
       is_folded: Whether it is computed from constants alone. Then the compiler knows its number,
         and may merge it with the constants that follow, as if it were one.
       arguments: Of the step, from which it is computed: a bit for each.
-      number: What it is of arguments drawn at random, once that was asked (`numbers.py`).
+      number: What it is of arguments drawn at random, once that was asked (`numbers.Number`).
     """
 
     aval: Any
@@ -85,9 +85,14 @@ class Value:
         return getattr(self.aval, "dtype", None)
 
     @property
+    def size(self) -> int:
+        """Elements of the global value."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the global value; 0 for what has no size (tokens)."""
-        return math.prod(self.shape) * getattr(self.dtype, "itemsize", 0)
+        return self.size * getattr(self.dtype, "itemsize", 0)
 
 
 @dataclasses.dataclass(eq=False, slots=True)

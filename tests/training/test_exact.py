@@ -33,11 +33,6 @@ def root():
     return jnp.sqrt(jnp.full(4, 0.3))
 
 
-def least(*arrays):
-    """Sorted by the first one."""
-    return lax.sort(arrays)[0]
-
-
 def far_from(x):
     """Many operations away."""
     return functools.reduce(lambda v, _: -v, range(6), x)
@@ -89,12 +84,6 @@ EXACT = [
     case("by a known root and an array", lambda x, y: x * root() + y * -x, "float32", "float32"),
     case("by a known root and a number", lambda x, y: x * root() + y * 0.7, "float32", "float32"),
     case(
-        "by what overflows",
-        lambda x, y: x * jnp.exp(y * y + 1e4) + y * jnp.sin(x),
-        "float32",
-        "float32",
-    ),
-    case(
         "by an exponential and a scalar",
         lambda x, y: x * jnp.exp(0.3) + y * jnp.sin(x[0]),
         "float32",
@@ -115,7 +104,6 @@ EXACT = [
         "float32",
         "float32",
     ),
-    case("by sorted ones", lambda x, y: x * least(x) + y * least(x, y), "float32", "float32"),
     case("by other sums", lambda x, y: x * (x + y) + y * (x + 0.5), "float32", "float32"),
     case("root of a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)), "float32"),
     case("select by a constant", lambda x: jnp.where(True, x, -x), "float32"),
@@ -134,12 +122,6 @@ EXACT = [
     case(
         "products by what differs far back",
         lambda x, y: x * far_from(x) + y * far_from(y),
-        "float32",
-        "float32",
-    ),
-    case(
-        "products by what is lower or not",
-        lambda x, y: x * least(y) + y * -least(y),
         "float32",
         "float32",
     ),

@@ -62,10 +62,6 @@ ONE = {
         lambda x, y: chosen((x < 1) ^ (y < 1), x, y),
         lambda x, y: chosen((x < 1) != (y < 1), x, y),
     ),
-    "sum of sums": (
-        lambda x, y: jnp.sum(jnp.sum((x + y).reshape(2, 2), 0)),
-        lambda x, y: jnp.sum(y + x),
-    ),
 }
 
 
@@ -95,7 +91,6 @@ MOVED = {
     "sliced": lambda x: lax.slice(x, (0,), (2,)),
     "sliced somewhere": lambda x: lax.dynamic_slice(x, (x[0].astype(jnp.int32),), (2,)),
     "spread": lambda x: lax.broadcast_in_dim(x, (2, 4), (1,)),
-    "reduced over one": lambda x: jnp.sum(x.reshape(1, 4), axis=0),
     "split": lambda x: lax.split(x, (1, 3))[1],
     "squeezed": lambda x: lax.squeeze(lax.broadcast_in_dim(x, (1, 4), (1,)), (0,)),
     "tiled": lambda x: jnp.tile(x, 2),
@@ -111,34 +106,55 @@ def test_what_is_moved_is_what_it_was(name):
     np.testing.assert_array_equal(one, other)
 
 
-PICKED = {
-    "out of a stack": lambda x, y: jnp.stack([y, x])[1],
-    "out of what is joined": lambda x, y: jnp.concatenate([x, y])[:4],
-    "out of what is split": lambda x, y: lax.split(jnp.concatenate([x, y]), (4, 4))[0],
-    "out of an update": lambda x, y: jnp.zeros((2, 4)).at[1].set(x)[1],
-    "and moved": lambda x, y: jnp.stack([y, x]).reshape(2, 2, 2)[1].reshape(4),
+# Of the first, but nobody knows how compilers find that.
+GUESSED = {
+    "sum of sums": lambda x, y: (jnp.sum(x.reshape(2, 2)), jnp.sum(jnp.sum(x.reshape(2, 2), 0))),
+    "sum of squares": lambda x, y: (jnp.dot(x, x), jnp.sum(x * x)),
+    "product of one": lambda x, y: (x[:1] * y[:1], jnp.dot(x[:1, None], y[None, :1])[0]),
+    "out of a stack": lambda x, y: (x, jnp.stack([y, x])[1]),
+    "out of what is joined": lambda x, y: (x, jnp.concatenate([x, y])[:4]),
+    "out of what is split": lambda x, y: (x, lax.split(jnp.concatenate([x, y]), (4, 4))[0]),
+    "out of an update": lambda x, y: (x, jnp.zeros((2, 4)).at[1].set(x)[1]),
+    "out of complex numbers": lambda x, y: (x, lax.real(lax.complex(x, y))),
+    "sum over one": lambda x, y: (x, jnp.sum(x[None], axis=0)),
+    "sum with zeros": lambda x, y: (x, jnp.sum(jnp.stack([jnp.zeros(4), x]), axis=0)),
+    "product with ones": lambda x, y: (x, jnp.prod(jnp.stack([jnp.ones(4), x]), axis=0)),
+    "larger of two of it": lambda x, y: (x, jnp.max(jnp.stack([x, x]), axis=0)),
+    "sums so far": lambda x, y: (x, jnp.cumsum(x[None], axis=0)[0]),
+    "sorted alone": lambda x, y: (x, jnp.sort(x[:, None], axis=1)[:, 0]),
+    "in a window": lambda x, y: (x, lax.reduce_window(x, 0.0, lax.add, (1,), (1,), "VALID")),
+    "where it is everywhere": lambda x, y: (x, jnp.where(jnp.arange(4) >= 0, x, y)),
+    "in a loop": lambda x, y: (x, lax.fori_loop(0, 2, lambda i, c: (c[0] + y, c[1]), (y, x))[1]),
 }
 
 
-@pytest.mark.parametrize("name", PICKED)
-def test_what_is_picked_out_of_several_arrays_may_be_any(name):
-    """A compiler finds which it is; and so what is made of it."""
+@pytest.mark.parametrize("name", GUESSED)
+@pytest.mark.parametrize("of", ["arguments", "products"])
+def test_what_is_not_elementwise_may_be_what_it_is_made_of(name, of):
+    """And so may what is made of it."""
 
     def values(x, y):
-        found, sine = PICKED[name](jnp.sin(x), y), jnp.sin(x)
-        return found, sine, jnp.abs(found), jnp.abs(sine), jnp.sort(found)
+        if of == "products":
+            x, y = x @ jnp.ones((4, 4)), y @ jnp.full((4, 4), 2.0)
+        one, guess = GUESSED[name](jnp.sin(x), y)
+        return one, guess, jnp.abs(one), jnp.abs(guess)
 
-    picked, one, of_it, of_one, no = graph_of(values, X, Y).outputs
-    assert may_be_one(picked, one)
-    assert may_be_one(of_it, of_one)
-    assert not may_be_one(no, of_one)
+    one, guess, of_one, of_guess = graph_of(values, X, Y).outputs
+    for a, b in ((one, guess), (of_one, of_guess)):
+        assert may_be_one(a, b)
+        assert may_be_one(b, a)
 
 
-def test_what_is_picked_out_of_the_result_of_a_product_is_another():
-    """So the gradients of weights that a model joins are told from each other."""
-    join = lambda x, y: jnp.concatenate([x, y])  # noqa: E731
-    graph = graph_of(lambda x, y: ((join(x, y) @ jnp.ones((8, 8)))[:4], x), X, Y)
-    assert not may_be_one(*graph.outputs)
+def test_what_has_other_sources_is_no_guess_of_a_value():
+    def values(x, y):
+        return jnp.sort(x), y, x @ jnp.ones((4, 4)), jnp.sort(x @ jnp.ones((4, 4)))
+
+    graph = graph_of(values, X, Y)
+    (x, _), (of_x, y, product, of_product) = graph.inputs, graph.outputs
+    assert not may_be_one(of_x, y)  # it is of another argument
+    assert not may_be_one(x, product)  # a gradient is no parameter
+    assert not may_be_one(x, of_product)
+    assert may_be_one(product, of_product)
 
 
 def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():
