@@ -100,7 +100,7 @@ class Number:
 
     def may_be(self, other: "Number") -> bool:
         """Whether nobody knows that it is not the other, though they are other numbers."""
-        if not other.near or other.near <= self.near:
+        if other.near <= self.near:  # then the numbers tell
             return False
         return bool(self.far) and _roots(other.near) <= self.near | self.far
 

@@ -77,6 +77,7 @@ def test_one_number_is_one_however_it_is_written(name):
 
 MOVED = {
     "barrier": lax.optimization_barrier,
+    "barrier of two": lambda x: lax.optimization_barrier((x + 1.0, x))[1],
     "bits": lambda x: x.view(jnp.int32),
     "converted": lambda x: x.astype(jnp.bfloat16),
     "copied": jnp.copy,
@@ -94,6 +95,7 @@ MOVED = {
     "split": lambda x: lax.split(x, (1, 3))[1],
     "squeezed": lambda x: lax.squeeze(lax.broadcast_in_dim(x, (1, 4), (1,)), (0,)),
     "tiled": lambda x: jnp.tile(x, 2),
+    "unstacked": lambda x: jnp.unstack(x.reshape(2, 2))[1],
     "transposed": lambda x: lax.transpose(x.reshape(2, 2), (1, 0)),
 }
 
@@ -129,13 +131,15 @@ GUESSED = {
 
 
 @pytest.mark.parametrize("name", GUESSED)
-@pytest.mark.parametrize("of", ["arguments", "products"])
+@pytest.mark.parametrize("of", ["arguments", "products", "what is sorted"])
 def test_what_is_not_elementwise_may_be_what_it_is_made_of(name, of):
     """And so may what is made of it."""
 
     def values(x, y):
         if of == "products":
             x, y = x @ jnp.ones((4, 4)), y @ jnp.full((4, 4), 2.0)
+        if of == "what is sorted":
+            x, y = jnp.sort(x), jnp.sort(y)
         one, guess = GUESSED[name](jnp.sin(x), y)
         return one, guess, jnp.abs(one), jnp.abs(guess)
 
@@ -145,9 +149,16 @@ def test_what_is_not_elementwise_may_be_what_it_is_made_of(name, of):
         assert may_be_one(b, a)
 
 
-def test_what_has_other_sources_is_no_guess_of_a_value():
+PRODUCTS = {
+    "matrices": lambda x: x @ jnp.ones((4, 4)),
+    "convolution": lambda x: jnp.convolve(x, jnp.ones(3), mode="same"),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_what_has_other_sources_is_no_guess_of_a_value(name):
     def values(x, y):
-        return jnp.sort(x), y, x @ jnp.ones((4, 4)), jnp.sort(x @ jnp.ones((4, 4)))
+        return jnp.sort(x), y, PRODUCTS[name](x), jnp.sort(PRODUCTS[name](x))
 
     graph = graph_of(values, X, Y)
     (x, _), (of_x, y, product, of_product) = graph.inputs, graph.outputs
