@@ -26,6 +26,7 @@ MEMORY, MEMORY_VARIABLE = Path("/dev/shm"), "BENCH_MEMORY_DIR"
 """A file system in the host's memory, and what names another folder of it."""
 DEVICE_MEMORY = 0.92
 """The part of a GPU's memory that training takes: what there is. JAX's own default is 0.75."""
+_CORES = len(os.sched_getaffinity(0))  # now: a benchmark may leave some to its device
 UNFINISHED = ".unfinished"
 """At the end of a file's name while it is written."""
 
@@ -220,7 +221,7 @@ def hardware() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": _CORES,
         "memory_gib": round(memory / 2**30, 1),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "devices": _device_kinds(),

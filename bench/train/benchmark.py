@@ -19,12 +19,19 @@ import jax
 import jax.numpy as jnp
 
 from bench.record import DEVICE_MEMORY, Record, has_nvidia, use_device_memory, without_fma
+from bench.train.cores import device_cores
 from bench.train.figures import NOTES
 from bench.train.model import AXIS, SIZES, make_job
 from bench.train.modes import DEFAULT
 from bench.train.place import LADDER, choose, places
 from bench.train.rounds import CORE_PHASES, Interval, Shared, saves_per_phase
 from bench.train.table import TrainRecord
+
+_OWN_CORES = (
+    "No accelerator: training has {} cores to itself, as a device; all else that any mode does "
+    "runs on the other {}, but for gockpt's replay, which on this backend takes the device's."
+)
+_SHARED_CORES = "No accelerator: training and all that any mode does share the cores."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,20 +56,26 @@ def run(quick: bool, **options: Any) -> Record:
       quick: A tiny model, few steps, no more than a minute.
       **options: As in `add_arguments`; `out`: where the record is written after each round.
     """
-    _prepare_environment()
-    mesh = jax.make_mesh(
-        (1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
-    )
-    with jax.set_mesh(mesh):
-        return _Bench(quick, argparse.Namespace(**options)).run()
+    with _device() as note:
+        mesh = jax.make_mesh(
+            (1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+        )
+        with jax.set_mesh(mesh):
+            bench = _Bench(quick, argparse.Namespace(**options))
+            bench.record.notes += [note] if note else []
+            return bench.run()
 
 
-def _prepare_environment() -> None:
-    """Must come before JAX starts its backends."""
+@contextlib.contextmanager
+def _device() -> Iterator[str]:
+    """Must come before JAX starts its backends; yields what a reader must know of the device."""
     if has_nvidia():
         use_device_memory(DEVICE_MEMORY, unless_said=True)
-    else:
-        without_fma()
+        yield ""
+        return
+    without_fma()
+    with device_cores() as apart:
+        yield _SHARED_CORES if apart is None else _OWN_CORES.format(*map(len, apart))
 
 
 class _Bench:

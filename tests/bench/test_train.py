@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -271,3 +273,52 @@ def test_commands_and_tracebacks_name_no_place(monkeypatch):
     assert command() == "python -m bench train --quick"
     text = f'File "{ROOT}/bench/x.py" and "/home/me/lib/python3.12/site-packages/jax/y.py"'
     assert without_paths(text) == 'File "bench/x.py" and "site-packages/jax/y.py"'
+
+
+_CORES = """
+import json, os, sys, threading
+import jax
+from bench.train.cores import device_cores
+
+def where(pid=0):
+    return sorted(os.sched_getaffinity(pid))
+
+def started():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(where()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+if sys.argv[1] == "started before":
+    jax.devices()
+with device_cores() as apart:
+    jax.jit(lambda x: x @ x)(jax.numpy.ones((256, 256))).block_until_ready()
+    tasks = [where(int(task)) for task in os.listdir("/proc/self/task")]
+    inside = [where(), started()]
+print(json.dumps([apart, tasks, inside, where()]))
+"""
+
+
+def cores_in_a_child(how):
+    return json.loads(
+        subprocess.run(
+            [sys.executable, "-c", _CORES, how],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be split")
+def test_training_has_cores_of_its_own_where_there_is_no_accelerator():
+    (device, host), tasks, inside, after = cores_in_a_child("starts there")
+    assert not set(device) & set(host)
+    assert after == sorted(device + host) == sorted(os.sched_getaffinity(0))
+    assert inside == [host, host]
+    assert device in tasks
+    apart, *_, after = cores_in_a_child("started before")
+    assert apart is None
+    assert after == sorted(os.sched_getaffinity(0))
