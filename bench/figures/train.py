@@ -75,17 +75,26 @@ def has_prediction(record: Mapping[str, Any]) -> bool:
 
 
 def draw_throughput(figure: Any, record: Mapping[str, Any]) -> None:
-    """Throughput over that without checkpoints, against the interval; bars from least to most."""
+    """Throughput over that without checkpoints, against the interval; bars hold the middle half.
+
+    So does the band, of training without checkpoints over itself: what lies in it may be drift.
+    """
     axes = figure.subplots()
-    for n, (mode, by_interval) in enumerate(_saving(of_figure(record, "throughput_ratio"))):
+    modes = of_figure(record, "throughput_ratio")
+    for n, (mode, by_interval) in enumerate(_saving(modes)):
         intervals = sorted(by_interval)
         medians = [statistics.median(by_interval[i]) for i in intervals]
+        halves = [middle_half(by_interval[i]) for i in intervals]
         spread = [
-            [m - min(by_interval[i]) for i, m in zip(intervals, medians, strict=True)],
-            [max(by_interval[i]) - m for i, m in zip(intervals, medians, strict=True)],
+            [m - low for m, (low, _) in zip(medians, halves, strict=True)],
+            [high - m for m, (_, high) in zip(medians, halves, strict=True)],
         ]
         axes.errorbar(intervals, medians, yerr=spread, label=mode, capsize=2, linewidth=1.2,
                       marker=_MARKERS[n % len(_MARKERS)], markersize=5, **_look(mode))  # fmt: skip
+    ideal = sorted(modes.get("ideal", {}).items())
+    if ideal:
+        low, high = zip(*(middle_half(values) for _, values in ideal), strict=True)
+        axes.fill_between([i for i, _ in ideal], low, high, color="0.9", zorder=0, label="ideal")
     axes.axhline(1.0, color="0.0", linewidth=0.6, linestyle=":")
     axes.set_xscale("log")
     ticks = sorted({i for _, by in _saving(of_figure(record, "throughput_ratio")) for i in by})
@@ -97,7 +106,7 @@ def draw_throughput(figure: Any, record: Mapping[str, Any]) -> None:
 
 
 def draw_stall(figure: Any, record: Mapping[str, Any]) -> None:
-    """What a save costs: time in hooks, and the whole of it; bars from least to most."""
+    """What a save costs: time in hooks, and the whole of it; bars hold the middle half."""
     inflation, hooks = of_figure(record, _INFLATION), of_figure(record, _HOOKS)
     rows = [(mode, i) for mode, by_interval in _saving(inflation) for i in sorted(by_interval)]
     axes = figure.subplots()
@@ -107,7 +116,7 @@ def draw_stall(figure: Any, record: Mapping[str, Any]) -> None:
             (hooks.get(mode, {}).get(i, ()), "1.0", "of it inside calls of the step and of save"),
         ):
             if values:
-                axes.plot([min(values), max(values)], [n, n], color="0.5", linewidth=1.0)
+                axes.plot(middle_half(values), [n, n], color="0.5", linewidth=1.0)
                 axes.plot(statistics.median(values), n, "o", color="0.0", markersize=6,
                           markerfacecolor=fill, label=label if n == 0 else None)  # fmt: skip
     axes.axvline(0.0, color="0.0", linewidth=0.6, linestyle=":")
@@ -152,6 +161,19 @@ def predictions(record: Mapping[str, Any]) -> list[Prediction]:
         for i, values in by_interval.items()
         if all(i in figure.get(mode, ()) for figure in (steps, inflation, hooks))
     ]  # fmt: skip
+
+
+def middle_half(values: Sequence[float]) -> tuple[float, float]:
+    """Between what a quarter of the values is below, and a quarter above.
+
+    Example:
+      >>> middle_half([0.9, 1.0, 1.1, 1.2, 1.6])
+      (1.0, 1.2)
+    """
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
 
 
 def _saving(modes: Modes) -> list[tuple[str, dict[int, Sequence[float]]]]:

@@ -194,6 +194,10 @@ def test_the_readme_says_what_the_figure_shows():
     assert "docs/figures/throughput.svg" in text
     assert "every 10 steps: `orbax_async` 0.950, `gockpt` 0.999 (medians" in text
     assert "simulated" in text
+    drifting = training()
+    drifting["samples"]["ideal/10/throughput_ratio"] = [0.5, 0.9, 1.0, 1.1, 1.5]
+    again = "over itself, gave 0.900 to 1.100 (the middle half; the band)"
+    assert again in " ".join(tables.throughput_lines(drifting))
     assert "on H100" in " ".join(tables.throughput_lines(training(devices=["H100"])))
 
 
