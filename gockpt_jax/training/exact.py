@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gockpt_jax.training.merging import merges
+from gockpt_jax.training.merging import is_rounded, merges
 from gockpt_jax.training.numbers import is_power_of_two
 from gockpt_jax.training.values import (
     CHOICE,
@@ -26,7 +26,7 @@ from gockpt_jax.training.values import (
 
 # Select or move bits; exact for every dtype.
 _MOVES = IDENTITIES | names(
-    """select_n max min neg abs sign clamp is_finite eq ne lt le gt ge
+    """select_n max min neg clamp is_finite eq ne lt le gt ge
     and or not xor shift_left shift_right_logical shift_right_arithmetic round floor ceil"""
 )
 # Within a few ULPs on every machine, though not the same bits.
@@ -51,6 +51,8 @@ def is_exact(op: Op) -> bool:
     """
     if op.name in _MOVES:
         return True
+    if op.name in ("abs", "sign"):  # of a complex number they are made of a root
+        return not jnp.issubdtype(op.inputs[0].dtype, jnp.complexfloating)
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
         is_whole = _full_width(op.inputs[0].dtype) and op.params.get("y", 0) >= 0
         return is_whole and not merges(op)
@@ -81,7 +83,7 @@ def is_close(op: Op) -> bool:
     """
     repeats = _ROUNDED | PRODUCTS | SUMS
     is_wide = op.name in repeats and _full_width(op.inputs[0].dtype)
-    return is_exact(op) or op.name in _MOVES or is_wide
+    return is_exact(op) or is_wide
 
 
 def _full_width(dtype: jnp.dtype) -> bool:
@@ -97,10 +99,11 @@ def _divides_by_power_of_two(op: Op) -> bool:
 
 
 def _convert_is_exact(op: Op) -> bool:
-    """A conversion rounds to nearest even, once; but XLA may drop a narrowing that is undone.
+    """A conversion rounds to nearest even, once; but XLA may drop one that another follows.
 
-    With excess precision allowed (the default) `f32 -> bf16 -> f32` becomes nothing. So a value
-    narrowed within the step may not be widened again; one that was stored narrow may.
+    With excess precision allowed (the default) `f32 -> bf16 -> f32` becomes nothing, and
+    `s32 -> f32 -> bf16` one conversion, which rounds once. So a value that was narrowed or rounded
+    within the step may not be converted again; one that was stored narrow may.
     """
     (operand,) = op.inputs
     new = op.params["new_dtype"]
@@ -108,7 +111,8 @@ def _convert_is_exact(op: Op) -> bool:
         return False
     if jnp.issubdtype(new, jnp.floating) and not _rounds_once(operand.dtype, new):
         return False
-    return without_walls(operand).op is None or _full_width(operand.dtype)
+    is_stored = without_walls(operand).op is None
+    return is_stored or (_full_width(operand.dtype) and not is_rounded(operand))
 
 
 def _rounds_once(old: Any, new: Any) -> bool:

@@ -106,6 +106,23 @@ def scatters(value: Value) -> bool:
     return any(op.name.startswith("scatter") for op in ops)
 
 
+def is_rounded(value: Value) -> bool:
+    """Whether XLA sees a conversion that rounds, which it drops where another follows."""
+    return any(map(_rounds, _chain(value, _ends_sum)))
+
+
+def _rounds(op: Op) -> bool:
+    """Whether an operation makes a float of numbers of which not all are such floats."""
+    if op.name != "convert_element_type" or not jnp.issubdtype(
+        op.params["new_dtype"], jnp.floating
+    ):
+        return False
+    old, new = op.inputs[0].dtype, jnp.finfo(op.params["new_dtype"])
+    if jnp.issubdtype(old, jnp.integer):
+        return bool(jnp.iinfo(old).bits > new.nmant + 1)
+    return bool(old.itemsize * 8 > new.bits)
+
+
 def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
     """The operations that XLA sees from a value: up to those, included, that end the chain."""
     stack, seen = [value], set[Value]()

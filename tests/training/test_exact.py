@@ -19,6 +19,9 @@ from gockpt_jax.training.exact import is_close, is_exact
 from gockpt_jax.training.merging import may_be_cut, melts
 
 
+enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+
+
 def last(f, *dtypes, size=4):
     """The value that a function of arrays of these dtypes ends in."""
     return graph_of(f, *(jnp.ones(size, d) for d in dtypes)).outputs[0]
@@ -48,6 +51,7 @@ EXACT = [
     *(case("select", lambda x: jnp.where(x < 1, x, -x), d) for d in ("float32", "bfloat16")),
     *(case("negate", jnp.negative, d) for d in ("float32", "bfloat16", "float16")),
     case("sign", jnp.sign, "bfloat16"),
+    case("absolute", jnp.abs, "bfloat16"),
     case("maximum", jnp.maximum, "bfloat16", "bfloat16"),
     case("clamp", lambda x: lax.clamp(0.0, x, 1.0), "float32"),
     case("is finite", jnp.isfinite, "bfloat16"),
@@ -62,6 +66,17 @@ EXACT = [
     case("widen a count", lambda n: (n + 1).astype(jnp.float32), "int32"),
     case("widen a code", lambda x: x.astype(jnp.bfloat16), "int8"),
     case("narrow a count", lambda n: n.astype(jnp.int8), "int32"),
+    case(
+        "narrow what was widened",
+        lambda n: n.astype(jnp.float32).astype(jnp.bfloat16),
+        "int16",
+    ),
+    case(
+        "narrow a sum with a count",
+        lambda n, x: (x + n.astype(jnp.float32)).astype(jnp.bfloat16),
+        "int32",
+        "float32",
+    ),
     case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
     case("add products by other numbers", lambda x, y: x * 0.9 + y * 0.1, "float32", "float32"),
     case("add zero", lambda x: x + 0.0, "float32"),
@@ -133,7 +148,12 @@ ROUNDED = [
     case("divide by 10", lambda x: x / 10.0, "float32"),
     case("divide by 2**-126", lambda x: x / jnp.float32(2.0**-126), "float32"),
     case("divide by zero", lambda x: x / 0.0, "float32"),
-    *(case(f.__name__, f, "float32") for f in (jnp.sqrt, lax.rsqrt, jnp.exp, jnp.tanh, jnp.log)),
+    *(
+        case(name, getattr(lax, name), "float32")
+        for name in """sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos
+        atan sinh cosh asinh acosh atanh erf erfc""".split()
+    ),
+    case("angle", lax.atan2, "float32", "float32"),
     case("reciprocal power", lambda x: x**-2, "float32"),
     case("power", lambda x, y: x**y, "float32", "float32"),
     case("whole power", lax.pow, "float32", "int32"),
@@ -253,6 +273,14 @@ OTHER = [
     case("narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"),
     case("narrow to 8 bits", lambda x: x.astype(jnp.float8_e4m3fn), "float32"),
     case("narrow a large count", lambda n: n.astype(jnp.bfloat16), "int32"),
+    case("round a count twice", lambda n: n.astype(jnp.float32).astype(jnp.bfloat16), "int32"),
+    case(
+        "round a count, add nothing, and round it again",
+        lambda n: (n.astype(jnp.float32) + 0.0).astype(jnp.bfloat16),
+        "uint32",
+    ),
+    case("absolute of a complex one", jnp.abs, "complex64"),
+    case("sign of a complex one", jnp.sign, "complex64"),
     case("widen a narrow sum", lambda x: (-x).astype(jnp.float32), "bfloat16"),
     case("sum", lambda x: jnp.sum(x), "float32"),
     case("dot", jnp.dot, "float32", "float32"),
@@ -280,6 +308,18 @@ def test_inexact(f, dtypes):
 @pytest.mark.parametrize(("f", "dtypes"), EXACT + ROUNDED)
 def test_close(f, dtypes):
     assert is_close(last(f, *dtypes).op)
+
+
+@pytest.mark.parametrize("wide", ["int32", "int64", "float64"])
+@pytest.mark.parametrize("then", ["float64", "bfloat16"])
+def test_what_was_rounded_is_not_converted_again(wide, then):
+    """An H100's compiler drops the first conversion: seen with each of these."""
+    with enable_x64(True):
+        value = last(lambda x: lax.convert_element_type(x.astype(jnp.float32), then), wide)
+        is_stored = last(lambda x: lax.convert_element_type(x, then), "float32")
+    assert not is_exact(value.op)
+    assert is_exact(value.op.inputs[0].op)
+    assert is_exact(is_stored.op)
 
 
 @pytest.mark.parametrize(("f", "dtypes"), OTHER)
