@@ -18,7 +18,6 @@ from training_helpers import graph_of
 from gockpt_jax.training.exact import is_close, is_exact
 from gockpt_jax.training.merging import may_be_cut, melts
 
-
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 
 
@@ -150,8 +149,31 @@ ROUNDED = [
     case("divide by zero", lambda x: x / 0.0, "float32"),
     *(
         case(name, getattr(lax, name), "float32")
-        for name in """sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh logistic sin cos tan asin acos
-        atan sinh cosh asinh acosh atanh erf erfc""".split()
+        for name in [
+            "sqrt",
+            "rsqrt",
+            "cbrt",
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log1p",
+            "tanh",
+            "logistic",
+            "sin",
+            "cos",
+            "tan",
+            "asin",
+            "acos",
+            "atan",
+            "sinh",
+            "cosh",
+            "asinh",
+            "acosh",
+            "atanh",
+            "erf",
+            "erfc",
+        ]
     ),
     case("angle", lax.atan2, "float32", "float32"),
     case("reciprocal power", lambda x: x**-2, "float32"),
