@@ -49,6 +49,8 @@ def is_exact(op: Op) -> bool:
       False for everything that is not known to be exact, so that an unknown operation can only make
       a leaf late and never wrong.
     """
+    if _is_emulated(op):
+        return False
     if op.name in _MOVES:
         return True
     if op.name in ("abs", "sign"):  # of a complex number they are made of a root
@@ -83,7 +85,13 @@ def is_close(op: Op) -> bool:
     """
     repeats = _ROUNDED | PRODUCTS | SUMS
     is_wide = op.name in repeats and _full_width(op.inputs[0].dtype)
-    return is_exact(op) or is_wide
+    return is_exact(op) or (is_wide and not _is_emulated(op))
+
+
+def _is_emulated(op: Op) -> bool:
+    """Whether a TPU makes several operations of it: each fp64 is two fp32 there."""
+    dtypes = [v.dtype for v in op.inputs] + [v for k, v in op.params.items() if k == "new_dtype"]
+    return jnp.float64 in dtypes and jax.default_backend() == "tpu"
 
 
 def _full_width(dtype: jnp.dtype) -> bool:

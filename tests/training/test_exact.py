@@ -344,6 +344,27 @@ def test_what_was_rounded_is_not_converted_again(wide, then):
     assert is_exact(is_stored.op)
 
 
+@pytest.mark.parametrize(
+    ("f", "dtype"),
+    [
+        (lambda x: x + x, "float64"),
+        (lambda x: x / 3.0, "float64"),
+        (lambda x: jnp.where(x > 1, x, -x), "float64"),
+        (lambda x: x.astype(jnp.float64), "int64"),
+        (lambda x: x.astype(jnp.float32), "float64"),
+    ],
+)
+def test_a_tpu_has_no_fp64_of_its_own(f, dtype, monkeypatch):
+    """Its compiler makes two fp32 of each, and several operations of one."""
+    with enable_x64(True):
+        op, narrow = last(f, dtype).op, last(lambda x: x + x, "float32").op
+    assert is_close(op)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert not is_close(op)
+    assert not is_exact(op)
+    assert is_exact(narrow)
+
+
 @pytest.mark.parametrize(("f", "dtypes"), OTHER)
 def test_not_close(f, dtypes):
     """A cumulative sum, say, is none of the elements of a chunk alone."""
