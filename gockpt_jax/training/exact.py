@@ -115,8 +115,6 @@ def _convert_is_exact(op: Op) -> bool:
     """
     (operand,) = op.inputs
     new = op.params["new_dtype"]
-    if jnp.issubdtype(new, jax.dtypes.extended):
-        return False
     if jnp.issubdtype(new, jnp.floating) and not _rounds_once(operand.dtype, new):
         return False
     is_stored = without_walls(operand).op is None
