@@ -38,6 +38,7 @@ the program.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from gockpt_jax.training.exact import is_close, is_exact, why_inexact
 from gockpt_jax.training.flow import minimum_cut
@@ -128,11 +129,13 @@ def _cut(
     """Each leaf that leaves early, with the walk from it to the cut."""
     walks = {j: walk_back(leaves[j], known, repeats=repeats) for j in known.values()}
     cut: dict[int, Walk] = {}
+    laid: dict[Value, set[Any]] = {}
     for members in _connected(walks, known):
-        if len({leaves[j].spec for j in members}) > 1:
-            continue  # one value cannot be laid out for all of them
         early, values = _cheapest([leaves[j] for j in members], [walks[j] for j in members],
                                   min_gain)  # fmt: skip
+        specs = {leaves[j].spec for j in members}
+        if len(specs) > 1 or any(laid.setdefault(v, specs) != specs for v in values if v.shape):
+            continue  # one value cannot be laid out for all of them
         had = {leaf.old for leaf in early}
         for leaf in early:
             walk = walk_back(leaf, had, stop=values, repeats=repeats)

@@ -97,6 +97,14 @@ def test_gain_is_bytes_over_retained_bytes(min_gain, groups):
     assert found.groups == groups
 
 
+def test_leaves_that_become_one_value_gain_together():
+    def step(s, g):
+        new = 0.9 * s["a"] + g
+        return {"a": new, "b": new}
+
+    assert analyse(step, state("a", "b"), gradient(), min_gain=1.5).groups == [["a", "b"]]
+
+
 def test_narrow_gradients_count_as_what_they_weigh():
     """A bf16 gradient is half as heavy, so even plain SGD gains, and it is retained narrow."""
 

@@ -368,3 +368,18 @@ def test_leaves_that_share_a_gradient_and_lie_differently_are_late():
     x = jnp.ones((16, 4))
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=specs)
     assert early(program_of(jax.jit(mapped), state, x)) == set()
+
+
+def test_groups_that_share_what_is_made_of_scalars_and_lie_differently_are_not_both_early():
+    """A quotient is no cut, and what is spread of two is an array: the scalars join no groups."""
+
+    def step(state, x, y):
+        spread = jnp.full((4, 4), x / 3.0) + jnp.full((4, 4), y / 7.0)
+        m, v = (0.5 * state[k] + spread for k in "mv")
+        return {"m": m, "n": state["m"] + spread, "v": v, "w": state["v"] + spread}
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    specs = {"m": P("a"), "n": P("a"), "v": P(None, "a"), "w": P(None, "a")}
+    state = {k: jnp.ones((16, 4) if spec == P("a") else (4, 16)) for k, spec in specs.items()}
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs)
+    assert early(traced(jax.jit(mapped), state, jnp.float32(0.3), jnp.float32(0.7))) == {"['m']", "['n']"}
