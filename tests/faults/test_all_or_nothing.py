@@ -163,6 +163,42 @@ def test_error_before_the_seal_reaches_calls_other_than_the_step(
         assert_goes_on(trainer)
 
 
+@pytest.mark.parametrize("ended_by", ["restore", "another_call"])
+def test_error_of_a_window_that_ends_for_another_reason_reaches_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_by: str
+) -> None:
+    """Nobody has looked at the window between its failure and its end."""
+    injected = Fault(monkeypatch, **BEFORE_SEAL["replay"])
+    gate = Gate(monkeypatch, early.EarlyChunks, "land")
+    changed = Fault(monkeypatch, StepProgram, "flat_call", error=TypeError("other arguments"))
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        injected.arm()
+        gate.shut()
+        trainer.update()
+
+        def fail() -> None:
+            gate.open()
+            trainer.settle()
+
+        if ended_by == "restore":
+            fail()
+            trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))
+        else:
+            changed.arm()  # the window fails when the hook has asked, and before it goes on
+            monkeypatch.setattr(trainer.manager._gockpt_session, "between_steps", fail)
+            trainer.update()
+            assert changed.fired
+        assert injected.fired
+        assert trainer.manager.window_status == "idle"
+        with pytest.raises(gockpt.ReplayError) as raised:
+            trainer.update()
+        assert raised.value.__cause__ is injected.error
+        trainer.run(8)
+        trainer.assert_intact()
+        assert_goes_on(trainer)
+
+
 # --- After the seal ------------------------------------------------------------------------------
 
 

@@ -529,7 +529,7 @@ def forced(directory: Path) -> None:
             while loop.label <= last - early_by:
                 loop.update()
                 loop.session.resources.worker.wait_until_idle()
-            window = loop.session._window
+            window = loop.session._current.window
             assert (window.error is not None) == is_faulty
             assert (window.given_up is not None) == (is_faulty and early_by == 1)
             assert loop.save(force=True)
