@@ -12,7 +12,7 @@ from programs import PROGRAMS
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage.files.checksums import Checksums
-from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
@@ -47,7 +47,7 @@ AFTER_SEAL = {
     "tensorstore": {"owner": leaf_writer, "name": "to_the_end"},
     "shardings_file": {"owner": TreeWriter, "name": "_write_shardings"},
     "array_metadatas": {"owner": TreeWriter, "name": "_write_array_metadatas"},
-    "commit": {"owner": GoCkptHandler, "name": "finalize"},
+    "commit": {"owner": StateHandler, "name": "finalize"},
 }
 
 INSIDE_SAVE = {
