@@ -18,7 +18,7 @@ from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
 from gockpt_jax.storage.saving.commit import never_draining
-from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing.tree_handler import default_layout
 from gockpt_jax.window.face import WindowFace
 from gockpt_jax.window.processes import Processes
@@ -99,14 +99,12 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         options = never_draining(root, options, processes)
         together = options.multiprocessing_options
         layout = {**default_layout(root), "multiprocessing_options": together}
-        handler = GoCkptHandler(
+        handler = StateHandler(
             window=window, processes=processes, **{**layout, **(pytree_options or {})}
         )
-        handler.has_manager = True
         names = naming.Naming(handler, handler_registry, item_names, item_handlers)
         self._gockpt_handler, self._gockpt_naming = handler, names
         self._share_windows(handler)
-        self._gockpt_session.predictor.sees_every_call = True
         self._gockpt_session.host.directory = str(root)
         self._gockpt_saves = saves = SavesInTurn(self, options, handler, names)
         with saves.calls.saving:  # stock takes neither names nor handlers beside a registry

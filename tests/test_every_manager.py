@@ -167,7 +167,7 @@ def test_a_save_that_fails_under_a_stock_manager_is_reported(
         manager.wait_until_finished()
 
     if not is_handed_over:
-        monkeypatch.setattr("gockpt_jax.storage.saving.handler.settled", lambda *_: None)
+        monkeypatch.setattr("gockpt_jax.storage.saving.state_handler.settled", lambda *_: None)
     handler = gockpt.GoCkptHandler(use_ocdbt=False)
     with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
         save(0)

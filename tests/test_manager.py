@@ -15,8 +15,9 @@ import orbax.checkpoint as ocp
 import pytest
 from window.training_loop import BATCH, SIZE, Options, assert_same, fresh, to_host, train, update
 
-from gockpt_jax import GoCkptHandler, GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
+from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
 from gockpt_jax.errors import NoCheckpointError, ProcessError, SnapshotOnlyWarning
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.written import Written
 
 
@@ -445,7 +446,8 @@ def test_each_attempt_at_a_save_is_voted_on(tmp_path, has_begun):
 
     gone = jnp.ones(2)
     gone.delete()
-    handler = GoCkptHandler()
+    handler = StateHandler()
+    handler.begun.label = 7
     votes = handler.votes = Votes()
     item = tmp_path / "7.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp"
     for _ in range(2):

@@ -25,8 +25,9 @@ In the order of their imports:
     step_room    room on the device for what armed steps retain
     open_window  one window between its opening and its seal
     opener       when one opens
-    seal         a save at its seal, item by item
     failures     how a failed save reaches the trainer
+    current      the window that is open, and how it ends
+    seal         a save at its seal, item by item
     session      the life of windows
     face         what a user sees of them
 """

@@ -42,6 +42,8 @@ class OpenWindow:
     Attributes:
       state: The leaves that the last armed step returned; none before the first.
       given_up: Why this process takes nothing more for it; `None` if it does.
+      stepping: The thread whose update is under way: a block has left, and nothing has followed it
+        yet; `None` between updates.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class OpenWindow:
         self.record = SaveRecord(kind="window", reason=reason, window_steps=plan.steps)
         self.state: Sequence[jax.Array] = ()
         self.given_up: str | None = None
+        self.stepping: int | None = None
         self._departures = departures
         self._units = units = planned.size.units
         self._worker, self._device = resources.worker, resources.device

@@ -102,8 +102,8 @@ class Processes:
             secs = time.monotonic() - started_at
             raise ProcessError(
                 f"{self._missing(at, self._asked[subject])} did not come to `{subject}` within "
-                f"{secs:.0f} s, so nothing is saved: {_first_line(error)}. Look at its log. "
-                "Earlier checkpoints are intact."
+                f"{secs:.0f} s: {_first_line(error)}. Look at its log. Earlier checkpoints are "
+                "intact."
             ) from error
 
     def objection(
@@ -189,9 +189,9 @@ class Processes:
         except jax.errors.JaxRuntimeError as error:
             self.is_one_missing = True
             raise ProcessError(
-                f"the coordination service does not answer, so nothing is saved: "
-                f"{_first_line(error)}. It belongs to the process with index 0, as a rule: look at "
-                "its log. Earlier checkpoints are intact."
+                f"the coordination service does not answer: {_first_line(error)}. It belongs to "
+                "the process with index 0, as a rule: look at its log. Earlier checkpoints are "
+                "intact."
             ) from error
 
     def _missing(self, at: str, number: int) -> str:

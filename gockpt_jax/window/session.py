@@ -12,10 +12,8 @@ Each `stage` copies a block on the device and starts its pull before the next st
 the pull of a step's cut is started right behind the step. The worker lands them in that order and
 gives device memory back; it waits for the replayer only where the host has no room.
 
-Beside other processes, a window is open everywhere or nowhere, for all run the same executables
-(`processes.py`). One process may give up its part: it runs the armed steps beside the others, and
-takes a snapshot at the seal. Nothing it finds wrong is raised between two commits, where the
-others would wait for it in vain.
+How a window ends is said in `current.py`. Beside other processes it is open everywhere or nowhere,
+for all run the same executables (`processes.py`).
 
 Other threads may ask and wait as the trainer's does, and a signal handler may interrupt any line of
 it. A step that was interrupted is the end of its window: nobody can tell whether the loop goes on
@@ -32,12 +30,11 @@ from typing import Any
 import jax
 
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.wrap import ArmedCall, WrappedStep
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.failures import surface, window_failed
+from gockpt_jax.window.current import CurrentWindow
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.opener import Opener
 from gockpt_jax.window.planner import Planner
@@ -85,16 +82,12 @@ class Session:
         self.lock = threading.RLock()
         self._changing = threading.RLock()  # held by whoever changes what is below; after `lock`
         self._trainer: int | None = None  # the thread that steps
-        self._window: OpenWindow | None = None
-        # The thread whose update is under way: a block has left, and nothing has followed it yet.
-        self._stepping: int | None = None
+        self._current = CurrentWindow(options, processes)
         self._last_step: WrappedStep | None = None
         self._steps = weakref.WeakSet[WrappedStep]()
         self._sealed_at = -1
         self.planner = Planner(options, processes, resources)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
-        self._why_snapshot: str | None = None  # `None`: no save has been foreseen
-        self._failure: BaseException | None = None
         self._seal: Seal | None = None  # of the save whose items are being taken
 
     # What the wrapped step tells.
@@ -114,77 +107,67 @@ class Session:
             self.end_save()
             self.surface_failure()
             with self._changing:
-                self._end_interrupted_step()
+                self._current.abandon_interrupted()
             self.between_steps()
             with self._changing:
                 return self._begin_update(step, args, kwargs)
 
     def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
         start = time.perf_counter()
-        if self._window is None:
+        current = self._current
+        if current.window is None:
             self.planner.clock.tick(start)
-        if self._window is not None and self._window.target <= self.version:
-            self.abandon("the predicted save did not come")
+        if current.window is not None and current.window.target <= self.version:
+            current.abandon("the predicted save did not come")
             self.predictor.abandoned()
-        opening = self._window is None
-        if opening and step.last_result is not None:
-            self._window = self._open(step)
-        elif opening:
-            leaves = step.state_leaves(args, kwargs)
-            with step.giving_up_on_errors():
-                self.planner.prepare_snapshot(leaves)
-        window, program = self._window, step.program
+        if current.window is None:
+            self._open(step, args, kwargs)
+        window, program = current.window, step.program
         if window is None:
             return None
         why_not = self._opener.why_not_follow(window, step)
         if program is None or why_not is not None:
-            self.abandon(f"it cannot go on: {why_not}")
+            current.abandon(f"it cannot go on: {why_not}")
             return None
         try:
             flat = program.flat_call(args, kwargs)
         except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
-            self.abandon(f"the call changed: {error}")
+            current.abandon(f"the call changed: {error}")
             step.call_changed(str(error))
             return None
         window.program = program
-        self._stepping = threading.get_ident()
+        window.stepping = threading.get_ident()
         try:
             self._stage(window, program.state_leaves(flat))
         except BaseException as error:  # an interrupt: it may have waited for room
             self.no_update(f"the step was interrupted by {error!r}")
             raise
         window.record.stall_secs += time.perf_counter() - start
-        return None if self._window is None else ArmedCall(program, flat)
+        return None if current.window is None else ArmedCall(program, flat)
 
-    def _end_interrupted_step(self) -> None:
-        """The step before did not come to its end, if a window is in the middle of one.
-
-        Or it is another thread's: of two updates at once nobody can tell which follows which.
-        """
-        if self._stepping is not None:
-            self._drop_update("a step was interrupted")
+    def _open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
+        """Opens a window, if it is time; before the first step, plans for snapshots."""
+        if step.last_result is None:
+            leaves = step.state_leaves(args, kwargs)
+            with step.giving_up_on_errors():
+                self.planner.prepare_snapshot(leaves)
+            return
+        with step.giving_up_on_errors():
+            self._current.open(self._opener.open(step, self.version, self._sealed_at))
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
-        try:
+        with self._current.giving_up_on_errors("staging failed"):  # no device memory, as a rule
             window.leave(self.version, old)
-        except Exception as error:  # out of device memory, as a rule: training must go on
-            _log.warning("a window was given up, training is not affected: %r", error)
-            self._give_up(f"staging failed: {error!r}")
-            if self._window is None:
-                return
-        window.make_room()
-        self.planner.clock.pause()
+        if self._current.window is not None:
+            window.make_room()
+            self.planner.clock.pause()
 
     def no_update(self, reason: str) -> None:
         """The armed step did not run, or not to its end. The window is over."""
         with self.lock, self._changing:
-            if self._stepping == threading.get_ident():
-                self._drop_update(reason)
-
-    def _drop_update(self, reason: str) -> None:
-        self._stepping = None
-        self.abandon(reason)
+            if self._current.in_my_step is not None:
+                self._current.abandon(reason)
 
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
         """Counts the update and sends its cut after what has left."""
@@ -193,84 +176,31 @@ class Session:
             if step is not self._last_step:
                 self._last_step = step
                 self._steps.add(step)
-            if self._stepping == threading.get_ident():
-                if self._window is not None and armed is not None:
-                    self._follow(self._window, armed)
-                self._stepping = None
+            window = self._current.in_my_step
+            if window is not None and armed is not None:
+                start = time.perf_counter()
+                with self._current.giving_up_on_errors("its cut could not be pulled"):
+                    window.follow(armed.state, armed.cut)
+                window.record.stall_secs += time.perf_counter() - start
+                window.stepping = None
 
-    def _follow(self, window: OpenWindow, armed: ArmedResult) -> None:
-        start = time.perf_counter()
-        try:
-            window.follow(armed.state, armed.cut)
-        except Exception as error:  # the old state is donated: the caller must get the new one
-            _log.warning("a window was given up, training is not affected: %r", error)
-            self._give_up(f"its cut could not be pulled: {error!r}")
-            return
-        window.record.stall_secs += time.perf_counter() - start
-
-    # Opening and abandoning.
-
-    def _open(self, step: WrappedStep) -> OpenWindow | None:
-        """Opens a window if it is time, and remembers why not if it is not to be."""
-        found: OpenWindow | str | None = None
-        with step.giving_up_on_errors():
-            found = self._opener.open(step, self.version, self._sealed_at)
-        if isinstance(found, str):
-            self._why_snapshot = found
-            return None
-        return found
+    # The ends of a window but its save.
 
     def abandon(self, reason: str) -> None:
         """Closes the open window without a checkpoint; earlier ones are untouched."""
         with self._changing:
-            window = self._window
-            if window is None:
-                return
-            window.drop()
-            self._window = None
-            if window.error is not None:
-                reason = f"it failed: {window.error!r}"
-            self._tell(window, "abandoned", reason)
-            self._why_snapshot = f"its window was abandoned: {reason}"
-
-    def _give_up(self, reason: str) -> None:
-        """This process's part of the open window is over; so is the window, unless others go on."""
-        if self._window is None:  # a signal handler's `close` came first
-            return
-        if not self.processes.several:
-            self.abandon(reason)
-            return
-        self._tell(self._window, "given up in part", reason)
-        self._window.give_up(reason)
-
-    @staticmethod
-    def _tell(window: OpenWindow, what: str, reason: str) -> None:
-        level = logging.DEBUG if window.error is None else logging.WARNING
-        _log.log(level, "window for version %d %s: %s", window.target, what, reason)
-        jax.monitoring.record_event(events.WINDOW_ABANDONED)
+            self._current.abandon(reason)
 
     def surface_failure(self) -> None:
-        """Raises what went wrong in a window since the last call.
-
-        Beside other processes it raises nothing: they would wait for this one. The window's save
-        fails instead, on all of them.
+        """Raises what went wrong in a window since the last call, but beside other processes.
 
         Raises:
           ReplayError: from the original error.
         """
-        window = self._window
-        if window is not None and window.error is not None and window.given_up is None:
+        if self._current.has_failed:
             with self.lock, self._changing:
-                if not self.processes.several:
-                    self._failure = window.error
-                self._give_up(f"it failed: {window.error!r}")
-        if not self.processes.several:
-            self._raise_failure()
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            surface(window_failed(failure), self.options.on_save_error)
+                self._current.give_up_if_failed()
+        self._current.raise_failure()
 
     # Saving.
 
@@ -282,7 +212,7 @@ class Session:
         with self._changing:
             if self._seal is None:
                 self._seal = self._new_seal()
-                self._window = None  # not before: an interrupt would leave it to nobody
+                self._current.has_been_sealed()  # not before: an interrupt would leave it to nobody
 
     def seal(self, arrays: Sequence[jax.Array]) -> Taken:
         """Takes one item's arrays at the save step, as `Seal.take` says.
@@ -301,17 +231,15 @@ class Session:
         self.planner.limit_device(stepped=self.version > 0)
         self.planner.ask_for_review()
         self._sealed_at = self.version
-        self._end_interrupted_step()
-        window = self._sealing_window()
-        if self.processes.several:
-            self._raise_failure()
+        self._current.abandon_interrupted()
+        window = self._current.sealed_at(self.version)
         unforeseen = _NOT_WRAPPED if self._last_step is None else _NOT_PREDICTED
-        record = SaveRecord(kind="snapshot", reason=self._why_snapshot or unforeseen)
+        record = SaveRecord(kind="snapshot", reason=self._current.why_none or unforeseen)
         record.deferred_steps = self._opener.deferred_steps(self.version)
         if window is not None:
             record = window.record
         self.planner.clock.pause()
-        self._why_snapshot = None
+        self._current.why_none = None
         return Seal(window, record, self.resources)
 
     def end_save(self) -> None:
@@ -324,18 +252,6 @@ class Session:
                 if self._last_step is not None and self._seal.given:
                     self.planner.has_saved(self._last_step, self._seal.given)
             self._seal = None
-
-    def _sealing_window(self) -> OpenWindow | None:
-        """The open window, if this is the version it was opened for and it is sound."""
-        window = self._window
-        if window is None or self.has_due_window:
-            return window
-        steps = window.target - self.version
-        self.abandon(window.given_up or f"the save came {steps} steps early")
-        if steps == 0 or not self.processes.several:
-            # Surfaces at the next call, and this save is a snapshot; beside others it fails.
-            self._failure = window.error
-        return None
 
     # For the face.
 
@@ -354,13 +270,13 @@ class Session:
     @property
     def has_due_window(self) -> bool:
         """Whether a save at this version ends a window: what it takes has been admitted."""
-        window = self._window
-        return window is not None and window.target == self.version and window.is_sound
+        return self._current.is_due(self.version)
 
     @property
     def window_status(self) -> str:
         """What the window is doing, in a few words."""
-        return "idle" if self._window is None else self._window.status(self.version)
+        window = self._current.window
+        return "idle" if window is None else window.status(self.version)
 
     def explain(self) -> str:
         """What saves are planned to be, what leaves early, what is retained, what is late."""
@@ -377,6 +293,7 @@ class Session:
     def close(self) -> None:
         """Drops the open window, lets go of what steps returned, and ends the threads."""
         self.abandon("the manager was closed")
+        self._current.failure = None  # of a window that nobody waits for any more
         for step in list(self._steps):  # a state would stay with them until garbage is collected
             step.let_go()
         self.predictor.end()

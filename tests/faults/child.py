@@ -98,7 +98,7 @@ STAGES = {
     "replay": ("gockpt_jax.replay.engine", "Replayer.apply"),
     "write": ("gockpt_jax.storage.writing.leaf_writer", "_check_data"),
     "metadata": ("gockpt_jax.storage.writing.tree_writer", "TreeWriter._write_array_metadatas"),
-    "finalize": ("gockpt_jax.storage.saving.handler", "GoCkptHandler.finalize"),
+    "finalize": ("gockpt_jax.storage.saving.state_handler", "StateHandler.finalize"),
     "rename": ("os", "rename"),
     "unlink": ("shutil", "rmtree"),
 }

@@ -70,7 +70,7 @@ def test_an_abandoned_window_holds_no_state(tmp_path: Path) -> None:
     """Its replay may hold the window for longer."""
     with Trainer(tmp_path) as trainer:
         trainer.run(7)
-        window = trainer.manager._gockpt_session._window
+        window = trainer.manager._gockpt_session._current.window
         assert window is not None
         assert len(window.state) > 0
         trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))

@@ -12,7 +12,7 @@ from programs import PROGRAMS
 import gockpt_jax as gockpt
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage.files.checksums import Checksums
-from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.storage.writing.array_handler import HostArrayHandler
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
@@ -47,7 +47,7 @@ AFTER_SEAL = {
     "tensorstore": {"owner": leaf_writer, "name": "to_the_end"},
     "shardings_file": {"owner": TreeWriter, "name": "_write_shardings"},
     "array_metadatas": {"owner": TreeWriter, "name": "_write_array_metadatas"},
-    "commit": {"owner": GoCkptHandler, "name": "finalize"},
+    "commit": {"owner": StateHandler, "name": "finalize"},
 }
 
 INSIDE_SAVE = {
@@ -160,6 +160,42 @@ def test_error_before_the_seal_reaches_calls_other_than_the_step(
         with pytest.raises(gockpt.ReplayError) as raised:
             (call or trainer.save)()
         assert raised.value.__cause__ is injected.error
+        assert_goes_on(trainer)
+
+
+@pytest.mark.parametrize("ended_by", ["restore", "another_call"])
+def test_error_of_a_window_that_ends_for_another_reason_reaches_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_by: str
+) -> None:
+    """Nobody has looked at the window between its failure and its end."""
+    injected = Fault(monkeypatch, **BEFORE_SEAL["replay"])
+    gate = Gate(monkeypatch, early.EarlyChunks, "land")
+    changed = Fault(monkeypatch, StepProgram, "flat_call", error=TypeError("other arguments"))
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        injected.arm()
+        gate.shut()
+        trainer.update()
+
+        def fail() -> None:
+            gate.open()
+            trainer.settle()
+
+        if ended_by == "restore":
+            fail()
+            trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))
+        else:
+            changed.arm()  # the window fails when the hook has asked, and before it goes on
+            monkeypatch.setattr(trainer.manager._gockpt_session, "between_steps", fail)
+            trainer.update()
+            assert changed.fired
+        assert injected.fired
+        assert trainer.manager.window_status == "idle"
+        with pytest.raises(gockpt.ReplayError) as raised:
+            trainer.update()
+        assert raised.value.__cause__ is injected.error
+        trainer.run(8)
+        trainer.assert_intact()
         assert_goes_on(trainer)
 
 

@@ -16,6 +16,7 @@ import pytest
 import gockpt_jax as gockpt
 from gockpt_jax.storage.saving.begun import BegunSave
 from gockpt_jax.storage.saving.hand_over import HandedOver
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.window import open_window
 from gockpt_jax.window.open_window import OpenWindow
@@ -50,7 +51,7 @@ PLACES = {
     "the state is taken": (Seal, "take", False),
     "what left early is taken": (open_window, "send_late", False),
     "what left early is taken, without an audit": (open_window, "send_late", False),
-    "it is handed over": (gockpt.GoCkptHandler, "_write", False),
+    "it is handed over": (StateHandler, "_write", False),
     "it has begun": (ocp.AsyncCheckpointer, "save", True),
 }
 

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.seal import Seal
@@ -29,7 +30,7 @@ PLACES = {
     "a cut follows": (OpenWindow, "follow"),
     "the policy has been asked": (ocp.CheckpointManager, "should_save"),
     "the state is taken": (Seal, "take"),
-    "it is handed over": (gockpt.GoCkptHandler, "_write"),
+    "it is handed over": (StateHandler, "_write"),
     "Orbax saves": (ocp.AsyncCheckpointer, "save"),
 }
 

@@ -21,6 +21,7 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.storage.files.checksums import Checksums
 from gockpt_jax.storage.inspecting.directory import look_into
 from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 from gockpt_jax.window.seal import Seal
@@ -296,7 +297,7 @@ def test_the_last_good_step_survives_failing_saves(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: str, stage: str
 ) -> None:
     """Orbax forgets the old step when a save begins; on disk it must stay until the commit."""
-    place = (Checksums, "write") if stage == "write" else (gockpt.GoCkptHandler, "finalize")
+    place = (Checksums, "write") if stage == "write" else (StateHandler, "finalize")
     injected = Fault(monkeypatch, *place)
     metrics = {"best_fn" in RETENTION[options] and "metrics": {"loss": 1.0}}
     kwargs = {key: value for key, value in metrics.items() if key}

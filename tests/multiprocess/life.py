@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage.saving import handler
+from gockpt_jax.storage.saving import state_handler
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.transfer import staging
@@ -43,7 +43,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "write": (leaf_writer, "_check_data"),
     "begin": (array_handler, "collected_here"),
     "written": (Written, "result"),
-    "finalize": (handler.GoCkptHandler, "finalize"),
+    "finalize": (state_handler.StateHandler, "finalize"),
     "stage": (staging, "stage"),
     "admit": (HostBudget, "admit_save"),
     "seal": (seal.Seal, "take"),

@@ -19,7 +19,7 @@ from data_position import Position
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.inspecting.verify import verify
-from gockpt_jax.storage.saving import handler, taken
+from gockpt_jax.storage.saving import state_handler, taken
 from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import budget, meter, pull, replicas, staging
@@ -145,7 +145,7 @@ def v1(directory: Path) -> None:
         windows = GoCkptCheckpointable(window=window)
         loop = Loop(directory / "run", "data_parallel", checkpointable=windows)
         others = failing(RuntimeError("only the primary process completes what all have written"))
-        with replaced(handler.GoCkptHandler, "complete", others, only_on=1):
+        with replaced(state_handler.StateHandler, "complete", others, only_on=1):
             loop.run(3 * INTERVAL)
             loop.keep()
         kinds = [r.kind for r in windows.reports]
@@ -156,7 +156,7 @@ def v1(directory: Path) -> None:
         for key, shard in shards_of(loaded["state"].item).items():
             assert shard.tobytes() == expected[key].tobytes(), key
         with replaced(
-            handler.GoCkptHandler, "complete", failing(RuntimeError("injected")), only_on=0
+            state_handler.StateHandler, "complete", failing(RuntimeError("injected")), only_on=0
         ):
             loop.run(4 * INTERVAL)
             assert "process 0: RuntimeError: injected" in failure_of(loop)
@@ -171,7 +171,7 @@ def unasked(directory: Path) -> None:
     """A failure under v1's `Checkpointer` that nobody has asked for is raised by `close`."""
     loop = Loop(directory, "data_parallel", checkpointable=GoCkptCheckpointable())
     injected = failing(RuntimeError("injected"))
-    with replaced(handler.GoCkptHandler, "complete", injected, only_on=0):
+    with replaced(state_handler.StateHandler, "complete", injected, only_on=0):
         loop.run(0)
         with pytest.raises(gockpt.ProcessError, match="process 0: RuntimeError: injected"):
             loop.manager.close()
@@ -491,7 +491,7 @@ def failures(directory: Path) -> None:
         ("HostBudgetError", HostBudget, "admit_save",
          failing(gockpt.HostBudgetError("injected")), 1),
         ("RuntimeError: injected", array_handler, "collected_here", failing(injected), 1),
-        ("RuntimeError: injected", handler.GoCkptHandler, "finalize", failing(injected), 0),
+        ("RuntimeError: injected", state_handler.StateHandler, "finalize", failing(injected), 0),
     ]  # fmt: skip
     for n, (cause, owner, name, new, where) in enumerate(faults):
         label = (2 * n + 2) * INTERVAL
@@ -529,7 +529,7 @@ def forced(directory: Path) -> None:
             while loop.label <= last - early_by:
                 loop.update()
                 loop.session.resources.worker.wait_until_idle()
-            window = loop.session._window
+            window = loop.session._current.window
             assert (window.error is not None) == is_faulty
             assert (window.given_up is not None) == (is_faulty and early_by == 1)
             assert loop.save(force=True)

@@ -20,6 +20,7 @@ from data_position import Position
 import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
 from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.saving.state_handler import StateHandler
 
 WAIT_SECS = 200  # only ends a test that hangs
 ITEMS = {"state": "state", "cursor": "metadata", "metrics": "metrics"}
@@ -106,7 +107,7 @@ def test_the_steps_metadata_is_written_late(
 ) -> None:
     """Orbax has a thread write it, which may come behind the end of the save."""
     may_write = threading.Event()
-    submit, finalize = ThreadPoolExecutor.submit, gockpt.GoCkptHandler.finalize
+    submit, finalize = ThreadPoolExecutor.submit, StateHandler.finalize
 
     def late(pool: ThreadPoolExecutor, run: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(run, "__name__", "") != "_update_and_log":
@@ -122,7 +123,7 @@ def test_the_steps_metadata_is_written_late(
             may_write.set()
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", late)
-    monkeypatch.setattr(gockpt.GoCkptHandler, "finalize", complete)
+    monkeypatch.setattr(StateHandler, "finalize", complete)
     save(tmp_path / "run")
     assert found(tmp_path / "run") == (0, [])
 

@@ -34,6 +34,7 @@ from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.managing import waiting as waiting_room
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.window.early import EarlyChunks
 
@@ -399,7 +400,7 @@ def test_what_was_taken_is_given_back_where_another_item_cannot_be(start, monkey
     loop.update()
     assert loop.written[4].wait(WAIT_SECS)
     loop.settle()
-    used_bytes, take = loop.session.host.used_bytes, gockpt.GoCkptHandler.take
+    used_bytes, take = loop.session.host.used_bytes, StateHandler.take
 
     def refuse(handler: Any, args: Any, *when: float) -> Any:
         if "other" in args.item:
@@ -408,7 +409,7 @@ def test_what_was_taken_is_given_back_where_another_item_cannot_be(start, monkey
             raise MemoryError("injected")
         return take(handler, args, *when)
 
-    monkeypatch.setattr(gockpt.GoCkptHandler, "take", refuse)
+    monkeypatch.setattr(StateHandler, "take", refuse)
     other = GoCkptSave({"other": jax.numpy.ones(3)})
     args = ocp.args.Composite(state=GoCkptSave(loop.state), other=other)
     with pytest.raises(MemoryError, match="injected"):
@@ -727,7 +728,7 @@ def test_another_thread_begins_the_save_that_waits(start, monkeypatch, call):
     """Nothing else begins one meanwhile: checkpoints were torn, and both threads raised."""
     loop = start(4)
     assert loop.train(8)
-    entered, go_on, take = threading.Event(), threading.Event(), gockpt.GoCkptHandler._write
+    entered, go_on, take = threading.Event(), threading.Event(), StateHandler._write
 
     async def writes(handler, directory, taken, begun):
         if threading.current_thread() is other:
@@ -748,7 +749,7 @@ def test_another_thread_begins_the_save_that_waits(start, monkeypatch, call):
         except BaseException as error:
             raised.append(error)
 
-    monkeypatch.setattr(gockpt.GoCkptHandler, "_write", writes)
+    monkeypatch.setattr(StateHandler, "_write", writes)
     other = threading.Thread(target=run)
     other.start()
     loop.finish()

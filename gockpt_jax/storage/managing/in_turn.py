@@ -14,9 +14,9 @@ from gockpt_jax.storage.managing.naming import Naming
 from gockpt_jax.storage.managing.turn import Turn, told_of_turns
 from gockpt_jax.storage.managing.waiting import WaitingRoom, WaitingSave
 from gockpt_jax.storage.saving.commit import with_word_of_commits
-from gockpt_jax.storage.saving.handler import GoCkptHandler
 from gockpt_jax.storage.saving.policies import arrange
 from gockpt_jax.storage.saving.refused import refuse_save
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.telemetry.report import SaveReport
 
 
@@ -36,7 +36,7 @@ class SavesInTurn:
     """
 
     def __init__(
-        self, manager: Any, options: ocp.CheckpointManagerOptions, handler: GoCkptHandler,
+        self, manager: Any, options: ocp.CheckpointManagerOptions, handler: StateHandler,
         naming: Naming,
     ):  # fmt: skip
         self._session = session = handler._gockpt_session

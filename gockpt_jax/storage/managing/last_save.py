@@ -13,7 +13,7 @@ from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.managing.waiting import WaitingRoom
-from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.failures import named, surface
 
@@ -42,7 +42,7 @@ class LastSave:
 
     deleter: Deleter
 
-    def __init__(self, manager: Any, handler: GoCkptHandler, turn: Turn, room: WaitingRoom):
+    def __init__(self, manager: Any, handler: StateHandler, turn: Turn, room: WaitingRoom):
         self.step = -1
         self.is_unheard = False
         self._pending: PendingReport | None = None  # of its tree of arrays, if it has one

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax.errors import SnapshotOnlyWarning, warn
 from gockpt_jax.storage.restoring.restore import GoCkptRestore
 from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptSave
+from gockpt_jax.storage.saving.state_handler import RestoreAsSaved, StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave
 
 ITEM = "state"
@@ -22,7 +23,7 @@ UNNAMED = "default"
 METRICS = "metrics"
 
 
-def _registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
+def _registry(given: Any, item_handlers: Any, handler: StateHandler) -> Any:
     """The user's handlers, and ours for our own and for stock arguments.
 
     `None` stands for items of any name; what is registered for a name alone does not find it.
@@ -38,6 +39,7 @@ def _registry(given: Any, item_handlers: Any, handler: GoCkptHandler) -> Any:
         GoCkptSave,
         GoCkptRestore,
         TakenSave,
+        RestoreAsSaved,
         ocp.args.PyTreeSave,
         ocp.args.PyTreeRestore,
         ocp.args.StandardSave,
@@ -101,7 +103,7 @@ class Naming:
     """
 
     def __init__(
-        self, handler: GoCkptHandler, handler_registry: Any, item_names: Any, item_handlers: Any
+        self, handler: StateHandler, handler_registry: Any, item_names: Any, item_handlers: Any
     ):
         self.registry = _registry(handler_registry, item_handlers, handler)
         self._handler = handler

@@ -14,7 +14,7 @@ from etils import epath
 
 from gockpt_jax.storage.managing.naming import UNNAMED
 from gockpt_jax.storage.restoring.restore import GoCkptRestore
-from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.saving.state_handler import StateHandler
 
 
 def restore(
@@ -33,9 +33,7 @@ def restore(
     return reader.restore(path, args=ocp.args.Composite(**asked))[UNNAMED]
 
 
-def metadata(
-    path: epath.Path, handler: GoCkptHandler, options: ocp.CheckpointManagerOptions
-) -> Any:
+def metadata(path: epath.Path, handler: StateHandler, options: ocp.CheckpointManagerOptions) -> Any:
     """What is known of a step and its item, but for metrics."""
     registry = ocp.DefaultCheckpointHandlerRegistry()
     registry.add(UNNAMED, GoCkptRestore, handler)

@@ -18,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.managing.naming import Naming
-from gockpt_jax.storage.saving.handler import GoCkptHandler
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.telemetry.save_record import PendingReport
 
@@ -78,7 +78,7 @@ class WaitingRoom:
       manager: Alive for as long as a save waits, so that it is written at the end of the script.
     """
 
-    def __init__(self, handler: GoCkptHandler, naming: Naming, manager: Any):
+    def __init__(self, handler: StateHandler, naming: Naming, manager: Any):
         self._occupant: WaitingSave | None = None
         self._handler = handler
         self._is_ours = naming.is_ours

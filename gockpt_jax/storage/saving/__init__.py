@@ -9,6 +9,7 @@ In the order of their imports:
     hand_over       handing it to stock, away from the trainer's thread
     begun           what has begun of a save, and what is left of one that was given up
     written         what Orbax waits for before it commits
-    handler         the handler for stock's managers and ours
+    state_handler   how a state is saved and restored, whoever asks for it
+    handler         the handler for stock's managers, which tells what ours would
     checkpointable  the same for Orbax's v1
 """

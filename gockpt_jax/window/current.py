@@ -1,0 +1,165 @@
+"""The window that is open, if one is, and the ways for it to end.
+
+It is *sealed* if its save comes: that takes what has left. It is *abandoned* if its save is not to
+come, or not of these steps. It is *given up* if something fails in it: alone, that is to abandon
+it; beside other processes they go on, this one runs the armed steps with them, and takes a snapshot
+at the seal.
+
+What has failed on a worker thread is told at the next call, whichever way it has ended. Beside
+other processes nothing is raised between two saves, for they would wait in vain: the window's save
+fails, on all of them, and if that does not come, it is only logged.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import jax
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.telemetry import events
+from gockpt_jax.window.failures import surface, window_failed
+from gockpt_jax.window.open_window import OpenWindow
+from gockpt_jax.window.processes import Processes
+
+_log = logging.getLogger("gockpt_jax")
+
+
+class CurrentWindow:
+    """One window is open at a time, or none; whoever changes that holds the session's lock.
+
+    Args:
+      options: The user's.
+      processes: Those that open it together.
+
+    Attributes:
+      window: The one that is open; a signal handler may close it between any two lines.
+      why_none: Why the next save has none; `None`: it has not been foreseen.
+      failure: What has failed in one that has ended, and nobody has been told of.
+    """
+
+    def __init__(self, options: WindowOptions, processes: Processes):
+        self.window: OpenWindow | None = None
+        self.why_none: str | None = None
+        self.failure: BaseException | None = None
+        self._several = processes.several
+        self._on_save_error = options.on_save_error
+
+    def open(self, found: OpenWindow | str | None) -> None:
+        """Takes what the opener has found: a window, or why there is none, if it is near."""
+        if isinstance(found, str):
+            self.why_none = found
+        else:
+            self.window = found
+
+    @property
+    def in_my_step(self) -> OpenWindow | None:
+        """The open window, if this thread's update is under way in it."""
+        window = self.window
+        here = window is not None and window.stepping == threading.get_ident()
+        return window if here else None
+
+    def is_due(self, version: int) -> bool:
+        """Whether a save of this version is made from it."""
+        window = self.window
+        return window is not None and window.target == version and window.is_sound
+
+    # Its ends.
+
+    def sealed_at(self, version: int) -> OpenWindow | None:
+        """The window that a save ends; one that is not for this version, or not sound, is over.
+
+        It stays open until somebody has it: call `has_been_sealed` then.
+
+        Raises:
+          ReplayError: beside other processes, if it is this save's and has failed here.
+        """
+        window = self.window
+        if window is None or self.is_due(version):
+            return window
+        steps = window.target - version
+        self.abandon(window.given_up or f"the save came {steps} steps early")
+        if self._several and steps == 0 and window.error is not None:
+            surface(window_failed(window.error), self._on_save_error)
+        return None
+
+    def has_been_sealed(self) -> None:
+        """A save has the window now."""
+        self.window = None
+
+    def abandon(self, reason: str) -> None:
+        """Closes it without a checkpoint; earlier ones are untouched."""
+        window = self.window
+        if window is None:
+            return
+        window.drop()
+        if window.error is not None:
+            reason = f"it failed: {window.error!r}"
+            self.failure = None if self._several else window.error
+        self.window = None
+        _tell(window, "abandoned", reason)
+        self.why_none = f"its window was abandoned: {reason}"
+
+    def abandon_interrupted(self) -> None:
+        """Closes it if the step before did not come to its end.
+
+        Or that is another thread's: of two updates at once nobody can tell which follows which.
+        """
+        if self.window is not None and self.window.stepping is not None:
+            self.abandon("a step was interrupted")
+
+    def give_up(self, reason: str) -> None:
+        """This process's part of it is over; so is the window, unless others go on."""
+        window = self.window
+        if window is None:  # a signal handler's `close` came first
+            return
+        if not self._several:
+            self.abandon(reason)
+            return
+        _tell(window, "given up in part", reason)
+        window.give_up(reason)
+
+    @contextlib.contextmanager
+    def giving_up_on_errors(self, what: str) -> Iterator[None]:
+        """Gives it up if the trainer's own part in it fails: the step must run all the same.
+
+        After its dispatch the old state is donated, and the caller must get the new one.
+
+        Args:
+          what: Has happened then.
+        """
+        try:
+            yield
+        except Exception as error:
+            _log.warning("a window was given up, training is not affected: %r", error)
+            self.give_up(f"{what}: {error!r}")
+
+    # What has failed on a worker thread.
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something has failed in it on a worker thread, and it has not been given up."""
+        window = self.window
+        return window is not None and window.error is not None and window.given_up is None
+
+    def give_up_if_failed(self) -> None:
+        """Gives it up, if something has failed in it."""
+        if self.window is not None and self.has_failed:
+            self.give_up(f"it failed: {self.window.error!r}")
+
+    def raise_failure(self) -> None:
+        """Raises what has failed in one that is over, once.
+
+        Raises:
+          ReplayError: from the original error.
+        """
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            surface(window_failed(failure), self._on_save_error)
+
+
+def _tell(window: OpenWindow, what: str, reason: str) -> None:
+    level = logging.DEBUG if window.error is None else logging.WARNING
+    _log.log(level, "window for version %d %s: %s", window.target, what, reason)
+    jax.monitoring.record_event(events.WINDOW_ABANDONED)
