@@ -245,27 +245,29 @@ def commit_thread(manager: Any) -> Any | None:
     return manager._finalize_thread.get()
 
 
-# Of this thread, or of one in whose place a loop of Orbax's runs: a list of the number, once there
-# is one.
-_own_operation: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+# Of this thread, or of one in whose place a loop of Orbax's runs.
+_own_operation: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "own_operation", default=None
 )
 
 
 @contextlib.contextmanager
-def own_operation(number: str | None = None) -> Iterator[None]:
+def own_operation(name: str | None) -> Iterator[None]:
     """What is done in here by Orbax belongs to one operation, whatever others begin meanwhile.
 
-    Orbax (0.11.33 to 0.12.8) numbers operations, and each part of a save asks for the number of the
-    one that has begun last in the process. Where another thread has begun one in between, a part
-    waits for that one's directory in place of its own: for 300 s, if that has been committed
-    already. All others are told the last number, as they always were.
+    Orbax (0.11.33 to 0.12.8) numbers the operations of each process, and each part of a save asks
+    for the number of the one that has begun last there: it waits until that one's directory is
+    told to be made, by whichever process has come to the same number. Where another thread has
+    begun an operation in between, it waits for 300 s if that has been committed already; where
+    another process has made another directory, it does not wait, and Orbax deletes what it has
+    written by then when it makes this one. All others are told the number, as they always were.
 
     Args:
-      number: Of the operation; `None`: the next one that this thread begins.
+      name: Of the operation, where processes write one directory together the same on each of
+        them, and of no other; `None`: what Orbax tells.
     """
     _tell_own_operations()
-    before = _own_operation.set([] if number is None else [number])
+    before = _own_operation.set(name)
     try:
         yield
     finally:
@@ -273,7 +275,7 @@ def own_operation(number: str | None = None) -> Iterator[None]:
 
 
 def operation() -> str | None:
-    """The number of the operation that this thread has begun; `None` where Orbax has no numbers."""
+    """The operation that this thread is part of; `None` where Orbax has no numbers."""
     ids = _operation_ids()
     return None if ids is None else str(ids.get_current_operation_id())
 
@@ -282,29 +284,15 @@ def _operation_ids() -> Any:
     from orbax.checkpoint._src.futures import synchronization
 
     ids = getattr(synchronization, "OperationIdGenerator", None)
-    return ids if hasattr(ids, "_operation_id_counter") else None
+    return ids if hasattr(ids, "get_current_operation_id") else None
 
 
 @functools.cache
 def _tell_own_operations() -> None:
-    """Replaces the two methods that tell numbers, for the whole process."""
-    ids = _operation_ids()
-    if ids is None:
-        return
-    last = ids.get_current_operation_id
-
-    def next_operation_id(cls: Any) -> int:
-        cls._operation_id = number = next(cls._operation_id_counter)
-        if (mine := _own_operation.get()) is not None:
-            mine[:] = [str(number)]
-        return int(number)
-
-    def get_current_operation_id(cls: Any) -> str:
-        mine = _own_operation.get()
-        return str(mine[0] if mine else last())
-
-    ids.next_operation_id = classmethod(next_operation_id)
-    ids.get_current_operation_id = classmethod(get_current_operation_id)
+    """Replaces the method that tells the number, for the whole process."""
+    if (ids := _operation_ids()) is not None:
+        last = ids.get_current_operation_id
+        ids.get_current_operation_id = classmethod(lambda cls: _own_operation.get() or last())
 
 
 def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> Any:

@@ -191,6 +191,7 @@ def test_a_device_without_room_for_a_save_s_copies(
     with Trainer(tmp_path, window=window) as trainer:
         trainer.run_undisturbed(7)
         trainer.update()
+        trainer.settle()  # what left early has landed: the fault is the save's
         fault.arm()
         with told:
             assert trainer.save() == (where == "landing")

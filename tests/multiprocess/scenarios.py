@@ -18,6 +18,7 @@ import pytest
 from data_position import Position
 
 import gockpt_jax as gockpt
+from gockpt_jax import _compat
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.saving import state_handler, taken
 from gockpt_jax.storage.writing import array_handler, leaf_writer
@@ -207,6 +208,20 @@ def half_of_the_devices() -> jax.Array:
     return jax.make_array_from_single_device_arrays((8, 3), sharding, parts, dtype=np.float32)
 
 
+class MadeBehindOwn1(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]  # untyped
+    """Process 0 makes its own directory when process 1 has saved into its own."""
+
+    async def create(self) -> Any:
+        if self.get_final().parent.name == "own_0":
+            client().blocking_key_value_get("own_1 is saved", 100_000)
+        return await super().create()
+
+
+def client() -> Any:
+    """The job's coordination service."""
+    return _compat.coordination_client()
+
+
 def some(directory: Path) -> None:
     """Processes 0 and 1 save without the others: together, and each into storage of its own."""
     leaf, index = half_of_the_devices(), jax.process_index()
@@ -219,6 +234,7 @@ def some(directory: Path) -> None:
     for name, together in places.items():
         options = ocp.CheckpointManagerOptions(
             create=False,
+            temporary_path_class=MadeBehindOwn1,
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 barrier_sync_key_prefix=name, **together
             ),
@@ -232,6 +248,7 @@ def some(directory: Path) -> None:
             assert [v.state for v in verify(root)] == ["whole", "whole"], [*verify(root)]
             if name == "together":
                 spoiled_is_found(manager, target)
+        client().key_value_set(f"{name} is saved", "yes", allow_overwrite=True)
         for before, after in zip(leaf.addressable_shards, restored.addressable_shards, strict=True):
             assert np.array_equal(before.data, after.data)
 

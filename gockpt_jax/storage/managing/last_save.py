@@ -1,5 +1,6 @@
 """The save that Orbax was given last: how it begins, whether it is being written, how it ended."""
 
+import collections
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ Stock = ocp.CheckpointManager
 
 _FAILURES = OSError | ReplayError | AuditError | DeviceMemoryError
 """Of a save itself: of the storage, of a window, of what the device has room for."""
+
+_attempts: collections.Counter[str] = collections.Counter()
 
 
 class LastSave:
@@ -88,7 +91,7 @@ class LastSave:
     def attempt(self, step: int) -> Iterator[None]:
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
         # No step is made meanwhile on another thread; another manager's save may be.
-        with self._session.lock, _compat.own_operation():
+        with self._session.lock, _compat.own_operation(self._new_operation()):
             before, begun = self._log.pending, self._handler.begun
             begun.wait_for_what_was_left()
             begun.expect(step)
@@ -110,6 +113,12 @@ class LastSave:
                 self.surface(found)
             finally:
                 self._session.end_save()  # a save that failed is tried again with a new seal
+
+    def _new_operation(self) -> str:
+        """Named alike on all that write its directory: attempts are made on all of them."""
+        together = self._handler.writers
+        _attempts[together] += 1
+        return f"{together}_{_attempts[together]}"
 
     def is_with_orbax(self, step: int) -> bool:
         """Whether a save's commit has begun, as far as stock's manager tells."""

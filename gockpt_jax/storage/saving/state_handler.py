@@ -47,6 +47,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
       **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
 
     Attributes:
+      writers: Names the processes that write one directory together.
       begun: What has begun of the save that came last, and its label.
       votes: At the commit, if a manager of ours takes them.
       wait_for_metadata: Returns when the manager has noted that of the step, if it does.
@@ -70,6 +71,9 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         replicas = Replicas(ReplicaLayout.pop_from(dict(options)).write_shape)
         self._open_windows(window, processes or Processes(together.active_processes), replicas)
         session = self._gockpt_session
+        self.writers = session.processes.prefix
+        if self._primary_host is None:
+            self.writers += f"_{jax.process_index()}"
         limit, host = session.options.write_limit_bytes, session.host
         self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
         self._look_up = look_up(options.get("type_handler_registry"))
