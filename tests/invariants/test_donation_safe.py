@@ -20,10 +20,7 @@ from gockpt_jax.transfer.staging import stage
 from . import harness
 from .watch import PullWatch, pointers
 
-# Which buffers are donated does not depend on the number of devices; a few show it.
-_ON_ONE_DEVICE = ("clip_adamw", "zero_size", "donate_argnames", "transformer_bf16")
-_CASES = [case for case in harness.CASES if case[1] > 1 or case[0] in _ON_ONE_DEVICE]
-every_case = pytest.mark.parametrize(("name", "devices"), _CASES)
+every_case = pytest.mark.parametrize(("name", "devices"), harness.CASES)
 both_devices = pytest.mark.parametrize("devices", harness.DEVICES)
 
 
