@@ -182,7 +182,8 @@ def _largest(program: StepProgram, size: StateBytes, plan: Plan, leaves: Sequenc
     """The early block that takes most."""
     largest = max(plan.blocks, key=lambda block: sum(size.units[u].state_bytes for u in block))
     units = {u: size.units[u] for u in largest}
-    return make_departure(program.cut, units, leaves, nothing_left()).state
+    nothing = nothing_left(program.cut, leaves)
+    return make_departure(program.cut, units, leaves, nothing).state
 
 
 def _not_early(

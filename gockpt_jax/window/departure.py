@@ -5,15 +5,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax.training.step_cut import StepCut
-from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
+from gockpt_jax.transfer.block import Block, block_of
 from gockpt_jax.transfer.chunks import Chunk, Source
-from gockpt_jax.transfer.pull import ChunkPull
 from gockpt_jax.window.units import GroupUnit
 
 Followers = tuple[tuple[int, ...], int]
-"""A unit, or all of a group, and one of the group's cut values, by their positions."""
+"""A unit, or all of a group, and one of the group's cut values, by their positions; or no unit, and
+a captured scalar, which is everybody's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Departure:
       state: What is staged and leaves.
       units: All that have left with it, by their positions in the plan.
       values: Of each chunk of `cut`, the units whose rows it has, and the cut value.
-      cut: What follows the armed step behind it, staged by one program: a value of which all rows
-        left in one block is one chunk, so that it can be pulled as it is.
+      cut: What follows the armed step behind it, staged by one program: captured scalars, and rows.
+        A value of which all rows left in one block is one chunk, so that it can be pulled as it is.
     """
 
     leaves: tuple[tuple[int, int], ...]
@@ -48,8 +49,8 @@ class Departure:
         if self.cut.is_cut_from(self.followers(cut)):
             return self
         chunks = [
-            dataclasses.replace(c, source=dataclasses.replace(c.source, given=cut[i].sharding))
-            for c, (_, i) in zip(self.cut.chunks, self.values, strict=True)
+            dataclasses.replace(c, source=Source.of(cut[i], c.source.placed if run else None))
+            for c, (run, i) in zip(self.cut.chunks, self.values, strict=True)
         ]
         return dataclasses.replace(self, cut=_following(self.values, chunks))
 
@@ -59,10 +60,29 @@ class Departure:
         self.cut.compile_ahead()
 
 
-def nothing_left() -> Departure:
-    """The departure before the first."""
-    nothing = block_of(())
-    return Departure((), nothing, (), (), nothing)
+def nothing_left(cut: StepCut, leaves: Sequence[jax.Array]) -> Departure:
+    """The departure before the first, which captured scalars follow already.
+
+    Every process replays with them, so each takes its own.
+
+    Args:
+      cut: The step's.
+      leaves: Of its state, alive or not. Scalars are taken to lie on all devices of one of them.
+    """
+    scalars = {i: group.leaves[0] for group in cut.groups for i in group.scalars}
+    chunks = []
+    for i, j in scalars.items():
+        place = _on_all_devices(leaves[j].sharding)
+        spec = cut.arrays[i]
+        chunks.append(Chunk.whole(Source(spec.shape, spec.dtype, place, place), everywhere=True))
+    values = tuple(((), i) for i in scalars)
+    return Departure((), block_of(()), (), values, _following(values, chunks))
+
+
+def _on_all_devices(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
 def make_departure(
@@ -112,31 +132,3 @@ def _runs(cut: StepCut, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]
         is_whole = sum(units[u].stop - units[u].start for u in members) == size
         runs += [tuple(members)] if is_whole else [(u,) for u in members]
     return runs
-
-
-class Scalars:
-    """The captured scalars: every process replays with them, so each takes its own.
-
-    Args:
-      cut: The step's.
-
-    Attributes:
-      positions: Theirs, among the cut values.
-    """
-
-    def __init__(self, cut: StepCut):
-        self.positions = tuple(sorted({i for group in cut.groups for i in group.scalars}))
-        self._block: Block | None = None
-
-    def pull(self, cut: Sequence[jax.Array]) -> ChunkPull:
-        """Starts moving an armed step's to the host."""
-        scalars = [cut[i] for i in self.positions]
-        if self._block is None or not self._block.is_cut_from(scalars):
-            self._block = scalar_block(scalars)
-        return stage_and_pull(self._block, scalars)
-
-
-def scalar_block(scalars: Sequence[jax.Array]) -> Block:
-    """The block of values that all processes need."""
-    chunks = [Chunk.whole(Source.of(x), everywhere=True) for x in scalars]
-    return block_of(chunks, donatable=False)

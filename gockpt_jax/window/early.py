@@ -37,23 +37,6 @@ UnitValue = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class CutPull:
-    """One update's cut on its way.
-
-    Attributes:
-      values: What follows all that has left.
-      pull: Of these, in their order.
-      scalars: Positions of the captured scalars.
-      scalar_pull: Theirs.
-    """
-
-    values: Sequence[Followers]
-    pull: ChunkPull
-    scalars: Sequence[int]
-    scalar_pull: ChunkPull
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Cut:
     """One update's cut on the host: flat rows in each shard by unit and value, and the scalars."""
 
@@ -62,16 +45,14 @@ class _Cut:
     num_bytes: int
 
     @classmethod
-    def of(cls, pull: CutPull, units: Sequence[GroupUnit]) -> "_Cut":
-        values = {
-            (u, i): [_rows(c.data, units[run[0]], units[u]) for c in chunks]
-            for (run, i), chunks in zip(pull.values, pull.pull.result(), strict=True)
-            for u in run
-        }
-        found = pull.scalar_pull.result()
-        scalars = {
-            i: chunks[0].data.reshape(()) for i, chunks in zip(pull.scalars, found, strict=True)
-        }
+    def of(cls, follow: Sequence[Followers], pull: ChunkPull, units: Sequence[GroupUnit]) -> "_Cut":
+        values: dict[UnitValue, Sequence[np.ndarray]] = {}
+        scalars: dict[int, np.ndarray] = {}
+        for (run, i), chunks in zip(follow, pull.result(), strict=True):
+            if not run:
+                scalars[i] = chunks[0].data.reshape(())
+            for u in run:
+                values[u, i] = [_rows(c.data, units[run[0]], units[u]) for c in chunks]
         arrays = [*(x for rows in values.values() for x in rows), *scalars.values()]
         return cls(values, scalars, sum(x.nbytes for x in arrays))
 
@@ -170,13 +151,14 @@ class EarlyChunks:
         self._host.add(sum(_bytes(found) for _, _, found in rows))
         return functools.partial(self._put, rows, units)
 
-    def take_in(self, cut: CutPull) -> Task:
-        """Waits for an update, and for room on the host, which replay gives back.
+    def take_in(self, values: Sequence[Followers], pull: ChunkPull) -> Task:
+        """Waits for an update's cut, and for room on the host, which replay gives back.
 
         Args:
-          cut: A pull of what the landed units read.
+          values: What follows all that has left.
+          pull: Of these, in their order.
         """
-        landed = _Cut.of(cut, self._units)
+        landed = _Cut.of(values, pull, self._units)
         self._waiting.acquire(landed.num_bytes)
         self._host.add(landed.num_bytes)
         self._record.gradient_bytes += landed.num_bytes

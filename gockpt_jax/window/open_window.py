@@ -15,8 +15,8 @@ from gockpt_jax.transfer.block import stage_and_pull
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor, PendingAudit
-from gockpt_jax.window.departure import Departure, Scalars, make_departure, nothing_left
-from gockpt_jax.window.early import CutPull, EarlyChunks, Task
+from gockpt_jax.window.departure import Departure, make_departure
+from gockpt_jax.window.early import EarlyChunks, Task
 from gockpt_jax.window.late import send_late
 from gockpt_jax.window.late_groups import LateGroups
 from gockpt_jax.window.planned import Planned
@@ -34,7 +34,7 @@ class OpenWindow:
       program: Of the steps that it follows, armed; another one later, if it has the same cut.
       planned: What leaves at which version.
       target: The version that will be saved.
-      departures: The plan's blocks.
+      departures: The plan's, behind the one of nothing.
       replayer: Applies the recipes.
       auditor: Compares what was replayed, and knows what must not leave early any more.
       resources: The session's.
@@ -60,7 +60,7 @@ class OpenWindow:
         self.state: Sequence[jax.Array] = ()
         self.given_up: str | None = None
         self.stepping: int | None = None
-        self._departures = departures
+        self._departures = departures[1:]
         self._units = units = planned.size.units
         self._worker, self._device = resources.worker, resources.device
         self._auditor = auditor
@@ -69,13 +69,12 @@ class OpenWindow:
             cut.groups, units, replayer, resources.host,
             resources.host.waiting_limit_bytes(*planned.host_bytes), self.record,
         )  # fmt: skip
-        self._left = [nothing_left()]  # in that order, the last with what follows them all
+        self._left = [departures[0]]  # in that order, the last with what follows them all
         self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
         self._late = LateGroups(cut, auditor)
         self._retained_bytes = planned.size.retained
         self._room = StepRoom(resources.device, resources.watcher)
-        self._scalars = Scalars(cut)
         sizes = [math.prod(spec.shape) for spec in cut.arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
 
@@ -147,8 +146,10 @@ class OpenWindow:
             if self.given_up is not None:
                 follows(0)
                 return
-            pull = self._start_pulls(left, staged, cut)
-            self._land(lambda: self._early.take_in(pull), follows(left.cut.held_bytes))
+            with events.span(events.SPAN_PULL):
+                pull = left.cut.start_pull(staged)
+            take_in = functools.partial(self._early.take_in, left.values, pull)
+            self._land(take_in, follows(left.cut.held_bytes))
 
     def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
         # The compiler may have put them elsewhere than the leaves.
@@ -156,13 +157,6 @@ class OpenWindow:
         # Given up or not: where values lie otherwise, it is a program of all processes.
         with events.span(events.SPAN_STAGE):
             return left, left.cut.stage(left.followers(cut))
-
-    def _start_pulls(
-        self, left: Departure, staged: Sequence[jax.Array], cut: Sequence[jax.Array]
-    ) -> CutPull:
-        with events.span(events.SPAN_PULL):
-            pull = left.cut.start_pull(staged)
-        return CutPull(left.values, pull, self._scalars.positions, self._scalars.pull(cut))
 
     def give_up(self, why: str) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""

@@ -60,16 +60,16 @@ class Planned:
         return {j for g in groups for j in self.cut.groups[g].leaves}
 
     def departures(self, leaves: Sequence[jax.Array]) -> list[Departure]:
-        """The plan's blocks, made once for each plan of the step.
+        """The plan's blocks behind one of nothing, made once for each plan of the step.
 
         Args:
           leaves: Of the state, alive or not.
         """
         blocks = self.plan.blocks
         if blocks not in self._departures:
-            made = [nothing_left()]
+            made = [nothing_left(self.cut, leaves)]
             for block in blocks:
                 units = {u: self.size.units[u] for u in block}
                 made.append(make_departure(self.cut, units, leaves, made[-1]))
-            self._departures[blocks] = made[1:]
+            self._departures[blocks] = made
         return self._departures[blocks]

@@ -21,8 +21,9 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import staging
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.pull import Pull
-from gockpt_jax.window import departure, early, slots
+from gockpt_jax.window import early, slots
 from gockpt_jax.window.clock import StepClock
+from gockpt_jax.window.open_window import OpenWindow
 
 from .injection import Fault, Gate, InjectedError
 from .processes import run_child, said
@@ -58,7 +59,11 @@ INSIDE_SAVE = {
 ON_THE_TRAINER = {
     "stage": {"owner": staging, "name": "stage"},
     "start_of_pull": {"owner": Block, "name": "start_pull"},
-    "start_of_pull_of_a_cut": {"owner": departure, "name": "scalar_block"},
+    "start_of_pull_of_a_cut": {
+        "owner": Block,
+        "name": "start_pull",
+        "only_in": (OpenWindow, "follow"),
+    },
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.shards import ShardReplay, Update
-from gockpt_jax.window.early import CutPull, EarlyChunks, Task
+from gockpt_jax.window.early import EarlyChunks
 
 NOTHING = "nothing"
 OF_CHUNKS = ("replay_off", "gradient_dropped", "gradient_twice", "chunks_swapped")
@@ -102,15 +102,15 @@ def _swap_chunks(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
 
 def _stale_scalar(monkeypatch: pytest.MonkeyPatch, injected: Injected) -> None:
     """Each update is given the captured scalars of the one before it."""
-    take_in = EarlyChunks.take_in
+    update = EarlyChunks._update
     last: list[Any] = []
 
-    def faulty(self: EarlyChunks, cut: CutPull) -> Task:
-        last.append(cut.scalar_pull)
+    def faulty(self: EarlyChunks, cut: Any) -> None:
+        last.append(cut.scalars)
         injected.times += len(last) > 1 and bool(cut.scalars)
-        return take_in(self, dataclasses.replace(cut, scalar_pull=last[-2:][0]))
+        update(self, dataclasses.replace(cut, scalars=last[-2:][0]))
 
-    monkeypatch.setattr(EarlyChunks, "take_in", faulty)
+    monkeypatch.setattr(EarlyChunks, "_update", faulty)
 
 
 def inject(fault: str, monkeypatch: pytest.MonkeyPatch) -> Injected:

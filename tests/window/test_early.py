@@ -22,7 +22,7 @@ from gockpt_jax.training.step_cut import ReplayGroup
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
-from gockpt_jax.window.early import CutPull, EarlyChunks
+from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import give_back, make_slots
 from gockpt_jax.window.units import GroupUnit
@@ -96,9 +96,8 @@ class Window:
     def update(self, n):
         values = [gradient(n + leaf) for leaf in (0, 1)]
         _, pull = pull_of(values, (None, None))
-        cut = CutPull([((0,), 0), ((1,), 1)], pull, [], pull_of([], ())[1])
         self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
-        return cut
+        return [((0,), 0), ((1,), 1)], pull
 
     def finish(self):
         index = self.expected[0].addressable_shards[0].index
@@ -124,7 +123,7 @@ def run(window, *, behind, updates=6):
         if n == 2:
             # Its copy is made at this version, whenever it is put in its place.
             tasks.append(window.early.land([(1, 1)], *pull_of([window.expected[1]])))
-        tasks.append(window.early.take_in(window.update(n)))
+        tasks.append(window.early.take_in(*window.update(n)))
         while tasks and not behind:
             tasks.pop(0)()
     for task in tasks:
@@ -176,7 +175,7 @@ class Threads:
         self.worker.submit_behind(lambda: self.may_replay.wait(PATIENCE_SECS) and None)
 
     def land(self, cut):
-        self.worker.submit(lambda: self.worker.pass_on(self._guarded(self.early.take_in(cut))))
+        self.worker.submit(lambda: self.worker.pass_on(self._guarded(self.early.take_in(*cut))))
 
     def _guarded(self, task):
         def run():
@@ -236,7 +235,7 @@ def test_one_update_larger_than_what_may_wait_goes_alone(window):
 
 def test_what_waits_is_given_back_when_the_window_is_dropped(window):
     window.land(0)
-    first, second = [window.early.take_in(window.update(n)) for n in range(2)]
+    first, second = [window.early.take_in(*window.update(n)) for n in range(2)]
     first()
     assert window.replayer.passes == []
     assert window.host.used_bytes == LEAF_BYTES + 2 * CUT_BYTES
@@ -262,7 +261,7 @@ def test_what_nobody_reads_any_more_is_not_audited(window):
     window.early.promise_no_more()
     assert window.early.is_wanted
     give_back(slots, window.host)
-    window.early.take_in(window.update(0))()
+    window.early.take_in(*window.update(0))()
     with pytest.raises(concurrent.futures.CancelledError):
         window.early.finish({0: slots}, check=lambda final: pytest.fail("it was audited"))
     window.early.drop()
@@ -272,7 +271,7 @@ def test_what_nobody_reads_any_more_is_not_audited(window):
 def test_nothing_is_replayed_after_an_error(window):
     window.land(0)
     window.early.failed(RuntimeError("injected"))
-    window.early.take_in(window.update(0))()
+    window.early.take_in(*window.update(0))()
     assert window.replayer.passes == []
     assert window.host.used_bytes == LEAF_BYTES
 
@@ -280,7 +279,7 @@ def test_nothing_is_replayed_after_an_error(window):
 def test_what_waits_for_an_update_that_is_never_passed_on_is_given_back(window):
     """No thread could be started for it, say. What it holds itself is then lost, and that alone."""
     window.land(0)
-    first, _ = [window.early.take_in(window.update(n)) for n in range(2)]
+    first, _ = [window.early.take_in(*window.update(n)) for n in range(2)]
     first()
     window.early.drop()
     assert window.host.used_bytes == CUT_BYTES
