@@ -25,6 +25,8 @@ CASES = [(seed, NAMES[seed % len(NAMES)], (1, 8)[seed // len(NAMES) % 2]) for se
 CASES = CASES or [(7, "adamw", 1), (8, "adamw", 1)]  # leaves are edited behind those that left
 
 
+# With `arm="always"` a life may move leaves more often than a step's changes are followed.
+@pytest.mark.filterwarnings("ignore:.* its arguments changed:gockpt_jax.SnapshotOnlyWarning")
 @pytest.mark.parametrize(("seed", "name", "devices"), CASES)
 def test_a_life_leaves_true_checkpoints_and_the_users_training(
     tmp_path: Path, seed: int, name: str, devices: int
