@@ -94,12 +94,18 @@ class WrappedStep(StandIn):
                 if self.program is not None:
                     self._changes.traced()
             self.arm()
+        program = self.program
         call = self._observer.before_update(self, args, kwargs)
         is_asked = call is not None
-        if call is None and always and (program := self.program) is not None:
-            call = ArmedCall(program)
+        if call is None and always and self.program is not None:
+            call = ArmedCall(self.program)
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
-        result = self._run_unarmed(args, kwargs) if armed is None else armed.result
+        try:
+            result = self._run_unarmed(args, kwargs) if armed is None else armed.result
+        except BaseException:
+            if self.why_not is None:  # the call was wrong: the program is for the others
+                self.program = program
+            raise
         self._keep(result)
         self._observer.after_update(self, armed if is_asked else None)
         return result

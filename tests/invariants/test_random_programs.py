@@ -79,6 +79,8 @@ def lead(seed: int, devices: int, life: int, directory: Path) -> tuple[gockpt.Sa
     return manager.reports
 
 
+# With `arm="always"` a life may move leaves more often than a step's changes are followed.
+@pytest.mark.filterwarnings("ignore:.* its arguments changed:gockpt_jax.SnapshotOnlyWarning")
 @pytest.mark.parametrize(("seed", "devices", "lives"), CASES)
 def test_a_random_program_leaves_true_checkpoints_and_the_users_training(
     tmp_path: Path, seed: int, devices: int, lives: int, monkeypatch: pytest.MonkeyPatch

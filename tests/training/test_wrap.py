@@ -386,6 +386,21 @@ def test_a_call_that_the_step_refuses_says_nothing_of_others(arm, at):
     assert observer.cuts[6:] == [True, True]
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_calls_that_the_step_refuses_cost_no_program(arm):
+    """However many there are: the one that it had is for the others."""
+    observer, state = Observer(range(5, 30)), fresh()
+    step = wrap(jax.jit(update, donate_argnums=0), observer, arm=arm)
+    state = run(step, state, 6)
+    program = step.program
+    for _ in range(8):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+            step(state, X, y=X)
+        assert step.program is program
+    state = run(step, state, 2)
+    assert observer.cuts[-2:] == [True, True]
+
+
 class Failing:
     """A jitted step whose next calls fail as they run: out of memory, say."""
 
