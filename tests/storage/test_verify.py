@@ -141,6 +141,44 @@ def test_one_checksum_of_several_chunks(tmp_path):
     assert (verdict.state, verdict.chunks) == ("whole", 1), verdict
 
 
+@pytest.mark.parametrize("asked", [None, np.float64])
+def test_numbers_of_another_byte_order(tmp_path, asked):
+    """As HDF5 and FITS files hand them out; TensorStore stores the values as this machine's."""
+    state = {"x": np.arange(6, dtype=">f4"), "y": np.arange(2**21, dtype=">i4").reshape(2, -1).T}
+    args = jax.tree.map(lambda _: ocp.SaveArgs(dtype=asked and np.dtype(asked)), state)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave(state, save_args=args))
+        restored = manager.restore(0, args=gockpt.GoCkptRestore(state, cast=True, verify=True))
+    for name, values in state.items():
+        np.testing.assert_array_equal(restored[name], values)
+
+
+def test_leaves_that_stock_does_not_write_as_arrays(tmp_path):
+    """NumPy's texts, which are scalars, and what a handler of the user's keeps."""
+
+    class Seed(int):
+        pass
+
+    class SeedHandler(ocp.type_handlers.StringHandler):
+        def typestr(self):
+            return "seed"
+
+        async def serialize(self, values, infos, args=None):
+            return await super().serialize([str(x) for x in values], infos, args)
+
+    registry = ocp.type_handlers.create_type_handler_registry(
+        *((ty, ocp.type_handlers.get_type_handler(ty)) for ty in (jax.Array, str)),
+        (Seed, SeedHandler()),
+    )
+    options = {"type_handler_registry": registry}
+    with gockpt.GoCkptManager(tmp_path, pytree_options=options) as manager:
+        manager.save(0, args=ocp.args.PyTreeSave({"w": jnp.ones(4), "x": np.str_("text")}))
+        assert manager.restore(0, args=gockpt.GoCkptRestore(verify=True))["x"] == "text"
+        manager.save(1, args=ocp.args.PyTreeSave({"w": jnp.ones(4), "x": Seed(3)}))
+    told = [(v.state, v.faults, v.notes) for v in verify(tmp_path / "1")]
+    assert told[1] == ("unchecked", (), ("`x` has no checksums: it is a `seed`",))
+
+
 def test_each_of_several_trees_has_its_own_checksums(tmp_path):
     """Orbax begins the items of a save side by side, on one thread."""
     trees = {"a": {"x": jnp.arange(4.0)}, "b": {"y": jnp.zeros((3, 2)), "number": 1}}
@@ -340,6 +378,11 @@ def double_chunk(content):
     content["leaves"]["w"]["chunks"][1] = content["leaves"]["w"]["chunks"][0]
 
 
+def repeat_often(content):
+    """So often that a byte that counts them would be back at one."""
+    content["leaves"]["w"]["chunks"] += [content["leaves"]["w"]["chunks"][0]] * 256
+
+
 def outside(content):
     content["leaves"]["w"]["chunks"][0][1] = [99, 160]
 
@@ -349,6 +392,7 @@ def outside(content):
     [
         (drop_chunk, "is missing"),
         (double_chunk, "`w`: the chunk at ("),
+        (repeat_often, "`w`: the chunk at (0, 0) of its shape (16, 160) is there twice"),
         (outside, "is not in its shape (16, 160)"),
         (lambda c: c["leaves"].pop("zeros"), "`zeros` has no checksums, so it was not written"),
         (lambda c: c["leaves"].update(new=c["leaves"]["w"]), "`new` was written but is not in"),

@@ -107,7 +107,8 @@ def _cover_fault(shape: Sequence[int], chunks: Sequence[Checksum], *, is_part: b
         for i, n in enumerate(shape)
     ]
     places = [{edge: j for j, edge in enumerate(axis)} for axis in edges]
-    count = np.zeros([len(axis) - 1 for axis in edges], np.uint8)
+    counts = np.min_scalar_type(len(chunks))  # however often one is there
+    count = np.zeros([len(axis) - 1 for axis in edges], counts)
     for chunk in chunks:
         count[
             tuple(
