@@ -111,6 +111,8 @@ def test_a_whole_checkpoint_is_whole(saved, layout):
     assert verdicts[1] == verify_item(root / "3/state", limit_bytes=1, threads=1)
     assert [v.path for v in verify(root / "3")] == [v.path for v in verdicts]
     assert [*verify(root / "3/state")] == verdicts[1:]
+    for name, (_, digest) in checksum_files.read_item(root / "3/state").files.items():
+        assert (digest is None) == item_files.holds_chunks(name)  # which are not read twice
 
 
 @pytest.mark.parametrize("save_dtype", [None, "bfloat16"])
@@ -345,7 +347,8 @@ def test_the_metadata_of_the_step(item, layout, text, fault):
         file.unlink()
     else:
         file.write_text(text)
-    assert [f for f in faults_of(item.parents[1]) if fault in f]
+    (told,) = (f for f in faults_of(item.parents[1]) if file.name in f)
+    assert fault in told
 
 
 @pytest.mark.parametrize("layout", ["ocdbt"])
@@ -392,6 +395,8 @@ def outside(content):
     [
         (drop_chunk, "is missing"),
         (double_chunk, "`w`: the chunk at ("),
+        (lambda c: c["leaves"]["w"]["chunks"][0].__setitem__(0, [0]), "is not in its shape (16,"),
+        (lambda c: c["leaves"]["w"]["chunks"][0].__setitem__(1, [8]), "is not in its shape (16,"),
         (repeat_often, "`w`: the chunk at (0, 0) of its shape (16, 160) is there twice"),
         (outside, "is not in its shape (16, 160)"),
         (lambda c: c["leaves"].pop("zeros"), "`zeros` has no checksums, so it was not written"),
@@ -459,6 +464,9 @@ def test_a_part_of_which_other_processes_have_the_rest(item, layout, monkeypatch
 
     assert len(sealed_after(leave_out)) == 2
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert sealed_after(lambda content: None) == []
+    checksum_files.seal_item(item, {0})
+    assert len(faults_of(item)) == 2  # the others share its storage: nothing may be missing
     assert sealed_after(lambda content: None) == []
     assert verify_item(item, share=(1, 2)) == verify_item(item)  # nobody else reads it
     (fault,) = sealed_after(repeat)
