@@ -18,7 +18,7 @@ from gockpt_jax import GoCkptRestore
 from gockpt_jax.storage.files import grid, pieces, plain_reads
 from gockpt_jax.storage.files.aligned import aligned_empty
 from gockpt_jax.storage.files.database import Extent
-from gockpt_jax.storage.files.plain_array import PlainArray
+from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.storage.files.plain_reads import PlainReads
 from gockpt_jax.storage.restoring import array_reader
 from gockpt_jax.storage.restoring.restore import restore
@@ -336,3 +336,16 @@ def test_a_users_handler_of_arrays_reads_in_its_own_way(tmp_path):
     options = {"type_handler_registry": registry}
     assert_same_arrays(restore(tmp_path / "x", GoCkptRestore(target), options), tree)
     assert asked == ["x"]
+
+
+@pytest.mark.parametrize("content", [bytes(12), None], ids=["shorter", "missing"])
+def test_a_chunk_that_is_not_as_long_as_a_chunk(tmp_path, content):
+    """TensorStore says so, where its neighbour's bytes would be read."""
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/"}}
+    store = ts.KvStore.open({**base, "config": {"max_inline_value_bytes": 0}}).result()
+    array = {"shape": [8], "chunks": [4], "compressor": None, "dtype": "<f4"}
+    spec = {"driver": "zarr", "kvstore": {**base, "path": "w/"}, "metadata": array}
+    ts.open(spec, create=True).result().write(np.arange(1, 9, dtype=np.float32)).result()
+    assert PlainArrays(str(tmp_path), use_ocdbt=True).find("w") is not None
+    store.write("w/1", content).result()
+    assert PlainArrays(str(tmp_path), use_ocdbt=True).find("w") is None

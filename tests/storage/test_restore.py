@@ -300,8 +300,11 @@ def test_one_replica_reads(reader, monkeypatch):
 
 
 def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
-    """Stock sends sums, in which small integers become wider."""
-    dtypes = ("bool", "int8", "uint8", "int16", "int4", "int32", "uint32", "bfloat16", "float32")
+    """Stock sends sums with zeros: small integers become wider, and scales (MX) have no zero."""
+    dtypes = (
+        "bool", "int8", "uint8", "int16", "int4", "int32", "uint32", "bfloat16", "float32",
+        "float8_e8m0fnu", "float8_e4m3fn",
+    )  # fmt: skip
     state = {dtype: put(jnp.arange(8).astype(dtype), "data") for dtype in dtypes}
     state["on one device"] = jnp.arange(8.0)
     with GoCkptManager(tmp_path) as manager:
