@@ -341,11 +341,14 @@ def test_a_users_handler_of_arrays_reads_in_its_own_way(tmp_path):
 @pytest.mark.parametrize("content", [bytes(12), None], ids=["shorter", "missing"])
 def test_a_chunk_that_is_not_as_long_as_a_chunk(tmp_path, content):
     """TensorStore says so, where its neighbour's bytes would be read."""
-    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{tmp_path}/"}}
-    store = ts.KvStore.open({**base, "config": {"max_inline_value_bytes": 0}}).result()
+    database = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{tmp_path}/"},
+        "config": {"max_inline_value_bytes": 0},
+    }
     array = {"shape": [8], "chunks": [4], "compressor": None, "dtype": "<f4"}
-    spec = {"driver": "zarr", "kvstore": {**base, "path": "w/"}, "metadata": array}
+    spec = {"driver": "zarr", "kvstore": {**database, "path": "w/"}, "metadata": array}
     ts.open(spec, create=True).result().write(np.arange(1, 9, dtype=np.float32)).result()
     assert PlainArrays(str(tmp_path), use_ocdbt=True).find("w") is not None
-    store.write("w/1", content).result()
+    ts.KvStore.open(database).result().write("w/1", content).result()
     assert PlainArrays(str(tmp_path), use_ocdbt=True).find("w") is None
