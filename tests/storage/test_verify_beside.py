@@ -140,6 +140,19 @@ def test_another_items_content(root: Path) -> None:
         manager.restore(7, args=ocp.args.Composite(cursor=ocp.args.JsonRestore()), verify=True)
 
 
+def test_a_step_of_which_nothing_is_known_is_not_restored_as_verified(root: Path) -> None:
+    """Neither its metadata nor its tree is there, which know what was written."""
+    (root / "7/_CHECKPOINT_METADATA").unlink()
+    shutil.rmtree(root / "7/state")
+    (root / "7/cursor/metadata").write_text("{}")
+    args = ocp.args.Composite(cursor=ocp.args.JsonRestore())
+    with (
+        gockpt.GoCkptManager(root) as manager,
+        pytest.raises(gockpt.VerifyError, match="7 is damaged:\n  it holds no tree of arrays"),
+    ):
+        manager.restore(7, args=args, verify=True)
+
+
 def test_another_items_files(root: Path) -> None:
     (root / "7/cursor/metadata").unlink()
     (root / "7/cursor/other").write_text("{}")
