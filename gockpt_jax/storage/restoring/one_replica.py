@@ -58,7 +58,7 @@ def _can_be_sent(dtype: Any) -> bool:
         return False
     if jnp.issubdtype(dtype, jnp.inexact):
         return bool(np.zeros((), dtype) == 0)  # `float8_e8m0fnu` has powers of two alone
-    return np.dtype(dtype).itemsize >= 4
+    return bool(np.dtype(dtype).itemsize >= 4)
 
 
 def one_replica_reads(others: Any = None) -> RegistryView:
