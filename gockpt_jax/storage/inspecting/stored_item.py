@@ -153,7 +153,7 @@ class StoredItem:
         return {
             "driver": "ocdbt",
             "base": bucket.store_of(f"{folder}/"),
-            "path": f"{name}/",
+            "path": name if name.endswith("/") else f"{name}/",
             "cache_pool": "cache_pool#ocdbt",
         }
 
