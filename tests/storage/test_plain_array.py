@@ -16,7 +16,7 @@ from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
 from gockpt_jax.storage.files import grid, pieces, plain_reads
-from gockpt_jax.storage.files.aligned import aligned_empty
+from gockpt_jax.storage.files.aligned import BLOCK_BYTES, aligned_empty
 from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.storage.files.plain_reads import PlainReads
@@ -117,6 +117,29 @@ def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
     assert found.tobytes() == values.tobytes()
     assert [np.shares_memory(out, found) for out in reads] == [True, False]
     assert [out.nbytes for out in reads] == [5 * 4096, 4096]
+
+
+@pytest.mark.parametrize("offset", [0, 300, 4096])
+@pytest.mark.parametrize("at", [0, 512])
+def test_a_value_anywhere_in_a_file_to_memory_anywhere(tmp_path, monkeypatch, offset, at):
+    """As small leaves lie in a database; disks read whole blocks, to where these may begin."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
+    values, preadv = np.arange(5000, dtype=np.float32), os.preadv
+    (tmp_path / "file").write_bytes(bytes(offset) + values.tobytes() + b"of another")
+    extent = Extent(str(tmp_path / "file"), offset, values.nbytes)
+    array = PlainArray(values.shape, values.shape, values.dtype, lambda key: extent)
+    out = aligned_empty(values.nbytes + at)[at:].view(np.float32)
+
+    def read_blocks(fd, buffers, start):
+        address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        assert not any(n % BLOCK_BYTES for n in (start, address, len(buffers[0])))
+        return preadv(fd, buffers, start)
+
+    monkeypatch.setattr(plain_reads.os, "preadv", read_blocks)
+    with contextlib.closing(PlainReads(past_cache=True)) as reads:
+        for future in reads.start([(array, [(grid.whole(values.shape), out)])]):
+            future.result()
+    np.testing.assert_array_equal(out, values)
 
 
 @pytest.mark.parametrize("past_cache", [True, False])
