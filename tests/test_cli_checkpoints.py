@@ -150,6 +150,17 @@ def test_leaves_of_other_types_are_told_and_not_read(tmp_path):
     assert found == [("x", "type", "float32[3]", "string"), ("y", "type", "string", "float32[3]")]
 
 
+def test_texts_below_names_with_slashes(tmp_path):
+    """Orbax keeps a text under its leaf's name as a JSON pointer."""
+    trees = [{"a/b": "text", "a/0": "same", "c~1d": text, "x/y": text} for text in ("1", "2")]
+    items = [saved(tmp_path / text, trees[n]) / "0/state" for n, text in enumerate("12")]
+    assert [(x.name, x.kind, x.a, x.b) for x in diff_items(*items)] == [
+        (name, "values", "'1'", "'2'") for name in ("c~1d", "x/y")
+    ]
+    told = json.loads(run("inspect", tmp_path / "1", "--json").output)
+    assert '"value": "text"' in json.dumps(told)
+
+
 def test_bits_that_compare_equal_are_differences_of_no_ulps(tmp_path, base):
     tree = state() | {"b": jnp.asarray([1.0, 0.0, jnp.nan], jnp.bfloat16)}
     (found,) = diff_items(base / "0/state", saved(tmp_path, tree) / "0/state")

@@ -33,8 +33,8 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
       arrays: Of any shapes, dtypes and placements; typed keys become their uint32 key data.
 
     Returns:
-      New arrays of the same placements, in the same order. One program copies all arrays that live
-      on the same devices.
+      New arrays of the same placements, in the same order. One program copies all arrays whose
+      meshes have the same devices in the same order.
     """
     staged: list[Any] = [None] * len(arrays)
     for i, array in enumerate(arrays):
@@ -60,7 +60,8 @@ def _by_devices(arrays: Sequence[Any], staged: Sequence[Any]) -> Iterable[list[i
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, array in enumerate(arrays):
         if staged[i] is None:
-            groups[frozenset(array.sharding.device_set)].append(i)
+            # One order of them for each program.
+            groups[tuple(array.sharding.devices_indices_map(array.shape))].append(i)
     return groups.values()
 
 

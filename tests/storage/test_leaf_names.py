@@ -19,6 +19,7 @@ AWKWARD = {
     "empty": [""],
     "backslash": ["a\\b", "a"],
     "twice": ["a//b", "a/b"],
+    "at the end": ["a/", "b//"],
     "long": ["x" * 300],
     "taken": ["_METADATA", "_sharding", "manifest.ocdbt"],
     "chunk": ["a", "a/0", "a/.zarray"],

@@ -16,9 +16,9 @@ from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
 from gockpt_jax.storage.files import grid, pieces, plain_reads
-from gockpt_jax.storage.files.aligned import aligned_empty
+from gockpt_jax.storage.files.aligned import BLOCK_BYTES, aligned_empty
 from gockpt_jax.storage.files.database import Extent
-from gockpt_jax.storage.files.plain_array import PlainArray
+from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.storage.files.plain_reads import PlainReads
 from gockpt_jax.storage.restoring import array_reader
 from gockpt_jax.storage.restoring.restore import restore
@@ -117,6 +117,29 @@ def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
     assert found.tobytes() == values.tobytes()
     assert [np.shares_memory(out, found) for out in reads] == [True, False]
     assert [out.nbytes for out in reads] == [5 * 4096, 4096]
+
+
+@pytest.mark.parametrize("offset", [0, 300, 4096])
+@pytest.mark.parametrize("at", [0, 512])
+def test_a_value_anywhere_in_a_file_to_memory_anywhere(tmp_path, monkeypatch, offset, at):
+    """As small leaves lie in a database; disks read whole blocks, to where these may begin."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
+    values, preadv = np.arange(5000, dtype=np.float32), os.preadv
+    (tmp_path / "file").write_bytes(bytes(offset) + values.tobytes() + b"of another")
+    extent = Extent(str(tmp_path / "file"), offset, values.nbytes)
+    array = PlainArray(values.shape, values.shape, values.dtype, lambda key: extent)
+    out = aligned_empty(values.nbytes + at)[at:].view(np.float32)
+
+    def read_blocks(fd, buffers, start):
+        address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        assert not any(n % BLOCK_BYTES for n in (start, address, len(buffers[0])))
+        return preadv(fd, buffers, start)
+
+    monkeypatch.setattr(plain_reads.os, "preadv", read_blocks)
+    with contextlib.closing(PlainReads(past_cache=True)) as reads:
+        for future in reads.start([(array, [(grid.whole(values.shape), out)])]):
+            future.result()
+    np.testing.assert_array_equal(out, values)
 
 
 @pytest.mark.parametrize("past_cache", [True, False])
@@ -336,3 +359,19 @@ def test_a_users_handler_of_arrays_reads_in_its_own_way(tmp_path):
     options = {"type_handler_registry": registry}
     assert_same_arrays(restore(tmp_path / "x", GoCkptRestore(target), options), tree)
     assert asked == ["x"]
+
+
+@pytest.mark.parametrize("content", [bytes(12), None], ids=["shorter", "missing"])
+def test_a_chunk_that_is_not_as_long_as_a_chunk(tmp_path, content):
+    """TensorStore says so, where its neighbour's bytes would be read."""
+    database = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{tmp_path}/"},
+        "config": {"max_inline_value_bytes": 0},
+    }
+    array = {"shape": [8], "chunks": [4], "compressor": None, "dtype": "<f4"}
+    spec = {"driver": "zarr", "kvstore": {**database, "path": "w/"}, "metadata": array}
+    ts.open(spec, create=True).result().write(np.arange(1, 9, dtype=np.float32)).result()
+    assert PlainArrays(str(tmp_path), use_ocdbt=True).find("w") is not None
+    ts.KvStore.open(database).result().write("w/1", content).result()
+    assert PlainArrays(str(tmp_path), use_ocdbt=True).find("w") is None

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 import xxhash
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -300,8 +301,11 @@ def test_one_replica_reads(reader, monkeypatch):
 
 
 def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
-    """Stock sends sums, in which small integers become wider."""
-    dtypes = ("bool", "int8", "uint8", "int16", "int4", "int32", "uint32", "bfloat16", "float32")
+    """Stock sends sums with zeros: small integers become wider, and scales (MX) have no zero."""
+    dtypes = (
+        "bool", "int8", "uint8", "int16", "int4", "int32", "uint32", "bfloat16", "float32",
+        "float8_e4m3fn", *(["float8_e8m0fnu"] if hasattr(ts, "float8_e8m0fnu") else []),
+    )  # fmt: skip
     state = {dtype: put(jnp.arange(8).astype(dtype), "data") for dtype in dtypes}
     state["on one device"] = jnp.arange(8.0)
     with GoCkptManager(tmp_path) as manager:
@@ -434,6 +438,39 @@ def test_shapes_are_not_those_of_a_part(copy, monkeypatch):
         patch.setattr(jax, "process_count", lambda: 2)
         checksum_files.seal_item(item, None)
     assert_same_arrays(restoring.restore(item, GoCkptRestore(abstract(state)), {}), state)
+
+
+NUMBERS = {"rate": 0.5, "scale": jnp.bfloat16(0.5), "step": jnp.int32(7), "done": True, "n": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "told"),
+    [
+        ("rate", 0, "rate: float64[] in the checkpoint, int in the target"),
+        ("rate", np.int32(0), "rate: float64[] in the checkpoint, int32[] in the target"),
+        ("scale", 0, "scale: bfloat16[] in the checkpoint, int in the target"),
+        ("step", False, "step: int32[] in the checkpoint, bool in the target"),
+        ("n", False, "n: int64[] in the checkpoint, bool in the target"),
+        ("rate", np.float32(0), None),
+        ("step", 0, None),
+        ("step", 0.0, None),
+        ("done", 0, None),
+        ("n", np.float32(0), None),
+    ],
+)
+def test_a_number_that_cannot_be_what_the_target_has(tmp_path, name, wanted, told):
+    """A rate of 0.5 came back as 0."""
+    target = NUMBERS | {name: wanted}
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(NUMBERS))
+        if told is None:
+            assert manager.restore(0, args=GoCkptRestore(target))[name] == NUMBERS[name]
+            return
+        with pytest.raises(gockpt.TargetError) as raised:
+            manager.restore(0, args=GoCkptRestore(target))
+        assert f"1 leaf of another dtype:\n  {told}\n" in str(raised.value)
+        restored = manager.restore(0, args=GoCkptRestore(target, cast=True))
+        assert restored[name] == type(wanted)(NUMBERS[name])
 
 
 @pytest.mark.parametrize("how", ["StandardRestore", "PyTreeRestore"])

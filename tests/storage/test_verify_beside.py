@@ -140,6 +140,19 @@ def test_another_items_content(root: Path) -> None:
         manager.restore(7, args=ocp.args.Composite(cursor=ocp.args.JsonRestore()), verify=True)
 
 
+def test_a_step_of_which_nothing_is_known_is_not_restored_as_verified(root: Path) -> None:
+    """Neither its metadata nor its tree is there, which know what was written."""
+    (root / "7/_CHECKPOINT_METADATA").unlink()
+    shutil.rmtree(root / "7/state")
+    (root / "7/cursor/metadata").write_text("{}")
+    args = ocp.args.Composite(cursor=ocp.args.JsonRestore())
+    with (
+        gockpt.GoCkptManager(root) as manager,
+        pytest.raises(gockpt.VerifyError, match="7 is damaged:\n  it holds no tree of arrays"),
+    ):
+        manager.restore(7, args=args, verify=True)
+
+
 def test_another_items_files(root: Path) -> None:
     (root / "7/cursor/metadata").unlink()
     (root / "7/cursor/other").write_text("{}")
@@ -207,7 +220,9 @@ def test_an_item_of_orbaxs_that_is_not_final_before_its_end(tmp_path: Path) -> N
 def test_a_tree_that_is_no_part_of_a_step(saved: Path, tmp_path: Path) -> None:
     """Though it lies in the directory of one."""
     step = Path(shutil.copytree(saved / "7", tmp_path / "7"))
-    with ocp.Checkpointer(gockpt.GoCkptHandler()) as checkpointer:
-        checkpointer.save(step / "copy", args=gockpt.GoCkptSave({"w": jnp.zeros(2)}))
     (step / "cursor/metadata").write_text("{}")
-    assert found(step / "copy") == (0, [])
+    with ocp.Checkpointer(gockpt.GoCkptHandler()) as checkpointer:
+        checkpointer.save(step / "tree", args=gockpt.GoCkptSave({"w": jnp.zeros(2)}))
+    assert found(step / "tree") == (0, [])
+    # Nor does it know the items of the step: one of them was damaged before it came.
+    assert any("`cursor/metadata` has 2 bytes" in line for line in found(step)[1])

@@ -102,6 +102,16 @@ def test_chunks_arrive_under_the_users_mesh_and_guard(parts, donatable):
     assert_arrived(pairs, pulled.result())
 
 
+def test_packed_numbers_on_the_same_devices_in_another_order():
+    """They are staged as wholes, by a program for each order."""
+    turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
+    values = RNG.integers(-8, 8, (8, 6)).astype(jnp.int4)
+    arrays = [put(values, P("a"), mesh) for mesh in (MESH, turned, MESH)]
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
 @pytest.mark.parametrize("spec", [P("a"), P()])
 def test_every_nan_stays_the_nan_it_is(spec, monkeypatch):
     """The CPU backend joins and slices narrow numbers in wider ones, which makes one NaN of all."""

@@ -74,7 +74,7 @@ def what_lies_beside(item: epath.Path) -> Beside:
         handlers = metadata.get("item_handlers")
     if not isinstance(handlers, Mapping) or _final_name(item, handlers) not in handlers:
         return Beside({}, {})
-    folders = {_final_name(path, handlers): path for path in step.iterdir() if path.is_dir()}
+    folders = {_final_name(path, handlers): path for path in step.iterdir()}
     items = {}
     for name, handler in handlers.items():
         package, *_, kind = str(handler).split(".")

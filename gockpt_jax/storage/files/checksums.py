@@ -8,7 +8,7 @@ See docs/decisions/0016.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -84,15 +84,22 @@ class Checksums:
         leaf = self._leaves.setdefault(name, {"dtype": dtype.name, "chunks": []})
         leaf["chunks"].append([[s.start for s in box], [s.stop for s in box], made])
 
-    def add_values(self, tree: Any, save_args: Any = None) -> None:
-        """Records the leaves of a tree that stock writes itself, on the first process."""
+    def add_values(self, tree: Any, save_args: Any, is_array: Callable[[Any], bool]) -> None:
+        """Records the leaves of a tree that stock writes itself, on the first process.
+
+        Args:
+          tree: Of the save.
+          save_args: The user's for it, or `None`.
+          is_array: Whether stock writes a leaf as an array.
+        """
         names = ocp.tree.get_param_names(tree, include_empty_nodes=False)
         if save_args is None:
             save_args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
 
         def add(name: str, leaf: Any, args: Any) -> None:
-            if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+            if is_array(leaf):
                 data, asked = np.asarray(leaf), getattr(args, "dtype", None)
+                data = data.astype(data.dtype.newbyteorder("="), copy=False)
                 dtype = data.dtype if asked is None else np.dtype(asked)
                 self.record(name, whole(data.shape), dtype, _stored_digest(data, dtype))
 

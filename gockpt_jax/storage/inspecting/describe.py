@@ -68,7 +68,7 @@ def _leaf(item: StoredItem, placements: Mapping[str, str], stored: StoredLeaf) -
             "placement": placements.get(stored.name),
         }
     elif stored.has_data and stored.value_type == "string":
-        told["value"] = item.strings.get(stored.name)
+        told["value"] = item.text(stored.name)
     return told
 
 

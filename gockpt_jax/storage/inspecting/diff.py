@@ -111,7 +111,7 @@ def _diff_leaf(name: str, a: StoredItem, b: StoredItem, limit_bytes: int) -> Lea
         same = (left.value_type, left.has_data) == (right.value_type, right.has_data)
         if not same:
             return LeafDifference(name, "type", _told(a, name), _told(b, name))
-        texts = (a.strings.get(name), b.strings.get(name))
+        texts = (a.text(name), b.text(name))
         if texts[0] == texts[1]:
             return None
         return LeafDifference(name, "values", repr(texts[0]), repr(texts[1]), 1, 1)

@@ -22,7 +22,7 @@ from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.transfer.budget import ByteBudget
 
 METADATA_FILE = "_METADATA"
-_ARRAY_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar"})
+ARRAY_TYPES = frozenset({"jax.Array", "np.ndarray", "scalar"})
 _STRINGS_FILE = "_strings.json"
 
 READ_LIMIT_BYTES = 256 * 2**20
@@ -58,7 +58,7 @@ class StoredLeaf:
     @property
     def is_array(self) -> bool:
         """Whether its value is an array on disk."""
-        return self.has_data and self.value_type in _ARRAY_TYPES
+        return self.has_data and self.value_type in ARRAY_TYPES
 
 
 class StoredItem:
@@ -109,11 +109,18 @@ class StoredItem:
         """The leaves whose values are arrays."""
         return {name: leaf for name, leaf in self.leaves.items() if leaf.is_array}
 
+    def text(self, name: str) -> str | None:
+        """The value of a leaf that is a string: Orbax takes its name for a JSON pointer."""
+        found: Any = self._strings
+        for key in name.split("/"):
+            key = key.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found if isinstance(found, str) else None
+
     @functools.cached_property
-    def strings(self) -> Mapping[str, str]:
-        """The values of leaves that are strings, by parameter name."""
+    def _strings(self) -> Any:
         file = self.path / _STRINGS_FILE
-        return dict(json.loads(file.read_text())) if file.exists() else {}
+        return json.loads(file.read_text()) if file.exists() else {}
 
     def open(self, name: str) -> ts.TensorStore:
         """Opens a leaf; a chunk that is missing is an error, not a chunk of zeros.
@@ -146,7 +153,7 @@ class StoredItem:
         return {
             "driver": "ocdbt",
             "base": bucket.store_of(f"{folder}/"),
-            "path": f"{name}/",
+            "path": name if name.endswith("/") else f"{name}/",
             "cache_pool": "cache_pool#ocdbt",
         }
 

@@ -167,8 +167,8 @@ def verify_item(
     faults += found
     mine = jobs if sealed.is_part else jobs[share[0] :: share[1]]
     faults += _read(mine, limit_bytes, threads)
-    chunks, nbytes = sum(len(job.chunks) for job in mine), sum(job.nbytes for job in mine)
-    return Verdict(str(path), tuple(faults), tuple(notes), chunks, nbytes)
+    nbytes = sum(job.nbytes for job in mine)
+    return Verdict(str(path), tuple(faults), tuple(notes), len(mine), nbytes)
 
 
 def _plan(

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorstore as ts
 
 from gockpt_jax.errors import brief
-from gockpt_jax.storage.files import checksums, grid
+from gockpt_jax.storage.files import checksums
 from gockpt_jax.storage.files.aligned import PIECE_BYTES
 from gockpt_jax.storage.files.checksum_files import Checksum, LeafChecksums
 from gockpt_jax.storage.files.plain_array import PlainArray
 from gockpt_jax.storage.files.plain_reads import PlainReads
-from gockpt_jax.storage.inspecting.stored_item import StoredItem, chunk_shape, nbytes_of
+from gockpt_jax.storage.inspecting.stored_item import StoredItem, nbytes_of
 
 
 class Read(NamedTuple):
-    """One read: a box of a leaf, the chunks in it, and where it lies, if it is a chunk as it is."""
+    """One read: a chunk of a leaf, and where it lies, if it is stored as it is."""
 
     name: str
     store: ts.TensorStore
-    box: grid.Box
-    chunks: list[Checksum]
+    chunk: Checksum
     plain: PlainArray | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
-        return nbytes_of(self.store, self.box)
+        return nbytes_of(self.store, self.chunk.box)
 
     @property
     def held_bytes(self) -> int:
@@ -53,7 +52,7 @@ def reads_of(
     *,
     is_part: bool,
 ) -> tuple[list[str], list[Read]]:
-    """Checks what a leaf is, and plans its reads: each zarr chunk is read once.
+    """Checks what a leaf is, and plans its reads, one for each of its checksums.
 
     Args:
       item: In which it is.
@@ -68,35 +67,23 @@ def reads_of(
     stored = store.dtype.numpy_dtype.name
     if stored != leaf.dtype:
         faults.append(f"`{name}`: expected {leaf.dtype}, found {stored}")
-    shape, zarr_chunk = tuple(store.shape), chunk_shape(store)
+    shape = tuple(store.shape)
     uncovered = _cover_fault(shape, leaf.chunks, is_part=is_part)
     if uncovered:
         return [*faults, f"`{name}`: {uncovered}"], []
     plain = item.plain(name)
-    groups: dict[Any, list[Checksum]] = {}
-    for chunk in leaf.chunks:
-        cell = _cell_of(zarr_chunk, chunk, shape)
-        groups.setdefault(cell or (chunk.start, chunk.stop), []).append(chunk)
-    jobs = []
-    for key, of_group in groups.items():
-        box = tuple(map(slice, *key))
-        is_chunk = plain is not None and len(of_group) == 1 and plain.is_chunk(box)
-        jobs.append(Read(name, store, box, of_group, plain if is_chunk else None))
-    return faults, jobs
 
+    def read(chunk: Checksum) -> Read:
+        as_it_is = plain is not None and plain.is_chunk(chunk.box)
+        return Read(name, store, chunk, plain if as_it_is else None)
 
-def _cell_of(zarr_chunk: Sequence[int], chunk: Checksum, shape: Sequence[int]) -> Any:
-    """The zarr chunk that a chunk lies in; `None` if it lies in several."""
-    start = tuple(a // n * n for a, n in zip(chunk.start, zarr_chunk, strict=True))
-    stop = tuple(min(a + n, s) for a, n, s in zip(start, zarr_chunk, shape, strict=True))
-    inside = all(b <= end for b, end in zip(chunk.stop, stop, strict=True))
-    return (start, stop) if inside else None
+    return faults, [*map(read, leaf.chunks)]
 
 
 def _cover_fault(shape: Sequence[int], chunks: Sequence[Checksum], *, is_part: bool) -> str | None:
     """Says whether chunks cover an array (or a part) once; counts in a grid of all their edges."""
     for chunk in chunks:
-        if len(chunk.start) != len(shape) or any(
+        if {len(chunk.start), len(chunk.stop)} != {len(shape)} or any(
             not 0 <= a <= b <= n for a, b, n in zip(chunk.start, chunk.stop, shape, strict=True)
         ):
             return f"the box {chunk.start} to {chunk.stop} is not in its shape {tuple(shape)}"
@@ -107,7 +94,8 @@ def _cover_fault(shape: Sequence[int], chunks: Sequence[Checksum], *, is_part: b
         for i, n in enumerate(shape)
     ]
     places = [{edge: j for j, edge in enumerate(axis)} for axis in edges]
-    count = np.zeros([len(axis) - 1 for axis in edges], np.uint8)
+    counts = np.min_scalar_type(len(chunks))  # however often one is there
+    count = np.zeros([len(axis) - 1 for axis in edges], counts)
     for chunk in chunks:
         count[
             tuple(
@@ -124,27 +112,19 @@ def _cover_fault(shape: Sequence[int], chunks: Sequence[Checksum], *, is_part: b
 
 
 def check(reads: PlainReads, job: Read) -> list[str]:
-    """Reads a box and digests the chunks in it."""
+    """Reads a chunk and digests it."""
+    start, stop = list(job.chunk.start), list(job.chunk.stop)
+    where = f"`{job.name}`, {start} to {stop}, written by process {job.chunk.process},"
     try:
-        digests = _digests(reads, job)
+        made = _digest(reads, job)
     except Exception as error:
-        where = _where(job.box, job.chunks[0])
-        return [f"`{job.name}`, {where}, cannot be read: {brief(error)}"]
-    return [
-        f"`{job.name}`, {_where(chunk.box, chunk)}, is damaged: its values have changed"
-        for chunk, digest in zip(job.chunks, digests, strict=True)
-        if chunk.digest != digest
-    ]
+        return [f"{where} cannot be read: {brief(error)}"]
+    if made == job.chunk.digest:
+        return []
+    return [f"{where} is damaged: its values have changed"]
 
 
-def _digests(reads: PlainReads, job: Read) -> list[str]:
+def _digest(reads: PlainReads, job: Read) -> str:
     if job.plain is not None:
-        return [checksums.digest_of(reads.stream(job.plain, job.box))]
-    values = np.asarray(job.store[job.box].read().result())
-    boxes = [grid.within(chunk.box, job.box) for chunk in job.chunks]
-    return [checksums.digest(values[box]) for box in boxes]
-
-
-def _where(box: grid.Box, chunk: Checksum) -> str:
-    start, stop = [s.start for s in box], [s.stop for s in box]
-    return f"{start} to {stop}, written by process {chunk.process}"
+        return checksums.digest_of(reads.stream(job.plain, job.chunk.box))
+    return checksums.digest(np.asarray(job.store[job.chunk.box].read().result()))

@@ -50,13 +50,15 @@ def without_others(args: Any) -> Any:
 
 
 def _can_be_sent(dtype: Any) -> bool:
-    """Not typed PRNG keys, nor what a sum makes wider: `bool`, `int8`.
+    """Not typed PRNG keys, nor what a sum makes wider (`bool`, `int8`) or that has no zero.
 
     Stock sends by summing over the replicas, of which all but one have zeros.
     """
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
-    return jnp.issubdtype(dtype, jnp.inexact) or np.dtype(dtype).itemsize >= 4
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return bool(np.zeros((), dtype) == 0)  # `float8_e8m0fnu` has powers of two alone
+    return bool(np.dtype(dtype).itemsize >= 4)
 
 
 def one_replica_reads(others: Any = None) -> RegistryView:

@@ -175,7 +175,8 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
         first device, where one process runs on CPUs; an error elsewhere.
       partial_restore: Whether to leave out what the target does not name, such as all but the
         parameters.
-      cast: Whether a stored dtype other than the target's is converted (or an error). Stock's
+      cast: Whether a stored dtype other than the target's is converted (or an error; Python's
+        numbers take what loses nothing by its kind, such as an integer as a float). Stock's
         arguments always convert.
       single_replica: Whether one replica reads and sends to the others what is replicated over the
         first axis of the mesh, as with `ocp.type_handlers.SingleReplicaArrayRestoreArgs`. It is

@@ -95,15 +95,25 @@ def _other_arrays(
     for name in sorted(wanted.keys() & stored.keys()):
         want, have = _as_stored(wanted[name]), stored[name]
         line = f"{name}: {have} in the checkpoint, {_told(wanted[name])} in the target"
+        is_number = want is None or item.leaves[name].value_type == "scalar"
         if want is None:
-            if have.shape or not isinstance(wanted[name], int | float):
+            number = next((ty for ty in (bool, int, float) if isinstance(wanted[name], ty)), None)
+            if have.shape or number is None:
                 kinds.append(line)
-            continue
+                continue
+            want = Stored((), number.__name__)
         if strict and want.shape != have.shape:
             shapes.append(line)
-        elif not cast and want.dtype != have.dtype and item.leaves[name].value_type != "scalar":
+        elif not cast and (_loses(have, want) if is_number else want.dtype != have.dtype):
             dtypes.append(line)
     return {"of another kind": kinds, "of another shape": shapes, "of another dtype": dtypes}
+
+
+def _loses(have: Stored, want: Stored) -> bool:
+    """Whether a number is of a kind that has more of them, as floats have more than integers."""
+    kinds = (jnp.number, jnp.inexact, jnp.complexfloating)
+    had, got = (sum(jnp.issubdtype(x.dtype, kind) for kind in kinds) for x in (have, want))
+    return had > got
 
 
 def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:

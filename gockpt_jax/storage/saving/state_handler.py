@@ -16,6 +16,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
+from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, require_whole, restore
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
@@ -23,6 +24,7 @@ from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, sett
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save, host_array, leaves_to_save
 from gockpt_jax.storage.saving.written import Voting, Written
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
+from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.registry import look_up
 from gockpt_jax.storage.writing.tree_handler import TreeHandlers
 from gockpt_jax.storage.writing.write_budget import WriteStats, collecting
@@ -182,7 +184,8 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         try:
             tree = self._trees.of(taken.save.item)
             if ocp.multihost.is_primary_host(self._primary_host):
-                stats.checksums.add_values(taken.save.item, taken.save.save_args)
+                save = taken.save
+                stats.checksums.add_values(save.item, save.save_args, self._is_stocks_array)
             with collecting(stats):
                 futures = await tree.async_save(directory, args=taken.save)
         except BaseException as error:
@@ -190,6 +193,11 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
             error.add_note(f"gockpt_jax: while {directory} was handed to Orbax.")
             raise
         return Written(futures or (), taken.pending.record, stats, directory)
+
+    def _is_stocks_array(self, leaf: Any) -> bool:
+        """Whether a leaf that is none of ours will be an array on disk."""
+        is_ours = isinstance(leaf, HostArray)
+        return not is_ours and self._look_up(type(leaf)).typestr() in ARRAY_TYPES
 
     def _enter(self, directory: Any) -> None:
         """Items of one save lie in one directory, each once; whatever else comes is another save.
