@@ -154,9 +154,8 @@ def _apply(
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
     if name == "shard_map":
         _look_inside(op, (*path, position) if path is not None else None)
-    elif name == "scan" and _is_unrolled(op):
-        body, consts = _compat.open_jaxpr(op.params["jaxpr"])
-        op.results = tuple(_walk(body, consts, inputs, None, axes))
+    elif name == "scan":
+        op.results = _written_out(op, [var.aval for var in eqn.outvars], axes)
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
@@ -191,9 +190,45 @@ def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
     op.results = tuple(_walk(body, consts, op.entered, path, axes))
 
 
-def _is_unrolled(scan: Op) -> bool:
-    """Whether the compiler makes no loop of it: it has one turn, or so many are written out."""
-    return bool(scan.params["length"] <= max(1, scan.params["unroll"]))
+def _written_out(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> tuple[Value, ...]:
+    """What a loop returns, as its last turns make it, where the compiler sees these.
+
+    It makes no loop of one round. And the turns that `unroll` leaves over come behind the loop.
+
+    Args:
+      scan: The loop.
+      avals: Of what it returns.
+      axes: Of the mesh, over which a `shard_map` around it maps.
+
+    Returns:
+      Nothing, if all turns lie within a loop.
+    """
+    body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
+    fixed = scan.inputs[: scan.params["num_consts"]]
+    inputs: Sequence[Value] = scan.inputs[len(fixed) :]
+    num_carried, length = scan.params["num_carry"], scan.params["length"]
+    rounds, turns = divmod(length, max(1, scan.params["unroll"]))
+    carry, rows = inputs[:num_carried], inputs[num_carried:]
+    stacked: list[Sequence[Value]] = []
+    if rounds < 2:
+        turns = length
+    elif turns:  # behind a loop
+        loop = Op(scan.primitive, scan.inputs, scan.params)
+        made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
+        carry, stacked = made[:num_carried], [made[num_carried:]]
+    else:
+        return ()
+    for _ in range(turns):
+        given = [
+            _value(var.aval, Op(lax.slice_p, (row,), {}), 0, axes)
+            for var, row in zip(body.invars[len(fixed) + num_carried :], rows, strict=True)
+        ]
+        made = _walk(body, consts, [*fixed, *carry, *given], None, axes)
+        carry, stacked = made[:num_carried], [*stacked, made[num_carried:]]
+    parts = [tuple(turn[i] for turn in stacked) for i in range(len(avals) - num_carried)]
+    joined = (Op(lax.concatenate_p, each, {}) for each in parts)
+    added = (_value(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
+    return (*carry, *added)
 
 
 def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

@@ -115,7 +115,7 @@ class Op:
 
 def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
     """Whether an operation gives the same on all devices, for certain."""
-    if op.results and not axes:
+    if op.name == "shard_map" and not axes:
         inside = op.results[index]
         return bool(inside.shape or op.params.get("check_vma")) or inside.is_everywhere
     over = op.params.get("axis_name", op.params.get("axes", ()))

@@ -377,6 +377,22 @@ def scaled(turns, unroll, x, y):
     return lax.scan(lambda c, _: (c * 0.1, None), x, length=turns, unroll=unroll)[0]
 
 
+def handed_on(turns, x, y):
+    """From the second turn on, a product."""
+    del y
+
+    def swap(carry, _):
+        return (carry[1], carry[0] * 0.1), None
+
+    return lax.scan(swap, (x, jnp.sin(x)), length=turns, unroll=max(1, turns))[0][0]
+
+
+def rows_of(f, turns, unroll, x, y):
+    """What each turn adds."""
+    del y
+    return lax.scan(lambda c, _: f(c), jnp.sin(x), length=turns, unroll=unroll)[1]
+
+
 def in_place(x, y):
     """Written into an array of one row, which is then read by a number that is no constant."""
     if not hasattr(jax, "new_ref"):
@@ -475,8 +491,25 @@ def in_a_kernel(x, y):
             False, id="in a solver",
         ),
         *(
-            pytest.param(functools.partial(scaled, n, u), (n, u) == (2, 1), id=f"loop {n} {u}")
-            for n, u in ((1, 1), (2, 1), (2, 2))
+            pytest.param(functools.partial(scaled, n, u), is_loop, id=f"loop {n} {u}")
+            for n, u, is_loop in (
+                (1, 1, False), (2, 1, True), (2, 2, False), (3, 2, False), (4, 2, True),
+                (5, 2, False),
+            )
+        ),
+        *(
+            pytest.param(functools.partial(handed_on, n), n < 2, id=f"handed on {n}")
+            for n in range(4)
+        ),
+        *(
+            pytest.param(functools.partial(rows_of, f, *turns), expected, id=f"rows {name} {turns}")
+            for name, f, turns, expected in (
+                ("of sines", lambda c: (jnp.sin(c), jnp.cos(c)), (2, 2), True),
+                ("and a last product", lambda c: (c * 0.1, c), (2, 2), False),
+                ("and a first product", lambda c: (jnp.cos(c / 0.1), c / 0.1), (2, 2), False),
+                ("and a product left over", lambda c: (jnp.cos(c), c * 0.1), (5, 2), False),
+                ("in a loop", lambda c: (c * 0.1, c * 0.1), (4, 2), True),
+            )
         ),
         pytest.param(looping(lambda c: c[0] < 1), False, id="loop once"),
         pytest.param(

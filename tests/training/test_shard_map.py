@@ -324,8 +324,18 @@ def test_a_scalar_is_as_certain_as_where_it_came_out(is_summed, check_vma):
     assert early(program) == ({"['m']", "['v']", "['w']"} if is_summed else set())
 
 
+def as_it_is(kept):
+    return kept
+
+
+def through_an_array(kept):
+    """Which a loop of one turn makes."""
+    return lax.scan(lambda c, _: (~c, None), jnp.full(2, kept), length=1)[0][0]
+
+
+@pytest.mark.parametrize("way", [as_it_is, through_an_array])
 @pytest.mark.parametrize("is_summed", [False, True])
-def test_what_is_made_of_an_uncertain_scalar_is_uncertain(is_summed):
+def test_what_is_made_of_an_uncertain_scalar_is_uncertain(is_summed, way):
     """However certain the other is that goes into it."""
     mesh, state, x = placed(P(AXES))
 
@@ -337,7 +347,7 @@ def test_what_is_made_of_an_uncertain_scalar_is_uncertain(is_summed):
     )  # fmt: skip
 
     def step(state, x, limit):
-        g, kept = jnp.tanh(x), mapped(x) > limit
+        g, kept = jnp.tanh(x), way(mapped(x) > limit)
         return {k: jnp.where(kept, old, 0.9 * old + g) for k, old in state.items()}
 
     program = program_of(jax.jit(step), state, jax.device_put(x, state["m"].sharding), 1e9)
