@@ -145,6 +145,18 @@ def test_rates_of_the_usual_schedules_are_captured(schedule):
 # Leaves that depend on each other.
 
 
+def test_a_rate_that_the_host_is_asked_for_is_captured():
+    """Though it is made of nothing, it is no constant."""
+
+    def step(s, g):
+        rate = jax.pure_callback(lambda: np.float32(0.1), jax.ShapeDtypeStruct((), np.float32))
+        return {"m": 0.9 * s["m"] + rate * g, "w": s["w"] - rate * g}
+
+    found = analyse(step, state("m", "w"), gradient())
+    assert found.groups == [["m", "w"]]
+    assert [v.op.name for v in found.cut.values if v.op] == ["pure_callback"]
+
+
 def test_leaf_that_reads_a_failing_leaf_fails_with_it():
     """`b` reads `a`, `a` reads `p`, and `p` cannot leave: retaining `p` for `a` saves nothing."""
 
@@ -202,6 +214,22 @@ def test_a_state_that_is_told_its_place_leaves_early_as_without(where):
     found = analyse(step, state("m", "w"), gradient())
     assert found.groups == [["m", "w"]]
     assert [v.op.name for v in found.cut.values] == ["sharding_constraint"]
+
+
+def test_what_is_retained_of_a_late_leaf_may_be_told_its_place():
+    """Two averages of a parameter: its old value is retained, as it went in."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("a"))
+
+    def step(s, x):
+        w = lax.with_sharding_constraint(s["w"], place)
+        return {"a": 0.9 * s["a"] + 0.1 * w, "b": 0.5 * s["b"] + 0.5 * w, "w": w / (1 + x * x)}
+
+    found = analyse(step, state("a", "b", "w"), gradient())
+    assert found.groups == [["a", "b"]]
+    new, cut = found.run()
+    for j, leaf in found.replayed(cut):
+        np.testing.assert_array_equal(leaf, new[j])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -148,6 +148,15 @@ def test_constants_are_known_and_inputs_are_not():
     assert not graph.inputs[0].is_constant
 
 
+def test_what_is_made_of_constants_is_read_nowhere():
+    """The step goes on with what the compiler makes of it, and of the constants around it."""
+    graph = graph_of(lambda x: x * jnp.exp(-jnp.arange(4.0)), X)
+    decay = graph.outputs[0].op.inputs[1]
+    assert decay.op.name == "exp"
+    assert decay.site is None
+    assert decay.op.inputs[0].site is None
+
+
 def test_a_body_called_twice_gives_two_values():
     f = jax.jit(lambda x: jnp.sin(x) + 1.0)
     a, b = graph_of(lambda x, y: (f(x), f(y)), X, X).outputs

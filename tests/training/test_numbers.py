@@ -158,14 +158,16 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_what_has_other_sources_is_no_guess_of_a_value(name):
     def values(x, y):
-        return jnp.sort(x), y, PRODUCTS[name](x), jnp.sort(PRODUCTS[name](x))
+        product = PRODUCTS[name](x)
+        return jnp.sort(x), y, product, jnp.sort(product), PRODUCTS[name](y)
 
     graph = graph_of(values, X, Y)
-    (x, _), (of_x, y, product, of_product) = graph.inputs, graph.outputs
+    (x, _), (of_x, y, product, of_product, another) = graph.inputs, graph.outputs
     assert not may_be_one(of_x, y)  # it is of another argument
     assert not may_be_one(x, product)  # a gradient is no parameter
     assert not may_be_one(x, of_product)
     assert may_be_one(product, of_product)
+    assert not may_be_one(product, another)
 
 
 def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():

@@ -184,6 +184,44 @@ def test_all_devices_are_those_along_the_axes_that_it_maps_over(is_summed):
     assert [len(group.scalars) for group in program.cut.groups] == [1] * (is_summed and is_told)
 
 
+def test_what_goes_in_is_retained_as_it_goes_in():
+    """A gradient is; a constant that it closes over needs not be, though it goes in too."""
+    mesh, state, x = placed(P(AXES))
+    decay = jnp.float32(0.9)
+
+    def update(state, g):
+        return {k: decay * old + g for k, old in state.items()}
+
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
+    )  # fmt: skip
+    step = jax.jit(lambda state, x: mapped(state, jnp.tanh(x)))
+    x = jax.device_put(x, state["m"].sharding)
+    program = program_of(step, state, x)
+    assert early(program) == {"['m']", "['v']", "['w']"}
+    new, _, (g,) = program.call((state, x), {})
+    assert g.shape == x.shape
+    for k, old in state.items():
+        np.testing.assert_array_equal(decay * old + g, new[k])
+
+
+@pytest.mark.parametrize("spec", [P(AXES), P()], ids=str)
+def test_a_constant_that_is_cut_up_is_another_on_each_device(spec):
+    mesh, state, x = placed(P(AXES))
+
+    def update(state, x, limits):
+        g = jnp.tanh(x)
+        bad = lax.psum(jnp.sum(g), AXES) > limits[0]
+        return {k: jnp.where(bad, old, 0.9 * old + g) for k, old in state.items()}
+
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=(P(AXES), P(AXES), spec), out_specs=P(AXES), check_vma=False
+    )
+    step = jax.jit(lambda state, x: mapped(state, x, np.arange(8, dtype=np.float32)))
+    program = traced(step, state, jax.device_put(x, state["m"].sharding))
+    assert [len(group.scalars) for group in program.cut.groups] == [1] * (spec == P())
+
+
 def test_a_number_is_captured_that_is_made_outside_of_what_lies_otherwise_on_each_device():
     mesh, state, x = placed(P(AXES))
     mapped = jax.shard_map(
