@@ -199,25 +199,20 @@ def _written_out(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> tuple
       scan: The loop.
       avals: Of what it returns.
       axes: Of the mesh, over which a `shard_map` around it maps.
-
-    Returns:
-      Nothing, if all turns lie within a loop.
     """
     body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
     fixed = scan.inputs[: scan.params["num_consts"]]
     inputs: Sequence[Value] = scan.inputs[len(fixed) :]
     num_carried, length = scan.params["num_carry"], scan.params["length"]
-    rounds, turns = divmod(length, max(1, scan.params["unroll"]))
+    rounds, turns = divmod(length, scan.params["unroll"] or max(1, length))  # 0 stands for all
     carry, rows = inputs[:num_carried], inputs[num_carried:]
     stacked: list[Sequence[Value]] = []
     if rounds < 2:
         turns = length
-    elif turns:  # behind a loop
+    else:  # behind a loop, if any
         loop = Op(scan.primitive, scan.inputs, scan.params)
         made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
         carry, stacked = made[:num_carried], [made[num_carried:]]
-    else:
-        return ()
     for _ in range(turns):
         given = [
             _value(var.aval, Op(lax.slice_p, (row,), {}), 0, axes)
@@ -240,11 +235,9 @@ def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 def can_open(eqn: Any) -> bool:
     """Whether a call may be replaced by its body in the armed program without losing anything."""
-    if (branch := _decided_branch(eqn)) is not None:
-        return not _compat.open_jaxpr(branch)[1]
-    if eqn.primitive.name not in _OPENABLE:
+    if eqn.primitive.name not in _OPENABLE and _decided_branch(eqn) is None:
         return False
-    _, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+    _, consts = _compat.open_jaxpr(body_of(eqn, eqn.invars)[0])
     placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return not consts and not any(isinstance(s, jax.sharding.Sharding) for s in placed)
 
@@ -253,8 +246,7 @@ def _decided_branch(eqn: Any) -> Any | None:
     """The branch of a `cond` that was decided while tracing; the compiler keeps it alone."""
     if eqn.primitive.name != "cond" or not isinstance(eqn.invars[0], jex.Literal):
         return None
-    branches = eqn.params["branches"]
-    return branches[min(max(int(eqn.invars[0].val), 0), len(branches) - 1)]
+    return eqn.params["branches"][int(eqn.invars[0].val)]  # which JAX has seen to be one of them
 
 
 def _is_extended(aval: Any) -> bool:

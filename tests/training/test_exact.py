@@ -387,10 +387,16 @@ def handed_on(turns, x, y):
     return lax.scan(swap, (x, jnp.sin(x)), length=turns, unroll=max(1, turns))[0][0]
 
 
-def rows_of(f, turns, unroll, x, y):
+def rows_of(f, given, turns, unroll, x, y):
     """What each turn adds."""
     del y
-    return lax.scan(lambda c, _: f(c), jnp.sin(x), length=turns, unroll=unroll)[1]
+    return lax.scan(lambda c, _: f(c), given(x), length=turns, unroll=unroll)[1]
+
+
+def product_of_rows(turns, unroll, x, y):
+    """The first turn multiplies by one."""
+    rows = jnp.sin(jnp.stack([x, y, x, y, x])[:turns])
+    return lax.scan(lambda c, row: (c * row, None), jnp.ones_like(x), rows, unroll=unroll)[0]
 
 
 def in_place(x, y):
@@ -494,7 +500,7 @@ def in_a_kernel(x, y):
             pytest.param(functools.partial(scaled, n, u), is_loop, id=f"loop {n} {u}")
             for n, u, is_loop in (
                 (1, 1, False), (2, 1, True), (2, 2, False), (3, 2, False), (4, 2, True),
-                (5, 2, False),
+                (5, 2, False), (2, 0, False),
             )
         ),
         *(
@@ -502,14 +508,18 @@ def in_a_kernel(x, y):
             for n in range(4)
         ),
         *(
-            pytest.param(functools.partial(rows_of, f, *turns), expected, id=f"rows {name} {turns}")
-            for name, f, turns, expected in (
-                ("of sines", lambda c: (jnp.sin(c), jnp.cos(c)), (2, 2), True),
-                ("and a last product", lambda c: (c * 0.1, c), (2, 2), False),
-                ("and a first product", lambda c: (jnp.cos(c / 0.1), c / 0.1), (2, 2), False),
-                ("and a product left over", lambda c: (jnp.cos(c), c * 0.1), (5, 2), False),
-                ("in a loop", lambda c: (c * 0.1, c * 0.1), (4, 2), True),
+            pytest.param(functools.partial(rows_of, f, *given), expected, id=f"rows, {name}")
+            for name, f, *given, expected in (
+                ("sines", lambda c: (c, jnp.sin(c)), jnp.negative, 2, 2, True),
+                ("a last product", lambda c: (c * 0.1, c), jnp.sin, 2, 2, False),
+                ("a first product", lambda c: (jnp.sin(c), c), lambda x: x * 0.1, 2, 2, False),
+                ("a product left over", lambda c: (jnp.sin(c), c * 0.1), jnp.sin, 5, 2, False),
+                ("products in a loop", lambda c: (c * 0.1, c * 0.1), jnp.sin, 4, 2, True),
             )
+        ),
+        *(
+            pytest.param(functools.partial(product_of_rows, *turns), False, id=f"rows by {turns}")
+            for turns in ((2, 2), (5, 2))
         ),
         pytest.param(looping(lambda c: c[0] < 1), False, id="loop once"),
         pytest.param(
