@@ -142,21 +142,28 @@ def _apply(
         body, operands = body_of(eqn, inputs)
         inner = (*path, position) if path is not None and can_open(eqn) else None
         return _walk(*_compat.open_jaxpr(body), operands, inner, axes)
-    if name == "cond" and not any(_is_extended(v.aval) for v in eqn.outvars):
-        index, *operands = inputs
-        branches = [
-            _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in eqn.params["branches"]
-        ]
-        return [
-            _value(var.aval, Op(_chooser(cases), (index, *cases), {}), 0, axes)
-            for var, *cases in zip(eqn.outvars, *branches, strict=True)
-        ]
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
+    if name == "cond":
+        return _choices(op, [var.aval for var in eqn.outvars], axes)
     if name == "shard_map":
         _look_inside(op, (*path, position) if path is not None else None)
     elif name == "scan":
         op.results = _written_out(op, [var.aval for var in eqn.outvars], axes)
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
+
+
+def _choices(cond: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
+    """What comes out of branches: each a choice between what they make, but for typed keys."""
+    index, *operands = cond.inputs
+    branches = [
+        _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in cond.params["branches"]
+    ]
+    return [
+        _value(aval, cond, i, axes)
+        if _is_extended(aval)
+        else _value(aval, Op(_chooser(cases), (index, *cases), {}), 0, axes)
+        for i, (aval, *cases) in enumerate(zip(avals, *branches, strict=True))
+    ]
 
 
 def _chooser(cases: Sequence[Value]) -> Any:

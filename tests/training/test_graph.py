@@ -112,14 +112,14 @@ def test_loops_are_opaque(loop, name):
     assert ops_behind(graph_of(loop, X).outputs[0]) == {name}
 
 
-def test_typed_keys_keep_their_cond():
+def test_typed_keys_keep_their_cond_and_nothing_else_does():
     def step(b, key, x):
         return lax.cond(
             b, lambda k, x: (k, x), lambda k, x: (jax.random.split(k)[0], -x), key, x
         )  # fmt: skip
 
     outputs = graph_of(step, True, jax.random.key(0), X).outputs
-    assert [value.op.name for value in outputs] == ["cond", "cond"]
+    assert [value.op.name for value in outputs] == ["cond", "select_n"]
 
 
 def test_sites_prefer_the_outermost():
