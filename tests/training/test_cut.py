@@ -179,6 +179,17 @@ def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
     assert found.groups == [["a", "b"], ["c", "d"]]
 
 
+def test_groups_are_in_the_order_of_their_first_leaves():
+    """Also where those that share a gradient part again: each adds something to it first."""
+
+    def step(s, g, h, x, y):
+        return {"a": s["a"] + (g + x), "b": s["b"] + h, "c": s["c"] + (g + y)}
+
+    given = state("a", "b", "c"), *map(gradient, range(4))
+    assert analyse(step, *given, even_for_nothing=True).groups == [["a"], ["b"], ["c"]]
+    assert "it is 1.00 times what it retains" in analyse(step, *given).late["a"]
+
+
 def test_what_the_host_can_make_itself_does_not_join_groups():
     """The ones that a sum's gradient begins with are one value, shared by all leaves."""
 

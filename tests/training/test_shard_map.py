@@ -418,6 +418,20 @@ def test_leaves_that_share_a_gradient_and_lie_differently_are_late():
     assert early(program_of(jax.jit(mapped), state, x)) == set()
 
 
+def test_groups_that_share_a_number_alone_may_lie_differently():
+    def step(state, x):
+        g, h = jnp.tanh(x), jnp.cos(x)
+        bad = lax.psum(jnp.sum(g), "a") > 1e9
+        return {k: jnp.where(bad, s, 0.5 * s + (g if k in "mn" else h)) for k, s in state.items()}
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    specs = dict.fromkeys("mn", P("a")) | dict.fromkeys("vw", P(None, "a"))
+    state = {k: jnp.ones((16, 4) if spec == P("a") else (4, 16)) for k, spec in specs.items()}
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=specs)
+    program = program_of(jax.jit(mapped), state, jnp.ones((4, 4)))
+    assert early(program) == {f"['{k}']" for k in specs}
+
+
 def test_groups_that_share_what_is_made_of_scalars_and_lie_differently_are_not_both_early():
     """A quotient is no cut, and what is spread of two is an array: the scalars join no groups."""
 
