@@ -131,6 +131,14 @@ def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
     return op.params.get("is_whole", True) and all(v.is_everywhere for v in op.inputs)
 
 
+def contracted(op: Op) -> list[int]:
+    """Along how many elements a matrix product, ragged or not, adds up: for each such axis."""
+    ragged = op.params.get("ragged_dot_dimension_numbers")
+    numbers = op.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    (axes, _), _ = numbers
+    return [op.inputs[0].shape[axis] for axis in axes]
+
+
 def is_known(value: Value) -> bool:
     """Whether the compiler knows a value's number: a constant, or made of constants."""
     return value.is_constant or value.is_folded

@@ -91,6 +91,16 @@ def test_even_for_nothing_changes_nothing_where_something_gains():
     assert found.groups == [["m", "v"]]
 
 
+def test_scalars_count_for_nothing_where_a_leaf_gains_nothing():
+    def step(s, g, rate, scale):
+        return {"w": s["w"] - rate * (scale * g)}
+
+    given = state("w"), gradient(), jnp.float32(0.1), jnp.float32(0.3)
+    found = analyse(step, *given, even_for_nothing=True)
+    assert found.groups == [["w"]]
+    assert len(found.cut.groups[0].scalars) == 2
+
+
 @pytest.mark.parametrize(("min_gain", "groups"), [(2.0, [["m", "w"]]), (2.1, [])])
 def test_gain_is_bytes_over_retained_bytes(min_gain, groups):
     found = analyse(momentum, state("m", "w"), gradient(), min_gain=min_gain)
@@ -379,6 +389,10 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
         (
             lambda w, g: lax.fori_loop(0, 3, lambda _, x: x + g, w),
             "a loop (`scan`), within which nothing can be cut",
+        ),
+        (
+            lambda w, g: lax.while_loop(lambda x: x[0] < 1.0, lambda x: x + g, w),
+            "a loop (`while`), within which nothing can be cut",
         ),
     ],
 )

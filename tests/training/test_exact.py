@@ -424,6 +424,14 @@ def exchanged(x, y):
     return lax.all_to_all(x * y, "rows", 0, 0, tiled=True)
 
 
+def ragged(size, x, y):
+    """The gradient of two experts, of so many tokens together; with the first number of each."""
+    sizes = jnp.array([size - size // 2, size // 2], jnp.int32)
+    return jax.grad(lambda w: jnp.sum(lax.ragged_dot(x[:size, None] * y[:size, None], w, sizes)))(
+        jnp.ones((2, 1, 4), x.dtype)
+    )
+
+
 def convolved(size):
     """With a kernel of so many numbers."""
     return lambda x, y: lax.conv_general_dilated((x * y)[None, None], y[None, None, :size], (1,),
@@ -483,6 +491,8 @@ def in_a_kernel(x, y):
             lambda x, y: lax.dot_general(x * y, y, (((), ()), ((), ()))), True, id="outer product"
         ),
         pytest.param(lambda x, y: jnp.einsum("i,i->i", x, y), False, id="product by rows"),
+        pytest.param(functools.partial(ragged, 4), True, id="ragged"),
+        pytest.param(functools.partial(ragged, 1), False, id="ragged product"),
         pytest.param(convolved(2), True, id="convolution"),
         pytest.param(convolved(1), False, id="convolution with one"),
         *(

@@ -151,6 +151,7 @@ def test_what_is_not_elementwise_may_be_what_it_is_made_of(name, of):
 
 PRODUCTS = {
     "matrices": lambda x: x @ jnp.ones((4, 4)),
+    "ragged": lambda x: lax.ragged_dot(x[None], jnp.ones((2, 4, 4)), jnp.array([1, 0]))[0],
     "convolution": lambda x: jnp.convolve(x, jnp.ones(3), mode="same"),
 }
 
