@@ -208,11 +208,9 @@ def _written_out(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> tuple
       axes: Of the mesh, over which a `shard_map` around it maps.
     """
     body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
-    fixed = scan.inputs[: scan.params["num_consts"]]
-    inputs: Sequence[Value] = scan.inputs[len(fixed) :]
-    num_carried, length = scan.params["num_carry"], scan.params["length"]
+    fixed, carry, rows = _compat.scan_operands(scan.params, scan.inputs)
+    num_carried, length = len(carry), scan.params["length"]
     rounds, turns = divmod(length, scan.params["unroll"] or max(1, length))  # 0 stands for all
-    carry, rows = inputs[:num_carried], inputs[num_carried:]
     stacked: list[Sequence[Value]] = []
     if rounds < 2:
         turns = length
