@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -112,6 +112,17 @@ def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of an operation is a body, closed or open."""
     return hasattr(value, "eqns")
+
+
+def scan_operands(params: dict[str, Any], operands: Sequence[Any]) -> list[list[Any]]:
+    """What a `scan` is given: to all turns alike, from turn to turn, and a row of to each.
+
+    How many each of them are is told by two numbers until jax 0.10, from 0.11 on by a tree.
+    """
+    if "ft_in" in params:
+        return [list(part) for part in params["ft_in"].update(operands).unpack()]
+    first, after = params["num_consts"], params["num_consts"] + params["num_carry"]
+    return [list(operands[:first]), list(operands[first:after]), list(operands[after:])]
 
 
 def close_jaxpr(jaxpr: Any, consts: list[Any], *, eqns: list[Any], outvars: list[Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gockpt_jax import _compat
-from gockpt_jax.training.values import Op, is_known, unspread, without_walls
+from gockpt_jax.training.values import Op, contracted, is_known, unspread, without_walls
 
 
 def may_be_erased(op: Op) -> bool:
@@ -29,13 +29,14 @@ def is_one_product(op: Op) -> bool:
 
     An outer product does not: XLA moves no factor from behind it to the smaller arrays in front.
     """
+    if op.name == "ragged_dot_general":
+        return math.prod(contracted(op)) == 1
     if op.name == "dot_general":
-        contracted, batched = op.params["dimension_numbers"]
         own = [
             math.prod(n for d, n in enumerate(v.shape) if d not in (*dims, *batch))
-            for v, dims, batch in zip(op.inputs, contracted, batched, strict=True)
+            for v, dims, batch in zip(op.inputs, *op.params["dimension_numbers"], strict=True)
         ]
-        return min(own) == 1 and all(op.inputs[0].shape[d] == 1 for d in contracted[0])
+        return min(own) == 1 and math.prod(contracted(op)) == 1
     return op.name == "conv_general_dilated" and math.prod(op.inputs[1].shape) == 1
 
 

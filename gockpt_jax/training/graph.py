@@ -142,22 +142,28 @@ def _apply(
         body, operands = body_of(eqn, inputs)
         inner = (*path, position) if path is not None and can_open(eqn) else None
         return _walk(*_compat.open_jaxpr(body), operands, inner, axes)
-    if name == "cond" and not any(_is_extended(v.aval) for v in eqn.outvars):
-        index, *operands = inputs
-        branches = [
-            _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in eqn.params["branches"]
-        ]
-        return [
-            _value(var.aval, Op(_chooser(cases), (index, *cases), {}), 0, axes)
-            for var, *cases in zip(eqn.outvars, *branches, strict=True)
-        ]
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
+    if name == "cond":
+        return _choices(op, [var.aval for var in eqn.outvars], axes)
     if name == "shard_map":
         _look_inside(op, (*path, position) if path is not None else None)
-    elif name == "scan" and _is_unrolled(op):
-        body, consts = _compat.open_jaxpr(op.params["jaxpr"])
-        op.results = tuple(_walk(body, consts, inputs, None, axes))
+    elif name == "scan":
+        op.results = _written_out(op, [var.aval for var in eqn.outvars], axes)
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
+
+
+def _choices(cond: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
+    """What comes out of branches: each a choice between what they make, but for typed keys."""
+    index, *operands = cond.inputs
+    branches = [
+        _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in cond.params["branches"]
+    ]
+    return [
+        _value(aval, cond, i, axes)
+        if _is_extended(aval)
+        else _value(aval, Op(_chooser(cases), (index, *cases), {}), 0, axes)
+        for i, (aval, *cases) in enumerate(zip(avals, *branches, strict=True))
+    ]
 
 
 def _chooser(cases: Sequence[Value]) -> Any:
@@ -191,9 +197,38 @@ def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
     op.results = tuple(_walk(body, consts, op.entered, path, axes))
 
 
-def _is_unrolled(scan: Op) -> bool:
-    """Whether the compiler makes no loop of it: it has one turn, or so many are written out."""
-    return bool(scan.params["length"] <= max(1, scan.params["unroll"]))
+def _written_out(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> tuple[Value, ...]:
+    """What a loop returns, as its last turns make it, where the compiler sees these.
+
+    It makes no loop of one round. And the turns that `unroll` leaves over come behind the loop.
+
+    Args:
+      scan: The loop.
+      avals: Of what it returns.
+      axes: Of the mesh, over which a `shard_map` around it maps.
+    """
+    body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
+    fixed, carry, rows = _compat.scan_operands(scan.params, scan.inputs)
+    num_carried, length = len(carry), scan.params["length"]
+    rounds, turns = divmod(length, scan.params["unroll"] or max(1, length))  # 0 stands for all
+    stacked: list[Sequence[Value]] = []
+    if rounds < 2:
+        turns = length
+    else:  # behind a loop, if any
+        loop = Op(scan.primitive, scan.inputs, scan.params)
+        made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
+        carry, stacked = made[:num_carried], [made[num_carried:]]
+    for _ in range(turns):
+        given = [
+            _value(var.aval, Op(lax.slice_p, (row,), {}), 0, axes)
+            for var, row in zip(body.invars[len(fixed) + num_carried :], rows, strict=True)
+        ]
+        made = _walk(body, consts, [*fixed, *carry, *given], None, axes)
+        carry, stacked = made[:num_carried], [*stacked, made[num_carried:]]
+    parts = [tuple(turn[i] for turn in stacked) for i in range(len(avals) - num_carried)]
+    joined = (Op(lax.concatenate_p, each, {}) for each in parts)
+    added = (_value(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
+    return (*carry, *added)
 
 
 def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -205,11 +240,9 @@ def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 def can_open(eqn: Any) -> bool:
     """Whether a call may be replaced by its body in the armed program without losing anything."""
-    if (branch := _decided_branch(eqn)) is not None:
-        return not _compat.open_jaxpr(branch)[1]
-    if eqn.primitive.name not in _OPENABLE:
+    if eqn.primitive.name not in _OPENABLE and _decided_branch(eqn) is None:
         return False
-    _, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+    _, consts = _compat.open_jaxpr(body_of(eqn, eqn.invars)[0])
     placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return not consts and not any(isinstance(s, jax.sharding.Sharding) for s in placed)
 
@@ -218,8 +251,7 @@ def _decided_branch(eqn: Any) -> Any | None:
     """The branch of a `cond` that was decided while tracing; the compiler keeps it alone."""
     if eqn.primitive.name != "cond" or not isinstance(eqn.invars[0], jex.Literal):
         return None
-    branches = eqn.params["branches"]
-    return branches[min(max(int(eqn.invars[0].val), 0), len(branches) - 1)]
+    return eqn.params["branches"][int(eqn.invars[0].val)]  # which JAX has seen to be one of them
 
 
 def _is_extended(aval: Any) -> bool:

@@ -41,12 +41,12 @@ _RISING = names("sqrt cbrt exp exp2 expm1 log log1p tanh logistic erf")
 # an operation that we do not know can only make a leaf late. Of `log(exp(x))` it makes `x`; what
 # else ends none at some sizes, `may_be_erased` tells.
 _ENDS = names(
-    """dot_general ragged_dot conv_general_dilated scan while cond gather sort custom_call ffi_call
-    scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul scatter_min
-    scatter_max cumsum cumprod cummax cummin cumlogsumexp sqrt rsqrt cbrt exp2 expm1 log1p pow tanh
-    sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc erf_inv lgamma
-    digamma sign round floor ceil rem nextafter eq ne lt le gt ge and or not xor is_finite
-    random_bits random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum2
+    """dot_general ragged_dot_general conv_general_dilated scan while cond gather sort custom_call
+    ffi_call scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul
+    scatter_min scatter_max cumsum cumprod cummax cummin cumlogsumexp sqrt rsqrt cbrt exp2 expm1
+    log1p pow tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc
+    erf_inv lgamma digamma sign round floor ceil rem nextafter eq ne lt le gt ge and or not xor
+    is_finite random_bits random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum2
     psum_invariant all_gather reduce_scatter all_to_all ppermute eigh qr cholesky svd lu
     triangular_solve"""
 )

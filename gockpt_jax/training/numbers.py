@@ -22,6 +22,7 @@ from gockpt_jax.training.values import (
     SUMS,
     Op,
     Value,
+    contracted,
     is_known,
     names,
     unspread,
@@ -219,11 +220,9 @@ def _typed(value: Value, number: Any) -> Any:
 
 def _adds_products(op: Op) -> bool:
     """Whether an operation adds up products of several elements: no compiler undoes that."""
-    if op.name == "dot_general":
-        (contracted, _), _ = op.params["dimension_numbers"]
-        return any(op.inputs[0].shape[axis] > 1 for axis in contracted)
-    is_product = op.name in ("ragged_dot", "conv_general_dilated")
-    return is_product and op.inputs[1].size > 1
+    if op.name in ("dot_general", "ragged_dot_general"):
+        return any(size > 1 for size in contracted(op))
+    return op.name == "conv_general_dilated" and op.inputs[1].size > 1
 
 
 def _elementwise(op: Op) -> Callable[..., Any] | None:

@@ -115,7 +115,7 @@ class Op:
 
 def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
     """Whether an operation gives the same on all devices, for certain."""
-    if op.results and not axes:
+    if op.name == "shard_map" and not axes:
         inside = op.results[index]
         return bool(inside.shape or op.params.get("check_vma")) or inside.is_everywhere
     over = op.params.get("axis_name", op.params.get("axes", ()))
@@ -129,6 +129,14 @@ def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
     if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
         return False
     return op.params.get("is_whole", True) and all(v.is_everywhere for v in op.inputs)
+
+
+def contracted(op: Op) -> list[int]:
+    """Along how many elements a matrix product, ragged or not, adds up: for each such axis."""
+    ragged = op.params.get("ragged_dot_dimension_numbers")
+    numbers = op.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    (axes, _), _ = numbers
+    return [op.inputs[0].shape[axis] for axis in axes]
 
 
 def is_known(value: Value) -> bool:

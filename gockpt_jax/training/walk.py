@@ -106,7 +106,7 @@ def walk_back(
     Args:
       leaf: The leaf.
       known: Old values of leaves: the walk does not go behind them.
-      stop: Further values that it does not go behind.
+      stop: Further values that it does not go behind; where there are some, marks do not stop it.
       repeats: Which operations the host repeats, bit for bit or nearly.
 
     Returns:
@@ -126,8 +126,8 @@ def walk_back(
             continue
         walk.between[value] = None
         behind = _unplaced(value)
-        is_leafs = behind is result or behind in known
-        if value in stop or _ends_walk(value, repeats, is_leafs):
+        goes_on = bool(stop) or behind is result or behind in known
+        if value in stop or _ends_walk(value, repeats, goes_on):
             walk.sources[value] = None
             continue
         assert value.op is not None
@@ -145,14 +145,14 @@ def _unplaced(value: Value) -> Value:
     return value
 
 
-def _ends_walk(value: Value, repeats: Callable[[Op], bool], is_leafs: bool) -> bool:
+def _ends_walk(value: Value, repeats: Callable[[Op], bool], goes_on: bool) -> bool:
     # A scalar costs nothing to capture: no need to repeat it but for rounding. But the compiler
     # merges one that it knows with what follows, and so it must where the host repeats it.
     may_repeat = repeats if value.shape or value.is_folded else is_exact
     if value.op is None or not (may_repeat(value.op) and _is_elementwise(value.op, value)):
         return True
     # A marked gradient, as a rule: no need to look behind. But for a leaf that is told its place.
-    is_marked = value.op.name in IDENTITIES and not is_leafs
+    is_marked = value.op.name in IDENTITIES and not goes_on
     return is_marked and value.site is not None and may_be_cut(value)
 
 

@@ -91,6 +91,16 @@ def test_even_for_nothing_changes_nothing_where_something_gains():
     assert found.groups == [["m", "v"]]
 
 
+def test_scalars_count_for_nothing_where_a_leaf_gains_nothing():
+    def step(s, g, rate, scale):
+        return {"w": s["w"] - rate * (scale * g)}
+
+    given = state("w"), gradient(), jnp.float32(0.1), jnp.float32(0.3)
+    found = analyse(step, *given, even_for_nothing=True)
+    assert found.groups == [["w"]]
+    assert len(found.cut.groups[0].scalars) == 2
+
+
 @pytest.mark.parametrize(("min_gain", "groups"), [(2.0, [["m", "w"]]), (2.1, [])])
 def test_gain_is_bytes_over_retained_bytes(min_gain, groups):
     found = analyse(momentum, state("m", "w"), gradient(), min_gain=min_gain)
@@ -145,6 +155,18 @@ def test_rates_of_the_usual_schedules_are_captured(schedule):
 # Leaves that depend on each other.
 
 
+def test_a_rate_that_the_host_is_asked_for_is_captured():
+    """Though it is made of nothing, it is no constant."""
+
+    def step(s, g):
+        rate = jax.pure_callback(lambda: np.float32(0.1), jax.ShapeDtypeStruct((), np.float32))
+        return {"m": 0.9 * s["m"] + rate * g, "w": s["w"] - rate * g}
+
+    found = analyse(step, state("m", "w"), gradient())
+    assert found.groups == [["m", "w"]]
+    assert [v.op.name for v in found.cut.values if v.op] == ["pure_callback"]
+
+
 def test_leaf_that_reads_a_failing_leaf_fails_with_it():
     """`b` reads `a`, `a` reads `p`, and `p` cannot leave: retaining `p` for `a` saves nothing."""
 
@@ -153,7 +175,7 @@ def test_leaf_that_reads_a_failing_leaf_fails_with_it():
 
     found = analyse(step, state("a", "p", "q"), gradient())
     assert found.groups == []
-    assert "saves too little" in found.late["a"]
+    assert "saves too little: it is 1.00 times what it retains" in found.late["a"]
 
 
 def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
@@ -165,6 +187,17 @@ def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
 
     found = analyse(step, state("a", "b", "c", "d"), gradient(0), gradient(1))
     assert found.groups == [["a", "b"], ["c", "d"]]
+
+
+def test_groups_are_in_the_order_of_their_first_leaves():
+    """Also where those that share a gradient part again: each adds something to it first."""
+
+    def step(s, g, h, x, y):
+        return {"a": s["a"] + (g + x), "b": s["b"] + h, "c": s["c"] + (g + y)}
+
+    given = state("a", "b", "c"), *map(gradient, range(4))
+    assert analyse(step, *given, even_for_nothing=True).groups == [["a"], ["b"], ["c"]]
+    assert "it is 1.00 times what it retains" in analyse(step, *given).late["a"]
 
 
 def test_what_the_host_can_make_itself_does_not_join_groups():
@@ -188,6 +221,21 @@ def test_typed_key_is_late_and_the_rest_is_not():
     assert "key" in found.late["key"]
 
 
+def test_a_step_that_may_be_skipped_leaves_early_beside_a_key():
+    def step(s, g):
+        def update():
+            new = momentum({"m": s["m"], "w": s["w"]}, g)
+            return {"key": jax.random.split(s["key"], 1)[0], **new}
+
+        return lax.cond(jnp.all(jnp.isfinite(g)), update, lambda: s)
+
+    found = analyse(step, state("m", "w") | {"key": jax.random.key(0)}, gradient())
+    assert found.groups == [["m", "w"]]
+    new, cut = found.run()
+    for j, leaf in found.replayed(cut):
+        np.testing.assert_array_equal(leaf, new[j])
+
+
 @pytest.mark.parametrize("where", ["new state", "old and new state"])
 def test_a_state_that_is_told_its_place_leaves_early_as_without(where):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
@@ -202,6 +250,22 @@ def test_a_state_that_is_told_its_place_leaves_early_as_without(where):
     found = analyse(step, state("m", "w"), gradient())
     assert found.groups == [["m", "w"]]
     assert [v.op.name for v in found.cut.values] == ["sharding_constraint"]
+
+
+def test_what_is_retained_of_a_late_leaf_may_be_told_its_place():
+    """Two averages of a parameter: its old value is retained, as it went in."""
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("a"))
+
+    def step(s, x):
+        w = lax.with_sharding_constraint(s["w"], place)
+        return {"a": 0.9 * s["a"] + 0.1 * w, "b": 0.5 * s["b"] + 0.5 * w, "w": w / (1 + x * x)}
+
+    found = analyse(step, state("a", "b", "w"), gradient())
+    assert found.groups == [["a", "b"]]
+    new, cut = found.run()
+    for j, leaf in found.replayed(cut):
+        np.testing.assert_array_equal(leaf, new[j])
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -325,6 +389,10 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
         (
             lambda w, g: lax.fori_loop(0, 3, lambda _, x: x + g, w),
             "a loop (`scan`), within which nothing can be cut",
+        ),
+        (
+            lambda w, g: lax.while_loop(lambda x: x[0] < 1.0, lambda x: x + g, w),
+            "a loop (`while`), within which nothing can be cut",
         ),
     ],
 )

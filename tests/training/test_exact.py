@@ -377,6 +377,28 @@ def scaled(turns, unroll, x, y):
     return lax.scan(lambda c, _: (c * 0.1, None), x, length=turns, unroll=unroll)[0]
 
 
+def handed_on(turns, x, y):
+    """From the second turn on, a product."""
+    del y
+
+    def swap(carry, _):
+        return (carry[1], carry[0] * 0.1), None
+
+    return lax.scan(swap, (x, jnp.sin(x)), length=turns, unroll=max(1, turns))[0][0]
+
+
+def rows_of(f, given, turns, unroll, x, y):
+    """What each turn adds."""
+    del y
+    return lax.scan(lambda c, _: f(c), given(x), length=turns, unroll=unroll)[1]
+
+
+def product_of_rows(turns, unroll, x, y):
+    """The first turn multiplies by one."""
+    rows = jnp.sin(jnp.stack([x, y, x, y, x])[:turns])
+    return lax.scan(lambda c, row: (c * row, None), jnp.ones_like(x), rows, unroll=unroll)[0]
+
+
 def in_place(x, y):
     """Written into an array of one row, which is then read by a number that is no constant."""
     if not hasattr(jax, "new_ref"):
@@ -400,6 +422,14 @@ def summed(x, y):
 
 def exchanged(x, y):
     return lax.all_to_all(x * y, "rows", 0, 0, tiled=True)
+
+
+def ragged(size, x, y):
+    """The gradient of two experts, of so many tokens together; with the first number of each."""
+    sizes = jnp.array([size - size // 2, size // 2], jnp.int32)
+    return jax.grad(lambda w: jnp.sum(lax.ragged_dot(x[:size, None] * y[:size, None], w, sizes)))(
+        jnp.ones((2, 1, 4), x.dtype)
+    )
 
 
 def convolved(size):
@@ -461,6 +491,8 @@ def in_a_kernel(x, y):
             lambda x, y: lax.dot_general(x * y, y, (((), ()), ((), ()))), True, id="outer product"
         ),
         pytest.param(lambda x, y: jnp.einsum("i,i->i", x, y), False, id="product by rows"),
+        pytest.param(functools.partial(ragged, 4), True, id="ragged"),
+        pytest.param(functools.partial(ragged, 1), False, id="ragged product"),
         pytest.param(convolved(2), True, id="convolution"),
         pytest.param(convolved(1), False, id="convolution with one"),
         *(
@@ -475,8 +507,29 @@ def in_a_kernel(x, y):
             False, id="in a solver",
         ),
         *(
-            pytest.param(functools.partial(scaled, n, u), (n, u) == (2, 1), id=f"loop {n} {u}")
-            for n, u in ((1, 1), (2, 1), (2, 2))
+            pytest.param(functools.partial(scaled, n, u), is_loop, id=f"loop {n} {u}")
+            for n, u, is_loop in (
+                (1, 1, False), (2, 1, True), (2, 2, False), (3, 2, False), (4, 2, True),
+                (5, 2, False), (2, 0, False),
+            )
+        ),
+        *(
+            pytest.param(functools.partial(handed_on, n), n < 2, id=f"handed on {n}")
+            for n in range(4)
+        ),
+        *(
+            pytest.param(functools.partial(rows_of, f, *given), expected, id=f"rows, {name}")
+            for name, f, *given, expected in (
+                ("sines", lambda c: (c, jnp.sin(c)), jnp.negative, 2, 2, True),
+                ("a last product", lambda c: (c * 0.1, c), jnp.sin, 2, 2, False),
+                ("a first product", lambda c: (jnp.sin(c), c), lambda x: x * 0.1, 2, 2, False),
+                ("a product left over", lambda c: (jnp.sin(c), c * 0.1), jnp.sin, 5, 2, False),
+                ("products in a loop", lambda c: (c * 0.1, c * 0.1), jnp.sin, 4, 2, True),
+            )
+        ),
+        *(
+            pytest.param(functools.partial(product_of_rows, *turns), False, id=f"rows by {turns}")
+            for turns in ((2, 2), (5, 2))
         ),
         pytest.param(looping(lambda c: c[0] < 1), False, id="loop once"),
         pytest.param(

@@ -13,6 +13,7 @@ from training_helpers import graph_of, ops_behind
 from gockpt_jax.training.graph import flatten
 
 X = jnp.arange(4.0)
+TABLE = np.arange(4.0, dtype=np.float32)
 
 
 def test_nested_jit_is_inlined():
@@ -55,6 +56,13 @@ tripled_sine.defjvps(lambda tangent, result, x: tangent)
             ),
             id="jit with a placement",
         ),
+        pytest.param(
+            jax.jit(
+                lambda x: jnp.sin(x) * 3.0, in_shardings=SingleDeviceSharding(jax.devices()[0])
+            ),
+            id="jit that places what it is given",
+        ),
+        pytest.param(jax.jit(lambda x: jnp.sin(x) * TABLE), id="jit that closes over an array"),
     ],
 )
 def test_bodies_that_cannot_be_opened_can_be_read_only_where_they_return(call):
@@ -104,14 +112,14 @@ def test_loops_are_opaque(loop, name):
     assert ops_behind(graph_of(loop, X).outputs[0]) == {name}
 
 
-def test_typed_keys_keep_their_cond():
+def test_typed_keys_keep_their_cond_and_nothing_else_does():
     def step(b, key, x):
         return lax.cond(
             b, lambda k, x: (k, x), lambda k, x: (jax.random.split(k)[0], -x), key, x
         )  # fmt: skip
 
     outputs = graph_of(step, True, jax.random.key(0), X).outputs
-    assert [value.op.name for value in outputs] == ["cond", "cond"]
+    assert [value.op.name for value in outputs] == ["cond", "select_n"]
 
 
 def test_sites_prefer_the_outermost():
@@ -146,6 +154,15 @@ def test_constants_are_known_and_inputs_are_not():
     np.testing.assert_array_equal(constant.constant, closed_over)
     assert constant.site is None
     assert not graph.inputs[0].is_constant
+
+
+def test_what_is_made_of_constants_is_read_nowhere():
+    """The step goes on with what the compiler makes of it, and of the constants around it."""
+    graph = graph_of(lambda x: x * jnp.exp(-jnp.arange(4.0)), X)
+    decay = graph.outputs[0].op.inputs[1]
+    assert decay.op.name == "exp"
+    assert decay.site is None
+    assert decay.op.inputs[0].site is None
 
 
 def test_a_body_called_twice_gives_two_values():

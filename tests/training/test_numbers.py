@@ -151,6 +151,7 @@ def test_what_is_not_elementwise_may_be_what_it_is_made_of(name, of):
 
 PRODUCTS = {
     "matrices": lambda x: x @ jnp.ones((4, 4)),
+    "ragged": lambda x: lax.ragged_dot(x[None], jnp.ones((2, 4, 4)), jnp.array([1, 0]))[0],
     "convolution": lambda x: jnp.convolve(x, jnp.ones(3), mode="same"),
 }
 
@@ -158,14 +159,16 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_what_has_other_sources_is_no_guess_of_a_value(name):
     def values(x, y):
-        return jnp.sort(x), y, PRODUCTS[name](x), jnp.sort(PRODUCTS[name](x))
+        product = PRODUCTS[name](x)
+        return jnp.sort(x), y, product, jnp.sort(product), PRODUCTS[name](y)
 
     graph = graph_of(values, X, Y)
-    (x, _), (of_x, y, product, of_product) = graph.inputs, graph.outputs
+    (x, _), (of_x, y, product, of_product, another) = graph.inputs, graph.outputs
     assert not may_be_one(of_x, y)  # it is of another argument
     assert not may_be_one(x, product)  # a gradient is no parameter
     assert not may_be_one(x, of_product)
     assert may_be_one(product, of_product)
+    assert not may_be_one(product, another)
 
 
 def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():

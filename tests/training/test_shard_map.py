@@ -184,6 +184,44 @@ def test_all_devices_are_those_along_the_axes_that_it_maps_over(is_summed):
     assert [len(group.scalars) for group in program.cut.groups] == [1] * (is_summed and is_told)
 
 
+def test_what_goes_in_is_retained_as_it_goes_in():
+    """A gradient is; a constant that it closes over needs not be, though it goes in too."""
+    mesh, state, x = placed(P(AXES))
+    decay = jnp.float32(0.9)
+
+    def update(state, g):
+        return {k: decay * old + g for k, old in state.items()}
+
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False
+    )  # fmt: skip
+    step = jax.jit(lambda state, x: mapped(state, jnp.tanh(x)))
+    x = jax.device_put(x, state["m"].sharding)
+    program = program_of(step, state, x)
+    assert early(program) == {"['m']", "['v']", "['w']"}
+    new, _, (g,) = program.call((state, x), {})
+    assert g.shape == x.shape
+    for k, old in state.items():
+        np.testing.assert_array_equal(decay * old + g, new[k])
+
+
+@pytest.mark.parametrize("spec", [P(AXES), P()], ids=str)
+def test_a_constant_that_is_cut_up_is_another_on_each_device(spec):
+    mesh, state, x = placed(P(AXES))
+
+    def update(state, x, limits):
+        g = jnp.tanh(x)
+        bad = lax.psum(jnp.sum(g), AXES) > limits[0]
+        return {k: jnp.where(bad, old, 0.9 * old + g) for k, old in state.items()}
+
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=(P(AXES), P(AXES), spec), out_specs=P(AXES), check_vma=False
+    )
+    step = jax.jit(lambda state, x: mapped(state, x, np.arange(8, dtype=np.float32)))
+    program = traced(step, state, jax.device_put(x, state["m"].sharding))
+    assert [len(group.scalars) for group in program.cut.groups] == [1] * (spec == P())
+
+
 def test_a_number_is_captured_that_is_made_outside_of_what_lies_otherwise_on_each_device():
     mesh, state, x = placed(P(AXES))
     mapped = jax.shard_map(
@@ -324,8 +362,18 @@ def test_a_scalar_is_as_certain_as_where_it_came_out(is_summed, check_vma):
     assert early(program) == ({"['m']", "['v']", "['w']"} if is_summed else set())
 
 
+def as_it_is(kept):
+    return kept
+
+
+def through_an_array(kept):
+    """Which a loop of one turn makes."""
+    return lax.scan(lambda c, _: (~c, None), jnp.full(2, kept), length=1)[0][0]
+
+
+@pytest.mark.parametrize("way", [as_it_is, through_an_array])
 @pytest.mark.parametrize("is_summed", [False, True])
-def test_what_is_made_of_an_uncertain_scalar_is_uncertain(is_summed):
+def test_what_is_made_of_an_uncertain_scalar_is_uncertain(is_summed, way):
     """However certain the other is that goes into it."""
     mesh, state, x = placed(P(AXES))
 
@@ -337,7 +385,7 @@ def test_what_is_made_of_an_uncertain_scalar_is_uncertain(is_summed):
     )  # fmt: skip
 
     def step(state, x, limit):
-        g, kept = jnp.tanh(x), mapped(x) > limit
+        g, kept = jnp.tanh(x), way(mapped(x) > limit)
         return {k: jnp.where(kept, old, 0.9 * old + g) for k, old in state.items()}
 
     program = program_of(jax.jit(step), state, jax.device_put(x, state["m"].sharding), 1e9)
@@ -368,6 +416,20 @@ def test_leaves_that_share_a_gradient_and_lie_differently_are_late():
     x = jnp.ones((16, 4))
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=specs)
     assert early(program_of(jax.jit(mapped), state, x)) == set()
+
+
+def test_groups_that_share_a_number_alone_may_lie_differently():
+    def step(state, x):
+        g, h = jnp.tanh(x), jnp.cos(x)
+        bad = lax.psum(jnp.sum(g), "a") > 1e9
+        return {k: jnp.where(bad, s, 0.5 * s + (g if k in "mn" else h)) for k, s in state.items()}
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    specs = dict.fromkeys("mn", P("a")) | dict.fromkeys("vw", P(None, "a"))
+    state = {k: jnp.ones((16, 4) if spec == P("a") else (4, 16)) for k, spec in specs.items()}
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=specs)
+    program = program_of(jax.jit(mapped), state, jnp.ones((4, 4)))
+    assert early(program) == {f"['{k}']" for k in specs}
 
 
 def test_groups_that_share_what_is_made_of_scalars_and_lie_differently_are_not_both_early():

@@ -5,6 +5,7 @@ A step folds them up to there, or as one: other bits (found by random programs).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,17 @@ def out_of_branches(state: dict[str, Any], x: Any, s: Any, limit: Any) -> dict[s
     return {"m": g * 0.7 + state["m"]}
 
 
+def out_of_a_loop(unroll: int, state: dict[str, Any], x: Any, s: Any, limit: Any) -> dict[str, Any]:
+    """Of three turns, each after the first a product: the last comes behind a loop, or all do."""
+    del s, limit
+
+    def turn(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+        return (carry[1], carry[0] * 0.7), None
+
+    (g, _), _ = lax.scan(turn, (x, jnp.sin(x)), length=3, unroll=unroll)
+    return {"m": g * 3.7 + state["m"]}
+
+
 def torn(step: Step) -> int:
     """In how many elements replay differs from the step."""
     found = analyse(step, {"m": vector(1, N)}, *ARGUMENTS, even_for_nothing=True)
@@ -50,12 +62,15 @@ def torn(step: Step) -> int:
     )
 
 
-@pytest.mark.parametrize("step", [in_a_branch, out_of_branches, computed_again])
+OUT_OF_LOOPS = [functools.partial(out_of_a_loop, unroll) for unroll in (2, 3)]
+
+
+@pytest.mark.parametrize("step", [in_a_branch, out_of_branches, computed_again, *OUT_OF_LOOPS])
 def test_what_replays_replays_exactly(step: Step) -> None:
     assert torn(step) == 0
 
 
-@pytest.mark.parametrize("step", [in_a_branch, out_of_branches])
+@pytest.mark.parametrize("step", [in_a_branch, out_of_branches, *OUT_OF_LOOPS])
 def test_what_may_be_merged_across_a_branch_is_late(step: Step) -> None:
     found = analyse(step, {"m": vector(1, N)}, *ARGUMENTS, even_for_nothing=True)
     assert found.groups == []

@@ -119,6 +119,32 @@ def test_a_window_ends_with_a_step_that_is_not_armed(tmp_path, monkeypatch, earl
             assert_same(manager.restore(label), state)
 
 
+def test_a_window_ends_with_a_step_whose_armed_one_is_not_ready(tmp_path, monkeypatch):
+    """Nothing waits for its compilation, nor calls it if that has failed."""
+    options, why_not = Options(save_interval_steps=6), "the armed step did not compile"
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        plain = manager.wrap(jax.jit(update.__wrapped__, donate_argnums=0))
+        extra = manager.wrap(jax.jit(norm_too, donate_argnums=0))
+        state, saved = jax.tree.map(jnp.array, fresh()), {}
+        monkeypatch.setattr(
+            StepProgram, "why_not_ready", lambda p: why_not if p is extra.program else None
+        )
+        for label in range(13):
+            if label in (1, 2, 6):
+                state, _ = extra(state, BATCH)
+            else:
+                state = plain(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        assert [(r.step, r.kind) for r in manager.reports] == [
+            (0, "snapshot"), (6, "snapshot"), (12, "window"),
+        ]  # fmt: skip
+        assert f"abandoned: it cannot go on: {why_not}" in manager.reports[1].reason
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
 def momentum(state, batch):
     """Of batches that may be shorter: each length is a program of its own."""
     grads = jax.grad(lambda w: jnp.mean(jnp.tanh(batch @ w)))(state["w"])
