@@ -21,7 +21,16 @@ from jax.extend import core as jex
 
 from gockpt_jax import _compat
 from gockpt_jax.training.merging import may_be_cut
-from gockpt_jax.training.values import CHOICE, ENTER, Op, Site, Value, is_everywhere, is_known
+from gockpt_jax.training.values import (
+    CHOICE,
+    ENTER,
+    STACK,
+    Op,
+    Site,
+    Value,
+    is_everywhere,
+    is_known,
+)
 
 _SELECT = lax.select_n_p
 # Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
@@ -155,8 +164,7 @@ def _apply(
     if name == "shard_map":
         _look_inside(op, (*path, position) if path is not None else None)
     elif name == "scan" and _is_unrolled(op):
-        body, consts = _compat.open_jaxpr(op.params["jaxpr"])
-        op.results = tuple(_walk(body, consts, inputs, None, axes))
+        op.results = tuple(_turned(op, eqn.outvars, axes))
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
@@ -189,6 +197,30 @@ def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
     for var, value in zip(body.invars, op.entered, strict=True):
         _offer_site(value, path, var, axes)
     op.results = tuple(_walk(body, consts, op.entered, path, axes))
+
+
+def _turned(scan: Op, made: Sequence[Any], axes: Collection[str]) -> list[Value]:
+    """Follows the body of a loop through all its turns, of which there may be none.
+
+    Args:
+      scan: The loop.
+      made: Variables of what comes out.
+      axes: As in `_walk`.
+    """
+    body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
+    first, count = scan.params["num_consts"], scan.params["num_carry"]
+    known, over = scan.inputs[:first], scan.inputs[first + count :]
+    carry, turns = list(scan.inputs[first : first + count]), list[list[Value]]()
+    for _ in range(scan.params["length"]):
+        results = _walk(body, consts, (*known, *carry, *over), None, axes)
+        carry, turns = results[:count], [*turns, results[count:]]
+    if len(turns) == 1:
+        return [*carry, *turns[0]]
+    stacked = [
+        _value(var.aval, Op(STACK, tuple(parts), {}), 0, axes)
+        for var, *parts in zip(made[count:], *turns, strict=True)
+    ]
+    return [*carry, *stacked]
 
 
 def _is_unrolled(scan: Op) -> bool:

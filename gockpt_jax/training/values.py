@@ -21,6 +21,8 @@ ENTER = types.SimpleNamespace(name="shard_map")
 """In place of a primitive: what makes one shard of an argument."""
 CHOICE = types.SimpleNamespace(name="choice")
 """In place of a primitive: `select_n` between what a compiler may take out of branches."""
+STACK = types.SimpleNamespace(name="stack")
+"""In place of a primitive: what a loop that is written out returns of each of its turns."""
 _MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
 """What gives all devices that take part the same result."""
 
