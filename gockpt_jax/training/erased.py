@@ -2,7 +2,7 @@
 
 A sort along one element, a sum over a mesh of one device, a scatter that overwrites all: XLA does
 away with them, and then sees what is in front of them together with what is behind. So it does
-where a matrix product is a multiplication.
+where a matrix product is a multiplication, and where what is gathered or scattered is a slice.
 """
 
 import math
@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from gockpt_jax import _compat
-from gockpt_jax.training.values import Op, contracted, is_known, unspread, without_walls
+from gockpt_jax.training.values import (
+    Op,
+    Value,
+    contracted,
+    is_known,
+    unspread,
+    without_walls,
+)
 
 
 def may_be_erased(op: Op) -> bool:
@@ -52,14 +59,24 @@ def _along(parameter: str) -> Callable[[Op], bool]:
     return lambda op: op.inputs[0].shape[op.params.get(parameter, -1)] == 1
 
 
-def _gathers_all(op: Op) -> bool:
+def _is_one_place(indices: Value) -> bool:
+    """Whether there is one slice that is read, or written."""
+    return math.prod(indices.shape[:-1]) == 1
+
+
+def _gathers_slices(op: Op) -> bool:
+    indices = op.inputs[1]
+    if _is_one_place(indices) or is_known(without_walls(indices)):
+        return True
     sizes = op.params["slice_sizes"]
     dims = op.params["dimension_numbers"].start_index_map
     return all(op.inputs[0].shape[d] == sizes[d] for d in dims)
 
 
-def _scatters_all(op: Op) -> bool:
-    operand, _, updates = op.inputs
+def _scatters_slices(op: Op) -> bool:
+    operand, indices, updates = op.inputs
+    if _is_one_place(indices):
+        return True
     numbers = op.params["dimension_numbers"]
     skipped = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = (d for d in range(len(operand.shape)) if d not in skipped)
@@ -93,8 +110,8 @@ def _ends_at_a_known_turn(op: Op) -> bool:
 
 
 _BY_NAME: Mapping[str, Callable[[Op], bool]] = {
-    "gather": _gathers_all,
-    "scatter": _scatters_all,
+    "gather": _gathers_slices,
+    "scatter": _scatters_slices,
     "pow": _is_a_whole_power,
     "while": _ends_at_a_known_turn,
     "sort": _along("dimension"),

@@ -19,16 +19,19 @@ from gockpt_jax.training.values import (
     PRODUCTS,
     SUMS,
     Op,
+    Value,
     names,
     unspread,
     without_walls,
 )
 
-# Select or move bits; exact for every dtype.
+# Select or move bits; exact for every dtype. Of what was rounded they are what is rounded after.
 _MOVES = IDENTITIES | names(
-    """select_n max min neg clamp is_finite eq ne lt le gt ge
-    and or not xor shift_left shift_right_logical shift_right_arithmetic round floor ceil"""
+    """select_n max min neg clamp
+    and or not xor shift_left shift_right_logical shift_right_arithmetic"""
 )
+# Exact likewise, but of what was rounded they are something else.
+_LOOKS = names("is_finite eq ne lt le gt ge round floor ceil sign")
 # Within a few ULPs on every machine, though not the same bits.
 _ROUNDED = names(
     """div sqrt rsqrt cbrt exp exp2 expm1 log log1p pow integer_pow tanh logistic sin cos tan asin
@@ -51,10 +54,12 @@ def is_exact(op: Op) -> bool:
     """
     if _is_emulated(op):
         return False
-    if op.name in _MOVES:
+    if op.name in ("abs", "sign") and jnp.issubdtype(op.inputs[0].dtype, jnp.complexfloating):
+        return False  # they are made of a root
+    if op.name in _LOOKS:
+        return all(map(_is_as_it_is_stored, op.inputs))
+    if op.name in _MOVES or op.name == "abs":
         return True
-    if op.name in ("abs", "sign"):  # of a complex number they are made of a root
-        return not jnp.issubdtype(op.inputs[0].dtype, jnp.complexfloating)
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
         is_whole = _full_width(op.inputs[0].dtype) and op.params.get("y", 0) >= 0
         return is_whole and not merges(op)
@@ -119,6 +124,18 @@ def _convert_is_exact(op: Op) -> bool:
         return False
     is_stored = without_walls(operand).op is None
     return is_stored or (_full_width(operand.dtype) and not is_rounded(operand))
+
+
+def _is_as_it_is_stored(value: Value) -> bool:
+    """Whether a value is in memory, or of a type that no machine computes in a wider one.
+
+    Below fp32 it may be computed in fp32, and XLA then drops the rounding where what follows is
+    computed so as well: an H100's compiler makes `floor(x)` of `floor(x.astype(bf16))`.
+    """
+    while value.op is not None and value.op.name == "broadcast_in_dim":
+        (value,) = value.op.inputs
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return not is_float or _full_width(value.dtype) or without_walls(value).op is None
 
 
 def _rounds_once(old: Any, new: Any) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax import _compat
+from gockpt_jax.training.apart import computes_apart, is_apart, summed
 from gockpt_jax.training.erased import is_one_product, may_be_erased
 from gockpt_jax.training.numbers import (
     is_power_of_two,
@@ -102,7 +103,7 @@ def scatters(value: Value) -> bool:
 
     `d + scatter(z, g)` becomes `scatter(d + z, g)`.
     """
-    ops = _chain(value, lambda op, _: op.name not in SUMS | IDENTITIES)
+    ops = _chain(value, lambda op: op.name not in SUMS | IDENTITIES)
     return any(op.name.startswith("scatter") for op in ops)
 
 
@@ -123,7 +124,7 @@ def _rounds(op: Op) -> bool:
     return bool(old.itemsize * 8 > new.bits)
 
 
-def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
+def _chain(value: Value, ends: Callable[[Op], bool]) -> Iterator[Op]:
     """The operations that XLA sees from a value: up to those, included, that end the chain."""
     stack, seen = [value], set[Value]()
     while stack:
@@ -133,7 +134,7 @@ def _chain(value: Value, ends: Callable[[Op, Value], bool]) -> Iterator[Op]:
             continue
         seen.add(value)
         yield op
-        if not ends(op, value):
+        if not ends(op):
             stack.extend(op.inputs)
 
 
@@ -215,17 +216,18 @@ def _is_one_number(value: Value) -> bool:
 
 
 def _multiplies_by_constant(op: Op) -> bool:
-    is_product = op.name in ("mul", "div") or is_one_product(op)
-    return is_product and any(is_known(unspread(v)) and not is_power_of_two(v) for v in op.inputs)
+    factors = op.inputs if op.name in ("mul", "div") or is_one_product(op) else ()
+    is_constant = any(is_known(unspread(v)) and not is_power_of_two(v) for v in factors)
+    return is_constant or computes_apart(op)
 
 
 def _hides(op: Op) -> bool:
-    """Whether XLA sees more of an operation than we do: a body, or an array changed in place.
+    """Whether XLA sees more of an operation than we do: a body, parts, an array changed in place.
 
     It erases the walls of an interpreted Pallas kernel, a `custom_vmap`, a `custom_partitioning`,
     and makes of `jax.new_ref` the numbers that are written there.
     """
-    if any(_compat.is_mutable(v.aval) for v in op.inputs):
+    if any(_compat.is_mutable(v.aval) for v in op.inputs) or computes_apart(op):
         return True
     if (op.name in _ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
         return False
@@ -249,31 +251,29 @@ def _is_rounding_factor(op: Op) -> bool:
     return op.name == "square" or is_one_product(op)
 
 
-def _ends_chain(op: Op, value: Value) -> bool:
+def _ends_chain(op: Op) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
     if op.name in SUMS or op.name in ("select_n", "max", "min"):
         return not (may_be_all_of(op) or _shares_a_scalar(op))
     if op.name == "clamp":
         return not any(may_be(v, np.isinf) for v in op.inputs)
-    if op.name.startswith("reduce_"):
-        return math.prod(op.inputs[0].shape) > math.prod(value.shape)
     if op.name in _ENDS:
-        return not may_be_erased(op)
-    return _is_compiled_kernel(op)
+        return not (may_be_erased(op) or is_apart(op))
+    return (summed(op) > 1 and not is_apart(op)) or _is_compiled_kernel(op)
 
 
 def _adds_constant(op: Op) -> bool:
     """Whether an operation adds a constant to a number that rounds."""
-    return (
+    return computes_apart(op) or (
         op.name in SUMS
         and any(may_be(v, lambda number: number != 0) for v in op.inputs)
         and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
     )
 
 
-def _ends_sum(op: Op, value: Value) -> bool:
+def _ends_sum(op: Op) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
     if op.name == "mul" or op.name == "div":  # but by one, which is erased
         factors = op.inputs if op.name == "mul" else op.inputs[1:]
         return not any(may_be(v, lambda number: abs(number) == 1) for v in factors)
-    return op.name in PRODUCTS or _ends_chain(op, value)
+    return op.name in PRODUCTS or _ends_chain(op)

@@ -232,14 +232,20 @@ def _elementwise(op: Op) -> Callable[..., Any] | None:
 
 
 def _folded(value: Value, op: Op, given: Sequence[Any]) -> Any:
-    """What is made of constants, rounded after each operation as the compiler does."""
+    """What is made of constants, rounded after each operation as the compiler does.
+
+    Whether it drops a rounding to less than fp32, because another follows, it alone knows.
+    """
     work_out = np.sqrt if op.name == "sqrt" else _ELEMENTWISE.get(op.name)
-    is_told = (work_out or op.name in _MOVES) and _is_numeric(value)
+    is_told = (work_out or op.name in _MOVES - {"reduce_precision"}) and _is_numeric(value)
     if not is_told or any(np.ndim(x) or np.float32(x) != x for x in given):
         return np.nan
     typed = [np.asarray(x, v.dtype) for x, v in zip(given, op.inputs, strict=True)]
     number = np.asarray(work_out(*typed) if work_out else typed[0])
-    return np.float64(number.astype(value.dtype))
+    wide = np.asarray(work_out(*given) if work_out else given[0])
+    made = np.float64(number.astype(value.dtype))
+    is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+    return np.nan if is_narrow and made != wide else made
 
 
 def _of_constant(value: Value) -> Any:

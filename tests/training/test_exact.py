@@ -60,6 +60,16 @@ EXACT = [
     case("divide by -2", lambda x: x / -2.0, "float32"),
     case("divide by a constant array", lambda x: x / jnp.full(x.shape, 4.0), "float32"),
     case("narrow", lambda x: x.astype(jnp.bfloat16), "float32"),
+    *(
+        case(name, f, "bfloat16", "bfloat16")
+        for name, f in {
+            "compare what was stored": lambda x, y: x < y,
+            "compare what was stored with a number": lambda x, y: x == jnp.full(4, 1, x.dtype),
+            "round what was stored": lambda x, y: jnp.floor(x),
+        }.items()
+    ),
+    case("bound what was narrowed", lambda x: jnp.maximum(x.astype(jnp.bfloat16), 1), "float32"),
+    case("compare a count", lambda n: n.astype(jnp.float32) < 3, "int32"),
     case("widen what was stored", lambda x: x.astype(jnp.float32), "bfloat16"),
     case("widen a flag", lambda x, y: (x < y).astype(jnp.float32), "float32", "float32"),
     case("widen a count", lambda n: (n + 1).astype(jnp.float32), "int32"),
@@ -293,6 +303,13 @@ OTHER = [
     *(case("add", jnp.add, d, d) for d in ("bfloat16", "float16")),
     case("multiply", jnp.multiply, "bfloat16", "bfloat16"),
     case("narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"),
+    *(
+        case(f"{f.__name__} what was narrowed", lambda x, f=f, d=d: f(x.astype(d)), "float32")
+        for d in (jnp.bfloat16, jnp.float16)
+        for f in (jnp.floor, jnp.ceil, lax.round, jnp.sign, jnp.isfinite)
+    ),
+    case("compare what was narrowed", lambda x, y: x.astype(y.dtype) == y, "float32", "float16"),
+    case("compare a narrow product", lambda x, y: x * y <= y, "bfloat16", "bfloat16"),
     case("narrow to 8 bits", lambda x: x.astype(jnp.float8_e4m3fn), "float32"),
     case("narrow a large count", lambda n: n.astype(jnp.bfloat16), "int32"),
     case("round a count twice", lambda n: n.astype(jnp.float32).astype(jnp.bfloat16), "int32"),
@@ -406,6 +423,13 @@ def in_place(x, y):
     return jax.new_ref(x[None] * 0.1)[y[0].astype(jnp.int32)]
 
 
+def turned(count, body, result=0):
+    """What a loop that is written out makes of a product, at last or in each of its turns."""
+    return lambda x, y: lax.scan(
+        lambda c, _: body(c), x * y, None, length=count, unroll=max(1, count)
+    )[result]
+
+
 def looping(condition, factor=lambda y: 0.1):
     """A product in a loop that goes on as long as a condition holds."""
     return lambda x, y: lax.while_loop(condition, lambda c: (c[0] + 1, c[1] * factor(y)), (0, x))[1]
@@ -445,6 +469,67 @@ def in_a_kernel(x, y):
         made[...] = given[...] * 0.1
 
     return pallas.pallas_call(scale, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+# Of what is summed up, or moved, the compiler sees parts: here it finds no more than a sum.
+SUMMED_UP = {
+    "sum of rows side by side": lambda x, y: jnp.sum(
+        jnp.concatenate([jnp.outer(x, y), jnp.outer(y, x)], 1), 0
+    ),
+    "sum of rows and more of them": lambda x, y: jnp.sum(
+        jnp.concatenate([jnp.outer(x, y), jnp.outer(y, x)]), 0
+    ),
+    "sum of rows and no more": lambda x, y: jnp.sum(jnp.pad(jnp.outer(x, y), ((0, 1), (0, 0))), 0),
+    "sum of rows by what is spread": lambda x, y: jnp.sum(x[None] * jnp.outer(y, y), 0),
+    "dot of what is spread": lambda x, y: jnp.repeat(x[:, None] * y[0], 3, 1) @ y[:3],
+    "dot of rows by a constant": lambda x, y: jnp.outer(x, y) @ np.ones(4, np.float32),
+    "largest of a pair": lambda x, y: jnp.max(jnp.stack([x, y]), 0),
+    "whether all of a pair": lambda x, y: jnp.all(jnp.stack([x[0] * y[0] > 0, y[0] > 0])),
+    "gathered somewhere": lambda x, y: jnp.take(x * y, y.astype(jnp.int32)),
+    "scattered somewhere": lambda x, y: jnp.zeros(9).at[y.astype(jnp.int32)].add(x * y),
+    "set at a place": lambda x, y: jnp.zeros((2, 4)).at[1].set(x),
+}
+TAKEN_APART = {
+    "sum of a pair": lambda x, y: jnp.sum(jnp.stack([x, y]), 0),
+    "sum of a pair, transposed": lambda x, y: jnp.sum(jnp.stack([x, y]).T, 1),
+    "sum of a pair, less one": lambda x, y: jnp.sum(jnp.stack([x, y]) - 1.0, 0),
+    "sum of a pair and nothing": lambda x, y: jnp.sum(
+        jnp.pad(jnp.stack([x, y]), ((0, 2), (0, 0))), 0
+    ),
+    "sum of rows and a constant": lambda x, y: jnp.sum(
+        jnp.concatenate([jnp.outer(x, y), np.ones((2, 4), np.float32)]), 0
+    ),
+    "sum of rows and constants around": lambda x, y: jnp.sum(
+        jnp.pad(jnp.outer(x, y), ((0, 1), (0, 0)), constant_values=0.1), 0
+    ),
+    "sum of a row among others": lambda x, y: jnp.sum(
+        lax.dynamic_update_slice(jnp.zeros((3, 4)), x[None], (1, 0)), 0
+    ),
+    "sum of a row that was set": lambda x, y: jnp.sum(jnp.zeros((3, 4)).at[1].set(x), 0),
+    "sum of what is spread": lambda x, y: jnp.sum(jnp.broadcast_to(x, (3, 4)), 0),
+    "sum of a number that is spread": lambda x, y: jnp.sum(jnp.full(3, y[0])),
+    "sum of what is tiled": lambda x, y: jnp.sum(lax.tile(x, (3,)).reshape(3, 4), 0),
+    "sum of the cosine of what is spread": lambda x, y: jnp.sum(
+        jnp.cos(jnp.broadcast_to(x, (3, 4))), 0
+    ),
+    "product with a constant": lambda x, y: jnp.prod(jnp.stack([x[0], jnp.float32(0.1)])),
+    "sums so far of a pair": lambda x, y: jnp.cumsum(jnp.stack([x, y]), 0),
+    "sums in windows of a pair": lambda x, y: lax.reduce_window(
+        jnp.stack([x, y]), 0.0, lax.add, (2, 1), (1, 1), "VALID"
+    ),
+    "in windows of one": lambda x, y: lax.reduce_window(x * y, 0.0, lax.add, (1,), (2,), "VALID"),
+    "larger of a product and nothing": lambda x, y: jnp.max(
+        jnp.stack([x * y, jnp.full(4, -jnp.inf)]), 0
+    ),
+    "dot of a pair with a constant": lambda x, y: jnp.stack([x, y], 1) @ np.ones(2, np.float32),
+    "constant dot of what is spread": lambda x, y: np.ones(3, np.float32) @ jnp.full((3, 4), x[0]),
+    "gathered at a place": lambda x, y: jnp.take((x * y)[:, None], jnp.array([1]), 0),
+    "gathered at some place": lambda x, y: jnp.take((x * y)[:, None], y[:1].astype(jnp.int32), 0),
+    "gathered in order": lambda x, y: jnp.take(x * y, jnp.array([3, 1])),
+    "a product set at a place": lambda x, y: jnp.zeros((2, 4)).at[1].set(x * y),
+    "added to a constant": lambda x, y: jnp.ones((2, 4)).at[1].add(x),
+    "multiplied at a place": lambda x, y: jnp.outer(x, y).at[1].multiply(y),
+}
 
 
 @pytest.mark.parametrize(
@@ -531,6 +616,10 @@ def in_a_kernel(x, y):
             pytest.param(functools.partial(product_of_rows, *turns), False, id=f"rows by {turns}")
             for turns in ((2, 2), (5, 2))
         ),
+        pytest.param(turned(0, lambda c: (jnp.cos(c), c)), False, id="no turn"),
+        pytest.param(turned(1, lambda c: (jnp.cos(c), c)), True, id="a turn that ends it"),
+        pytest.param(turned(2, lambda c: (jnp.cos(c), c)), True, id="turns that end it"),
+        pytest.param(turned(2, lambda c: (jnp.cos(c), c), 1), False, id="of each turn"),
         pytest.param(looping(lambda c: c[0] < 1), False, id="loop once"),
         pytest.param(
             looping(lambda c: (jnp.sum(c[1]), c[0] < 1)[1]), False, id="loop once, and look"
@@ -573,6 +662,10 @@ def in_a_kernel(x, y):
         pytest.param(lambda x, y: jnp.where(x > 0, x + 0.1, y), True, id="a sum or not"),
         pytest.param(lambda x, y: 1.0 / (x + 0.1), True, id="division by such a sum"),
         pytest.param(lambda x, y: x.astype(jnp.int32) + 1, True, id="count"),
+        *(
+            pytest.param(f, name in SUMMED_UP, id=name)
+            for name, f in (SUMMED_UP | TAKEN_APART).items()
+        ),
     ],
 )  # fmt: skip
 def test_what_may_be_cut(f, expected):

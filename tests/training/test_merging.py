@@ -122,6 +122,18 @@ ERASED: dict[str, Callable[..., Any]] = {
     "sorted alone": lambda x, a, r: jnp.sort((x * 0.1)[None], 0)[0],
     "largest of one": lambda x, a, r: lax.top_k((x * 0.1)[:, None], 1)[0][:, 0],
     "cumulative alone": lambda x, a, r: jnp.cumsum((x * 0.1)[None], 0)[0],
+    "gathered at a place": lambda x, a, r: jnp.stack([x * 0.1, a[:, 0]])[jnp.array([0])][0],
+    "scattered to a place": lambda x, a, r: (
+        jnp.zeros((2, SIZE)).at[jnp.array([1])].add((x * 0.1)[None])[1]
+    ),
+    "no turn": lambda x, a, r: lax.fori_loop(0, 0, lambda _, c: jnp.cos(c), x * 0.1),
+    "sum of what is spread": lambda x, a, r: jnp.sum(jnp.broadcast_to(x, (3, SIZE)), 0),
+    "sum of what is spread and computed": lambda x, a, r: jnp.sum(
+        jnp.cos(jnp.broadcast_to(x[None], (3, SIZE))) + 0.3, 0
+    ),
+    "sum of a pair": lambda x, a, r: jnp.sum(jnp.stack([x * 0.1, a[:, 0] * 0.1]), 0),
+    "product of a pair": lambda x, a, r: jnp.prod(jnp.stack([x, jnp.full(SIZE, 0.1)]), 0),
+    "dot of what is spread": lambda x, a, r: jnp.repeat(x[:, None], 3, 1) @ jnp.ones(3),
     "gathered alone": lambda x, a, r: (x * 0.1)[None][jnp.array([0])][0],
     "overwritten": lambda x, a, r: jnp.zeros_like(x).at[:].set(x * 0.1),
     "scattered alone": lambda x, a, r: jnp.zeros((1, SIZE)).at[jnp.array([0])].add(x * 0.1)[0],
@@ -184,6 +196,12 @@ def far_from(x: Any) -> Any:
     return x
 
 
+def by_each(f: Callable[[Any], Any], v: Any, w: Any, z: Any) -> Any:
+    """A product by one of some numbers: each may be the same, rounded otherwise."""
+    del w
+    return jnp.where(z > 3, z * f(v[0]), jnp.where(z > 0, z * f(v[1]), z * f(v[2])))
+
+
 # Of constants the compiler makes one, and merges it with the next. And what it sees to be one.
 FOLDED: dict[str, Callable[..., Any]] = {
     "times a root of a constant": lambda v, w, z: ((v + z) * jnp.sqrt(0.3)) * 0.7,
@@ -216,6 +234,15 @@ FOLDED: dict[str, Callable[..., Any]] = {
     ),
     "times a constant behind branches": lambda v, w, z: (
         lax.cond(w[0] > 0, lambda: v * 0.3, lambda: w * 0.3) * 0.7
+    ),
+    "times a constant and products with another": lambda v, w, z: by_each(
+        lambda x: 0.3 * jnp.prod(jnp.stack([x, jnp.float32(0.1)])), v, w, z
+    ),
+    "times a constant more than sums with another": lambda v, w, z: by_each(
+        lambda x: 0.3 + jnp.sum(jnp.append(jnp.sin(v[3:9] * x), 0.1)), v, w, z
+    ),
+    "chosen by what was narrowed": lambda v, w, z: jnp.where(
+        jnp.floor((1.0 + z * 1e-3).astype(jnp.bfloat16)) < 1, v, z
     ),
     "times a constant and a scalar": lambda v, w, z: (v * 0.3) * w[0] + z,
     "times a scalar and a constant": lambda v, w, z: (v * w[0]) * 0.3 + z,

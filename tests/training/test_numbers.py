@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from training_helpers import graph_of
 
-from gockpt_jax.training.numbers import may_be_one, number_of
+from gockpt_jax.training.numbers import is_power_of_two, may_be_one, number_of
 
 X, Y = (jnp.ones(4) for _ in range(2))
 
@@ -58,6 +58,11 @@ ONE = {
         lambda x, y: chosen((x < 1) & (y < 1), x, y),
         lambda x, y: chosen(~((x >= 1) | (y >= 1)), x, y),
     ),
+    "turns": (
+        lambda x, y: lax.scan(lambda c, _: (c * c, None), x, length=3, unroll=3)[0],
+        lambda x, y: x**8,
+    ),
+    "no turn": (lambda x, y: lax.fori_loop(0, 0, lambda _, c: c + y, x), lambda x, y: x),
     "either": (
         lambda x, y: chosen((x < 1) ^ (y < 1), x, y),
         lambda x, y: chosen((x < 1) != (y < 1), x, y),
@@ -169,6 +174,32 @@ def test_what_has_other_sources_is_no_guess_of_a_value(name):
     assert not may_be_one(x, of_product)
     assert may_be_one(product, of_product)
     assert not may_be_one(product, another)
+
+
+@pytest.mark.parametrize(
+    ("constant", "expected"),
+    [
+        (lambda: jnp.full(4, 0.25).astype(jnp.bfloat16).astype(jnp.float32), True),
+        (lambda: jnp.full(4, 0.2500001).astype(jnp.bfloat16).astype(jnp.float32), False),
+        (lambda: jnp.full(4, 0.5, jnp.bfloat16) * jnp.full(4, 8.0, jnp.bfloat16), True),
+        (lambda: jnp.full(4, 0.1, jnp.bfloat16) * jnp.full(4, 2.5, jnp.bfloat16), False),
+        (lambda: lax.reduce_precision(jnp.full(4, 0.2500001), 8, 7), False),
+    ],
+)
+def test_a_constant_that_was_rounded_to_a_power_of_two_may_be_none(constant, expected):
+    """A compiler may drop the rounding."""
+    (value,) = graph_of(lambda x: constant(), X).outputs
+    assert is_power_of_two(value) is expected
+
+
+def test_what_the_turns_of_a_loop_return_may_be_taken_out_of_it():
+    def values(x):
+        turns = lax.scan(lambda c, _: (jnp.cos(c), c), jnp.sin(x), length=2, unroll=2)[1]
+        return turns[0], turns[1], jnp.sin(x), jnp.cos(jnp.sin(x))
+
+    first, second, one, other = graph_of(values, X).outputs
+    assert may_be_one(first, one)
+    assert may_be_one(second, other)
 
 
 def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():
