@@ -255,7 +255,7 @@ def _of_constant(value: Value) -> Any:
     numbers = np.asarray(value.constant, value.dtype)
     if not np.iscomplexobj(numbers) and numbers.size and np.all(numbers == numbers.flat[0]):
         return np.float64(numbers.flat[0])
-    return _drawn(value, numbers.tobytes())
+    return _drawn(value, hashlib.blake2b(numbers.tobytes()).digest())  # it may be large
 
 
 def _is_numeric(value: Value) -> bool:
