@@ -36,7 +36,7 @@ def main() -> None:
         sys.exit(importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:]))
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("name", choices=BENCHMARKS, help=f"or {' or '.join(COMMANDS)}")
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
+    parser.add_argument("--quick", action="store_true", help="small sizes, a minute or two at most")
     parser.add_argument("--out", type=Path, help="a file for the record, as JSON")
     name = next((word for word in sys.argv[1:] if word in BENCHMARKS), None)
     module = importlib.import_module(BENCHMARKS[name]) if name else None

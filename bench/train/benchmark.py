@@ -53,7 +53,7 @@ def run(quick: bool, **options: Any) -> Record:
     """Runs the benchmark.
 
     Args:
-      quick: A tiny model, few steps, no more than a minute.
+      quick: A tiny model, few steps: a minute or two.
       **options: As in `add_arguments`; `out`: where the record is written after each round.
     """
     with _device() as note:
