@@ -82,6 +82,17 @@ def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
             assert_same(manager.restore(label), state)
 
 
+def assert_cannot_go_on(manager, why, saved):
+    """The window of the second save was abandoned for this reason, the third's was not."""
+    manager.wait_until_finished()
+    assert [(r.step, r.kind) for r in manager.reports] == [
+        (0, "snapshot"), (6, "snapshot"), (12, "window"),
+    ]  # fmt: skip
+    assert f"abandoned: it cannot go on: {why}" in manager.reports[1].reason
+    for label, state in saved.items():
+        assert_same(manager.restore(label), state)
+
+
 @pytest.mark.parametrize("earlier", [(1, 2), ()], ids=["cannot be armed", "not traced yet"])
 def test_a_window_ends_with_a_step_that_is_not_armed(tmp_path, monkeypatch, earlier):
     """The window meets it for the first time: nothing waits for its armed step."""
@@ -109,14 +120,8 @@ def test_a_window_ends_with_a_step_that_is_not_armed(tmp_path, monkeypatch, earl
                 state = plain(state, BATCH)
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
-        manager.wait_until_finished()
-        assert [(r.step, r.kind) for r in manager.reports] == [
-            (0, "snapshot"), (6, "snapshot"), (12, "window"),
-        ]  # fmt: skip
         why = "the step had not been traced yet" if not earlier else "the step has not been armed"
-        assert f"abandoned: it cannot go on: {why}" in manager.reports[1].reason
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_cannot_go_on(manager, why, saved)
 
 
 def test_a_window_ends_with_a_step_whose_armed_one_is_not_ready(tmp_path, monkeypatch):
@@ -136,13 +141,7 @@ def test_a_window_ends_with_a_step_whose_armed_one_is_not_ready(tmp_path, monkey
                 state = plain(state, BATCH)
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
-        manager.wait_until_finished()
-        assert [(r.step, r.kind) for r in manager.reports] == [
-            (0, "snapshot"), (6, "snapshot"), (12, "window"),
-        ]  # fmt: skip
-        assert f"abandoned: it cannot go on: {why_not}" in manager.reports[1].reason
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_cannot_go_on(manager, why_not, saved)
 
 
 def momentum(state, batch):
