@@ -62,8 +62,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# What LLVM optimizes changes no value, but takes long: `make test HURRY=` compiles as users do, as
-# the campaigns below and the processes that tests start do.
+# Compilation is most of it, so LLVM does not optimize: `make test HURRY=` compiles as users do, and
+# so do the campaigns below, the examples, and the runs that tests kill.
 HURRY ?= --xla_backend_optimization_level=0
 
 test: $(STAMP)

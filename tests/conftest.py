@@ -110,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Some first."""
+    """Those of `_FIRST` begin first, in their order."""
     items.sort(key=lambda item: item.path.name not in _FIRST)
 
 

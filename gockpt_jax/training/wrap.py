@@ -103,8 +103,8 @@ class WrappedStep(StandIn):
         try:
             result = self._run_unarmed(args, kwargs) if armed is None else armed.result
         except BaseException:
-            if self.why_not is None:  # the call was wrong: the program is for the others
-                self.program = program
+            if self.program is None and self.why_not is None:
+                self.program = program  # dropped for this call, which says nothing of others
             raise
         self._keep(result)
         self._observer.after_update(self, armed if is_asked else None)
