@@ -102,10 +102,12 @@ def _inline(
 ) -> tuple[list[Any], list[Any]]:
     """A call's body in the caller's variables. One body may be called twice, so all are fresh."""
     closed, operands = body_of(eqn, invars)
-    jaxpr, _ = _compat.open_jaxpr(closed)
+    jaxpr, consts = _compat.open_jaxpr(closed)
     inner: dict[Site, Any] = {}
     body, renamed_inside = _open(jaxpr, sites, inner, path)
     fresh: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        fresh[var] = jex.Literal(const, var.aval)
     eqns = []
     for e in body:
         operands = [_renamed(a, fresh) for a in e.invars]

@@ -4,6 +4,9 @@ _PATIENCE = 2
 """Refused calls in a row after which the step is traced anew: one odd batch is not a change."""
 _MAX_PROGRAMS = 3
 """Programs traced in a row, none of which ran armed, before we stop following a step's changes."""
+_MAX_AT_ONCE = 2
+"""Changes that are followed at once where all steps run armed: placements settle, a shape is new.
+If they go on, each would be one more compilation that training waits for."""
 
 
 class Changes:
@@ -24,8 +27,8 @@ class Changes:
     """
 
     def __init__(self, *, always: bool):
-        self._always = always
-        self._programs_left = _MAX_PROGRAMS
+        self._at_once_left = _MAX_AT_ONCE if always else 0
+        self._programs_left = _MAX_PROGRAMS + self._at_once_left
         self._refused = 0
         self._calls = 0
         self._refused_call = 0  # the last one that was
@@ -43,8 +46,7 @@ class Changes:
     def ran_armed(self) -> None:
         """Told of a call that the program was made for, in a window."""
         self._refused = 0
-        if not self._always:
-            self._programs_left = _MAX_PROGRAMS
+        self._programs_left = _MAX_PROGRAMS + self._at_once_left
 
     def refused(self, why: str, *, last: bool, is_asked: bool) -> bool:
         """Told of a call that it was not made for; of one call more than once, if need be.
@@ -59,11 +61,11 @@ class Changes:
         """
         self._why = why or self._why
         call = self._calls - last
-        # With "always" at once, so that few steps run by another executable than the others.
-        at_once = self._always and self._programs_left > 0
+        at_once = self._at_once_left > 0  # so that few steps run by another executable
         if call == self._refused_call or not (at_once or is_asked):
             return False
         self._refused_call = call
+        self._at_once_left -= at_once
         self._lost += is_asked
         self._refused += 1
         is_over = at_once or self._refused == _PATIENCE

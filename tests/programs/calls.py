@@ -11,6 +11,7 @@ import optax
 from flax.training.train_state import TrainState
 
 from .common import (
+    INPUTS,
     LEARNING_RATE,
     Job,
     Layout,
@@ -188,14 +189,19 @@ def state_alone(layout: Layout) -> Job:
 
 @PROGRAMS.program()
 def dict_state(layout: Layout) -> Job:
-    """A dict as state, a dict of metrics as second result."""
+    """A dict as state, metrics as second result; the update has its own `jit` around an array."""
+    shift = jnp.linspace(-0.1, 0.1, INPUTS)
 
     def init() -> dict[str, Any]:
         params, opt_state = _init_pair()
         return {"step": jnp.int32(0), "params": params, "opt_state": opt_state}
 
+    @jax.jit
+    def update(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+        return _update(params, opt_state, batch | {"x": batch["x"] + shift})
+
     def step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        params, opt_state, loss = _update(state["params"], state["opt_state"], batch)
+        params, opt_state, loss = update(state["params"], state["opt_state"], batch)
         metrics = {"loss": loss, "param_count": sum(p.size for p in jax.tree.leaves(params))}
         return {"step": state["step"] + 1, "params": params, "opt_state": opt_state}, metrics
 

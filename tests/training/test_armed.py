@@ -13,6 +13,7 @@ from gockpt_jax.training.armed import with_outputs
 from gockpt_jax.training.graph import flatten
 
 X, Y = jnp.arange(1.0, 5.0), jnp.arange(4.0)
+Z = jnp.array([0.5, 0.25, 2.0, 3.0])
 
 
 def traced(f, *args):
@@ -76,6 +77,18 @@ def test_nested_calls_and_one_body_called_twice():
     for value, argument in zip(results[1:], (X, X + 1, Y, Y + 1), strict=True):
         np.testing.assert_allclose(value, jnp.sin(argument), rtol=1e-6)
     np.testing.assert_array_equal(results[0], jax.jit(lambda x, y: outer(x) - outer(y))(X, Y))
+
+
+def test_calls_that_close_over_arrays():
+    """One inside another: each keeps its own, the program gets no more arguments."""
+    inner = jax.jit(lambda x: jnp.sin(x * Y) + 1.0)
+    outer = jax.jit(lambda x: inner(x + Z) * Z)
+    jaxpr, graph = traced(lambda x: outer(x) - 1.0, X)
+    site = find(graph.outputs[0], "sin").site
+    assert len(site.path) == 2
+    result, value = jax.jit(with_outputs(jaxpr, [site]))(X)
+    np.testing.assert_array_equal(result, jax.jit(lambda x: outer(x) - 1.0)(X))
+    np.testing.assert_allclose(value, jnp.sin((X + Z) * Y), rtol=1e-6)
 
 
 def test_values_of_calls_that_return_their_arguments():

@@ -13,7 +13,6 @@ from training_helpers import graph_of, ops_behind
 from gockpt_jax.training.graph import flatten
 
 X = jnp.arange(4.0)
-TABLE = np.arange(4.0, dtype=np.float32)
 
 
 def test_nested_jit_is_inlined():
@@ -62,7 +61,6 @@ tripled_sine.defjvps(lambda tangent, result, x: tangent)
             ),
             id="jit that places what it is given",
         ),
-        pytest.param(jax.jit(lambda x: jnp.sin(x) * TABLE), id="jit that closes over an array"),
     ],
 )
 def test_bodies_that_cannot_be_opened_can_be_read_only_where_they_return(call):

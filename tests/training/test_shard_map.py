@@ -42,6 +42,15 @@ def norm_of_all(state, x):
     return {"m": kept(m, state["m"]), "v": kept(v, state["v"]), "w": state["w"] - jnp.sin(m)}
 
 
+WIDTHS = jnp.linspace(0.5, 2.0, 6)
+
+
+@jax.jit
+def around_an_array(state, x):
+    """A call in the body, which closes over an array."""
+    return momentum(state, x * WIDTHS)
+
+
 def norm_of_each(state, x):
     """Of each device's own rows: no one number stands for all."""
     g = gradient(x, state["w"])
@@ -81,7 +90,9 @@ SPECS = [P(AXES), P(AXES, None), P(), P(None)]
 
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize(("step", "scalars"), [(momentum, 0), (norm_of_all, 1)])
+@pytest.mark.parametrize(
+    ("step", "scalars"), [(momentum, 0), (around_an_array, 0), (norm_of_all, 1)]
+)
 def test_what_leaves_early_is_repeated_from_the_cut(step, scalars, spec, check_vma):
     mesh, state, x = placed(spec)
     specs = dict.fromkeys(state, spec)

@@ -245,13 +245,27 @@ def test_a_step_that_is_to_be_traced_anew_says_of_which_change():
     )
 
 
-def test_a_step_that_changes_for_good_now_and_then_keeps_its_windows():
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_a_step_that_changes_for_good_now_and_then_keeps_its_windows(arm):
     """However often, if it has run armed in between."""
     observer = Observer(range(100))
-    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer)
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer, arm=arm)
     run(step, fresh(), 36, lambda n: jnp.ones(n // 6 + 1))
     assert step.why_not is None
     assert observer.cuts[-1]
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_an_odd_batch_at_each_epochs_end_costs_no_more_than_its_own_call(arm):
+    """With no save in the first two epochs, too: some changes are followed at once."""
+    odd, saves = range(4, 60, 5), [n for n in range(12, 60) if n % 10 in (2, 3, 4)]
+    observer = Observer(saves)
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer, arm=arm)
+    run(step, fresh(), 60, lambda n: jnp.ones(3 if n in odd else 8))
+    assert step.why_not is None
+    assert [n for n in range(30, 60) if observer.cuts[n]] == [
+        n for n in saves if n >= 30 and n not in odd
+    ]
 
 
 def test_an_evaluation_through_the_step_is_no_new_program():
