@@ -19,9 +19,10 @@ In the order of their imports:
     armed      the user's program with the cut values as further results
     signature  what `jax.jit` tells programs apart by
     returned   the new state among what a step returned
+    unarmable  what cannot be armed, and why
     program    one traced step: its state, its cut, its armed executable
     stand_in   what is called in place of a function
-    changes    when a step is traced anew, as its calls change
+    kinds      a step's programs, one for each kind of its calls
     wrap       the wrapped step
     nested     steps whose `jax.jit` lies inside another object
     jit        `jax.jit` for functions of more than arrays

@@ -13,6 +13,10 @@ from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.places import Place, Places, as_places, identical, states_at, states_within
 
 
+class NotLookedAtError(StepMismatchError):
+    """Where the state is cannot be told before a call like this one has run."""
+
+
 class CallForm:
     """How a jitted step is called: which arguments are state, which are static.
 

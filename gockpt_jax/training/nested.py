@@ -21,7 +21,7 @@ import jax
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError, WrapError
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.training.call import CallForm, Positions, leaf_paths
+from gockpt_jax.training.call import CallForm, NotLookedAtError, Positions, leaf_paths
 from gockpt_jax.training.places import Place, Places, as_places, identical
 from gockpt_jax.training.stand_in import StandIn
 from gockpt_jax.training.wrap import StepObserver, WrappedStep
@@ -130,10 +130,17 @@ class InnerForm(CallForm):
         self.old: Sequence[Any] = ()  # the state's leaves in the call that is under way
         self.paths: Sequence[str] = ()
         self.new_positions: Sequence[int | None] = ()  # in the result of the call before
+        # Where it was in the last program that was looked at, and the structures of that one.
+        self._located: tuple[Any, Positions] | None = None
 
     @property
     def can_locate(self) -> bool:
-        """Whether the call before was looked at, and left a state like the one given now."""
+        """Whether a call was looked at: the one before, or one that may be like this one."""
+        return self._is_looked_at or self._located is not None
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether the call before was, and has left a state like the one given now."""
         return len(self.old) == len(self.new_positions) > 0
 
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -155,9 +162,18 @@ class InnerForm(CallForm):
         return) are not part of its state; saves take them as they are.
 
         Raises:
+          NotLookedAtError: if this call has another structure than the last one looked at.
           StepMismatchError: if none of them does.
         """
-        del out_tree, before
+        del before
+        structures = jax.tree.structure(self.dynamic(args, kwargs)), out_tree
+        if self._is_looked_at:
+            self._located = structures, self._positions(args, kwargs)
+        if self._located is None or self._located[0] != structures:
+            raise NotLookedAtError
+        return self._located[1]
+
+    def _positions(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Positions:
         old_positions = identical(self.old, jax.tree.leaves(self.dynamic(args, kwargs)))
         unique: dict[int, tuple[int, str]] = {}  # leaves that share an array are one here
         for old, new, path in zip(old_positions, self.new_positions, self.paths, strict=True):

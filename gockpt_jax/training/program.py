@@ -12,19 +12,19 @@ from typing import Any
 import jax
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.returned import StateInResult
 from gockpt_jax.training.signature import Signature
 from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
+from gockpt_jax.training.unarmable import (
+    refuse_hidden_arguments,
+    refuse_no_state,
+    refuse_state_in_place,
+)
 
 _FLAT_NAME = re.compile(r"'?\bflat\[(\d+)\]'?")
 """What JAX calls an argument of the armed step (`armed.py`)."""
-
-
-class CannotArmError(Exception):
-    """A step's program cannot be armed: why, and what would help."""
 
 
 class StepProgram:
@@ -43,6 +43,7 @@ class StepProgram:
       cut: What may leave early, and what is retained for it.
       out_tree: Structure of the result.
       returned: Finds the new state in results.
+      has_served: Whether it has run armed in a window.
 
     Raises:
       CannotArmError: if its program takes arguments that the call does not show.
@@ -59,16 +60,17 @@ class StepProgram:
         self._remembered = weakref.ref(traced.jaxpr)
         self._is_in_no_cache = bool(getattr(jax.config, "jax_check_tracer_leaks", False))
         flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
-        _refuse_hidden_arguments(traced, flat)
-        _refuse_state_in_place(form.state_leaves(args, kwargs))
+        refuse_hidden_arguments(traced, flat)
+        refuse_state_in_place(form.state_leaves(args, kwargs))
         given = _compat.specified_shardings(traced, "in_shardings")
         self._in_shardings: tuple[Any, ...] = given or (None,) * len(flat)
-        self._traced_for = self._signature(flat, args, kwargs)
         self._in_specs = self._input_specs(flat)  # now: a donated array forgets how it lay
         self.out_tree: Any = _compat.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
+        self._beside = sorted(set(range(len(flat))).difference(self.positions.inputs))
+        self._traced_for = self._signature(flat, args, kwargs)
         specs = _state_specs(traced.jaxpr, self.positions)
-        _refuse_no_state(specs, self.positions.paths)
+        refuse_no_state(specs, self.positions.paths)
         news = [new for _, new in specs]
         self.returned = StateInResult(self.out_tree, self.positions.outputs, news)
         self._even_for_nothing = even_for_nothing
@@ -77,6 +79,7 @@ class StepProgram:
             _compat.specified_shardings(traced, "out_shardings") or ()
         )
         self._executable: concurrent.futures.Future[Any] | None = None  # until it is armed
+        self.has_served = False
         self.cut: StepCut = self._cut(exact=True)
 
     def _cut(self, *, exact: bool) -> StepCut:
@@ -189,6 +192,21 @@ class StepProgram:
         """
         return not self._is_in_no_cache and self._remembered() is None
 
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether it was made for such a call, as far as that can be seen without running it."""
+        if self.is_forgotten():
+            return False
+        try:
+            flat = self.flat_call(args, kwargs)
+        except TypeError:
+            return False
+        return self._signature(flat, args, kwargs) == self._traced_for
+
+    def is_like(self, other: "StepProgram") -> bool:
+        """Whether another takes the calls that this one takes."""
+        mine, its = (self._in_tree, self._traced_for), (other._in_tree, other._traced_for)
+        return bool(mine == its)
+
     def flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that are not static, flat.
 
@@ -210,7 +228,8 @@ class StepProgram:
     def _signature(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature:
-        return Signature.of(self._form.static(args, kwargs), flat, self._in_shardings)
+        static = self._form.static(args, kwargs)
+        return Signature.of(static, flat, self._in_shardings, self._beside)
 
     def _input_specs(self, flat: Sequence[Any]) -> list[Any]:
         """What to lower the armed step for; of an array that changes in place, itself."""
@@ -239,21 +258,6 @@ def placements(leaves: Sequence[Any]) -> list[Any]:
     return [_committed_sharding(x) for x in leaves]
 
 
-def _refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:
-    if len(_compat.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
-        raise CannotArmError(
-            "its program takes arguments that the call does not show; pass what it closes over as "
-            "arguments"
-        )
-
-
-def _refuse_state_in_place(leaves: Sequence[Any]) -> None:
-    if any(_compat.is_mutable(getattr(x, "aval", None)) for x in leaves):
-        raise CannotArmError(
-            "its state changes in place (`jax.new_ref`); give it arrays, and return the new ones"
-        )
-
-
 def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, ArraySpec]]:
     """What each leaf of the state goes in as, and comes out as."""
     opened, _ = _compat.open_jaxpr(jaxpr)
@@ -261,25 +265,6 @@ def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, Arra
         (ArraySpec.of(opened.invars[i].aval), ArraySpec.of(opened.outvars[o].aval))
         for i, o in zip(positions.inputs, positions.outputs, strict=True)
     ]
-
-
-def _refuse_no_state(specs: Sequence[tuple[ArraySpec, ArraySpec]], paths: Sequence[str]) -> None:
-    """What comes out as something else in every leaf is a batch, say, and a loss of its structure.
-
-    Args:
-      specs: What each leaf goes in as, and comes out as.
-      paths: Theirs.
-
-    Raises:
-      StepMismatchError: if no leaf keeps its shape and dtype.
-    """
-    if specs and all(old != new for old, new in specs):
-        (old, new), path = specs[0], paths[0]
-        raise StepMismatchError(
-            f"what the wrapped step was given as its state is none: {path} goes in as {old} and "
-            f"comes out as {new}, and no other leaf stays what it was. Say where the state is with "
-            "`wrap(step, state=..., state_out=...)`."
-        )
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -5,7 +5,7 @@ takes the state out. A result that is looked at later is then not what the step 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,6 +13,18 @@ from gockpt_jax.training.step_cut import ArraySpec
 
 _Place = list[tuple[int, "_Place"]] | None
 """Which children of a node to look into, and where in them; `None`: the node itself is a part."""
+
+
+class NewState(NamedTuple):
+    """The new state in a result, its leaves not looked at yet.
+
+    Attributes:
+      parts: The trees that are it together.
+      found_by: Who knows how they do.
+    """
+
+    parts: list[Any]
+    found_by: "StateInResult"
 
 
 class StateInResult:
@@ -29,9 +41,9 @@ class StateInResult:
       >>> result = {"logs": {"loss": 1.0}, "state": {"w": w, "m": m}}
       >>> specs = [ArraySpec.of(w), ArraySpec.of(m)]
       >>> state = StateInResult(jax.tree.structure(result), [2, 1], specs)
-      >>> parts = state.parts(result)
+      >>> new = state.found_in(result)
       >>> result["logs"]["secs"] = 0.5
-      >>> [leaf.tolist() for leaf in state.leaves(parts)]
+      >>> [leaf.tolist() for leaf in state.leaves(new)]
       [[1.0, 1.0, 1.0], [0.0, 0.0]]
     """
 
@@ -43,8 +55,8 @@ class StateInResult:
         self._specs = specs
         self._beside: Any = None  # the structure of all but the parts, once one has been seen
 
-    def parts(self, result: Any) -> list[Any] | None:
-        """The trees in a result that are the new state; `None` if it is another program's.
+    def found_in(self, result: Any) -> NewState | None:
+        """The new state in a result; `None` if it is another program's.
 
         Where a static argument or the state's structure has changed, the user's own executable has
         returned something else than what was traced, and nothing in it is where it was.
@@ -60,19 +72,24 @@ class StateInResult:
             if jax.tree.structure(result) != self._out_tree:
                 return None
             self._beside = beside
-        return parts if beside == self._beside else None
+        return NewState(parts, self) if beside == self._beside else None
 
-    def leaves(self, parts: Sequence[Any] | None) -> list[Any] | None:
-        """The state's leaves in what `parts` has found; `None` if they have come to be others."""
-        if parts is None:
+    def leaves(self, new: NewState | None) -> list[Any] | None:
+        """The leaves of a new state; `None` if they have come to be others.
+
+        Args:
+          new: Found by itself, or for another program of the same step: a result that holds more
+            beside the state has it elsewhere.
+        """
+        if new is None or new.found_by._specs != self._specs:
             return None
         flat: list[Any] = []
-        for part, wanted in zip(parts, self._structures, strict=True):
+        for part, wanted in zip(new.parts, new.found_by._structures, strict=True):
             leaves, structure = jax.tree.flatten(part)
             if structure != wanted:
                 return None
             flat += leaves
-        leaves = [flat[i] for i in self._order]
+        leaves = [flat[i] for i in new.found_by._order]
         specs = zip(leaves, self._specs, strict=True)
         are_ours = all(x.shape == spec.shape and x.dtype == spec.dtype for x, spec in specs)
         return leaves if are_ours else None

@@ -11,7 +11,7 @@ from gockpt_jax import _compat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signature:
-    """Of one call. Shapes, dtypes and shardings are not in it: executables compare these.
+    """Of one call. Shapes and dtypes of the state are not in it: executables compare these.
 
     Attributes:
       static: The static arguments, with their types.
@@ -20,20 +20,30 @@ class Signature:
         Executables move those that do not; for them `jax.jit` lets the compiler choose the place,
         and with it the order of sums.
       settings: Of JAX, as programs depend on them.
+      beside: Shape, dtype and, if it is committed to one, the sharding of each array beside the
+        state. Executables compare these too; they tell one kind of call from another.
     """
 
     static: tuple[Any, ...]
     weak_types: tuple[bool, ...]
     committed: tuple[bool, ...]
     settings: Any
+    beside: tuple[Any, ...]
 
     @classmethod
     def of(
-        cls, static: tuple[Any, ...], flat: Sequence[Any], in_shardings: Sequence[Any]
-    ) -> "Signature":
+        cls, static: tuple[Any, ...], flat: Sequence[Any], in_shardings: Sequence[Any],
+        beside: Sequence[int],
+    ) -> "Signature":  # fmt: skip
         """Looks at a call, under the settings of now.
 
         In one loop without calls: it runs over all leaves at every armed step.
+
+        Args:
+          static: The static arguments, with their types.
+          flat: All others, flat.
+          in_shardings: What the user told `jax.jit` of these.
+          beside: Positions of those that are no state.
         """
         weak_types: list[bool] = []
         committed: list[bool] = []
@@ -44,7 +54,8 @@ class Signature:
                 is_weak, stays = jax.typeof(x).weak_type, False
             weak_types.append(is_weak)
             committed.append(stays and told is None)
-        return cls(static, tuple(weak_types), tuple(committed), _compat.trace_context())
+        others = tuple(_kind(flat[i]) for i in beside)
+        return cls(static, tuple(weak_types), tuple(committed), _compat.trace_context(), others)
 
     def refuse_other(self, now: "Signature", name_of: Callable[[int], str]) -> None:
         """Compares with those of another call.
@@ -74,6 +85,11 @@ class Signature:
     def is_of_these_settings(self) -> bool:
         """Whether what is lowered now would be lowered as it was then."""
         return bool(self.settings == _compat.trace_context())
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    sharding = x.sharding if getattr(x, "committed", False) else None
+    return getattr(x, "shape", ()), getattr(x, "dtype", type(x)), sharding
 
 
 def _first_other(mine: Sequence[bool], others: Sequence[bool]) -> int:

@@ -2,22 +2,23 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
 
-from gockpt_jax import _compat, errors
+from gockpt_jax import errors
 from gockpt_jax.compiling import debugged_by
 from gockpt_jax.errors import ProcessError, SnapshotOnlyWarning, StepMismatchError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.armed import ArmedResult
-from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.changes import Changes
-from gockpt_jax.training.program import CannotArmError, StepProgram, placements
+from gockpt_jax.training.call import CallForm, NotLookedAtError
+from gockpt_jax.training.kinds import Kinds
+from gockpt_jax.training.program import StepProgram, placements
+from gockpt_jax.training.returned import NewState
 from gockpt_jax.training.stand_in import StandIn
+from gockpt_jax.training.unarmable import CannotArmError, why_no_program
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -68,7 +69,7 @@ class WrappedStep(StandIn):
         super().__init__(step)
         self.program: StepProgram | None = None
         self.last_result: Any = None  # the user's, who may change its containers
-        self.new_state: list[Any] | None = None  # in it, if it was the program's
+        self.new_state: NewState | None = None  # in it, if it was of one of the programs
         self._last_leaves: list[Any] | None = None  # of it, while there is no program
         self.why_not: str | None = None  # given up, for this reason
         self._observer = observer
@@ -76,23 +77,24 @@ class WrappedStep(StandIn):
         self._always = options.arm == "always"
         self._even_for_nothing = options.steps is not None  # a fixed K promises windows
         self._found: StepProgram | None = None  # the last program, kept or not
-        self._changes = Changes(always=self._always)
+        self._kinds = Kinds(always=self._always)
         self._untraced: str | None = None  # why this call could not be traced
-        if (why_not := _why_no_program(step)) is not None:
+        if (why_not := why_no_program(step)) is not None:
             self.give_up(why_not)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the jitted function would."""
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
-        self._changes.called()
+        self._kinds.called()
         self._forget()
         always = self._always and debugged_by() is None
         if always:  # now: whoever is interrupted after the step has lost its result
-            if self.program is None and self.last_result is None:
-                self.program = self._found = self._trace(args, kwargs)
-                if self.program is not None:
-                    self._changes.traced()
+            is_first = self.program is None and self.last_result is None
+            if is_first and (traced := self._trace(args, kwargs)) is not None:
+                self._kinds.traced()
+                self._take(traced)
+            self.turn_to(args, kwargs)
             self.arm()
         program = self.program
         call = self._observer.before_update(self, args, kwargs)
@@ -103,8 +105,8 @@ class WrappedStep(StandIn):
         try:
             result = self._run_unarmed(args, kwargs) if armed is None else armed.result
         except BaseException:
-            if self.program is None and self.why_not is None:
-                self.program = program  # dropped for this call, which says nothing of others
+            if program is not None and self.program is None and self.why_not is None:
+                self._take(program)  # dropped for this call, which says nothing of others
             raise
         self._keep(result)
         self._observer.after_update(self, armed if is_asked else None)
@@ -127,9 +129,11 @@ class WrappedStep(StandIn):
             if not is_refusal:
                 raise
             self.call_changed(_brief(error), is_asked=is_asked)
+            if self.program is None and call.program.takes(args, kwargs):
+                self._kinds.drop(call.program)  # the state was moved: it is traced anew
             return None
         if is_asked:
-            self._changes.ran_armed()
+            self._kinds.ran_armed(call.program)
         return armed
 
     def _run_unarmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,26 +144,49 @@ class WrappedStep(StandIn):
         if self._untraced is not None:
             self.give_up(self._untraced)
         elif traced is not None:
-            self._changes.traced()
-            leaves, before = jax.tree.leaves(result), self._leaves_before()
-            # The second: they have settled.
-            if self._always or placements(leaves) == placements(before):
-                traced.returns_at(leaves)
-                self.program = self._found = traced
+            self._kinds.traced()
+            if self._always or self._has_settled(traced, result):
+                traced.returns_at(jax.tree.leaves(result))
+                self._take(traced)
         return result
+
+    def _has_settled(self, traced: StepProgram, result: Any) -> bool:
+        """Whether a result lies as that of the call before: the state, if they are not alike."""
+        leaves, before = jax.tree.leaves(result), self._leaves_before()
+        if len(leaves) != len(before):
+            both = (traced.returned.found_in(result), self.new_state)
+            leaves, before = ([] if x is None else jax.tree.leaves(x.parts) for x in both)
+        return placements(leaves) == placements(before)
+
+    def _take(self, program: StepProgram) -> None:
+        self._kinds.add(program)
+        self.program = self._found = program
+
+    def turn_to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Has the program of such calls as this one, if the step has several.
+
+        Returns:
+          Whether it is another one than before.
+        """
+        if self.why_not is not None or (self.program is not None and not self._kinds.are_several):
+            return False
+        before, found = self.program, self._kinds.of(args, kwargs)
+        if found is not None:  # else it is a new kind, once the last one has refused it
+            self.program = self._found = found
+        return self.program is not before
 
     @property
     def why_no_program(self) -> str:
         """Why there is nothing to arm: for good, or until the step is traced (anew)."""
         if self.why_not is not None or self._found is None:
             return self.why_not or "the step had not been traced yet"
-        of_what = self._changes.of_the_last
+        of_what = self._kinds.of_the_last
         return f"the step had not been traced yet in the way it is called now{of_what}"
 
     def _keep(self, result: Any) -> None:
         """Takes what will be asked for out of a result before the user has it."""
         self.last_result = result
-        self.new_state = None if self.program is None else self.program.returned.parts(result)
+        self.new_state = None if self.program is None else self._kinds.new_state(result)
         is_to_be_traced = self.program is None and self.why_not is None
         self._last_leaves = jax.tree.leaves(result) if is_to_be_traced else None
 
@@ -183,7 +210,7 @@ class WrappedStep(StandIn):
             found = f"snapshots only: {self.why_not or 'the step has not been traced yet'}"
         else:
             found = self.program.cut.explain()
-        return "\n".join([found, *self._changes.explain()])
+        return "\n".join([found, *self._kinds.explain()])
 
     def call_changed(self, why: str = "", *, last: bool = False, is_asked: bool = True) -> None:
         """Told of a call that the program was not made for; enough of them are a new program.
@@ -193,17 +220,18 @@ class WrappedStep(StandIn):
           last: Whether it was the last one, not this one: what it returned tells.
           is_asked: Whether a window was to be had.
         """
-        if self._changes.refused(why, last=last, is_asked=is_asked):
+        if self._kinds.refused(why, last=last, is_asked=is_asked):
             self.program = None
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
         """The program of a call, cut, if the step has none and one can be made."""
         self._untraced = None
+        self.turn_to(args, kwargs)
         if self.program is not None or self.why_not is not None or not self._form.can_locate:
             return None
         if debugged_by() is not None:  # traced without `jit`, it would be another program
             return None
-        if (no_more := self._changes.why_no_more) is not None:
+        if (no_more := self._kinds.why_no_more) is not None:
             self.give_up(no_more)
             return None
         step: Any = self.step
@@ -220,6 +248,8 @@ class WrappedStep(StandIn):
                 )  # fmt: skip
                 _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
                 return program
+        except NotLookedAtError:
+            return None
         except StepMismatchError:
             # Of the first call nobody knows yet what comes back as the state.
             if self.last_result is not None and not self.no_state_found():
@@ -250,6 +280,7 @@ class WrappedStep(StandIn):
     def _forget(self) -> None:
         """This call traces the step anew if JAX does."""
         if self.program is not None and self.program.is_forgotten():
+            self._kinds.forget()
             self.program = None
 
     def accept_rounding(self, is_worth_it: Callable[[StepProgram], bool]) -> None:
@@ -262,7 +293,7 @@ class WrappedStep(StandIn):
             with self.giving_up_on_errors():
                 rounded = self.program.rounded()
                 if is_worth_it(rounded):
-                    self.program = self._found = rounded
+                    self._take(rounded)
 
     @contextlib.contextmanager
     def giving_up_on_errors(self) -> Iterator[None]:
@@ -282,6 +313,7 @@ class WrappedStep(StandIn):
     def give_up(self, why: str) -> None:
         """No windows from now on; one warning."""
         self.program = None
+        self._kinds.clear()
         self.why_not = why.rstrip(".")
         name = getattr(self.step, "__name__", type(self.step).__name__)
         told = f"`{name}` cannot be armed, so its saves are snapshots: {self.why_not}."
@@ -294,24 +326,3 @@ def _brief(error: BaseException) -> str:
     if first.endswith(":") and rest:  # it only announces what the others tell
         first = " ".join(rest.split())
     return f"{type(error).__name__}: {first if len(first) < 300 else first[:300] + '...'}"
-
-
-def _why_no_program(step: Any) -> str | None:
-    """Why a step cannot be armed; `None` if it can, as far as is known before it has run."""
-    if callable(getattr(step, "trace", None)):
-        if _compat.jit_settings(step) is None:
-            return "this version of JAX does not tell static arguments apart"
-        return None
-    kind = type(step).__name__
-    if hasattr(step, "as_text"):
-        remedy = "pass the function that `jax.jit` returned, before `.lower().compile()`"
-    elif isinstance(step, functools.partial):
-        remedy = "wrap the jitted function, and bind arguments to the wrapped one"
-    elif kind == "PmapFunction" or (kind == "function" and hasattr(step, "lower")):  # jax 0.7; 0.8
-        kind = "jax.pmap"
-        remedy = "use `jax.jit` of `jax.shard_map(..., check_vma=False)` over a mesh"
-    elif kind == "function":
-        remedy = "wrap the function in `jax.jit` first, or the jitted one that it calls"
-    else:
-        remedy = "jit the function inside with `gockpt_jax.jit`"
-    return f"a `{kind}` has no program to trace; {remedy}"

@@ -19,9 +19,7 @@ class Agreement:
     def __init__(self, options: WindowOptions, processes: Processes):
         self._options = options
         self._processes = processes
-        self._asked: weakref.WeakKeyDictionary[WrappedStep, StepProgram | str] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._asked: weakref.WeakSet[StepProgram | WrappedStep] = weakref.WeakSet()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         self._refused = (-1, "")  # the last save for which a process was not ready, and why
 
@@ -32,16 +30,15 @@ class Agreement:
           step: Traced and planned for, by all processes at the same call.
           planned: Whether a plan was made just now: it may be the first that arms the step.
         """
-        found = step.program if step.program is not None else step.why_not
-        if not self._processes.several or found is None:
-            return
-        if self._asked.get(step) is found and not planned:
-            return
         why_not = None if step.program is not None else step.why_not
+        if not self._processes.several or (step.program is None and why_not is None):
+            return
+        if (step.program or step) in self._asked and not planned:
+            return
         objection = self._processes.objection("program", why_not)
         if objection is not None and step.program is not None:
             step.give_up(objection)
-        self._asked[step] = step.program if step.program is not None else str(step.why_not)
+        self._asked.add(step.program or step)  # a step that was given up has no other answer
 
     def why_not_ready(self, program: StepProgram, target: int) -> str | None:
         """Why a window of this program cannot open, or go on with it; `None` if it can.

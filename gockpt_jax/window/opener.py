@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -66,11 +67,15 @@ class Opener:
         self._deferral: _Deferral | None = None
         self._tried_for = -1  # the last save whose window was due: what came of it has been told
 
-    def open(self, step: WrappedStep, version: int, sealed_at: int) -> OpenWindow | str | None:
+    def open(
+        self, step: WrappedStep, args: Any, kwargs: Any, version: int, sealed_at: int
+    ) -> OpenWindow | str | None:
         """Opens a window, if it is time.
 
         Args:
-          step: The step that ran last.
+          step: A step that has run.
+          args: Positional arguments of the call that is to begin it.
+          kwargs: Keyword arguments of it.
           version: Of the state.
           sealed_at: The version of the last save.
 
@@ -89,6 +94,8 @@ class Opener:
             return _ADJACENT if target == version + 1 else None
         if setting is not None:
             return _DEBUGGED.format(setting)
+        if step.turn_to(args, kwargs):
+            self._prepare(step)
         program = step.program
         if program is None:
             return step.why_no_program

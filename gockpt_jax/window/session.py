@@ -122,6 +122,8 @@ class Session:
             self.predictor.abandoned()
         if current.window is None:
             self._open(step, args, kwargs)
+        else:
+            step.turn_to(args, kwargs)
         window, program = current.window, step.program
         if window is None:
             return None
@@ -153,7 +155,8 @@ class Session:
                 self.planner.prepare_snapshot(leaves)
             return
         with step.giving_up_on_errors():
-            self._current.open(self._opener.open(step, self.version, self._sealed_at))
+            found = self._opener.open(step, args, kwargs, self.version, self._sealed_at)
+            self._current.open(found)
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""

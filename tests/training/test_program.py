@@ -61,7 +61,7 @@ def test_armed_call_is_the_step_and_the_cut():
         ("float32[6]", (6,))
     ]
     np.testing.assert_allclose(cut[0], jnp.tanh(X), rtol=1e-6)
-    found = program.returned.leaves(program.returned.parts((state, got_loss)))
+    found = program.returned.leaves(program.returned.found_in((state, got_loss)))
     assert [leaf is new for leaf, new in zip(found, (state["m"], state["w"]), strict=True)] == [
         True, True
     ]  # fmt: skip
@@ -222,9 +222,9 @@ def test_where_jax_does_not_tell_what_it_was_given_the_arguments_do(monkeypatch)
 def test_the_state_is_not_looked_for_in_another_programs_result(other):
     program = arm(jax.jit(update), fresh(), X)
     other = other(fresh(), jnp.float32(0))
-    assert program.returned.leaves(program.returned.parts(other)) is None
-    assert program.returned.leaves(program.returned.parts((fresh(), jnp.float32(0)))) is not None
-    assert program.returned.leaves(program.returned.parts(other)) is None
+    assert program.returned.leaves(program.returned.found_in(other)) is None
+    assert program.returned.leaves(program.returned.found_in((fresh(), jnp.float32(0)))) is not None
+    assert program.returned.leaves(program.returned.found_in(other)) is None
 
 
 def test_explain_tells_every_leaf_its_shape_and_its_fate():

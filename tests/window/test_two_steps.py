@@ -144,47 +144,109 @@ def test_a_window_ends_with_a_step_whose_armed_one_is_not_ready(tmp_path, monkey
         assert_cannot_go_on(manager, why_not, saved)
 
 
-def momentum(state, batch):
-    """Of batches that may be shorter: each length is a program of its own."""
+def momentum(state, batch, log=False):
+    """Of batches that may be shorter, and with logs or without: each is a program of its own."""
     grads = jax.grad(lambda w: jnp.mean(jnp.tanh(batch @ w)))(state["w"])
     m = 0.9 * state["m"] + grads
-    return {"m": m, "w": state["w"] - 0.1 * m}
+    logs = {"norm": jnp.linalg.norm(grads)} if log else {}
+    return {"m": m, "w": state["w"] - 0.1 * m}, logs
 
 
 def equinox_jit(step):
     return pytest.importorskip("equinox").filter_jit(step)
 
 
-@pytest.mark.parametrize("jit", [jax.jit, equinox_jit])
-@pytest.mark.parametrize("wraps", [1, 2])
-def test_the_last_batch_of_an_epoch_is_smaller(tmp_path, capsys, jit, wraps):
-    """And behind it the save. One step loses its windows there, and says so; two have them."""
+def static_jit(step):
+    return jax.jit(step, static_argnames="log", donate_argnums=0)
+
+
+def rows(n):
+    """Of the batch before each label's save: the last of an epoch is shorter."""
+    return 3 if n % 6 == 0 else 4
+
+
+def train_and_save(manager, call, labels):
+    state, saved = {"m": jnp.zeros(64), "w": jnp.ones(64)}, {}
+    for n in labels:
+        state = call(state, n)
+        if manager.save(n, args=GoCkptSave(state)):
+            saved[n] = to_host(state)
+    manager.wait_until_finished()
+    for label, want in saved.items():
+        assert_same(manager.restore(label), want)
+    return {r.step: r for r in manager.reports}
+
+
+def assert_windows(reports, labels):
+    told = {label: (reports[label].kind, reports[label].window_steps) for label in labels}
+    assert told == dict.fromkeys(labels, ("window", 4))
+    assert all(reports[label].early_bytes for label in labels)
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("jit", [static_jit, equinox_jit])
+def test_the_last_batch_of_an_epoch_is_smaller(tmp_path, capsys, jit, arm):
+    """And behind it the save: the first windows meet it, all others go on with it."""
+    options, window = Options(save_interval_steps=6), WindowOptions(steps=4, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(jit(momentum))
+
+        def call(state, n):
+            return step(state, jnp.full((rows(n), 64), 0.1 * n))[0]
+
+        reports = train_and_save(manager, call, range(1, 31))
+        manager.explain()
+        text = capsys.readouterr().out
+        assert_windows(reports, (18, 24, 30))
+        assert "float32[4,64] and called with float32[3,64]" in text
+        assert "2 kinds of calls are known" in text
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_a_step_that_logs_more_now_and_then(tmp_path, arm):
+    """By a static argument, so it returns more: in the middle of windows, at their ends, before."""
+    options, window = Options(save_interval_steps=6), WindowOptions(steps=4, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(static_jit(momentum))
+
+        def call(state, n):
+            return step(state, jnp.full((4, 64), 0.1 * n), log=n % 4 == 0)[0]
+
+        reports = train_and_save(manager, call, range(1, 43))
+        assert_windows(reports, (24, 30, 36, 42))
+
+
+def test_batches_of_several_lengths(tmp_path):
+    """In any order, as sentences are sorted into: all windows follow, when each was met."""
+    lengths = np.random.default_rng(5).integers(2, 6, 200)
     options = Options(save_interval_steps=6)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
-        step = jit(momentum)
-        full = last = manager.wrap(step)
-        if wraps == 2:
-            last = manager.wrap(step)
-        state, saved = {"m": jnp.zeros(64), "w": jnp.ones(64)}, {}
-        for n in range(1, 31):
-            ends = n % 6 == 0
-            state = (last if ends else full)(state, jnp.full((3 if ends else 4, 64), 0.1 * n))
-            if manager.save(n, args=GoCkptSave(state)):
-                saved[n] = to_host(state)
-        manager.wait_until_finished()
-        manager.explain()
-        text, reports = capsys.readouterr().out, {r.step: r for r in manager.reports}
-        for label, want in saved.items():
-            assert_same(manager.restore(label), want)
-        kinds = [reports[label].kind for label in (18, 24, 30)]
-        if wraps == 2:
-            assert kinds == ["window"] * 3
-            assert "lost" not in text
-        else:
-            assert kinds == ["snapshot"] * 3
-            assert "float32[4,64] and called with float32[3,64]" in reports[30].reason
-            assert "5 windows were lost to calls that the program was not made for (of" in text
-            assert text.endswith("wrap the step once for each kind.\n")
+        step = manager.wrap(static_jit(momentum))
+
+        def call(state, n):
+            return step(state, jnp.full((lengths[n], 64), 0.1 * n))[0]
+
+        reports = train_and_save(manager, call, range(1, 121))
+        assert_windows(reports, range(78, 121, 6))
+
+
+def test_an_evaluation_between_two_steps_of_a_window_ends_it_and_no_more(tmp_path):
+    """It goes through the wrapped step, and returns no state: that is no kind to be armed."""
+    options = Options(save_interval_steps=6)
+
+    def either(state, batch, train):
+        return momentum(state, batch)[0] if train else jnp.sum(batch @ state["w"])
+
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        step = manager.wrap(jax.jit(either, static_argnames="train"))
+
+        def call(state, n):
+            if n % 12 == 11:
+                step(state, jnp.full((3, 64), 0.1 * n), train=False)
+            return step(state, jnp.full((4, 64), 0.1 * n), train=True)
+
+        reports = train_and_save(manager, call, range(1, 43))
+        assert_windows(reports, (18, 30, 42))
 
 
 @pytest.mark.parametrize("spec", [(), ("a",), ("a", "b"), (("a", "b"),), (None, "b")])

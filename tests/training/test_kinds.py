@@ -1,0 +1,177 @@
+"""The programs of a step, and when one more is traced, by what is told of its calls."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gockpt_jax import _compat
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.kinds import Kinds
+from gockpt_jax.training.program import StepProgram
+
+PROGRAMS, AT_ONCE = 8, 3
+
+
+class Program:
+    """As far as `Kinds` looks: takes calls of one length of batch."""
+
+    def __init__(self, length=0):
+        self.length, self.has_served, self.is_known = length, False, True
+
+    def takes(self, args, kwargs):
+        return self.is_known and args == (self.length,)
+
+    def is_like(self, other):
+        return self.length == other.length
+
+    def is_forgotten(self):
+        return not self.is_known
+
+
+def refused(kinds, *, last=False, why="", is_asked=True):
+    kinds.called()
+    return kinds.refused(why, last=last, is_asked=is_asked)
+
+
+def traced(kinds, length=0):
+    program = Program(length)
+    kinds.traced()
+    kinds.add(program)
+    return program
+
+
+def test_the_first_refused_call_of_a_window_is_one_program_more():
+    kinds = Kinds(always=False)
+    traced(kinds)
+    assert not any(refused(kinds, is_asked=False) for _ in range(5))
+    assert refused(kinds)
+
+
+def test_a_call_counts_once_however_often_it_is_told_of():
+    kinds = Kinds(always=False)
+    assert refused(kinds)
+    assert not kinds.refused("", last=False, is_asked=True)
+    assert not refused(kinds, last=True)  # of the one that was told of before
+    assert kinds.refused("", last=False, is_asked=True)
+    (told,) = kinds.explain()
+    assert told.startswith("2 windows were lost")
+
+
+def test_each_kind_of_call_has_its_program():
+    kinds = Kinds(always=False)
+    assert kinds.of((1,), {}) is None
+    one = traced(kinds, 1)
+    assert not kinds.are_several
+    two = traced(kinds, 2)
+    assert kinds.are_several
+    assert [kinds.of((n,), {}) for n in (1, 2, 3)] == [one, two, None]
+    anew = traced(kinds, 1)
+    assert kinds.of((1,), {}) is anew
+    kinds.drop(anew)
+    assert kinds.of((1,), {}) is None
+    two.is_known = False
+    kinds.forget()
+    assert not kinds.are_several
+    assert kinds.of((2,), {}) is None
+
+
+def test_the_program_that_has_been_wanted_least_lately_goes_first():
+    kinds = Kinds(always=False)
+    for length in range(PROGRAMS):
+        traced(kinds, length)
+    assert kinds.of((0,), {}) is not None  # 1 is the oldest now
+    traced(kinds, PROGRAMS)
+    assert [n for n in range(PROGRAMS + 1) if kinds.of((n,), {}) is None] == [1]
+
+
+def test_where_all_steps_run_armed_the_first_refused_calls_are_programs_at_once():
+    """Later it goes by the windows: an odd batch costs no more than the one that it comes in."""
+    kinds = Kinds(always=True)
+    traced(kinds)
+    for _ in range(AT_ONCE - 1):
+        assert refused(kinds, is_asked=False)
+        assert refused(kinds, is_asked=False)  # the call before failed as it ran
+        traced(kinds)
+    assert not any(refused(kinds, is_asked=False) for _ in range(9))
+    assert refused(kinds)
+
+
+def test_after_many_programs_for_nothing_only_what_lasts_is_traced():
+    kinds = Kinds(always=False)
+    for _ in range(PROGRAMS):
+        assert refused(kinds)
+        program = traced(kinds)
+    assert kinds.why_no_more is not None
+    kinds.ran_armed(program)
+    for _ in range(2):  # one has served: for another there is room
+        kinds.ran_armed(program)
+        assert kinds.why_no_more is None
+        assert refused(kinds)
+        traced(kinds, 1)
+        kinds.ran_armed(program)
+        assert [refused(kinds) for _ in range(PROGRAMS)] == [False] * (PROGRAMS - 1) + [True]
+        kinds.ran_armed(traced(kinds, 2))
+        kinds.ran_armed(kinds.of((1,), {}))
+
+
+def test_programs_that_run_armed_may_follow_each_other_for_ever():
+    kinds = Kinds(always=False)
+    for length in range(3 * PROGRAMS):
+        assert kinds.why_no_more is None
+        assert refused(kinds)
+        kinds.ran_armed(traced(kinds, length))
+
+
+def test_why_it_is_not_traced_any_more_tells_of_the_last_change():
+    kinds = Kinds(always=False)
+    for _ in range(PROGRAMS):
+        traced(kinds)
+    assert kinds.why_no_more.endswith("the same from call to call")
+    refused(kinds, why="its batch")
+    refused(kinds)  # nobody knows why
+    assert kinds.why_no_more.endswith("from call to call (of the last change: its batch)")
+
+
+STATE, X = {"w": jnp.ones(4)}, jnp.ones(4)
+
+
+def sized(state, x, scale=1.0, mode="a"):
+    return state | {"w": state["w"] + jnp.sum(x) * scale}
+
+
+def program_of(*args, **kwargs):
+    jitted = jax.jit(sized, static_argnames="mode")
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    return StepProgram(jitted, form, args, kwargs, even_for_nothing=False)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((STATE, X[:3]), {}),
+        ((STATE, X.astype(jnp.bfloat16)), {}),
+        ((STATE, jax.device_put(X, jax.devices()[1])), {}),
+        ((STATE, X, 2.0), {}),
+        ((STATE, X), {"mode": "b"}),
+        ((STATE | {"w": 1.0}, X), {}),
+        ((STATE | {"v": X}, X), {}),
+    ],
+    ids=["shape", "dtype", "place", "one more", "static", "weak type", "structure"],
+)
+def test_a_program_takes_calls_of_its_own_kind(args, kwargs):
+    program = program_of(STATE, X)
+    assert program.takes((STATE, X * 2), {})
+    assert not program.takes(args, kwargs)
+    other = program_of(*args, **kwargs)
+    assert other.takes(args, kwargs)
+    assert not other.is_like(program)
+    assert program_of(STATE, X * 3).is_like(program)
+
+
+def test_a_program_takes_no_calls_under_other_settings():
+    program = program_of(STATE, X)
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        assert not program.takes((STATE, X), {})
+    assert program.takes((STATE, X), {})
