@@ -15,7 +15,7 @@ OF_THEIR_OWN = ("zero_1", "each_its_own")  # have another optimizer than the oth
 
 PLACES = ("land", "finish", "write", "begin", "written", "finalize", "stage", "admit", "seal")
 """Where a process may fail, or be killed: stages that a save goes through (`life.STAGES`)."""
-EVENTS = ("forced", "waited", "expected", "edited", "restored")
+EVENTS = ("forced", "waited", "expected", "edited", "restored", "longer", "longer")
 
 
 @dataclasses.dataclass(frozen=True)

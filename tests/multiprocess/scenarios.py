@@ -425,6 +425,27 @@ def planned(directory: Path) -> None:
     loop.manager.close()
 
 
+def kinds(directory: Path) -> None:
+    """Batches of three lengths, each a program of its own, of which all have agreed once."""
+    asked: list[str] = []
+    ask = processes.Processes.objection
+
+    def counted(self: Any, name: str, *args: Any) -> Any:
+        asked.append(name)
+        return ask(self, name, *args)
+
+    loop = Loop(directory / "run")
+    loop.rows_of = lambda label: {0: 16, 3: 8}.get(label % INTERVAL, 24)
+    here = jax.process_index()
+    with replaced(processes.Processes, "objection", counted, only_on=here):
+        loop.run(10 * INTERVAL)
+    loop.keep()
+    told = [(r.step, r.kind, r.window_steps) for r in loop.manager.reports]
+    assert told[-5:] == [(n * INTERVAL, "window", WINDOW_STEPS) for n in range(6, 11)], told
+    assert asked.count("program") == 3, asked
+    loop.manager.close()
+
+
 def reviewed(directory: Path) -> None:
     """A plan that was made anew is the first to arm the step, and one process cannot: none does."""
     here, rate = jax.process_index(), [1e12]

@@ -25,8 +25,8 @@ from .training import MESHES_OF, abstract_state
 
 pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
 TWO = (
-    "meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "reviewed", "partly",
-    "failures", "forced", "refused", "others", "asked", "expected", "alone", "newest",
+    "meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "kinds", "reviewed",
+    "partly", "failures", "forced", "refused", "others", "asked", "expected", "alone", "newest",
 )  # fmt: skip
 FOUR = ("meshes", "elsewhere", "some")
 

@@ -200,14 +200,15 @@ def _in_two(p: RandomProgram) -> Any:
 
 
 def _static(p: RandomProgram) -> Any:
-    """With a static argument, and results by name."""
+    """With a static argument, of which each fifth call has another, and results by name."""
 
     def step(state: Any, batch: Any, mode: str, rate: Any) -> Any:
         new, loss = p.update(state, batch, rate if mode == "train" else 2 * rate)
-        return {"state": new, "loss": loss}
+        return {"state": new, "loss": loss} | ({} if mode == "train" else {"rate": rate})
 
     def advance(f: Callable[..., Any], state: Any, n: int) -> Any:
-        return f(state, p.state.batch(n), mode="train", rate=np.float32(0.1))["state"]
+        mode = "train" if n % 5 else "decay"
+        return f(state, p.state.batch(n), mode=mode, rate=np.float32(0.1))["state"]
 
     return step, {"donate_argnums": 0}, advance, {}
 

@@ -190,11 +190,12 @@ class RandomState:
         return jax.tree.map(lambda i: arrays[i], self.nested)
 
     def batch(self, n: int) -> dict[str, Any]:
-        """Batch `n`: 16 rows of 8, and as many ids."""
-        rng = np.random.default_rng(n)
+        """Batch `n`: 16 rows of 8, and as many ids; of some programs now and then twice as many."""
+        rng, longer_every = np.random.default_rng(n), (0, 3, 0, 4, 7)[len(self._leaves) % 5]
+        rows = 32 if longer_every and n % longer_every == 1 else 16
         batch = {
-            "x": rng.standard_normal((16, 8), np.float32),
-            "ids": rng.integers(0, 1000, 16, dtype=np.int32),
+            "x": rng.standard_normal((rows, 8), np.float32),
+            "ids": rng.integers(0, 1000, rows, dtype=np.int32),
         }
         if self.mesh is None:
             return batch
