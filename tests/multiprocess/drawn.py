@@ -15,7 +15,7 @@ OF_THEIR_OWN = ("zero_1", "each_its_own")  # have another optimizer than the oth
 
 PLACES = ("land", "finish", "write", "begin", "written", "finalize", "stage", "admit", "seal")
 """Where a process may fail, or be killed: stages that a save goes through (`life.STAGES`)."""
-EVENTS = ("forced", "waited", "expected", "edited", "restored", "longer", "longer")
+EVENTS = ("forced", "waited", "expected", "edited", "restored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class JobLife:
       window: Of `WindowOptions`.
       manager: Of `CheckpointManagerOptions`.
       layout: Of `pytree_options`.
-      events: What all do, by the label before whose save.
+      events: What all do, by the label before whose save; `longer`: that label's batch is.
       slow: The process that is slow, in all that it does for saves; -1: none.
       fault: What goes wrong.
     """
@@ -123,6 +123,11 @@ def _job(rng: random.Random, processes: int, first: int, last: int) -> JobLife:
     events = {
         label: rng.choice(EVENTS) for label in range(first + 1, last + 1) if rng.random() < 0.2
     }
+    lengths = random.Random(f"{sorted(events)}")  # its own: seeds keep what else they are
+    events |= {
+        label: "longer" for label in range(first + 1, last + 1)
+        if label not in events and lengths.random() < 0.1
+    }  # fmt: skip
     return JobLife(
         processes, devices, rng.choice(meshes), first, last,
         has_part=rng.random() < 0.3, small_slices=rng.random() < 0.7,
