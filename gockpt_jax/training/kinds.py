@@ -134,8 +134,8 @@ class Kinds:
         windows = f"{self._lost} window{'s were' if self._lost > 1 else ' was'}"
         return [
             f"{windows} lost to calls that no program was made for yet{self.of_the_last}. "
-            f"Kinds of calls known by now: {len(self._programs)}, of at most {_MAX_PROGRAMS}. If it "
-            "goes on, wrap the step once for each kind."
+            f"Kinds of calls known by now: {len(self._programs)}, of at most {_MAX_PROGRAMS}. If "
+            "it goes on, wrap the step once for each kind."
         ]
 
     @property
