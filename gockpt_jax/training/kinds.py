@@ -47,6 +47,11 @@ class Kinds:
         return found
 
     @property
+    def are_any(self) -> bool:
+        """Whether there is a program."""
+        return bool(self._programs)
+
+    @property
     def are_several(self) -> bool:
         """Whether calls have to be told apart."""
         return len(self._programs) > 1

@@ -213,7 +213,7 @@ class WrappedStep(StandIn):
         return "\n".join([found, *self._kinds.explain()])
 
     def call_changed(self, why: str = "", *, last: bool = False, is_asked: bool = True) -> None:
-        """Told of a call that the program was not made for; enough of them are a new program.
+        """Told of a call that no program was made for: it is a new kind, unless too many were.
 
         Args:
           why: What is different, if that is known.
@@ -226,7 +226,8 @@ class WrappedStep(StandIn):
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
         """The program of a call, cut, if the step has none and one can be made."""
         self._untraced = None
-        self.turn_to(args, kwargs)
+        if self.program is None:
+            self.turn_to(args, kwargs)
         if self.program is not None or self.why_not is not None or not self._form.can_locate:
             return None
         if debugged_by() is not None:  # traced without `jit`, it would be another program
@@ -240,21 +241,33 @@ class WrappedStep(StandIn):
         except Exception as error:  # as the step itself will raise: it says nothing of other calls
             self._untraced = f"tracing it failed with {_brief(error)}"
             return None
+        with self.giving_up_on_errors():
+            return self._analysed(args, kwargs)
+        return None
+
+    def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
+        """The program of a traced call; `None` if there is none yet, or only of other calls."""
         try:
-            with self.giving_up_on_errors():
-                program = StepProgram(
-                    self.step, self._form, args, kwargs,
-                    even_for_nothing=self._even_for_nothing, before=self._leaves_before(),
-                )  # fmt: skip
-                _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
-                return program
+            program = StepProgram(
+                self.step, self._form, args, kwargs,
+                even_for_nothing=self._even_for_nothing, before=self._leaves_before(),
+            )  # fmt: skip
         except NotLookedAtError:
             return None
         except StepMismatchError:
             # Of the first call nobody knows yet what comes back as the state.
             if self.last_result is not None and not self.no_state_found():
                 raise
-        return None
+            return None
+        except Exception as error:
+            if not self._kinds.are_any:
+                raise
+            _log.info("a kind of call of %s has no windows: %s", self.__name__, _brief(error))
+            self._kinds.traced()
+            self.program = self._found
+            return None
+        _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
+        return program
 
     def no_state_found(self) -> bool:
         """Told of a call that returns no new state, of which the loop has others: an evaluation.

@@ -19,6 +19,7 @@ import gockpt_jax as gockpt
 from gockpt_jax.training import program as program_module
 from gockpt_jax.training.nested import wrap_step
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.unarmable import CannotArmError
 from gockpt_jax.training.wrap import ArmedCall
 
 X = jnp.arange(8.0)
@@ -267,6 +268,26 @@ def test_an_odd_batch_at_each_epochs_end_is_a_program_of_its_own(arm):
     met_at = 14 if arm == "window" else None
     assert [n for n in range(60) if observer.cuts[n]] == [n for n in saves if n != met_at]
     assert len(observer.refusals) == (arm == "window")
+
+
+@pytest.mark.parametrize("error", [CannotArmError("injected"), KeyError("injected")])
+def test_a_kind_of_call_that_cannot_be_armed_leaves_the_others_their_windows(monkeypatch, error):
+    """Nor is it looked at for ever."""
+    tried, init = [], StepProgram.__init__
+
+    def only_long_batches(program, step, form, args, kwargs, **rest):
+        if args[1].size < 8:
+            tried.append(args[1])
+            raise error
+        init(program, step, form, args, kwargs, **rest)
+
+    monkeypatch.setattr(StepProgram, "__init__", only_long_batches)
+    observer = Observer(range(2, 40))
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer)
+    run(step, fresh(), 40, lambda n: jnp.ones(8 if n % 2 else 3))
+    assert step.why_not is None
+    assert observer.cuts == [n > 2 and n % 2 == 1 for n in range(40)]
+    assert len(tried) < 10
 
 
 def test_an_evaluation_through_the_step_is_no_new_program():
