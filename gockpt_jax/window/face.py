@@ -56,6 +56,8 @@ class WindowFace:
 
         State, optimizer, shardings, donation and the `jax.jit` call stay as they are, and outside
         windows the very same executable runs. Several steps may be wrapped; they share one count.
+        Calls of several kinds (a smaller last batch, another static argument) have a program each;
+        windows go on from one to another where these are cut alike.
 
         Args:
           step: What `jax.jit` returned, or `nnx.jit`, `eqx.filter_jit`, `gockpt_jax.jit`; a method
