@@ -162,18 +162,12 @@ class WrappedStep(StandIn):
         self._kinds.add(program)
         self.program = self._found = program
 
-    def turn_to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Has the program of such calls as this one, if the step has several.
-
-        Returns:
-          Whether it is another one than before.
-        """
-        if self.why_not is not None or (self.program is not None and not self._kinds.are_several):
-            return False
-        before, found = self.program, self._kinds.of(args, kwargs)
-        if found is not None:  # else it is a new kind, once the last one has refused it
+    def turn_to(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Has the program of such calls as this one, if the step has several."""
+        if self.program is not None and not self._kinds.are_several:
+            return
+        if (found := self._kinds.of(args, kwargs)) is not None:  # else the last one refuses it
             self.program = self._found = found
-        return self.program is not before
 
     @property
     def why_no_program(self) -> str:

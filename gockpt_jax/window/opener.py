@@ -94,8 +94,7 @@ class Opener:
             return _ADJACENT if target == version + 1 else None
         if setting is not None:
             return _DEBUGGED.format(setting)
-        if step.turn_to(args, kwargs):
-            self._prepare(step)
+        step.turn_to(args, kwargs)
         program = step.program
         if program is None:
             return step.why_no_program

@@ -216,6 +216,21 @@ def test_a_step_that_logs_more_now_and_then(tmp_path, arm):
         assert_windows(reports, (24, 30, 36, 42))
 
 
+def test_with_always_a_window_may_begin_with_a_kind_of_call_that_none_has_had(tmp_path, capsys):
+    """It is planned for there: it was traced at once, and other calls came between."""
+    options, window = Options(save_interval_steps=6), WindowOptions(steps=4, arm="always")
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(static_jit(momentum))
+
+        def call(state, n):
+            rows = 3 if n in (2, 10, 16, 22) else 4  # the windows of 12, 18 and 24 begin with it
+            return step(state, jnp.full((rows, 64), 0.1 * n))[0]
+
+        assert_windows(train_and_save(manager, call, range(1, 31)), (12, 18, 24, 30))
+        manager.explain()
+        assert "lost" not in capsys.readouterr().out
+
+
 def test_batches_of_several_lengths(tmp_path):
     """In any order, as sentences are sorted into: all windows follow, when each was met."""
     lengths = np.random.default_rng(5).integers(2, 6, 200)
