@@ -12,7 +12,9 @@ from alone import FIRST_ALONE
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, update
 
 from gockpt_jax import GoCkptManager, GoCkptSave, SnapshotOnlyWarning, WindowOptions
+from gockpt_jax.training import program as program_module
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.step_cut import cut_step
 
 
 @pytest.mark.parametrize("host_budget_bytes", [None, 100_000])
@@ -245,9 +247,13 @@ def test_batches_of_several_lengths(tmp_path):
         assert_windows(reports, range(78, 121, 6))
 
 
-def test_an_evaluation_between_two_steps_of_a_window_ends_it_and_no_more(tmp_path):
+@pytest.mark.parametrize("at", [8, 9, 11])
+def test_an_evaluation_between_two_steps_of_a_window_ends_it_and_no_more(tmp_path, monkeypatch, at):
     """It goes through the wrapped step, and returns no state: that is no kind to be armed."""
-    options = Options(save_interval_steps=6)
+    options, analysed = Options(save_interval_steps=6), []
+    monkeypatch.setattr(
+        program_module, "cut_step", lambda *a, **k: analysed.append(a) or cut_step(*a, **k)
+    )
 
     def either(state, batch, train):
         return momentum(state, batch)[0] if train else jnp.sum(batch @ state["w"])
@@ -256,12 +262,13 @@ def test_an_evaluation_between_two_steps_of_a_window_ends_it_and_no_more(tmp_pat
         step = manager.wrap(jax.jit(either, static_argnames="train"))
 
         def call(state, n):
-            if n % 12 == 11:
+            if n % 12 == at:
                 step(state, jnp.full((3, 64), 0.1 * n), train=False)
             return step(state, jnp.full((4, 64), 0.1 * n), train=True)
 
         reports = train_and_save(manager, call, range(1, 43))
         assert_windows(reports, (18, 30, 42))
+        assert len(analysed) == 1
 
 
 @pytest.mark.parametrize("spec", [(), ("a",), ("a", "b"), (("a", "b"),), (None, "b")])
