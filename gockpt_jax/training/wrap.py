@@ -319,7 +319,7 @@ class WrappedStep(StandIn):
 
     def give_up(self, why: str) -> None:
         """No windows from now on; one warning."""
-        self.program = None
+        self.program = self._found = None
         self._kinds.clear()
         self.why_not = why.rstrip(".")
         name = getattr(self.step, "__name__", type(self.step).__name__)

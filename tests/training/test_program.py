@@ -227,6 +227,19 @@ def test_the_state_is_not_looked_for_in_another_programs_result(other):
     assert program.returned.leaves(program.returned.found_in(other)) is None
 
 
+def test_another_program_has_the_state_elsewhere_in_its_result():
+    state, loss = fresh(), jnp.float32(0)
+    program = arm(jax.jit(update), state, X)
+    last = arm(jax.jit(lambda s, x: update(s, x)[::-1]), state, X)
+    found = program.returned.leaves(last.returned.found_in((loss, state)))
+    assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
+    small = jax.tree.map(lambda x: x[:3], state)
+    other = arm(jax.jit(update), small, X[:3])
+    assert program.returned.leaves(other.returned.found_in((small, loss))) is None
+    more = arm(jax.jit(lambda s, x: (s | {"more": s["m"]}, x)), state | {"more": X}, X)
+    assert program.returned.leaves(more.returned.found_in((state | {"more": X}, X))) is None
+
+
 def test_explain_tells_every_leaf_its_shape_and_its_fate():
     def step(state, x):
         new, loss = update({"m": state["m"], "w": state["w"]}, x)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import re
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -268,6 +270,31 @@ def test_an_odd_batch_at_each_epochs_end_is_a_program_of_its_own(arm):
     met_at = 14 if arm == "window" else None
     assert [n for n in range(60) if observer.cuts[n]] == [n for n in saves if n != met_at]
     assert len(observer.refusals) == (arm == "window")
+
+
+def two_kinds():
+    """A step with a program for each, and what it needs to be called again."""
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), Observer(range(2, 9)))
+    state = run(step, fresh(), 8, lambda n: jnp.ones(8 if n % 2 else 3))
+    programs = [step._kinds.of((state, jnp.ones(n)), {}) for n in (8, 3)]
+    assert None not in programs
+    return step, state, [weakref.ref(program) for program in programs]
+
+
+def test_programs_of_which_no_more_is_known_are_not_kept():
+    step, state, programs = two_kinds()
+    jax.clear_caches()
+    run(step, state, 1, lambda _: jnp.ones(8))
+    gc.collect()
+    assert [program() for program in programs] == [None, None]
+
+
+def test_a_step_that_is_given_up_keeps_no_programs():
+    step, _, programs = two_kinds()
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="for a test"):
+        step.give_up("for a test")
+    gc.collect()
+    assert [program() for program in programs] == [None, None]
 
 
 @pytest.mark.parametrize("error", [CannotArmError("injected"), KeyError("injected")])
