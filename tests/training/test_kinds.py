@@ -170,6 +170,14 @@ def test_a_program_takes_calls_of_its_own_kind(args, kwargs):
     assert program_of(STATE, X * 3).is_like(program)
 
 
+def test_a_program_that_jax_has_forgotten_takes_no_calls():
+    program = program_of(STATE, X)
+    program.arm()  # until then it keeps the trace itself
+    assert program.takes((STATE, X), {})
+    jax.clear_caches()
+    assert not program.takes((STATE, X), {})
+
+
 def test_a_program_takes_no_calls_under_other_settings():
     program = program_of(STATE, X)
     with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
