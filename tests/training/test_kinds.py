@@ -170,6 +170,13 @@ def test_a_program_takes_calls_of_its_own_kind(args, kwargs):
     assert program_of(STATE, X * 3).is_like(program)
 
 
+def test_a_program_takes_batches_that_lie_as_its_own():
+    one, other = (jax.device_put(X, device) for device in jax.devices()[:2])
+    program = program_of(STATE, one)
+    assert program.takes((STATE, one * 2), {})
+    assert not program.takes((STATE, other), {})
+
+
 def test_a_program_that_jax_has_forgotten_takes_no_calls():
     program = program_of(STATE, X)
     program.arm()  # until then it keeps the trace itself

@@ -778,12 +778,13 @@ def test_rounding_is_accepted_where_it_is_worth_it_and_nothing_is_armed(arm):
     step, state = wrap(jax.jit(update), arm=arm), fresh()
     step.accept_rounding(lambda rounded: True)
     assert step.program is None
-    run(step, state, 3)
+    state = run(step, state, 3)
     exact = step.program
     step.accept_rounding(lambda rounded: False)
     assert step.program is exact
     step.accept_rounding(lambda rounded: not rounded.cut.is_exact)
     assert step.program.cut.is_exact == (arm == "always")
+    assert step._kinds.of((state, X), {}) is step.program
     assert step.why_not is None
 
 
