@@ -1,6 +1,7 @@
 """Arrays in plain files, read without TensorStore."""
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
 from gockpt_jax.storage.files import grid, pieces, plain_reads
-from gockpt_jax.storage.files.aligned import BLOCK_BYTES, aligned_empty
+from gockpt_jax.storage.files.aligned import BLOCK_BYTES, aligned_empty, is_past_cache
 from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.storage.files.plain_reads import PlainReads
@@ -99,6 +100,26 @@ def test_the_system_may_give_a_part_of_what_is_asked_for(tmp_path, monkeypatch, 
     monkeypatch.setattr(plain_reads.os, "preadv", read_a_part)
     (found,) = read(array, [(slice(0, values.size),)], past_cache=past_cache)
     assert found.tobytes() == values.tobytes()
+
+
+def test_a_file_system_that_asks_for_more_than_blocks(tmp_path, monkeypatch):
+    """It has the mode, and refuses each read; what else it may say is told."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
+    values, preadv = np.arange(2**14, dtype=np.float32), os.preadv
+    array, refusal = PlainArray.found_in(stored(tmp_path, values, [values.size])), errno.EINVAL
+
+    def refuse(fd, buffers, offset):
+        if is_past_cache(fd):
+            raise OSError(refusal, "no")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    for is_aligned in (True, False):
+        (found,) = read(array, [(slice(5, 9999),)], past_cache=True, is_aligned=is_aligned)
+        assert found.tobytes() == values[5:9999].tobytes()
+    refusal = errno.EIO
+    with pytest.raises(OSError, match="no"):
+        read(array, [(slice(0, 9),)], past_cache=True)
 
 
 def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
