@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import threading
@@ -82,9 +83,9 @@ def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cac
         assert array is not None
         assert (array.shape, array.chunk, array.dtype) == (shape, tuple(chunk), values.dtype)
         boxes = [random_box(rng, shape) for _ in range(3)] + [tuple(slice(0, n) for n in shape)]
-        for is_aligned in (True, False):
-            read_now = read(array, boxes, past_cache=past_cache, is_aligned=is_aligned)
-            for found, box in zip(read_now, boxes, strict=True):
+        for is_aligned, wanted in itertools.product((True, False), (boxes, boxes[:1])):
+            read_now = read(array, wanted, past_cache=past_cache, is_aligned=is_aligned)
+            for found, box in zip(read_now, wanted, strict=True):
                 assert found.tobytes() == values[box].tobytes()
 
 
@@ -210,8 +211,12 @@ def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):
         {"order": "F"},
         {"dimension_separator": "/"},
         {"dtype": ">f4"},
+        {"dtype": "int4"},
+        {"filters": [{"id": "delta", "dtype": "<f4"}]},
+        {"zarr_format": 3},
+        {"dtype": None},
     ],
-    ids=["compressed", "order", "separator", "big-endian"],
+    ids=lambda metadata: "-".join(map(str, *metadata.items())),
 )
 def test_arrays_stored_otherwise_are_not_plain(tmp_path, metadata):
     stored(tmp_path, np.ones((4, 4), np.float32), [2, 2])
@@ -220,6 +225,22 @@ def test_arrays_stored_otherwise_are_not_plain(tmp_path, metadata):
     (tmp_path / ".zarray").write_text(json.dumps(told | metadata))
     assert PlainArray.found_in(str(tmp_path)) is None
     assert PlainArray.found_in(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize("name", ["int8", "uint32", "bool", "bfloat16", "float8_e5m2", "complex64"])
+def test_what_has_whole_bytes_is_plain(tmp_path, name):
+    values = np.arange(6).astype(name)
+    array = PlainArray.found_in(stored(tmp_path, values, [4]))
+    assert read(array, [(slice(0, 6),)], past_cache=True)[0].tobytes() == values.tobytes()
+
+
+def test_a_chunk_is_all_of_what_is_stored_under_a_key(tmp_path):
+    """Not what lies at the array's edge, nor as much of two of them."""
+    array = PlainArray.found_in(stored(tmp_path, np.zeros((8, 5), np.float32), [4, 3]))
+    rows = {(0, 4): True, (4, 8): True, (2, 6): False, (0, 8): False, (0, 2): False}
+    columns = {(0, 3): True, (3, 5): False, (1, 4): False}
+    for (a, is_of_rows), (b, is_of_columns) in itertools.product(rows.items(), columns.items()):
+        assert array.is_chunk((slice(*a), slice(*b))) == (is_of_rows and is_of_columns)
 
 
 @pytest.mark.parametrize("past_cache", [True, False])
