@@ -1,9 +1,11 @@
 """Arrays in plain files, read without TensorStore."""
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import json
+import mmap
 import os
 import threading
 
@@ -139,6 +141,35 @@ def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
     assert found.tobytes() == values.tobytes()
     assert [np.shares_memory(out, found) for out in reads] == [True, False]
     assert [out.nbytes for out in reads] == [5 * 4096, 4096]
+
+
+@pytest.mark.parametrize("told", [0, -1])
+@pytest.mark.parametrize("resident", [0, 10, 11, 21])
+def test_where_half_of_it_is_in_the_page_cache_it_is_read_from_there(
+    tmp_path, monkeypatch, resident, told
+):
+    """As the system tells, of the pages that it lies in; if it does not tell, past the cache."""
+    (tmp_path / "file").write_bytes(bytes(30 * mmap.PAGESIZE))
+    extent = Extent(str(tmp_path / "file"), 3 * mmap.PAGESIZE + 5, 20 * mmap.PAGESIZE)
+
+    def mincore(address, length, flags):
+        assert (address % mmap.PAGESIZE, length) == (0, extent.nbytes + 5)
+        for page in range(21):  # of the other bits nothing is known
+            ctypes.c_uint8.from_address(flags + page).value = 0xFE | (page < resident)
+        return told
+
+    monkeypatch.setattr(plain_reads, "_mincore", mincore)
+    with open(extent.path, "rb") as file:
+        assert plain_reads._is_for_cache(file.fileno(), extent) == (not told and resident > 10)
+
+
+def test_what_is_little_or_not_there_is_read_by_the_page_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(plain_reads, "_mincore", lambda *_: 0)  # nothing is in it
+    (tmp_path / "file").write_bytes(bytes(2**17))
+    for nbytes, wanted in ((2**16, True), (2**16 + 1, False), (2**17, False), (2**17 + 1, True)):
+        extent = Extent(str(tmp_path / "file"), 0, nbytes)
+        with open(extent.path, "rb") as file:
+            assert plain_reads._is_for_cache(file.fileno(), extent) == wanted
 
 
 @pytest.mark.parametrize("offset", [0, 300, 4096])

@@ -134,9 +134,6 @@ class PlainReads:
             whole = extent.nbytes - extent.nbytes % BLOCK_BYTES
             _read_all(fd, out[:whole], extent.offset)
         rest = extent.nbytes - whole
-        if not rest:
-            assert out is not None
-            return out
         buffer = self._buffer.memory
         blocks = -(-(skip + rest) // BLOCK_BYTES) * BLOCK_BYTES
         _read_all(fd, buffer[:blocks], extent.offset - skip + whole, at_least=skip + rest)
