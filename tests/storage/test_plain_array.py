@@ -143,6 +143,25 @@ def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
     assert [out.nbytes for out in reads] == [5 * 4096, 4096]
 
 
+@pytest.mark.parametrize("past_cache", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_only_what_is_not_there_is_read_past_the_cache(
+    tmp_path, monkeypatch, past_cache, is_cached
+):
+    """And nothing where other processes read the same files."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: is_cached)
+    array = PlainArray.found_in(stored(tmp_path, np.ones(2**14, np.float32), [2**14]))
+    modes, preadv = [], os.preadv
+
+    def seen(fd, *args):
+        modes.append(is_past_cache(fd))
+        return preadv(fd, *args)
+
+    monkeypatch.setattr(os, "preadv", seen)
+    read(array, [grid.whole(array.shape)], past_cache=past_cache)
+    assert set(modes) == {past_cache and not is_cached}
+
+
 @pytest.mark.parametrize("told", [0, -1])
 @pytest.mark.parametrize("resident", [0, 10, 11, 21])
 def test_where_half_of_it_is_in_the_page_cache_it_is_read_from_there(
@@ -164,8 +183,10 @@ def test_where_half_of_it_is_in_the_page_cache_it_is_read_from_there(
 
 
 def test_what_is_little_or_not_there_is_read_by_the_page_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(plain_reads, "_mincore", lambda *_: 0)  # nothing is in it
     (tmp_path / "file").write_bytes(bytes(2**17))
+    with open(tmp_path / "file", "rb") as file:  # what has just been written is there
+        assert plain_reads._is_for_cache(file.fileno(), Extent(file.name, 0, 2**17))
+    monkeypatch.setattr(plain_reads, "_mincore", lambda *_: 0)  # nothing is
     for nbytes, wanted in ((2**16, True), (2**16 + 1, False), (2**17, False), (2**17 + 1, True)):
         extent = Extent(str(tmp_path / "file"), 0, nbytes)
         with open(extent.path, "rb") as file:
@@ -286,6 +307,8 @@ def test_damaged_files_are_named(tmp_path, past_cache, damage):
     with pytest.raises(OSError, match=r"1\.0"):
         read(array, [(slice(0, 8), slice(0, 4096))], past_cache=past_cache)
     read(array, [(slice(0, 4), slice(0, 4096))], past_cache=past_cache)
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    assert not any(os.readlink(x).startswith(str(tmp_path)) for x in links if os.path.lexists(x))
 
 
 def state():
