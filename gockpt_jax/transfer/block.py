@@ -168,8 +168,7 @@ class Block:
             staged += _copied(program, given)
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
-            source = self.chunks[n].source
-            staged.append(array if _lies_in_place(source) else align(array, source.placed))
+            staged.append(align(array, self.chunks[n].source.placed))
         if self._donatable:
             taken = set(map(id, arrays))
             assert taken.isdisjoint(map(id, staged)), "a step may donate a staged buffer"
