@@ -168,7 +168,8 @@ class Block:
             staged += _copied(program, given)
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
-            staged.append(align(array, self.chunks[n].source.placed))
+            source = self.chunks[n].source
+            staged.append(array if _lies_in_place(source) else align(array, source.placed))
         if self._donatable:
             taken = set(map(id, arrays))
             assert taken.isdisjoint(map(id, staged)), "a step may donate a staged buffer"

@@ -124,6 +124,14 @@ def test_meshes_of_the_same_devices_under_one_of_them(other):
             np.testing.assert_array_equal(part.data, np.asarray(array)[part.index].reshape(-1))
 
 
+def test_what_pmap_returned():
+    """Of JAX before 0.8 that is cut by a sharding of its own, which knows one number of axes."""
+    arrays = jax.pmap(lambda n: (n * jnp.ones(3), jax.random.key(n)))(jnp.arange(8))
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
 def test_packed_numbers_on_the_same_devices_in_another_order():
     """They are staged as wholes, by a program for each order."""
     turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
