@@ -125,7 +125,7 @@ def test_meshes_of_the_same_devices_under_one_of_them(other):
 
 
 def test_what_pmap_returned():
-    """Of JAX before 0.8 that is cut by a sharding of its own, which knows one number of axes."""
+    """An older JAX cuts it by a sharding of its own, which knows one number of axes."""
     arrays = jax.pmap(lambda n: (n * jnp.ones(3), jax.random.key(n)))(jnp.arange(8))
     pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
     block = block_of([chunk for _, chunk in pairs])
