@@ -227,16 +227,17 @@ def test_a_thousand_leaves_compile_a_handful(compiled):
     assert m == np.float32(one_by_one(moments, [np.ones(1)] * 2, [np.ones(1)] * 3)[0]).tobytes()
 
 
-def test_what_was_compiled_ahead_is_not_compiled_again(compiled, recipe):
+@pytest.mark.parametrize("most", [2, 3])
+def test_what_was_compiled_ahead_is_not_compiled_again(compiled, recipe, most):
     spec = shard_of(recipe, state_of(moments, LARGE), [numbers(2, LARGE)]).spec
     replayer = Replayer("gpu", threads=2)
-    replayer.compile_ahead([(spec, LARGE)], max_updates=3)
+    replayer.compile_ahead([(spec, LARGE)], max_updates=most)
     for thread in threading.enumerate():
         if thread.name == "gockpt-compile-replay":
             thread.join()
     ahead = len(compiled)
     assert ahead == len({size for _, size in cut_up(LARGE)}) * 2  # one update, and two
-    replayed(replayer, recipe, state_of(moments, LARGE), [numbers(n, LARGE) for n in range(3)])
+    replayed(replayer, recipe, state_of(moments, LARGE), [numbers(n, LARGE) for n in range(most)])
     assert len(compiled) == ahead
 
 

@@ -21,7 +21,7 @@ from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer import block as blocks
 from gockpt_jax.transfer import layout, packing, pull
 from gockpt_jax.transfer.block import block_of
-from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_ranges
+from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_ranges, row_size
 from gockpt_jax.transfer.pull import owned_shards
 
 P = PartitionSpec
@@ -399,6 +399,14 @@ def test_rows_cover_a_shard_once_in_equal_parts(shape, parts):
     sizes = [stop - start for start, stop in ranges]
     assert min(sizes) > 0
     assert max(sizes) <= max(min(sizes) + 1, math.ceil(1.2 * min(sizes)))
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "row"), [(0, 120, 120), (30, 90, 30), (5, 35, 5), (60, 61, 1), (0, 7, 1)]
+)
+def test_ranges_are_cut_in_the_longest_rows(start, stop, row):
+    """An accelerator need then not bring a shard into another order, to cut it."""
+    assert row_size((4, 6, 5), start, stop) == row
 
 
 def test_arrays_that_lie_elsewhere_are_noticed():
