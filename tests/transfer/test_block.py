@@ -266,6 +266,31 @@ def test_replicas_share_the_transfer(spec, parts, donatable, monkeypatch):
     assert block.staged_bytes == (0 if needs_none else array.nbytes // 8)
 
 
+@pytest.mark.parametrize(
+    ("least_bytes", "sizes", "devices"),
+    [(64, [16] * 16, 8), (256, [16] * 5, 2), (64, [16], 1), (64, [112], 1), (64, [128], 8)],
+    ids=str,
+)
+def test_what_is_too_small_for_slices_leaves_by_replicas_in_turn(
+    least_bytes, sizes, devices, monkeypatch
+):
+    """Neither a slice nor a buffer of several has fewer bytes, where there are more."""
+    monkeypatch.setattr(layout, "MIN_SLICE_BYTES", least_bytes)
+    arrays = [put(RNG.standard_normal(n).astype(np.float32), P()) for n in sizes]
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    moved = collections.Counter()
+
+    def start_buffer(buffer):
+        moved.update({next(iter(buffer.devices())): buffer.nbytes})
+        return buffer
+
+    monkeypatch.setattr(pull, "start_buffer", start_buffer)
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+    assert len(moved) == devices
+    assert moved.total() == 4 * sum(sizes)
+
+
 def test_small_arrays_share_a_buffer_and_start_at_multiples_of_64_bytes(monkeypatch):
     leaves = [jnp.arange(n, dtype=jnp.float32) for n in (1, 17, 16, 5)]
     (buffer,) = layout.lay_out([Chunk.whole(Source.of(x)) for x in leaves])
@@ -339,10 +364,10 @@ def test_values_are_on_a_programs_devices_in_their_order(lies, is_there):
 
 
 def test_captured_scalars_are_taken_by_every_process():
-    scalars = [put(np.float32(2.5), P()), jnp.int32(7)]
+    scalars = [*(put(np.float32(x), P()) for x in (2.5, 3.5, 4.5)), jnp.int32(7)]
     block = block_of([Chunk.whole(Source.of(x), everywhere=True) for x in scalars], donatable=False)
     found = block.start_pull(block.stage(scalars)).result()
-    assert [[part.data.item() for part in parts] for parts in found] == [[2.5], [7]]
+    assert [[part.data.item() for part in parts] for parts in found] == [[2.5], [3.5], [4.5], [7]]
 
 
 def test_a_step_may_donate_what_has_been_staged():
