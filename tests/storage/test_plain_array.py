@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import threading
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -377,6 +378,32 @@ def test_what_stock_restores_we_restore(
     for name in tree:
         assert restored[name].sharding.is_equivalent_to(target[name].sharding, tree[name].ndim)
     assert seen == expected
+
+
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "wanted", "is_ours"),
+    [
+        ("float32", (4,), {}, True),
+        ("float32", (4,), {"dtype": np.float32, "global_shape": (4,)}, True),
+        ("float32", (4,), {"dtype": np.float16}, False),
+        ("float32", (4,), {"dtype": jax.random.key(0).dtype}, False),
+        ("float32", (4,), {"global_shape": (8,)}, False),
+        ("float32", (0, 4), {}, False),
+        ("float64", (4,), {}, False),  # JAX has no such numbers, unless it is told to
+        ("uint32", (4,), {}, False),  # may be the data of keys
+        ("float32", (4,), {"sharding": None}, False),
+        ("float32", (4,), {"mesh": mesh(8, 1), "mesh_axes": PartitionSpec("data")}, False),
+    ],
+)
+def test_what_is_wanted_as_it_is_stored(dtype, shape, wanted, is_ours):
+    """Of all else stock knows what comes of it: which of a mesh and a sharding it takes, for one."""
+    stored = PlainArray(shape, shape, np.dtype(dtype), None)
+    args = ocp.ArrayRestoreArgs(**{"sharding": HERE} | wanted)
+    found = array_reader._wanted(SimpleNamespace(find=lambda name: stored), "x", args)
+    assert (found is not None) == is_ours
 
 
 def test_other_dtypes_and_shapes_are_stocks_business(tmp_path):
