@@ -399,7 +399,7 @@ HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     ],
 )
 def test_what_is_wanted_as_it_is_stored(dtype, shape, wanted, is_ours):
-    """Of all else stock knows what comes of it: which of a mesh and a sharding it takes, for one."""
+    """Of all else stock knows what comes of it, of a mesh beside a sharding for one."""
     stored = PlainArray(shape, shape, np.dtype(dtype), None)
     args = ocp.ArrayRestoreArgs(**{"sharding": HERE} | wanted)
     found = array_reader._wanted(SimpleNamespace(find=lambda name: stored), "x", args)
