@@ -11,8 +11,6 @@ import ctypes
 import jax
 import numpy as np
 
-from gockpt_jax import _compat
-
 
 def own(data: np.ndarray) -> np.ndarray:
     """A pulled chunk as flat memory that may be written.
@@ -43,9 +41,10 @@ class ResultViews:
         self._views: dict[tuple[int, int, np.dtype], np.ndarray] = {}
 
     def of(self, result: jax.Array) -> np.ndarray:
-        """The memory of a result, for as long as the caller holds `result`."""
-        if _compat.is_packed(result.dtype):  # packed there, one byte each here
-            return np.asarray(result)
+        """The memory of a result, for as long as the caller holds `result`.
+
+        Its elements have a byte each at least: no others are repeated (`walk.py`).
+        """
         key = (result.unsafe_buffer_pointer(), result.size, result.dtype)
         if (view := self._views.get(key)) is None:
             view = self._views[key] = _writable(key[0], result.nbytes, result.dtype, None)

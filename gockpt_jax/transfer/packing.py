@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
-from gockpt_jax.transfer.layout import Buffer, place_of
+from gockpt_jax.transfer.layout import Buffer
 
 # How wide the floats are that a backend moves by arithmetic, which need not keep a NaN's payload:
 # two bytes, the CPU's takes 16 bits through 32, and four where a TPU's joins arrays by padding and
@@ -41,7 +41,8 @@ def compile_packing(
             packing, mesh=mesh, in_specs=tuple(_spec(s.placed) for s in taken),
             out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
         )  # fmt: skip
-    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_plain(s)) for s in taken]
+    found = [(s, s.given if on_its_devices(s) else s.placed) for s in taken]
+    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=there) for s, there in found]
 
     def _copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:  # its name in profiles
         return packing(*arrays)
@@ -67,16 +68,6 @@ def _spec(sharding: Any) -> PartitionSpec:
 def _out_spec(buffer: Buffer) -> PartitionSpec:
     axes = (*buffer.place.sharded, *(buffer.place.split if buffer.is_sliced else ()))
     return PartitionSpec(axes) if axes else PartitionSpec()
-
-
-def _plain(source: Source) -> jax.sharding.Sharding:
-    """Where the program finds an array, on a mesh without the user's types of axes."""
-    found = source.given if on_its_devices(source) else source.placed
-    if not isinstance(found, NamedSharding):
-        return found
-    mesh = place_of(NamedSharding(found.mesh, found.spec)).mesh
-    assert mesh is not None
-    return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
 
 
 def _pack(
@@ -106,8 +97,8 @@ def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
     flat = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     if buffer.is_sliced:
         number = lax.axis_index(buffer.place.split)
-        start = jnp.minimum(number * buffer.slice_size, buffer.size - buffer.slice_size)
-        flat = lax.dynamic_slice(flat, (start,), (buffer.slice_size,))
+        # The last one is moved back to where it ends with the buffer, as `Buffer.slice_start` says.
+        flat = lax.dynamic_slice(flat, (number * buffer.slice_size,), (buffer.slice_size,))
     elif len(parts) == 1:  # computed in any case, or the result could be the argument
         flat = jnp.copy(flat)
     return flat if flat.dtype == buffer.dtype else lax.bitcast_convert_type(flat, buffer.dtype)

@@ -83,7 +83,8 @@ class Pull(Generic[T]):
             data = [np.asarray(buffer) for buffer in self._buffers]
         devices = {device for n in sent for device in self._sources[n].devices()}
         LINK.end([data[n] for n in sent], len(devices))
-        self._sources = ()  # the device's memory is free before the budget says so
+        # The device's memory is free before the budget says so.
+        self._sources = self._buffers = ()
         return self._unpack(data)
 
 

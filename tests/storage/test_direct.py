@@ -19,6 +19,7 @@ from storage_helpers import host_tree, save
 
 from gockpt_jax import GoCkptManager, GoCkptSave
 from gockpt_jax.storage.files import aligned, checksums, direct, grid, item_files, syncs
+from gockpt_jax.storage.files.aligned import is_past_cache
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing import tree_handler
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
@@ -64,6 +65,28 @@ def test_a_file_system_without_direct_mode(tmp_path, files, monkeypatch):
     files.write(f"{tmp_path}/x", values).result()
     assert refused
     assert (tmp_path / "x").read_bytes() == values.tobytes()
+
+
+def test_a_file_system_that_asks_for_more_than_blocks(tmp_path, files, monkeypatch):
+    """As one may where pages are larger: it has the mode, and refuses each write."""
+    write, refused = os.pwrite, []
+
+    def refuse(fd, content, offset):
+        if is_past_cache(fd):
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "not a multiple of 64 KiB")
+        return write(fd, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    values = np.arange(9 * 2**20 + 5, dtype=np.uint8)
+    path = f"{tmp_path}/x"
+    files.share(path, 2 * values.nbytes, [0, values.nbytes])
+    files.write(path, values).result()
+    assert open_below(tmp_path) == [path]  # until it is synced, as all that has gone this way
+    files.write(path, values, values.nbytes).result()
+    files.sync()
+    assert refused
+    assert pathlib.Path(path).read_bytes() == 2 * values.tobytes()
 
 
 @pytest.mark.parametrize("n", [9000, 9 * 2**20 + 5])

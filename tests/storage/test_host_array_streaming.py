@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import threading
+import types
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -28,9 +29,11 @@ from storage_helpers import (
 )
 
 from gockpt_jax.storage.files.aligned import PIECE_BYTES
+from gockpt_jax.storage.writing import write_budget
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats, collecting
+from gockpt_jax.transfer.budget import ByteBudget
 
 SHARD_BYTES = 2**20
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -215,6 +218,58 @@ def test_the_budget_admits_in_order_of_arrival():
         assert stats.peak_inflight_bytes == 50
 
     asyncio.run(run())
+
+
+def test_what_is_told_of_writing(monkeypatch):
+    """The time in which anything is written, once; all bytes in flight, to the host's budget."""
+    now, host, stats = [0.0], ByteBudget(None), WriteStats()
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(write_budget, "time", clock)
+    budget = WriteBudget(100, stats, host)
+
+    async def run():
+        first, second, failing = budget.admit(8, 5), budget.admit(4, 4), budget.admit(2, 2)
+        for write, entered_at in ((first, 1), (second, 3)):
+            now[0] = entered_at
+            await write.__aenter__()
+        assert (host.used_bytes, stats.written_bytes) == (9, 0)
+        for write, left_at in ((first, 4), (second, 7)):
+            now[0] = left_at
+            await write.__aexit__(None, None, None)
+        assert (host.used_bytes, stats.written_bytes, stats.write_secs) == (0, 12, 6)
+        now[0] = 20  # nothing has been written meanwhile
+        await failing.__aenter__()
+        now[0], error = 21, OSError("full")
+        assert not await failing.__aexit__(OSError, error, None)
+
+    asyncio.run(run())
+    with budget.syncing():
+        now[0] = 23
+    assert (host.used_bytes, stats.written_bytes, stats.write_secs) == (0, 12, 9)
+    assert stats.peak_inflight_bytes == host.peak_bytes == 9
+
+
+def test_memory_is_given_back_once_enough_has_been_freed(monkeypatch):
+    trims, budget = [], WriteBudget(1, WriteStats())
+    monkeypatch.setattr(write_budget, "_TRIM_BYTES", 10)
+    monkeypatch.setattr(write_budget, "_malloc_trim", trims.append)
+
+    async def run():
+        for nbytes, trimmed in ((4, 0), (5, 0), (1, 1), (9, 1), (20, 2)):
+            await budget.trim(nbytes)
+            assert trims == [0] * trimmed
+
+    asyncio.run(run())
+
+
+def test_statistics_are_those_of_the_save_that_is_begun():
+    with collecting(stats := WriteStats()):
+        with collecting(inner := WriteStats()):
+            assert write_budget.collected_here() is inner
+        assert write_budget.collected_here() is stats
+    other = write_budget.collected_here()
+    assert isinstance(other, WriteStats)
+    assert other is not stats
 
 
 class SourceError(Exception):

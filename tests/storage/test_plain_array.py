@@ -1,9 +1,14 @@
 """Arrays in plain files, read without TensorStore."""
 
 import contextlib
+import ctypes
+import errno
+import itertools
 import json
+import mmap
 import os
 import threading
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -16,7 +21,7 @@ from storage_helpers import assert_same_arrays, host_tree, mesh, save
 
 from gockpt_jax import GoCkptRestore
 from gockpt_jax.storage.files import grid, pieces, plain_reads
-from gockpt_jax.storage.files.aligned import BLOCK_BYTES, aligned_empty
+from gockpt_jax.storage.files.aligned import BLOCK_BYTES, aligned_empty, is_past_cache
 from gockpt_jax.storage.files.database import Extent
 from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.storage.files.plain_reads import PlainReads
@@ -81,9 +86,9 @@ def test_boxes_of_any_array(tmp_path, monkeypatch, small_pieces, shape, past_cac
         assert array is not None
         assert (array.shape, array.chunk, array.dtype) == (shape, tuple(chunk), values.dtype)
         boxes = [random_box(rng, shape) for _ in range(3)] + [tuple(slice(0, n) for n in shape)]
-        for is_aligned in (True, False):
-            read_now = read(array, boxes, past_cache=past_cache, is_aligned=is_aligned)
-            for found, box in zip(read_now, boxes, strict=True):
+        for is_aligned, wanted in itertools.product((True, False), (boxes, boxes[:1])):
+            read_now = read(array, wanted, past_cache=past_cache, is_aligned=is_aligned)
+            for found, box in zip(read_now, wanted, strict=True):
                 assert found.tobytes() == values[box].tobytes()
 
 
@@ -99,6 +104,26 @@ def test_the_system_may_give_a_part_of_what_is_asked_for(tmp_path, monkeypatch, 
     monkeypatch.setattr(plain_reads.os, "preadv", read_a_part)
     (found,) = read(array, [(slice(0, values.size),)], past_cache=past_cache)
     assert found.tobytes() == values.tobytes()
+
+
+def test_a_file_system_that_asks_for_more_than_blocks(tmp_path, monkeypatch):
+    """It has the mode, and refuses each read; what else it may say is told."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
+    values, preadv = np.arange(2**14, dtype=np.float32), os.preadv
+    array, refusal = PlainArray.found_in(stored(tmp_path, values, [values.size])), errno.EINVAL
+
+    def refuse(fd, buffers, offset):
+        if is_past_cache(fd):
+            raise OSError(refusal, "no")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    for is_aligned in (True, False):
+        (found,) = read(array, [(slice(5, 9999),)], past_cache=True, is_aligned=is_aligned)
+        assert found.tobytes() == values[5:9999].tobytes()
+    refusal = errno.EIO
+    with pytest.raises(OSError, match="no"):
+        read(array, [(slice(0, 9),)], past_cache=True)
 
 
 def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
@@ -117,6 +142,56 @@ def test_what_is_aligned_is_read_to_where_it_belongs(tmp_path, monkeypatch):
     assert found.tobytes() == values.tobytes()
     assert [np.shares_memory(out, found) for out in reads] == [True, False]
     assert [out.nbytes for out in reads] == [5 * 4096, 4096]
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_only_what_is_not_there_is_read_past_the_cache(
+    tmp_path, monkeypatch, past_cache, is_cached
+):
+    """And nothing where other processes read the same files."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: is_cached)
+    array = PlainArray.found_in(stored(tmp_path, np.ones(2**14, np.float32), [2**14]))
+    modes, preadv = [], os.preadv
+
+    def seen(fd, *args):
+        modes.append(is_past_cache(fd))
+        return preadv(fd, *args)
+
+    monkeypatch.setattr(os, "preadv", seen)
+    read(array, [grid.whole(array.shape)], past_cache=past_cache)
+    assert set(modes) == {past_cache and not is_cached}
+
+
+@pytest.mark.parametrize("told", [0, -1])
+@pytest.mark.parametrize("resident", [0, 10, 11, 21])
+def test_where_half_of_it_is_in_the_page_cache_it_is_read_from_there(
+    tmp_path, monkeypatch, resident, told
+):
+    """As the system tells, of the pages that it lies in; if it does not tell, past the cache."""
+    (tmp_path / "file").write_bytes(bytes(30 * mmap.PAGESIZE))
+    extent = Extent(str(tmp_path / "file"), 3 * mmap.PAGESIZE + 5, 20 * mmap.PAGESIZE)
+
+    def mincore(address, length, flags):
+        assert (address % mmap.PAGESIZE, length) == (0, extent.nbytes + 5)
+        for page in range(21):  # of the other bits nothing is known
+            ctypes.c_uint8.from_address(flags + page).value = 0xFE | (page < resident)
+        return told
+
+    monkeypatch.setattr(plain_reads, "_mincore", mincore)
+    with open(extent.path, "rb") as file:
+        assert plain_reads._is_for_cache(file.fileno(), extent) == (not told and resident > 10)
+
+
+def test_what_is_little_or_not_there_is_read_by_the_page_cache(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(2**17))
+    with open(tmp_path / "file", "rb") as file:  # what has just been written is there
+        assert plain_reads._is_for_cache(file.fileno(), Extent(file.name, 0, 2**17))
+    monkeypatch.setattr(plain_reads, "_mincore", lambda *_: 0)  # nothing is
+    for nbytes, wanted in ((2**16, True), (2**16 + 1, False), (2**17, False), (2**17 + 1, True)):
+        extent = Extent(str(tmp_path / "file"), 0, nbytes)
+        with open(extent.path, "rb") as file:
+            assert plain_reads._is_for_cache(file.fileno(), extent) == wanted
 
 
 @pytest.mark.parametrize("offset", [0, 300, 4096])
@@ -189,8 +264,12 @@ def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):
         {"order": "F"},
         {"dimension_separator": "/"},
         {"dtype": ">f4"},
+        {"dtype": "int4"},
+        {"filters": [{"id": "delta", "dtype": "<f4"}]},
+        {"zarr_format": 3},
+        {"dtype": None},
     ],
-    ids=["compressed", "order", "separator", "big-endian"],
+    ids=lambda metadata: "-".join(map(str, *metadata.items())),
 )
 def test_arrays_stored_otherwise_are_not_plain(tmp_path, metadata):
     stored(tmp_path, np.ones((4, 4), np.float32), [2, 2])
@@ -199,6 +278,22 @@ def test_arrays_stored_otherwise_are_not_plain(tmp_path, metadata):
     (tmp_path / ".zarray").write_text(json.dumps(told | metadata))
     assert PlainArray.found_in(str(tmp_path)) is None
     assert PlainArray.found_in(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize("name", ["int8", "uint32", "bool", "bfloat16", "float8_e5m2", "complex64"])
+def test_what_has_whole_bytes_is_plain(tmp_path, name):
+    values = np.arange(6).astype(name)
+    array = PlainArray.found_in(stored(tmp_path, values, [4]))
+    assert read(array, [(slice(0, 6),)], past_cache=True)[0].tobytes() == values.tobytes()
+
+
+def test_a_chunk_is_all_of_what_is_stored_under_a_key(tmp_path):
+    """Not what lies at the array's edge, nor as much of two of them."""
+    array = PlainArray.found_in(stored(tmp_path, np.zeros((8, 5), np.float32), [4, 3]))
+    rows = {(0, 4): True, (4, 8): True, (2, 6): False, (0, 8): False, (0, 2): False}
+    columns = {(0, 3): True, (3, 5): False, (1, 4): False}
+    for (a, is_of_rows), (b, is_of_columns) in itertools.product(rows.items(), columns.items()):
+        assert array.is_chunk((slice(*a), slice(*b))) == (is_of_rows and is_of_columns)
 
 
 @pytest.mark.parametrize("past_cache", [True, False])
@@ -213,6 +308,8 @@ def test_damaged_files_are_named(tmp_path, past_cache, damage):
     with pytest.raises(OSError, match=r"1\.0"):
         read(array, [(slice(0, 8), slice(0, 4096))], past_cache=past_cache)
     read(array, [(slice(0, 4), slice(0, 4096))], past_cache=past_cache)
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    assert not any(os.readlink(x).startswith(str(tmp_path)) for x in links if os.path.lexists(x))
 
 
 def state():
@@ -281,6 +378,32 @@ def test_what_stock_restores_we_restore(
     for name in tree:
         assert restored[name].sharding.is_equivalent_to(target[name].sharding, tree[name].ndim)
     assert seen == expected
+
+
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "wanted", "is_ours"),
+    [
+        ("float32", (4,), {}, True),
+        ("float32", (4,), {"dtype": np.float32, "global_shape": (4,)}, True),
+        ("float32", (4,), {"dtype": np.float16}, False),
+        ("float32", (4,), {"dtype": jax.random.key(0).dtype}, False),
+        ("float32", (4,), {"global_shape": (8,)}, False),
+        ("float32", (0, 4), {}, False),
+        ("float64", (4,), {}, False),  # JAX has no such numbers, unless it is told to
+        ("uint32", (4,), {}, False),  # may be the data of keys
+        ("float32", (4,), {"sharding": None}, False),
+        ("float32", (4,), {"mesh": mesh(8, 1), "mesh_axes": PartitionSpec("data")}, False),
+    ],
+)
+def test_what_is_wanted_as_it_is_stored(dtype, shape, wanted, is_ours):
+    """Of all else stock knows what comes of it, of a mesh beside a sharding for one."""
+    stored = PlainArray(shape, shape, np.dtype(dtype), None)
+    args = ocp.ArrayRestoreArgs(**{"sharding": HERE} | wanted)
+    found = array_reader._wanted(SimpleNamespace(find=lambda name: stored), "x", args)
+    assert (found is not None) == is_ours
 
 
 def test_other_dtypes_and_shapes_are_stocks_business(tmp_path):

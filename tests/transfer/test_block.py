@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import math
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer import block as blocks
 from gockpt_jax.transfer import layout, packing, pull
 from gockpt_jax.transfer.block import block_of
-from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_ranges
+from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_ranges, row_size
 from gockpt_jax.transfer.pull import owned_shards
 
 P = PartitionSpec
@@ -102,6 +104,34 @@ def test_chunks_arrive_under_the_users_mesh_and_guard(parts, donatable):
     assert_arrived(pairs, pulled.result())
 
 
+@pytest.mark.parametrize("other", [(4, 2), (8, 1)])
+def test_meshes_of_the_same_devices_under_one_of_them(other):
+    """Whatever their axes' types, and where a leaf lies on another one than its gradient."""
+    shapes = {AxisType.Auto: [(4, 2), other], AxisType.Explicit: [(4, 2), other]}
+    meshes = [jax.make_mesh(s, ("a", "b"), (t,) * 2) for t, of in shapes.items() for s in of]
+    arrays = [put(RNG.standard_normal((8, 8)).astype(np.float32), P("a", "b"), m) for m in meshes]
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    gradients = [Source.of(x, y.sharding) for x, y in itertools.product(arrays, arrays)]
+    follow = block_of([Chunk.whole(s) for s in gradients], donatable=False)
+    with jax.set_mesh(meshes[2]):
+        assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+        given = [x for x, _ in itertools.product(arrays, arrays)]
+        found = follow.start_pull(follow.stage(given)).result()
+    for array, parts in zip(given, found, strict=True):
+        assert len(parts) == 8
+        for part in parts:
+            np.testing.assert_array_equal(part.data, np.asarray(array)[part.index].reshape(-1))
+
+
+def test_what_pmap_returned():
+    """An older JAX cuts it by a sharding of its own, which knows one number of axes."""
+    arrays = jax.pmap(lambda n: (n * jnp.ones(3), jax.random.key(n)))(jnp.arange(8))
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
 def test_packed_numbers_on_the_same_devices_in_another_order():
     """They are staged as wholes, by a program for each order."""
     turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
@@ -141,10 +171,14 @@ def test_where_joining_is_arithmetic_wider_floats_are_joined_as_integers(monkeyp
     assert " = u32[96]{0} concatenate(" in program.as_text()
 
 
-@pytest.mark.parametrize(("count", "held"), [(1, False), (2, True)])
-def test_floats_are_not_joined_before_they_are_taken_for_integers(count, held, monkeypatch):
-    """A TPU's compiler did before there was a barrier (`bench aot`)."""
-    monkeypatch.setitem(packing._ARITHMETIC_BYTES, "cpu", 4)
+@pytest.mark.parametrize(
+    ("platform", "count", "held"), [("cpu", 1, False), ("cpu", 2, True), ("tpu", 2, False)]
+)
+def test_floats_are_not_joined_before_they_are_taken_for_integers(
+    platform, count, held, monkeypatch
+):
+    """A TPU's compiler did before there was a barrier (`bench aot`); others need none."""
+    monkeypatch.setitem(packing._ARITHMETIC_BYTES, platform, 4)
     arrays = [jnp.zeros(40) for _ in range(count)]
     chunks = [Chunk.whole(Source.of(x)) for x in arrays]
     buffers = layout.lay_out(chunks)
@@ -204,11 +238,18 @@ def test_a_buffer_of_one_flat_array_is_new_too(size):
     np.testing.assert_array_equal(staged, array)
 
 
-@pytest.mark.parametrize("spec", [P(), P("a"), P("b"), P("a", "b")])
-def test_replicas_share_the_transfer(spec, monkeypatch):
+@pytest.mark.parametrize(
+    ("spec", "parts", "donatable"),
+    [
+        *itertools.product([P(), P("a"), P("b"), P("a", "b")], [1], [True, False]),
+        (P("a", "b"), 3, False),
+    ],
+)
+def test_replicas_share_the_transfer(spec, parts, donatable, monkeypatch):
     """Each device moves its part of the array, and all of it leaves once."""
     array = put(RNG.standard_normal((64, 80)).astype(np.float32), spec)
-    block = block_of([Chunk.whole(Source.of(array))])
+    pairs = parts_of(array, parts)
+    block = block_of([chunk for _, chunk in pairs], donatable=donatable)
     moved = collections.Counter()
 
     def start_buffer(buffer):
@@ -216,10 +257,38 @@ def test_replicas_share_the_transfer(spec, monkeypatch):
         return buffer
 
     monkeypatch.setattr(pull, "start_buffer", start_buffer)
-    found = block.start_pull(block.stage([array])).result()
-    assert_arrived([(array, block.chunks[0])], found)
+    found = block.start_pull(block.stage([array] * parts)).result()
+    assert_arrived(pairs, found)
     assert dict(moved) == dict.fromkeys(jax.devices(), array.nbytes // 8)
-    assert block.staged_bytes == array.nbytes // 8
+    assert block.held_bytes == array.nbytes // 8
+    # What nobody donates and leaves as it lies needs no copy.
+    needs_none = not donatable and parts == 1 and spec == P("a", "b")
+    assert block.staged_bytes == (0 if needs_none else array.nbytes // 8)
+
+
+@pytest.mark.parametrize(
+    ("least_bytes", "sizes", "devices"),
+    [(64, [16] * 16, 8), (256, [16] * 5, 2), (64, [16], 1), (64, [112], 1), (64, [128], 8)],
+    ids=str,
+)
+def test_what_is_too_small_for_slices_leaves_by_replicas_in_turn(
+    least_bytes, sizes, devices, monkeypatch
+):
+    """Neither a slice nor a buffer of several has fewer bytes, where there are more."""
+    monkeypatch.setattr(layout, "MIN_SLICE_BYTES", least_bytes)
+    arrays = [put(RNG.standard_normal(n).astype(np.float32), P()) for n in sizes]
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    moved = collections.Counter()
+
+    def start_buffer(buffer):
+        moved.update({next(iter(buffer.devices())): buffer.nbytes})
+        return buffer
+
+    monkeypatch.setattr(pull, "start_buffer", start_buffer)
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+    assert len(moved) == devices
+    assert moved.total() == 4 * sum(sizes)
 
 
 def test_small_arrays_share_a_buffer_and_start_at_multiples_of_64_bytes(monkeypatch):
@@ -288,14 +357,17 @@ def test_retained_values_that_lie_on_other_devices_are_brought_first(dtype, lies
 )
 def test_values_are_on_a_programs_devices_in_their_order(lies, is_there):
     given = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=lies)
-    assert packing.on_its_devices(Source.of(given, on(MESH, P("a", "b")))) == is_there
+    place = on(MESH, P("a", "b"))
+    assert packing.on_its_devices(Source.of(given, place)) == is_there
+    alone = SingleDeviceSharding(jax.devices()[0])  # a leaf's, of which that would be the gradient
+    assert packing.on_its_devices(Source.of(given, alone)) == (lies == alone)
 
 
 def test_captured_scalars_are_taken_by_every_process():
-    scalars = [put(np.float32(2.5), P()), jnp.int32(7)]
+    scalars = [*(put(np.float32(x), P()) for x in (2.5, 3.5, 4.5)), jnp.int32(7)]
     block = block_of([Chunk.whole(Source.of(x), everywhere=True) for x in scalars], donatable=False)
     found = block.start_pull(block.stage(scalars)).result()
-    assert [[part.data.item() for part in parts] for parts in found] == [[2.5], [7]]
+    assert [[part.data.item() for part in parts] for parts in found] == [[2.5], [3.5], [4.5], [7]]
 
 
 def test_a_step_may_donate_what_has_been_staged():
@@ -308,6 +380,24 @@ def test_a_step_may_donate_what_has_been_staged():
     for values, parts in zip(want, pulled.result(), strict=True):
         for part in parts:
             np.testing.assert_array_equal(part.data, values[part.index].reshape(-1))
+
+
+def test_a_block_is_made_once_and_what_was_compiled_ahead_is_used(monkeypatch):
+    programs = Programs("gockpt-compile-copies")
+    monkeypatch.setattr(blocks, "_programs", programs)
+    array = jnp.arange(89.0)
+    block = block_of([Chunk.whole(Source.of(array))])
+    assert block_of([Chunk.whole(Source.of(array))]) is block
+    assert block_of([Chunk.whole(Source.of(array))], donatable=False) is not block
+    block.compile_ahead()
+    for thread in threading.enumerate():
+        if thread.name == "gockpt-compile-copies":
+            thread.join()
+    before = dict(programs._found)
+    assert len(before) == 1
+    np.testing.assert_array_equal(block.stage([array])[0], array)
+    assert programs._found == before
+    assert block.programs() is block.programs()
 
 
 def test_a_program_that_failed_to_compile_is_tried_again(monkeypatch):
@@ -336,6 +426,14 @@ def test_rows_cover_a_shard_once_in_equal_parts(shape, parts):
     assert max(sizes) <= max(min(sizes) + 1, math.ceil(1.2 * min(sizes)))
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "row"), [(0, 120, 120), (30, 90, 30), (5, 35, 5), (60, 61, 1), (0, 7, 1)]
+)
+def test_ranges_are_cut_in_the_longest_rows(start, stop, row):
+    """An accelerator need then not bring a shard into another order, to cut it."""
+    assert row_size((4, 6, 5), start, stop) == row
+
+
 def test_arrays_that_lie_elsewhere_are_noticed():
     """Also after those that it was made for have been met."""
     rows, columns, replicated = (
@@ -353,8 +451,9 @@ def test_arrays_that_lie_elsewhere_are_noticed():
 def test_few_placements_are_remembered(monkeypatch):
     monkeypatch.setattr(blocks, "_REMEMBERED", 3)
     arrays = [put(np.ones((8, 8), np.float32), P("a")) for _ in range(8)]
-    block = block_of([Chunk.whole(Source.of(arrays[0]))])
+    block, remembered = block_of([Chunk.whole(Source.of(arrays[0]))]), []
     for array in arrays:
         assert block.is_cut_from([array])
-        assert len(block._alike) <= 3
+        remembered.append(len(block._alike))
+    assert max(remembered) == 3
     assert len({id(a.sharding) for a in arrays}) > 3

@@ -13,8 +13,10 @@ GIB = 2**30
 def system(tmp_path):
     """Writes files of a small `/proc` and `/sys`; returns their root."""
 
+    told = f"MemTotal: {96 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {64 * 2**20} kB\n"
+
     def write(files):
-        for name, text in ({"proc/meminfo": f"MemAvailable: {64 * 2**20} kB\n"} | files).items():
+        for name, text in ({"proc/meminfo": told} | files).items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(str(text))
@@ -60,13 +62,18 @@ def test_in_a_container_only_the_top_is_there(system):
 
 
 def test_the_limit_of_a_group_of_version_1(system):
-    base = "sys/fs/cgroup/memory/job"
-    files = {
-        "proc/self/cgroup": "5:cpu,cpuacct:/job\n3:memory:/job\n1:name=systemd:/job\n",
-        f"{base}/memory.limit_in_bytes": 8 * GIB,
-        f"{base}/memory.usage_in_bytes": 7 * GIB,
-        f"{base}/memory.stat": f"cache 1\ntotal_inactive_file {GIB}\n",
-    }
+    """That of other controllers has nothing to say, even where a group of memory has its name."""
+
+    def v1(group, limit):
+        base = f"sys/fs/cgroup/memory/{group}"
+        return {
+            f"{base}/memory.limit_in_bytes": limit,
+            f"{base}/memory.usage_in_bytes": 7 * GIB,
+            f"{base}/memory.stat": f"cache 1\ntotal_inactive_file {GIB}\n",
+        }
+
+    groups = {"proc/self/cgroup": "5:cpu,cpuacct:/lean\n3:memory:/job\n1:name=systemd:/lean\n"}
+    files = groups | v1("job", 8 * GIB) | v1("lean", 7 * GIB)
     assert host_headroom_bytes(system(files)) == 2 * GIB
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gockpt_jax.transfer import pull as pulls
-from gockpt_jax.transfer.chunks import Source
+from gockpt_jax.transfer.chunks import Source, in_host_memory
 from gockpt_jax.transfer.meter import LinkMeter
 from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.staging import stage
@@ -113,17 +114,26 @@ def test_pulls_go_to_pinned_memory_where_there_is_such(platform, kinds, wanted):
     assert pulls.host_memory_kind.__wrapped__(device) == wanted
 
 
+class Buffer:
+    """One of a device that has no pinned memory beside it."""
+
+    sharding = SingleDeviceSharding(jax.devices()[2])
+    started = 0
+
+    def devices(self):
+        return {jax.devices()[2]}
+
+    def copy_to_host_async(self):
+        self.started += 1
+
+    def is_ready(self):
+        return bool(self.started)
+
+    def __array__(self, *args, **kwargs):
+        return np.zeros(3)
+
+
 def test_elsewhere_they_start_on_the_buffer_itself(monkeypatch):
-    class Buffer:
-        sharding = SingleDeviceSharding(jax.devices()[2])
-        started = 0
-
-        def devices(self):
-            return {jax.devices()[2]}
-
-        def copy_to_host_async(self):
-            self.started += 1
-
     monkeypatch.setattr(pulls, "host_memory_kind", lambda device: None)
     buffer = Buffer()
     assert pulls.start_buffer(buffer) is buffer
@@ -136,6 +146,32 @@ def test_what_goes_to_pinned_memory_arrives_there(monkeypatch):
     pinned = pulls.start_buffer(buffer)
     assert pinned.sharding == SingleDeviceSharding(jax.devices()[2], memory_kind="pinned_host")
     np.testing.assert_array_equal(pinned, VALUES)
+
+
+def test_what_the_host_holds_is_not_copied_there(monkeypatch):
+    monkeypatch.setattr(pulls, "host_memory_kind", lambda device: "pinned_host")
+    there = SingleDeviceSharding(jax.devices()[2], memory_kind="unpinned_host")
+    array = jax.device_put(VALUES, there)
+    assert in_host_memory(there)
+    assert pulls.start_buffer(array) is array
+
+
+@pytest.mark.parametrize("arrived", [(), (True, True), (True, False), (False, True)], ids=str)
+def test_a_pull_is_ready_when_all_of_it_is(arrived):
+    buffers = [types.SimpleNamespace(is_ready=lambda here=here: here) for here in arrived]
+    assert Pull(buffers, buffers, list).is_ready() == (False not in arrived)
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", None])
+def test_what_has_arrived_holds_nothing_on_the_device(monkeypatch, kind):
+    """Its bytes are given back to the budget, while some may hold the pull."""
+    monkeypatch.setattr(pulls, "host_memory_kind", lambda device: kind)
+    source = Buffer() if kind is None else jax.device_put(VALUES, jax.devices()[2])
+    pull, is_held = Pull.start([source], list), weakref.ref(source)
+    del source
+    (found,) = pull.result()
+    assert is_held() is None
+    assert found.shape == ((3,) if kind is None else VALUES.shape)
 
 
 # Staging.
@@ -205,6 +241,9 @@ def test_no_transfer_is_guarded(spec, guard):
 
 def test_the_link_is_measured_without_what_the_host_holds(monkeypatch):
     class Noting(LinkMeter):
+        def begin(self, sources, is_done):
+            seen.append([x.shape for x in sources])
+
         def end(self, chunks, num_devices):
             seen.append((sum(c.nbytes for c in chunks), num_devices))
 
@@ -217,4 +256,4 @@ def test_the_link_is_measured_without_what_the_host_holds(monkeypatch):
     found = Pull.start([there, jax.device_put(VALUES[:2], device)], list).result()
     for data, want in zip(found, (VALUES, VALUES[:2]), strict=True):
         np.testing.assert_array_equal(data, want)
-    assert seen == [(VALUES[:2].nbytes, 1)]
+    assert seen == [[(2, 6)], (VALUES[:2].nbytes, 1)]

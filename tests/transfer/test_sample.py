@@ -136,3 +136,14 @@ def test_what_was_compiled_ahead_is_used(monkeypatch):
     assert len(before) == 2
     start_sample(probes_of(arrays[:2], 1 / 2, turn=1)).result()
     assert programs._found == before
+
+
+@pytest.mark.parametrize("donated", [0, 1])
+def test_of_what_has_been_donated_nothing_is_compiled_ahead(monkeypatch, donated):
+    """The next save compiles it, of those that are there then."""
+    programs = Programs("gockpt-compile-samples")
+    monkeypatch.setattr(sampling, "_programs", programs)
+    arrays = [jnp.arange(3000.0), jnp.ones((5, 7))]
+    arrays[donated].delete()
+    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE)
+    assert not programs._found

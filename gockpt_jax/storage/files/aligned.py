@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-# Offsets, lengths and addresses must be multiples of the device's block, which is 4 KiB at most.
+# Offsets, lengths and addresses must be multiples of the device's block, which is 4 KiB as a rule;
+# what asks for more refuses them with `EINVAL`, and is gone to by the page cache.
 BLOCK_BYTES = 4096
 # What one thread hands to the disk at once.
 PIECE_BYTES = 4 * 2**20

@@ -225,6 +225,11 @@ class DirectFiles:
     def _write_piece(self, fd: int, content: _Bytes, start: int, buffer: _Bytes | None) -> None:
         try:
             _write_all(fd, content.data, start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            set_direct(fd, False)  # the file system asks for more than blocks
+            _write_all(fd, content.data, start)
         finally:
             if buffer is not None:
                 self._buffers.give_back(buffer)

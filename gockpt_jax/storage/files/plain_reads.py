@@ -111,7 +111,12 @@ class PlainReads:
         try:
             past_cache = self._past_cache and O_DIRECT and not _is_for_cache(fd, extent)
             if past_cache and set_direct(fd, True):
-                return self._fetch_direct(fd, extent, out)
+                try:
+                    return self._fetch_direct(fd, extent, out)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    set_direct(fd, False)  # the file system asks for more than blocks
             if out is None:
                 out = self._buffer.memory[: extent.nbytes]
             _read_all(fd, out, extent.offset)
@@ -129,9 +134,6 @@ class PlainReads:
             whole = extent.nbytes - extent.nbytes % BLOCK_BYTES
             _read_all(fd, out[:whole], extent.offset)
         rest = extent.nbytes - whole
-        if not rest:
-            assert out is not None
-            return out
         buffer = self._buffer.memory
         blocks = -(-(skip + rest) // BLOCK_BYTES) * BLOCK_BYTES
         _read_all(fd, buffer[:blocks], extent.offset - skip + whole, at_least=skip + rest)
