@@ -58,7 +58,8 @@ class Planner:
         self._device = resources.device
         self._host = resources.host
         self._is_limited = False
-        self._review_due = False
+        # Those whose plans have been looked at since the last save.
+        self._reviewed: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         # Positions of the leaves that each of the last two saves did not take.
         self._left_out: weakref.WeakKeyDictionary[
             StepProgram, collections.deque[frozenset[int]]
@@ -83,7 +84,7 @@ class Planner:
         if program is None:
             return False
         if program in self._ready:
-            return self._review_due and self._review(step, program)
+            return program not in self._reviewed and self._review(step, program)
         leaves = program.returned.leaves(step.new_state)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
@@ -99,6 +100,7 @@ class Planner:
         if program is not None:
             _log.debug("planned %s", self._plans[program].plan)
             self._make_ready(step, program, leaves)
+            self._reviewed.add(program)
             self._ready.add(program)
         return True
 
@@ -124,11 +126,11 @@ class Planner:
 
     def ask_for_review(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
-        self._review_due = True
+        self._reviewed.clear()
 
     def _review(self, step: WrappedStep, program: StepProgram) -> bool:
         """Makes the plan anew if what it was made for has moved: the armed step stays."""
-        self._review_due = False
+        self._reviewed.add(program)
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
