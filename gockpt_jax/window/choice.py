@@ -151,7 +151,7 @@ def fill(
       fewer units than blocks the last ones are empty.
     """
     early = _in_order(units) if early is None else early
-    if steps == 1 or not early:
+    if not early:
         return ()
     total = sum(units[u].state_bytes for u in early)
     followed = sum(units[u].retained_bytes for u in early) / max(total, 1)
