@@ -104,7 +104,7 @@ def _levels(units: Sequence[Unit]) -> Iterator[list[int]]:
     taken_bytes, level = 0, 1
     for n, u in enumerate(order, start=1):
         taken_bytes += units[u].state_bytes
-        if n == len(order) or taken_bytes * _LEVELS >= level * total:
+        if taken_bytes * _LEVELS >= level * total:
             yield order[:n]
             level = taken_bytes * _LEVELS // max(total, 1) + 1
 
@@ -151,7 +151,7 @@ def fill(
       fewer units than blocks the last ones are empty.
     """
     early = _in_order(units) if early is None else early
-    if steps == 1 or not early:
+    if not early:
         return ()
     total = sum(units[u].state_bytes for u in early)
     followed = sum(units[u].retained_bytes for u in early) / max(total, 1)

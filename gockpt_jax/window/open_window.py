@@ -23,6 +23,7 @@ from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
 from gockpt_jax.window.step_room import StepRoom
+from gockpt_jax.window.units import units_behind
 
 _ROUNDED = "replayed up to rounding, as no exact window fits the device budget"
 
@@ -267,13 +268,8 @@ class OpenWindow:
             if g not in self._late and j in arrays and j not in self._handed_over
             and arrays[j].sharding.is_equivalent_to(placed[j], arrays[j].ndim)
         ]  # fmt: skip
-        left = set(self._left[-1].units)
-        rest: dict[int, list[Chunk]] = {j: [] for j in followed}
-        for u, unit in enumerate(self._units):
-            for j in self._cut.groups[unit.group].leaves if u not in left else ():
-                if j in rest:
-                    rest[j].append(unit.chunk_of(arrays[j]))
-        return rest
+        behind = units_behind(self._cut, self._units, set(self._left[-1].units))
+        return {j: [unit.chunk_of(arrays[j]) for unit in behind[j]] for j in followed}
 
     def drop(self) -> None:
         """Forgets what no save was promised; earlier checkpoints are untouched."""

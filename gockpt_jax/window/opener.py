@@ -125,7 +125,7 @@ class Opener:
         device.reset_peak()
         host.reset_peak()
         window = OpenWindow(
-            program, planned, target, planned.departures(leaves),
+            program, planned, target, self._planner.departures(planned, leaves),
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
             resources=self._resources,
         )  # fmt: skip

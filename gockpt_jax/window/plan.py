@@ -103,7 +103,7 @@ def measure_bytes(
 
 def _is_most_saved(group: Sequence[int], weights: Sequence[int], unsaved: frozenset[int]) -> bool:
     left_out = sum(weights[j] for j in group if j in unsaved)
-    return unsaved.isdisjoint(group) or 2 * left_out < sum(weights[j] for j in group)
+    return 2 * left_out < sum(weights[j] for j in group)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ import jax
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.step_cut import StepCut
+from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.window.cost import Blocks
 from gockpt_jax.window.departure import Departure, make_departure, nothing_left
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, plan_window
+from gockpt_jax.window.units import units_behind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,8 +61,25 @@ class Planned:
         groups = {self.size.units[u].group for block in self.plan.blocks for u in block}
         return {j for g in groups for j in self.cut.groups[g].leaves}
 
+    def rows_behind(self, leaves: Sequence[jax.Array]) -> list[tuple[int, Chunk]]:
+        """Of leaves that leave early in part, the rest, each with the position of its leaf.
+
+        Args:
+          leaves: Of the state, alive or not.
+        """
+        left = {u for block in self.plan.blocks for u in block}
+        behind = units_behind(self.cut, self.size.units, left)
+        return [(j, unit.chunk_of(leaves[j])) for j, units in behind.items() for unit in units]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `departures` has been asked for."""
+        return self.plan.blocks in self._departures
+
     def departures(self, leaves: Sequence[jax.Array]) -> list[Departure]:
         """The plan's blocks behind one of nothing, made once for each plan of the step.
+
+        Their programs are compiled from then on.
 
         Args:
           leaves: Of the state, alive or not.
@@ -71,5 +90,7 @@ class Planned:
             for block in blocks:
                 units = {u: self.size.units[u] for u in block}
                 made.append(make_departure(self.cut, units, leaves, made[-1]))
+            for departure in made:
+                departure.compile_ahead()
             self._departures[blocks] = made
         return self._departures[blocks]

@@ -17,10 +17,12 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.training.wrap import WrappedStep
 from gockpt_jax.transfer.budget import device_headroom_bytes
+from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.clock import StepClock
+from gockpt_jax.window.departure import Departure
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Facts, Plan, StateBytes, measure_bytes, plan_window
 from gockpt_jax.window.planned import Planned
@@ -58,7 +60,8 @@ class Planner:
         self._device = resources.device
         self._host = resources.host
         self._is_limited = False
-        self._review_due = False
+        # Those whose plans have been looked at since the last save.
+        self._reviewed: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         # Positions of the leaves that each of the last two saves did not take.
         self._left_out: weakref.WeakKeyDictionary[
             StepProgram, collections.deque[frozenset[int]]
@@ -83,7 +86,7 @@ class Planner:
         if program is None:
             return False
         if program in self._ready:
-            return self._review_due and self._review(step, program)
+            return program not in self._reviewed and self._review(step, program)
         leaves = program.returned.leaves(step.new_state)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
@@ -99,6 +102,7 @@ class Planner:
         if program is not None:
             _log.debug("planned %s", self._plans[program].plan)
             self._make_ready(step, program, leaves)
+            self._reviewed.add(program)
             self._ready.add(program)
         return True
 
@@ -124,11 +128,11 @@ class Planner:
 
     def ask_for_review(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
-        self._review_due = True
+        self._reviewed.clear()
 
     def _review(self, step: WrappedStep, program: StepProgram) -> bool:
         """Makes the plan anew if what it was made for has moved: the armed step stays."""
-        self._review_due = False
+        self._reviewed.add(program)
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
@@ -187,10 +191,8 @@ class Planner:
     ) -> None:
         """Compiles ahead what the program's plan needs."""
         planned = self._plans[program]
-        early = planned.early_leaves()
-        sent = planned.size.leaves
-        self._compile_late([a for j, a in enumerate(leaves) if j not in early and sent[j]])
         if planned.plan.steps == 1:
+            self._compile_rest(planned, leaves)
             return
         try:
             replayer = self.replayer(leaves)
@@ -201,13 +203,30 @@ class Planner:
             step.give_up(_CONTRACTS)
             return
         step.arm()
-        for departure in planned.departures(leaves):
-            departure.compile_ahead()
+        self.departures(planned, leaves)
         specs = replay_specs(planned.cut, planned.size.units)
         replayer.compile_ahead(specs, planned.plan.steps - 1)
-        if self._options.audit is not None:
-            sampled = [leaves[j] for j in sorted(early)]
-            compile_samples_ahead(sampled, self._options.audit.fraction, self._replicas)
+
+    def departures(self, planned: Planned, leaves: Sequence[jax.Array]) -> list[Departure]:
+        """Those of a plan; all that its windows stage is compiled from now on.
+
+        If it is a shorter one than was made ready, the trainer waits for what is staged first, and
+        for nothing else.
+        """
+        was_ready = planned.is_ready
+        found = planned.departures(leaves)
+        if not was_ready:
+            self._compile_rest(planned, leaves)
+            if self._options.audit is not None:
+                sampled = [leaves[j] for j in sorted(planned.early_leaves())]
+                compile_samples_ahead(sampled, self._options.audit.fraction, self._replicas)
+        return found
+
+    def _compile_rest(self, planned: Planned, leaves: Sequence[jax.Array]) -> None:
+        """What is staged at the sealed version: late leaves, and rows of early ones."""
+        early, sent = planned.early_leaves(), planned.size.leaves
+        late = [a for j, a in enumerate(leaves) if j not in early and sent[j]]
+        self._compile_late(late, planned.rows_behind(leaves))
 
     def prepare_snapshot(self, leaves: Sequence[Any]) -> None:
         """Compiles ahead what a save stages that nobody has foreseen, such as the first.
@@ -219,10 +238,13 @@ class Planner:
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._compile_late(leaves)
 
-    def _compile_late(self, leaves: Sequence[jax.Array]) -> None:
+    def _compile_late(
+        self, leaves: Sequence[jax.Array], rows: Sequence[tuple[int, Chunk]] = ()
+    ) -> None:
         limit_bytes = self._device.limit_bytes
-        for _, block in late_blocks(late_chunks(leaves, limit_bytes, self._replicas), limit_bytes):
-            block.compile_ahead()
+        for chunks in (late_chunks(leaves, limit_bytes, self._replicas), rows):
+            for _, block in late_blocks(chunks, limit_bytes):
+                block.compile_ahead()
 
     def _must_be_exact(self) -> bool:
         audit = self._options.audit

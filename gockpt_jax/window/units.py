@@ -4,8 +4,9 @@ A recipe is elementwise, so rows of a group can leave at another version than th
 model of one leaf has even blocks too.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -170,6 +171,25 @@ def _ranges(sources: Sequence[Source], unit_bytes: int) -> list[tuple[int, int]]
 
 def _bytes(source: Source, elements: int) -> int:
     return elements * int(source.stored_dtype.itemsize)
+
+
+def units_behind(
+    cut: StepCut, units: Sequence[GroupUnit], left: Collection[int]
+) -> dict[int, list[GroupUnit]]:
+    """Of each leaf of which some rows have left and some have not, the units that have not.
+
+    Args:
+      cut: The step's.
+      units: All of it.
+      left: Positions of those that have left.
+    """
+    begun = {units[u].group for u in left}
+    behind: dict[int, list[GroupUnit]] = collections.defaultdict(list)
+    for u, unit in enumerate(units):
+        if unit.group in begun and u not in left:
+            for j in cut.groups[unit.group].leaves:
+                behind[j].append(unit)
+    return behind
 
 
 def replay_specs(cut: StepCut, units: Sequence[GroupUnit]) -> list[tuple[ReplaySpec, int]]:

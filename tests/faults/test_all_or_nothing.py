@@ -80,7 +80,7 @@ def assert_goes_on(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("fault", [*BEFORE_SEAL, "a_bug"])
 def test_error_before_the_seal_reaches_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     injected = Fault(monkeypatch, **BEFORE_SEAL.get(fault, A_BUG))
     with Trainer(tmp_path) as trainer:
@@ -94,6 +94,8 @@ def test_error_before_the_seal_reaches_the_next_step(
             trainer.update()
         assert raised.value.__cause__ is injected.error
         assert isinstance(raised.value, RuntimeError)
+        (told,) = [r for r in caplog.records if "abandoned: it failed" in r.getMessage()]
+        assert told.levelname == "WARNING"  # beside other processes nobody is told otherwise
         assert not differing(bits_of(trainer.state), before)
         trainer.assert_intact()
 

@@ -81,6 +81,15 @@ def test_pulls_that_stand_behind_a_watched_one_count(clock):
     assert meter.bytes_per_sec == 32 * MIB
 
 
+def test_what_had_come_already_takes_no_part_in_a_watched_time(clock):
+    """Together they are large enough to count, and much faster than the link."""
+    meter = LinkMeter()
+    for _ in range(5):
+        land(meter, clock, Source(clock, ready_in=3.0), 1.0, mib=16)
+        land(meter, clock, Source(clock), 0.0, mib=48, done=True)
+    assert meter.bytes_per_sec is None
+
+
 def test_small_pulls_count_together_and_devices_apart(clock):
     meter = LinkMeter()
     for _ in range(3):

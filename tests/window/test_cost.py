@@ -292,7 +292,9 @@ def test_nothing_to_gain_is_said():
     )  # fmt: skip
     choice = choose(terms)
     assert choice.cost.steps == 1
-    assert "no window gains: predicted stall at least" in choice.reason
+    least, *_, most = sorted(window.stall_secs for window in windows_of(terms))
+    assert f"no window gains: predicted stall at least {least:.3f} s" in choice.reason
+    assert most > least + 1
     nothing = choose(dataclasses.replace(terms, units=(), late_bytes=101))
     assert nothing.reason.startswith("no leaf may leave early")
 
@@ -309,6 +311,15 @@ def test_one_plan_for_each_k():
     costs = best_per_steps(dataclasses.replace(FP32_ADAM, device_budget_bytes=10_000))
     assert [c.steps for c in costs] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert costs[0].stall_secs == 2.0
+
+
+@thorough
+@given(terms())
+def test_each_k_is_told_by_its_best_plan(terms):
+    best = {cost.steps: cost.stall_secs for cost in best_per_steps(terms)}
+    played = windows_of(terms)
+    assert set(best) == {1, *(cost.steps for cost in played)}
+    assert all(best[cost.steps] <= cost.stall_secs + TICK for cost in played)
 
 
 def test_what_is_copied_before_it_travels_is_held_twice_while_the_step_runs():

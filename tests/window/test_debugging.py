@@ -11,6 +11,7 @@ import pytest
 from window.training_loop import SIZE, Options, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.window import planner
 
 SETTINGS = {
     "jax_disable_jit": jax.disable_jit,
@@ -61,6 +62,20 @@ def test_no_step_runs_armed(tmp_path, setting, debugged, arm):
         last_is_debugged = 16 in debugged
         assert reports[16].kind == ("snapshot" if last_is_debugged else "window")
         assert (setting in reports[16].reason) == last_is_debugged
+
+
+def test_nothing_is_tried_out_while_debugging(tmp_path, monkeypatch):
+    """Whether the CPU contracts, say: operation by operation it never does."""
+    asked = []
+    monkeypatch.setattr(
+        planner, "cpu_contracts", lambda: bool(asked.append(jax.config.jax_disable_jit))
+    )
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step, state, batch = manager.wrap(masked), fresh(), jnp.ones(SIZE)
+        for n in range(6):  # the second call is traced, and planned for at the third
+            with jax.disable_jit(n in (2, 3)):
+                state = step(state, batch)
+    assert asked == [False]
 
 
 def test_nans_are_found_where_they_would_be(tmp_path):

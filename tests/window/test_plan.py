@@ -122,6 +122,13 @@ def test_until_time_and_rate_are_known_the_budget_decides(facts):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("budget", "max_steps", "steps"), [(115, 3, 3), (115, 2, 1), (114, 8, 1)])
+def test_the_longest_window_and_the_whole_budget_may_be_taken(budget, max_steps, steps):
+    """A block of 100, beside what follows the one before it, 5, and all that a step retains."""
+    size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
+    assert plan_window(size, WindowOptions(max_steps=max_steps), budget, Facts()).steps == steps
+
+
 def test_units_of_a_block_are_in_order():
     """Whatever gains most leaves first."""
     units = [unit(100, retained, group) for group, retained in enumerate((50, 20, 40, 10, 30))]

@@ -158,6 +158,30 @@ def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
         assert_same(manager.restore(40), to_host(state))
 
 
+def test_the_plan_of_every_step_is_made_anew(tmp_path, monkeypatch):
+    """Not that alone of the step which happens to come first after a save."""
+    monkeypatch.setattr(units, "LARGE_BYTES", 0)
+    facts = [Facts()]
+    monkeypatch.setattr(planner_module, "measured_facts", lambda clock: facts[0])
+    window = WindowOptions(device_budget_bytes=20 * LEAF)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=10), window=window) as manager:
+        plain, state = manager.wrap(update), fresh()
+        first = manager.wrap(jax.jit(lambda state, x: (update(state, x), jnp.sum(x))))
+        for label in range(41):
+            if label % 10 == 1:
+                state, _ = first(state, BATCH)
+            else:
+                state = plain(state, BATCH)
+            if plain.program is not None and plain.program.is_armed:
+                plain.program.wait_until_ready()
+            if manager.save(label, args=GoCkptSave(state)):
+                manager.wait_until_finished()
+                facts[0] = Facts(20.0, RATE) if label == 30 else facts[0]
+        by_label = {r.step: (r.kind, r.window_steps) for r in manager.reports}
+        assert [by_label[n] for n in (10, 30, 40)] == [("window", n) for n in (3, 3, 2)]
+        assert_same(manager.restore(40), to_host(state))
+
+
 def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch):
     """Processes plan together: one that planned once more would wait for the others."""
     make_ready, gather = planner_module.Planner._make_ready, Processes.gather

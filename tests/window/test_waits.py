@@ -287,6 +287,61 @@ def test_nobody_waits_for_a_copy_program_to_be_compiled(
         assert staged
 
 
+SAID = {"device_budget_bytes": 36 * LEAF, "step_secs": 0.5, "link_bytes_per_sec": 10.4 * LEAF}
+"""Then some of the leaves leave early in part: in five steps others than in three or two."""
+
+
+def test_nor_for_one_that_stages_the_rows_which_stayed(tmp_path, monkeypatch):
+    at_seal, stage = [], late.stage_and_pull
+    ahead, staged = compiled_and_staged(monkeypatch)
+    loop = Loop(tmp_path, None, update_by_a_clock, audit=None, **SAID)
+    loop.state["n"] = jnp.float32(0)
+    with loop.manager:
+        loop.train(2)
+        loop.manager.wait_until_finished()
+        loop.step.program.wait_until_ready()
+        in_time = {id(b) for b in ahead}
+        staged.clear()
+        monkeypatch.setattr(
+            late, "stage_and_pull", lambda b, a: (at_seal.append(b), stage(b, a))[1]
+        )
+        loop.train(8)
+        assert any(not chunk.is_whole for b in at_seal for chunk in b.chunks)
+        assert {id(b) for b in staged} <= in_time
+        loop.assert_saved(5)
+
+
+@pytest.mark.parametrize("steps", [3, 2])
+@pytest.mark.parametrize(("planned", "said"), [(5, {}), (None, SAID)])
+def test_a_shorter_window_waits_for_what_it_stages_first_alone(
+    tmp_path, monkeypatch, planned, said, steps
+):
+    """Its blocks are others than those that were planned: all are asked for when it opens."""
+    programs = Programs("gockpt-compile-samples")
+    monkeypatch.setattr(sample, "_programs", programs)
+    ahead, staged = compiled_and_staged(monkeypatch)
+    loop = Loop(tmp_path, planned, update_by_a_clock, **said)
+    loop.state["n"] = jnp.float32(0)
+    with loop.manager:
+        loop.train(2)
+        loop.manager.wait_until_finished()
+        before = {id(b) for b in ahead}
+        loop.step.program.wait_until_ready()
+        staged.clear()
+        loop.manager.expect_save(in_steps=steps - 1)
+        loop.state = loop.step(loop.state)
+        in_time, samples = {id(b) for b in ahead}, set(programs._found)
+        for _ in range(steps - 2):
+            loop.state = loop.step(loop.state)
+        loop.manager.save(2 + steps, args=GoCkptSave(loop.state), force=True)
+        assert not {id(b) for b in staged} <= before
+        assert {id(b) for b in staged} <= in_time
+        loop.manager.wait_until_finished()
+        assert set(programs._found) == samples
+        report = loop.manager.last_report
+        assert (report.window_steps, report.audit.chunks > 0) == (steps, True)
+
+
 def test_nobody_waits_for_a_replay_program_to_be_compiled(tmp_path, monkeypatch):
     ahead, used = set(), set()
     compile_ahead, compiled = ReplayProgram.compile_ahead, ReplayProgram.compiled
