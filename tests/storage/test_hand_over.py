@@ -15,6 +15,7 @@ from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
+from gockpt_jax.storage.saving.taken import as_tree_save
 
 WAIT_SECS = 60
 
@@ -159,6 +160,12 @@ def test_save_args_that_fit_are_heeded(tmp_path, gate):
         restored = manager.restore(0)
     assert_same_arrays(restored, {"w": np.full(3, 1.5, np.float16), "n": np.arange(3)})
     assert threading.main_thread() not in gate.asked_by
+
+
+@pytest.mark.parametrize("users", [["a", 1], "text", 0, {"gockpt_jax": "mine"}])
+def test_metadata_that_the_audit_cannot_be_put_beside_stays_the_users(users):
+    args = gockpt.GoCkptSave({"w": 1.0}, custom_metadata=users)
+    assert as_tree_save(args, args.item, {"chunks": 1}).custom_metadata == users
 
 
 class Counter:

@@ -644,6 +644,13 @@ def test_a_run_whose_name_has_a_number_may_hold_weights_to_start_from(tmp_path):
     assert [v.state for v in verify(root / "3")] == ["damaged", "whole"]
 
 
+def test_weights_to_start_from_may_be_an_item_of_another_run(root, tmp_path):
+    """Without metadata of their own; the run's name has no number, so it is no step."""
+    run = tmp_path / "run"
+    shutil.copytree(root / "3/state", run / "pretrained")
+    assert resume(run) == "fresh"
+
+
 def test_no_directory_is_a_fresh_start_too(tmp_path):
     """Of an evaluation that has come before the training."""
     assert resume(tmp_path / "none", read_only=True) == "fresh"
