@@ -187,6 +187,15 @@ def test_what_is_not_saved_is_not_looked_at(manager: gockpt.GoCkptManager) -> No
     assert manager.should_save(1)  # what was offered to `save` is of no concern to a question
 
 
+@pytest.mark.parametrize("tree", [jnp.arange(3.0), np.arange(3), 2.5, {"a": None}])
+def test_what_stock_stores_is_not_refused(tmp_path: Path, tree: Any) -> None:
+    """A leaf alone, and a tree without any; nor metrics that nobody writes."""
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        assert manager.save(0, args=gockpt.GoCkptSave(tree), metrics={"loss": object()})
+        restored = manager.restore(0)
+    jax.tree.map(np.testing.assert_array_equal, restored, tree)
+
+
 def test_after_all_that_saves_go_on(manager: gockpt.GoCkptManager) -> None:
     assert manager.save(1, args=SAVE, metrics={"loss": 2.0})
     manager.wait_until_finished()
