@@ -129,6 +129,7 @@ NO_NAME = "cannot be an item's name, which is that of a directory. Give it anoth
 ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({"args": gockpt.GoCkptSave({})}, "nothing in the `dict` given to `save`", "Give"),
     "None": ({"args": gockpt.GoCkptSave(None)}, "nothing in the `NoneType` given to", "Give"),
+    "an object alone": ({"args": gockpt.GoCkptSave(object())}, "all of it: of type", "Leave it"),
     "no item": ({"args": NAMED()}, "`args` holds no item", "Write `ocp.args.Composite(state="),
     "an empty name": ({"args": NAMED(**{"": SAVE})}, "`args`: '' ", NO_NAME),
     "a name above": ({"args": NAMED(**{"..": SAVE})}, "`args`: '..' ", NO_NAME),
