@@ -658,7 +658,7 @@ def test_no_directory_is_a_fresh_start_too(tmp_path):
     assert resume(tmp_path / "none", read_only=True) == "fresh"
     with (
         GoCkptManager(tmp_path / "run") as manager,
-        pytest.raises(gockpt.NoCheckpointError, match="it does not exist. Give the directory that"),
+        pytest.raises(gockpt.NoCheckpointError, match="it does not exist"),
     ):
         manager.restore(None, directory=tmp_path / "none")
 
