@@ -17,7 +17,10 @@ from storage_helpers import assert_same_arrays
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
+from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
+from gockpt_jax.storage.writing.write_budget import WriteStats
+from gockpt_jax.telemetry.save_record import SaveRecord
 
 WAIT_SECS = 60
 
@@ -193,6 +196,15 @@ def test_what_was_taken_knows_its_arrays_and_its_failure():
         taken.release()
         assert taken.failure() is None
     assert TakenSave(ocp.args.PyTreeSave({}), pending, error).failure() is error
+
+
+def test_a_report_tells_of_the_bytes_of_all_items_and_of_the_longest_write(tmp_path):
+    record = SaveRecord(kind="snapshot", reason="")
+    for secs, nbytes in ((3.0, 5), (2.0, 7)):
+        stats = WriteStats()
+        stats.write_secs, stats.written_bytes = secs, nbytes
+        Written([], record, stats, tmp_path).result()
+    assert (record.write_secs, record.written_bytes) == (3.0, 12)
 
 
 class Counter:
