@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from window.training_loop import BATCH, Options, fresh, update
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.managing.arguments import root_of
+from gockpt_jax.storage.managing.arguments import as_they_are, root_of
 
 
 async def coroutine(state):
@@ -151,3 +152,32 @@ def test_other_prefixes_are_found_again(tmp_path, prefix, length):
             assert manager.all_steps() == [3]
             assert manager.restore(None)["w"].tolist() == [1, 1]
         shutil.rmtree(tmp_path / "run")
+
+
+class Metrics(dict[str, Any]):
+    """Of a class that a user's `best_fn` knows."""
+
+
+class Pair(NamedTuple):
+    """Likewise."""
+
+    first: Any
+    second: Any
+
+
+def test_what_is_written_later_is_copied_with_all_that_is_in_it():
+    inner = [1]
+    written = Metrics(a=inner, b=(inner, Pair(inner, [{"c": inner}])))
+    state, message = gockpt.GoCkptSave({"w": inner}), SimpleNamespace(field=inner)
+    items = {"json": ocp.args.JsonSave(written), "proto": ocp.args.ProtoSave(message)}
+    given = {"args": ocp.args.Composite(state=state, **items), "metrics": written, "force": True}
+    copied = as_they_are(given | {"custom_metadata": [{"m": inner}]})
+    inner.append(2)
+    written["d"] = 3
+    expected = Metrics(a=[1], b=([1], Pair([1], [{"c": [1]}])))
+    for found in (copied["metrics"], copied["args"]["json"].item):
+        assert repr(found) == repr(expected)
+        assert type(found) is Metrics
+    assert copied["args"]["proto"].item.field == [1]
+    assert copied["args"]["state"] is state  # is taken when `save` returns
+    assert (copied["custom_metadata"], copied["force"]) == ([{"m": [1]}], True)

@@ -129,6 +129,7 @@ NO_NAME = "cannot be an item's name, which is that of a directory. Give it anoth
 ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({"args": gockpt.GoCkptSave({})}, "nothing in the `dict` given to `save`", "Give"),
     "None": ({"args": gockpt.GoCkptSave(None)}, "nothing in the `NoneType` given to", "Give"),
+    "an object alone": ({"args": gockpt.GoCkptSave(object())}, "all of it: of type", "Leave it"),
     "no item": ({"args": NAMED()}, "`args` holds no item", "Write `ocp.args.Composite(state="),
     "an empty name": ({"args": NAMED(**{"": SAVE})}, "`args`: '' ", NO_NAME),
     "a name above": ({"args": NAMED(**{"..": SAVE})}, "`args`: '..' ", NO_NAME),
@@ -185,6 +186,15 @@ def test_what_is_not_saved_is_not_looked_at(manager: gockpt.GoCkptManager) -> No
     with pytest.raises(TypeError, match="`args` must be checkpoint arguments, got a `dict`"):
         manager.save(0, args=STATE)  # of no save can these be
     assert manager.should_save(1)  # what was offered to `save` is of no concern to a question
+
+
+@pytest.mark.parametrize("tree", [jnp.arange(3.0), np.arange(3), 2.5, {"a": None}])
+def test_what_stock_stores_is_not_refused(tmp_path: Path, tree: Any) -> None:
+    """A leaf alone, and a tree without any; nor metrics that nobody writes."""
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        assert manager.save(0, args=gockpt.GoCkptSave(tree), metrics={"loss": object()})
+        restored = manager.restore(0)
+    jax.tree.map(np.testing.assert_array_equal, restored, tree)
 
 
 def test_after_all_that_saves_go_on(manager: gockpt.GoCkptManager) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
@@ -152,6 +155,113 @@ def test_closing_waits_for_what_is_being_deleted(
     left = list(tmp_path.iterdir())
     going.set()
     assert left == []
+
+
+class Told:
+    """A deleter that notes what lies in a directory when it is told to begin."""
+
+    def __init__(self, root: Path, thread: Any = None):
+        self._root, self._delete_thread = root, thread
+        self.found: list[list[str]] = []
+
+    def delete(self, step: int) -> None:
+        self.delete_steps([step])
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        self.found.append(sorted(str(p.relative_to(self._root)) for p in self._root.glob("*/*")))
+
+
+def _step(root: Path, name: str) -> Path:
+    (root / name).mkdir()
+    (root / name / "commit_success.txt").touch()
+    (root / name / "state").touch()
+    return root / name
+
+
+def test_all_are_out_of_sight_before_the_first_file_goes(tmp_path: Path) -> None:
+    """A process that is killed then leaves saves that never ended, by whatever they are known."""
+    stock = Told(tmp_path)
+    deleter = Deleter(stock, tmp_path, ocp.CheckpointManagerOptions())
+    for name in "123":
+        _step(tmp_path, name)
+    deleter.delete(3)
+    deleter.delete_steps([1, 2, 8])  # somebody has removed the last one
+    hidden = [f"{n}.orbax-checkpoint-tmp/state" for n in "123"]
+    left = [f"{n}/{file}" for n in "12" for file in ("commit_success.txt", "state")]
+    assert stock.found == [sorted([*left, hidden[2]]), hidden]
+
+
+def test_one_process_hides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Told(tmp_path)
+    monkeypatch.setattr(ocp.multihost, "is_primary_host", lambda primary: primary == 1)
+    for primary, name in ((0, "1"), (1, "1.orbax-checkpoint-tmp")):
+        together = ocp.options.MultiprocessingOptions(primary_host=primary)
+        options = ocp.CheckpointManagerOptions(multiprocessing_options=together)
+        if primary == 0:
+            _step(tmp_path, "1")
+        Deleter(stock, tmp_path, options).delete(1)
+        assert f"{name}/state" in stock.found[-1]
+
+
+class Background:
+    """Stock's thread: does what a test says when it is waited for."""
+
+    def __init__(self, *then: Callable[[], None]):
+        self._then = list(then)
+
+    def is_alive(self) -> bool:
+        return bool(self._then)
+
+    def join(self, timeout: float) -> None:
+        self._then.pop(0)()
+
+
+def test_an_interrupted_wait_is_for_the_next_save(tmp_path: Path) -> None:
+    """Else the files of that one go, which are in the same place."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def go() -> None:
+        shutil.rmtree(tmp_path / "1.orbax-checkpoint-tmp")
+
+    thread = Background(interrupt, lambda: None, go, pytest.fail)
+    deleter = Deleter(Told(tmp_path, thread), tmp_path, ocp.CheckpointManagerOptions())
+    _step(tmp_path, "1")
+    deleter.delete(1)
+    with pytest.raises(KeyboardInterrupt):
+        deleter.make_way(1)
+    deleter.make_way(1)
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "1.orbax-checkpoint-tmp").mkdir()
+    deleter.make_way(1)  # it is another's by now
+
+
+def test_nobody_waits_for_what_nobody_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stock's thread has ended by an error, and where it was never told."""
+    options = ocp.CheckpointManagerOptions()
+    _step(tmp_path, "1")
+    deleter = Deleter(Told(tmp_path, Background()), tmp_path, options)
+    deleter.delete(1)
+    deleter.make_way(1)
+    stock = Told(tmp_path, Background(pytest.fail))
+    deleter = Deleter(stock, tmp_path, options)
+    _step(tmp_path, "2")
+    rename = type(epath.Path(tmp_path)).rename
+
+    def fails(path: Any, target: Any) -> Any:
+        if path.name == "3":
+            raise PermissionError(path)
+        return rename(path, target)
+
+    _step(tmp_path, "3")
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "rename", fails)
+    with pytest.raises(PermissionError):
+        deleter.delete_steps([2, 3])
+    assert not stock.found
+    deleter.make_way(2)
 
 
 NAMES: dict[str, dict[str, Any]] = {

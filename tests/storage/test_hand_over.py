@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,11 @@ from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
+from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
+from gockpt_jax.storage.saving.written import Written
+from gockpt_jax.storage.writing.host_array import HostArray, HostShard
+from gockpt_jax.storage.writing.write_budget import WriteStats
+from gockpt_jax.telemetry.save_record import SaveRecord
 
 WAIT_SECS = 60
 
@@ -159,6 +165,46 @@ def test_save_args_that_fit_are_heeded(tmp_path, gate):
         restored = manager.restore(0)
     assert_same_arrays(restored, {"w": np.full(3, 1.5, np.float16), "n": np.arange(3)})
     assert threading.main_thread() not in gate.asked_by
+
+
+@pytest.mark.parametrize("users", [["a", 1], "text", 0, {"gockpt_jax": "mine"}])
+def test_metadata_that_the_audit_cannot_be_put_beside_stays_the_users(users):
+    args = gockpt.GoCkptSave({"w": 1.0}, custom_metadata=users)
+    assert as_tree_save(args, args.item, {"chunks": 1}).custom_metadata == users
+
+
+def test_what_stocks_arguments_say_beside_the_tree_is_kept():
+    args = ocp.args.PyTreeSave({"w": 1.0}, ocdbt_target_data_file_size=2**20)
+    made = as_tree_save(args, {"w": 2.0}, {"chunks": 1})
+    assert made.ocdbt_target_data_file_size == 2**20
+    assert made.custom_metadata == {"gockpt_jax": {"audit": {"chunks": 1}}}
+
+
+def test_what_was_taken_knows_its_arrays_and_its_failure():
+    """Its other leaves hold no bytes of ours; what could not be taken has failed without any."""
+    array, error = jnp.ones(3), OSError("gone")
+    landed, failed = concurrent.futures.Future(), concurrent.futures.Future()
+    landed.set_result(np.ones(3))
+    failed.set_exception(error)
+    box, pending = (slice(0, 3),), None
+    tree = {"n": np.ones(2), "text": "x", "no": None}
+    for futures, told in (([landed], None), ([landed, failed], error)):
+        arrays = [HostArray.like(array, [HostShard(box, data)]) for data in futures]
+        taken = TakenSave(ocp.args.PyTreeSave({**tree, "w": arrays}), pending)
+        assert taken.arrays == arrays
+        assert taken.failure() is told
+        taken.release()
+        assert taken.failure() is None
+    assert TakenSave(ocp.args.PyTreeSave({}), pending, error).failure() is error
+
+
+def test_a_report_tells_of_the_bytes_of_all_items_and_of_the_longest_write(tmp_path):
+    record = SaveRecord(kind="snapshot", reason="")
+    for secs, nbytes in ((3.0, 5), (2.0, 7)):
+        stats = WriteStats()
+        stats.write_secs, stats.written_bytes = secs, nbytes
+        Written([], record, stats, tmp_path).result()
+    assert (record.write_secs, record.written_bytes) == (3.0, 12)
 
 
 class Counter:

@@ -41,7 +41,10 @@ def with_leaf(value: Any) -> dict[str, Any]:
     return {"args": GoCkptRestore({**TARGET, "w": value})}
 
 
-KIND = "1 leaf of another kind:\n  w: float32[4] in the checkpoint, {} in the target\nBuild the"
+KIND = (
+    "1 leaf of another kind:\n  w: float32[4] in the checkpoint, {} in the target\n"
+    "Build the target from the model and optimizer that were saved."
+)
 LEFT_OUT = "1 leaf left out by `PLACEHOLDER`:\n  {}\nBuild the"
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "items": ({"items": STATE}, TypeError, "by name, as in `restore(step, args=GoCkptRestore("),
@@ -51,6 +54,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "a string": (with_leaf("x"), gockpt.TargetError, KIND.format("str")),
     "an object": (with_leaf(object()), gockpt.TargetError, KIND.format("object")),
+    "two of them": (
+        {"args": GoCkptRestore({**TARGET, "w": "x", "n": object()})}, gockpt.TargetError,
+        "2 leaves of another kind:\n  n: int32[] in the checkpoint, object in the target\n  w: ",
+    ),
     "a type": (with_leaf(float), gockpt.TargetError, KIND.format("type")),
     "a number": (with_leaf(1.0), gockpt.TargetError, KIND.format("float")),
     "a shape": (

@@ -621,9 +621,11 @@ def resume(root, **options):
         return manager.restore(None, args=GoCkptRestore(abstract(training_state())))
 
 
-def test_an_empty_directory_is_a_fresh_start(tmp_path):
+def test_an_empty_directory_is_a_fresh_start(tmp_path, caplog):
     assert resume(tmp_path / "new") == "fresh"
+    assert not caplog.records
     (tmp_path / "new/config.yaml").write_text("lr: 1")
+    (tmp_path / "new/logs_1").mkdir()
     save(ocp.PyTreeCheckpointHandler(), tmp_path / "new/pretrained", {"a": jnp.ones(3)})
     assert resume(tmp_path / "new") == "fresh"
     (tmp_path / "new/7").mkdir()  # Orbax takes it for a step
@@ -644,9 +646,21 @@ def test_a_run_whose_name_has_a_number_may_hold_weights_to_start_from(tmp_path):
     assert [v.state for v in verify(root / "3")] == ["damaged", "whole"]
 
 
+def test_weights_to_start_from_may_be_an_item_of_another_run(root, tmp_path):
+    """Without metadata of their own; the run's name has no number, so it is no step."""
+    run = tmp_path / "run"
+    shutil.copytree(root / "3/state", run / "pretrained")
+    assert resume(run) == "fresh"
+
+
 def test_no_directory_is_a_fresh_start_too(tmp_path):
     """Of an evaluation that has come before the training."""
     assert resume(tmp_path / "none", read_only=True) == "fresh"
+    with (
+        GoCkptManager(tmp_path / "run") as manager,
+        pytest.raises(gockpt.NoCheckpointError, match="it does not exist"),
+    ):
+        manager.restore(None, directory=tmp_path / "none")
 
 
 def leftovers(root):
@@ -660,7 +674,8 @@ def test_saves_that_never_ended_are_told(copy, caplog):
     assert "found saves that never ended: `3.orbax-checkpoint-tmp`" in caplog.text
     with GoCkptManager(copy) as manager, pytest.raises(gockpt.NoCheckpointError) as raised:
         manager.restore(None)
-    assert "saves that never ended: `3.orbax-checkpoint-tmp`" in str(raised.value)
+    told = "saves that never ended: `3.orbax-checkpoint-tmp`. Start from the beginning, or"
+    assert told in str(raised.value)
 
 
 def other_names(root):
@@ -690,8 +705,8 @@ def flax_files(root):
     ("change", "said"),
     [
         (other_names, "found the checkpoints `step_3`. Give a label that is there, or the"),
-        (an_item, "it is itself the item of a checkpoint"),
-        (a_step, "it is itself the step of a checkpoint, not a directory of steps"),
+        (an_item, "it is itself the item of a checkpoint, not a directory of steps. Restore it"),
+        (a_step, "it is itself the step of a checkpoint, not a directory of steps. Give the dir"),
         (flax_files, "no checkpoint of Orbax's: `checkpoint_100`. That is no layout of Orbax"),
     ],
 )

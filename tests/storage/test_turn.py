@@ -7,10 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from gockpt_jax.errors import ProcessError
-from gockpt_jax.storage.managing.turn import MARGIN_CALLS, Turn
+from gockpt_jax.storage.managing.turn import MARGIN_CALLS, Turn, told_of_turns
 from gockpt_jax.window.processes import Processes
 
 WAIT_SECS = 60
@@ -159,3 +160,19 @@ def test_one_that_is_missing_is_not_waited_for_again():
     with ThreadPoolExecutor(1) as orbax:
         orbax.submit(here.barrier, key=KEY, timeout_ms=1000).result()
     assert not here.processes.asked.is_set()
+
+
+@pytest.mark.parametrize("has_barrier", [False, True])
+def test_what_else_the_options_say_stays(has_barrier):
+    met: list[dict[str, Any]] = []
+    barrier = (lambda **said: met.append(said)) if has_barrier else None
+    users = ocp.options.AsyncOptions(timeout_secs=11, barrier_sync_fn=barrier)
+    (alone,) = group_of(1)
+    given = ocp.CheckpointManagerOptions(max_to_keep=3, async_options=users)
+    options = told_of_turns(given, alone.turn)
+    assert (options.max_to_keep, options.async_options.timeout_secs) == (3, 11)
+    assert not alone.call()
+    with ThreadPoolExecutor(1) as orbax:
+        orbax.submit(options.async_options.barrier_sync_fn, key=KEY, timeout_ms=1000).result()
+    assert alone.call()
+    assert met == [{"key": KEY, "timeout_ms": 1000}] * has_barrier

@@ -38,30 +38,36 @@ class Deleter:
 
     def delete(self, step: int) -> None:
         """Deletes a step, on this thread or on one of stock's."""
-        self._hide(step)
+        self._hide_all([step])
         self._stock.delete(step)
 
     def delete_steps(self, steps: Sequence[int]) -> None:
         """Deletes some; none of them is listed while the first one goes."""
-        for step in steps:
-            self._hide(step)
+        self._hide_all(steps)
         self._stock.delete_steps(steps)
 
     def make_way(self, step: int) -> None:
         """Waits until a deleted step's files have gone; those of its next save would go too."""
-        path = self._leaving.pop(step, None)
+        path = self._leaving.get(step)
         while path is not None and self._thread.is_alive() and path.exists():
             self._thread.join(_LOOK_SECS)
+        self._leaving.pop(step, None)  # not sooner: after an interrupt the next save waits
 
     def close(self) -> None:
         """Waits for stock's thread, if there is one."""
         self._stock.close()
 
-    def _hide(self, step: int) -> None:
+    def _hide_all(self, steps: Sequence[int]) -> None:
+        primary = self._options.multiprocessing_options.primary_host
+        if ocp.multihost.is_primary_host(primary):
+            hidden = {step: self._hide(step) for step in steps}
+            if self._thread is not None:  # if one could not be hidden, it is told of none
+                self._leaving |= hidden
+
+    def _hide(self, step: int) -> Any:
+        """Takes a step out of sight; returns where its files are then."""
         options = self._options
-        if not ocp.multihost.is_primary_host(options.multiprocessing_options.primary_host):
-            return
-        path = last = step_path(self._root, step, options)
+        path = step_path(self._root, step, options)
         is_moved = options.todelete_subdir is not None or options.todelete_full_path is not None
         if bucket.is_bucket(path):
             if not is_moved:
@@ -74,6 +80,5 @@ class Deleter:
                 # Some have one on disks, and Orbax 0.11.33 believes it, whatever their name.
                 (path / bucket.MARKER).unlink(missing_ok=True)
                 path.rename(hidden)
-                last = hidden
-        if self._thread is not None:
-            self._leaving[step] = last
+                return hidden
+        return path

@@ -134,12 +134,11 @@ def told_of_turns(
     """The same options, with which a turn hears of each save's begin and end.
 
     Args:
-      options: Of a manager that saves asynchronously; several processes have a barrier in them.
+      options: With a word of commits (`commit.py`); several processes have a barrier in them.
       turn: Of that manager.
     """
-    async_options = options.async_options or ocp.options.AsyncOptions()
-    barrier = async_options.barrier_sync_fn or _alone
-    told = dataclasses.replace(async_options, barrier_sync_fn=turn.told_at(barrier))
+    barrier = options.async_options.barrier_sync_fn or _alone
+    told = dataclasses.replace(options.async_options, barrier_sync_fn=turn.told_at(barrier))
     return dataclasses.replace(options, async_options=told)
 
 

@@ -67,7 +67,7 @@ def settled(save: ocp.args.PyTreeSave) -> ocp.args.PyTreeSave | None:
     """The arguments of a save that stock neither refuses nor copies on the trainer's thread.
 
     Args:
-      save: Its arrays are `HostArray`s; nothing in it has been refused.
+      save: Its arrays are `HostArray`s; nothing in it, nor its `save_args`, has been refused.
 
     Returns:
       The same, with NumPy arrays copied, as stock copies them in `save`. `None` if stock would
@@ -75,9 +75,7 @@ def settled(save: ocp.args.PyTreeSave) -> ocp.args.PyTreeSave | None:
     """
     tree: Any  # untyped in JAX's stubs
     leaves, tree = jax.tree.flatten(save.item)
-    if not leaves or jax.tree_util.treedef_is_leaf(tree):
-        return None
-    if save.save_args is not None and jax.tree.structure(save.save_args) != tree:
+    if jax.tree_util.treedef_is_leaf(tree):  # Orbax 0.11.33 refuses a bare zero
         return None
     if not all(type(x) is np.ndarray or isinstance(x, _KNOWN) for x in leaves):
         return None

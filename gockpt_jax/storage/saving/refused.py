@@ -106,7 +106,7 @@ def _fault(leaf: Any, look_up: LookUp) -> str | None:
             f"of type `{kind.__name__}`, for which Orbax has no handler. Leave it out, make an "
             "array of it, or register one with `ocp.type_handlers.register_type_handler`."
         )
-    if type(handler) in _STOCKS and not isinstance(leaf, bool | float):
+    if type(handler) in _STOCKS:
         return _fault_of_values(np.asarray(leaf))
     return None
 
