@@ -83,7 +83,7 @@ def train(directory, gockpt, *, log_every):
     ("log_every", "windows"),
     [
         (5, [5, 10, 15, 20]),  # a step that logs comes behind the save
-        (8, [5, 15, 20]),  # the step of number 8 is another program, in the window of 10
+        (8, [5, 10, 15, 20]),  # the step of number 8 is another program, in the window of 10
     ],
 )
 def test_kauldron(tmp_path, log_every, windows):

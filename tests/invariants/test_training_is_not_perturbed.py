@@ -121,8 +121,8 @@ def test_users_python_runs_as_often_as_without_us(
             loop(manager.wrap(step), save)
             manager.wait_until_finished()
             assert manager.reports[0].kind == "window"
-            too_late = arm == "window" and len(set(rows)) > 1  # the other shape begins inside it
-            assert manager.reports[1].window_steps == (1 if too_late else 3)
+            is_new = arm == "window" and len(set(rows)) > 1  # the other shape is met inside it
+            assert manager.reports[1].window_steps == (2 if is_new else 3)
 
     alone = count_runs(lambda step: loop(step, lambda n, state: None), **jit)
     assert count_runs(with_windows, **jit) == alone == len(set(rows))
