@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
-from gockpt_jax.transfer.layout import Buffer
+from gockpt_jax.transfer.layout import Buffer, place_of
 
 # How wide the floats are that a backend moves by arithmetic, which need not keep a NaN's payload:
 # two bytes, the CPU's takes 16 bits through 32, and four where a TPU's joins arrays by padding and
@@ -41,8 +41,7 @@ def compile_packing(
             packing, mesh=mesh, in_specs=tuple(_spec(s.placed) for s in taken),
             out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
         )  # fmt: skip
-    found = [(s, s.given if on_its_devices(s) else s.placed) for s in taken]
-    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=there) for s, there in found]
+    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_plain(s)) for s in taken]
 
     def _copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:  # its name in profiles
         return packing(*arrays)
@@ -68,6 +67,19 @@ def _spec(sharding: Any) -> PartitionSpec:
 def _out_spec(buffer: Buffer) -> PartitionSpec:
     axes = (*buffer.place.sharded, *(buffer.place.split if buffer.is_sliced else ()))
     return PartitionSpec(axes) if axes else PartitionSpec()
+
+
+def _plain(source: Source) -> jax.sharding.Sharding:
+    """Where the program finds an array, on a mesh without the user's types of axes.
+
+    From jax 0.12 on a `shard_map` over a mesh of other types does not lower.
+    """
+    found = source.given if on_its_devices(source) else source.placed
+    if not isinstance(found, NamedSharding):
+        return found
+    mesh = place_of(NamedSharding(found.mesh, found.spec)).mesh
+    assert mesh is not None
+    return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
 
 
 def _pack(
