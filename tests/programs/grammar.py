@@ -238,20 +238,19 @@ def _mapped(f: Update, place: Any) -> Update:
     return mapped(f, out_specs=spec)
 
 
-def _around_a_table(f: Update, _: Any) -> Update:
+def _jitted(f: Update, _: Any) -> Update:
     """In a `jit` that closes over an array."""
     table = jnp.array([1.0, 0.5])
 
     def update(arrays: list[jax.Array], scalars: list[jax.Array]) -> list[jax.Array]:
-        return f([(x * table[1]).astype(x.dtype) for x in arrays], scalars)
+        return f(arrays, [*scalars, jnp.sum(table)])
 
     return jax.jit(update)
 
 
 AROUND: dict[str, Callable[[Update, Any], Update]] = {
     "nothing": lambda f, place: f,
-    "jit": lambda f, place: jax.jit(f),
-    "jit around a table": _around_a_table,
+    "jit": _jitted,
     "checkpoint": lambda f, place: jax.checkpoint(f),
     "turns": _scanned(2), "one turn": _scanned(1),
     "skipped": _skipped,
