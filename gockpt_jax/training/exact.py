@@ -20,6 +20,7 @@ from gockpt_jax.training.values import (
     SUMS,
     Op,
     Value,
+    judged_once,
     names,
     unspread,
     without_walls,
@@ -42,6 +43,7 @@ _ROUNDED = names(
 _WORKED_OUT = names("div sqrt")
 
 
+@judged_once
 def is_exact(op: Op) -> bool:
     """Whether any IEEE 754 machine gives the same bits for this elementwise operation.
 

@@ -29,6 +29,7 @@ from gockpt_jax.training.values import (
     Op,
     Value,
     is_known,
+    judged_once,
     names,
     unspread,
     without_walls,
@@ -53,6 +54,7 @@ _ENDS = names(
 )
 
 
+@judged_once
 def may_be_cut(value: Value) -> bool:
     """Whether a value is the same number where it is returned and where the step goes on with it.
 
@@ -138,11 +140,13 @@ def _chain(value: Value, ends: Callable[[Op], bool]) -> Iterator[Op]:
             stack.extend(op.inputs)
 
 
+@judged_once
 def shares_a_factor(op: Op) -> bool:
     """Whether a sum is of two products by one number."""
     return any(True for _ in _shared_factors(op))
 
 
+@judged_once
 def _shares_a_scalar(op: Op) -> bool:
     """Whether they share a number, or a constant: one that folds with what follows."""
     return any(map(_is_one_number, _shared_factors(op)))
@@ -251,6 +255,7 @@ def _is_rounding_factor(op: Op) -> bool:
     return op.name == "square" or is_one_product(op)
 
 
+@judged_once
 def _ends_chain(op: Op) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
     if op.name in SUMS or op.name in ("select_n", "max", "min"):

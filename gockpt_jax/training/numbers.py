@@ -83,6 +83,11 @@ class Source:
     near: "frozenset[Source]" = frozenset()
     roots: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False)
 
+    def __hash__(self) -> int:
+        # Python's own hash of an integer has one bit for every 61st argument.
+        bits = self.arguments.bit_length()
+        return hash((bits, self.arguments, self.is_product, self.near))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Number:
@@ -211,7 +216,7 @@ def _worked_out(value: Value, given: Sequence[Number]) -> Number:
     source = Source(value.arguments, is_product=True)
     if not _adds_products(op):
         source = Source(value.arguments, near=near, roots=_roots(near))
-    return Number(_drawn(value, "of", value.arguments), frozenset({source}), source.roots)
+    return Number(_drawn(value, "of", hex(value.arguments)), frozenset({source}), source.roots)
 
 
 def _typed(value: Value, number: Any) -> Any:

@@ -1,10 +1,12 @@
 """The values of a traced step, and what makes them."""
 
 import dataclasses
+import functools
 import math
 import types
-from collections.abc import Collection
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 
 def names(text: str) -> frozenset[str]:
@@ -24,6 +26,21 @@ CHOICE = types.SimpleNamespace(name="choice")
 _MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
 """What gives all devices that take part the same result."""
 
+_Judged = TypeVar("_Judged")
+
+
+def judged_once(judge: Callable[[_Judged], bool]) -> Callable[[_Judged], bool]:
+    """Of a value or operation, which walks from many leaves meet, asks once as long as it lives."""
+    verdicts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(judge)
+    def verdict(judged: _Judged) -> bool:
+        if (known := verdicts.get(judged)) is None:
+            known = verdicts[judged] = judge(judged)
+        return known
+
+    return verdict
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
@@ -41,7 +58,7 @@ class Site:
     spec: Any = None
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
 class Value:
     """One value of the step: what makes it, and where it can be read.
 
@@ -95,7 +112,7 @@ class Value:
         return self.size * getattr(self.dtype, "itemsize", 0)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
 class Op:
     """One primitive operation."""
 

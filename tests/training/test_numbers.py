@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from training_helpers import graph_of
 
-from gockpt_jax.training.numbers import is_power_of_two, may_be_one, number_of
+from gockpt_jax.training.numbers import Source, is_power_of_two, may_be_one, number_of
 
 X, Y = (jnp.ones(4) for _ in range(2))
 
@@ -213,3 +213,11 @@ def test_arguments_are_other_numbers_of_either_sign():
     assert not np.any(one == other)
     for numbers in (one, other):
         assert min(numbers) < 0 < max(numbers)
+
+
+def test_a_step_may_have_tens_of_thousands_of_arguments():
+    """Python writes no integer of that many bits in decimals, and hashes every 61st bit alike."""
+    *_, last = many = [np.float32(1)] * 15_000
+    (value,) = graph_of(lambda *all: jnp.outer(all[-1], X) @ X, *many).outputs
+    assert not may_be_one(value, graph_of(lambda x: x, last).outputs[0])
+    assert len({hash(Source(1 << n)) for n in range(15_000)}) == 15_000
