@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges compiled compiled-h100 compiled-v5e compiled-v5e-newest pretended scale bench figures lint types clean
+.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges compiled compiled-h100 compiled-v5e compiled-v5e-newest pretended invariants scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make interrupts  Ctrl-C at random lines of the library: 90 lives, a few interrupts in each'
+	@echo 'make invariants  all programs of the tests on 1 and on 8 devices, as users compile them'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make soak    thousands of saves: nothing that a manager holds may grow'
 	@echo 'make jobs    random lives of jobs of several processes, with faults: 60 of them, slow'
@@ -127,6 +128,9 @@ interrupts: $(STAMP)
 
 lives: $(STAMP)
 	@GOCKPT_LIVES=$(LIVES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py
+
+invariants: $(STAMP)
+	@GOCKPT_INVARIANTS=all $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_programs.py tests/invariants
 
 soak: $(STAMP)
 	@GOCKPT_SOAK=$(SOAK) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/window/test_nothing_grows.py

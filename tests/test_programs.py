@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 from bits import by_path, differing, to_host
 from programs import PROGRAMS
+from programs.cases import CASES
 from programs.common import is_bad
 
 STEPS = 5  # With a bad batch among them, and a step after it.
-
-every_program = pytest.mark.parametrize("name", PROGRAMS)
-every_devices = pytest.mark.parametrize("devices", [1, 8])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +111,7 @@ def bad_batches_are_skipped_where_marked(name: str, devices: int, history: list[
         assert moved == (set() if is_bad(n) else params_of(before))
 
 
-@every_program
-@every_devices
+@pytest.mark.parametrize(("name", "devices"), CASES)
 def test_what_is_taken_for_granted(name: str, devices: int) -> None:
     """All checks on one run: compiling a program is what takes long."""
     history = run(name, devices)

@@ -21,29 +21,19 @@ import orbax.checkpoint as ocp
 import pytest
 from bits import Bits, by_path, differing, to_host
 from programs import PROGRAMS, Job
+from programs.cases import IS_CAMPAIGN
 
 import gockpt_jax as gockpt
 
 from .watch import Buffers, PullWatch
 
-# Devices -> version of each save -> K of its window, where `WindowOptions` asks for the largest of
-# them: the distance between saves where that is less. The step is armed from its third call on, so
-# the first K is 3. The last window opens after a stretch of unarmed steps. Each block of a window
-# is a program to compile, so windows of eight steps are the mesh's.
-SAVES: Mapping[int, Mapping[int, int]] = {
-    1: {4: 3, 6: 2, 7: 1, 16: 5},
-    8: {4: 3, 6: 2, 7: 1, 20: 8},
-}
+# Version of each save -> K of its window, where `WindowOptions` asks for the largest of them: the
+# distance between saves where that is less. The step is armed from its third call on, so the first
+# K is 3. The last window opens after a stretch of unarmed steps. Each block of a window is a
+# program to compile: `make invariants` has windows of eight.
+SAVES: Mapping[int, int] = {4: 3, 6: 2, 7: 1} | ({20: 8} if IS_CAMPAIGN else {16: 5})
 SHORT: Mapping[int, int] = {5: 4}
-DEVICES = tuple(SAVES)
-# All on the mesh, where placements matter. On one device what the partitioner has no part in: one
-# program for each thing that a state or a step may have; `make lives` has the others there too.
-ON_ONE_DEVICE = (
-    "clip_adamw", "multisteps", "muon", "apply_if_finite", "adafactor", "batch_stats_dropout",
-    "param_edit", "frozen", "zero_size", "int_state", "transformer_bf16", "gockpt_state",
-    "retained",
-)  # fmt: skip
-CASES = [*((name, 8) for name in PROGRAMS), *((name, 1) for name in ON_ONE_DEVICE)]
+DEVICES = (1, 8)
 
 
 def on_both(name: str) -> pytest.MarkDecorator:
@@ -261,16 +251,16 @@ def _same_objects(given: Any, seen: Any) -> bool:
 
 def play(name: str, devices: int, directory: Path) -> Outcome:
     """Runs a program without windows, then with them, and compares."""
-    program, saves = PROGRAMS[name], SAVES[devices]
+    program = PROGRAMS[name]
     job = program.build(devices)
     # Tests share programs' steps. One that ran long ago would run here without a trace, while what
     # `.trace` looks up, of which JAX keeps 2,048 for all that is jitted, may be gone: a trace would
     # be counted that the run with windows is not to blame for.
     job.step.clear_cache()
     with traces_of(job.step) as plain_traces:
-        plain, plain_buffers = run_plain(name, job, saves)
+        plain, plain_buffers = run_plain(name, job, SAVES)
     expected = to_host(plain)
-    state, buffers, outcome = run_with_windows(name, program.build(devices), saves, directory)
+    state, buffers, outcome = run_with_windows(name, program.build(devices), SAVES, directory)
     got = to_host(state)
     outcome.differing = {
         path: measure_difference(got[path], expected[path]) for path in differing(got, expected)

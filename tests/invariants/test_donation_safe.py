@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import PROGRAMS
+from programs.cases import CASES
 
 import gockpt_jax as gockpt
 from gockpt_jax.transfer.block import Block
@@ -20,7 +21,7 @@ from gockpt_jax.transfer.staging import stage
 from . import harness
 from .watch import PullWatch, pointers
 
-every_case = pytest.mark.parametrize(("name", "devices"), harness.CASES)
+every_case = pytest.mark.parametrize(("name", "devices"), CASES)
 both_devices = pytest.mark.parametrize("devices", harness.DEVICES)
 
 

@@ -9,18 +9,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from programs import PROGRAMS
+from programs.cases import CASES
 
 import gockpt_jax as gockpt
 
 from . import faults, harness
 
-every_case = pytest.mark.parametrize(("name", "devices"), harness.CASES)
+every_case = pytest.mark.parametrize(("name", "devices"), CASES)
 
 
 @every_case
 def test_every_checkpoint_is_the_state_given_to_save(name: str, devices: int, shared: Path) -> None:
     torn = {s.version: s.torn for s in harness.outcome(name, devices, shared).saves}
-    assert torn == {version: [] for version in harness.SAVES[devices]}
+    assert torn == {version: [] for version in harness.SAVES}
 
 
 @every_case
@@ -28,7 +29,7 @@ def test_windows_had_the_announced_lengths(name: str, devices: int, shared: Path
     """Without this the comparison above might have compared snapshots only."""
     outcome = harness.outcome(name, devices, shared)
     assert outcome.can_be_armed, "nothing leaves early any more: name it here as an exception"
-    assert {s.version: s.steps for s in outcome.saves} == harness.SAVES[devices]
+    assert {s.version: s.steps for s in outcome.saves} == harness.SAVES
     for save in outcome.saves:
         assert save.kind == ("window" if save.steps > 1 else "snapshot")
         assert (save.early_bytes > 0) == (save.steps > 1)
