@@ -203,9 +203,9 @@ class StepProgram:
         return self._signature(flat, args, kwargs) == self._traced_for
 
     def is_like(self, other: "StepProgram") -> bool:
-        """Whether another takes the calls that this one takes."""
-        mine, its = (self._in_tree, self._traced_for), (other._in_tree, other._traced_for)
-        return bool(mine == its)
+        """Whether another takes the calls that this one takes, or took before the state settled."""
+        is_same = self._in_tree == other._in_tree
+        return bool(is_same and self._traced_for.is_like(other._traced_for))
 
     def flat_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that are not static, flat.

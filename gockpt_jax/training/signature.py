@@ -20,8 +20,8 @@ class Signature:
         Executables move those that do not; for them `jax.jit` lets the compiler choose the place,
         and with it the order of sums.
       settings: Of JAX, as programs depend on them.
-      beside: Shape, dtype and, if it is committed to one, the sharding of each array beside the
-        state. Executables compare these too; they tell one kind of call from another.
+      beside: Shape, dtype, weak type and, if it is committed to one, the sharding of each array
+        beside the state. Executables compare these too; they tell one kind of call from another.
     """
 
     static: tuple[Any, ...]
@@ -54,8 +54,13 @@ class Signature:
                 is_weak, stays = jax.typeof(x).weak_type, False
             weak_types.append(is_weak)
             committed.append(stays and told is None)
-        others = tuple(_kind(flat[i]) for i in beside)
+        others = tuple((weak_types[i], *_kind(flat[i])) for i in beside)
         return cls(static, tuple(weak_types), tuple(committed), _compat.trace_context(), others)
+
+    def is_like(self, other: "Signature") -> bool:
+        """Whether two calls are of one kind: but for how the state lies, which settles."""
+        mine, its = ((x.static, x.settings, x.beside) for x in (self, other))
+        return bool(mine == its)
 
     def refuse_other(self, now: "Signature", name_of: Callable[[int], str]) -> None:
         """Compares with those of another call.
