@@ -31,6 +31,7 @@ from gockpt_jax.window.plan import (
     plan_window,
 )
 from gockpt_jax.window.planned import Planned
+from gockpt_jax.window.units import placement
 
 NO_CUT = StepCut((), (), (), (), (), {}, True)
 
@@ -282,6 +283,40 @@ def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
     assert [0, *(stop for _, stop in kept)] == [*(start for start, _ in kept), 512]
 
 
+MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+ROWS, WHOLE = (NamedSharding(MESH, spec) for spec in (PartitionSpec("x"), PartitionSpec()))
+COLUMNS = NamedSharding(MESH, PartitionSpec(None, "x"))
+ON_HOST = ROWS.with_memory_kind("pinned_host")
+ALONE = [jax.sharding.SingleDeviceSharding(device) for device in jax.devices()[:2]]
+
+
+@pytest.mark.parametrize(
+    ("places", "like"),
+    [
+        ([ROWS, ROWS], ROWS),
+        ([WHOLE, ROWS], ROWS),
+        ([ROWS, WHOLE], ROWS),
+        ([WHOLE, COLUMNS, WHOLE], COLUMNS),
+        (ALONE[:1] * 2, ALONE[0]),
+        (ALONE, None),
+        ([ROWS, ON_HOST], None),
+        ([WHOLE, ON_HOST], None),
+    ],
+)
+def test_a_group_travels_as_its_most_sharded_leaf(places, like):
+    """Unless its leaves lie on different devices, or one of them on the host."""
+    leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in places]
+    assert placement(leaves, range(len(leaves)), FIRST_ALONE) == like
+
+
+def test_processes_have_no_group_of_which_the_leaves_lie_differently(monkeypatch):
+    """Each writes what it has of each leaf, and not what it has of another."""
+    leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in (ROWS, WHOLE, ROWS)]
+    monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
+    assert placement(leaves, (0, 1), FIRST_ALONE) is None
+    assert placement(leaves, (0, 2), FIRST_ALONE) == ROWS
+
+
 @pytest.mark.parametrize(
     ("large_bytes", "spec", "shares", "is_copied"),
     [
@@ -296,7 +331,7 @@ def test_what_follows_is_copied_where_it_is_small_or_shared(
 ):
     monkeypatch.setattr("gockpt_jax.window.units.LARGE_BYTES", large_bytes)
     monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 64)
-    place = NamedSharding(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), spec)
+    place = NamedSharding(MESH, spec)
 
     def step(state, g, h):
         given = g.astype(jnp.float32)
