@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.budget import ByteBudget, Loan, device_headroom_bytes
 
 
 def acquire_on_a_thread(budget, num_bytes):
@@ -70,6 +70,34 @@ def test_added_bytes_count_but_do_not_wait():
     assert not budget._fits(1)
     budget.release(16)
     assert (budget.used_bytes, budget.peak_bytes) == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("first", "one", "other", "used"), [(5, 5, 3, 10), (8, 8, 0, 10), (9, 9, 0, 11), (0, 0, 8, 10)]
+)
+def test_a_loan_becomes_two(first, one, other, used):
+    """What is taken beyond it is there already: nobody waits for room, and it counts."""
+    budget, loan, loans = ByteBudget(10), Loan(), (Loan(), Loan())
+    budget.add(2)
+    budget.acquire(8, loan)
+    budget.split(loan, first, *loans)
+    assert [x.num_bytes for x in (loan, *loans)] == [0, one, other]
+    assert (budget.used_bytes, budget.peak_bytes) == (used, used)
+    for each in (loan, *loans) * 2:
+        budget.repay(each)
+    assert budget.used_bytes == 2
+    budget.reset_peak()
+    assert budget.peak_bytes == 2
+
+
+def test_all_who_have_room_go_on_when_a_loan_is_repaid():
+    budget, loan = ByteBudget(10), Loan()
+    budget.acquire(10, loan)
+    threads = [acquire_on_a_thread(budget, 4)[0] for _ in range(2)]
+    budget.repay(loan)
+    for thread in threads:
+        thread.join(60)
+    assert budget.used_bytes == 8
 
 
 def test_what_is_lent_is_given_back_where_it_ends_or_could_not_be_begun():
