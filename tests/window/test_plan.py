@@ -310,11 +310,21 @@ def test_a_group_travels_as_its_most_sharded_leaf(places, like):
 
 
 def test_processes_have_no_group_of_which_the_leaves_lie_differently(monkeypatch):
-    """Each writes what it has of each leaf, and not what it has of another."""
+    """Each writes what it has of each leaf, and not what it has of another.
+
+    What is retained for it is taken to lie as the leaf of which a device has most.
+    """
     leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in (ROWS, WHOLE, ROWS)]
+    jitted = jax.jit(lambda state, g: [0.5 * x + g for x in state])
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted, form, (leaves, leaves[0]), {}, even_for_nothing=False)
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE)
+    assert ([unit.state_bytes for unit in size.units], size.retained) == ([3 * 64], 64)
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
     assert placement(leaves, (0, 1), FIRST_ALONE) is None
     assert placement(leaves, (0, 2), FIRST_ALONE) == ROWS
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE)
+    assert (size.units, size.retained) == ((), 512)
 
 
 @pytest.mark.parametrize(
