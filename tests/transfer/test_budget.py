@@ -90,14 +90,36 @@ def test_a_loan_becomes_two(first, one, other, used):
     assert budget.peak_bytes == 2
 
 
-def test_all_who_have_room_go_on_when_a_loan_is_repaid():
-    budget, loan = ByteBudget(10), Loan()
-    budget.acquire(10, loan)
-    threads = [acquire_on_a_thread(budget, 4)[0] for _ in range(2)]
-    budget.repay(loan)
-    for thread in threads:
-        thread.join(60)
-    assert budget.used_bytes == 8
+class Awaited(ByteBudget):
+    """Tells when somebody has to wait for it."""
+
+    def __init__(self, limit_bytes):
+        super().__init__(limit_bytes)
+        self.is_awaited = threading.Event()
+
+    def _fits(self, num_bytes):
+        fits = super()._fits(num_bytes)
+        if not fits:
+            self.is_awaited.set()
+        return fits
+
+
+@pytest.mark.parametrize("how", ["release", "repay"])
+def test_a_small_request_does_not_wait_behind_a_large_one(how):
+    budget, loan, threads = Awaited(10), Loan(), []
+    budget.acquire(7)
+    budget.acquire(3, loan)
+    for num_bytes in (8, 2):
+        budget.is_awaited.clear()
+        threads.append(acquire_on_a_thread(budget, num_bytes)[0])
+        assert budget.is_awaited.wait(60)
+    budget.release(3) if how == "release" else budget.repay(loan)
+    large, small = threads
+    small.join(60)
+    found = budget.used_bytes
+    budget.release(7)
+    large.join(60)
+    assert (found, budget.used_bytes) == (9, 10)
 
 
 def test_what_is_lent_is_given_back_where_it_ends_or_could_not_be_begun():
