@@ -235,7 +235,7 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypat
     """And save what any of them has saved."""
     with GoCkptManager(tmp_path) as manager:
         step, planner = manager.wrap(update), manager._gockpt_session.planner
-        for label in range(2):
+        for _ in range(2):
             state = step(fresh(), BATCH)
         leaves = jax.tree.leaves(state)
         planner.has_saved(step, set(map(id, leaves[2:])))

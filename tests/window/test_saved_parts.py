@@ -110,7 +110,7 @@ def test_what_is_not_saved_is_not_reckoned_with(tmp_path, monkeypatch):
 
 
 def test_what_is_not_saved_takes_no_room_on_the_host(tmp_path, monkeypatch):
-    """10 leaves, and what follows two steps: 8. With all 12 there is none, as before it is known."""
+    """10 leaves, and 8 that follow two steps; there is none for 12, as until it is known."""
 
     def without_two(state):
         return [state["m"], state["v"], {name: state["w"][name] for name in "ab"}]
