@@ -282,10 +282,17 @@ def test_bits_flipped_anywhere_are_found_or_change_nothing(item, layout, tmp_pat
     assert faults_of(item) == []
 
 
-@pytest.mark.parametrize("layout", ["files"])
+OF_ARRAYS = {
+    "files": ["w/.zarray", "numpy/.zarray"],
+    "files_zarr3": ["w/zarr.json"],
+    "ocdbt": ["manifest.ocdbt", "ocdbt.process_0/manifest.ocdbt"],
+}
+
+
+@pytest.mark.parametrize("layout", OF_ARRAYS)
 def test_a_flipped_bit_in_what_says_how_chunks_are_stored(item, layout):
     """Each such file has a digest of its own: what it damages need not show in any value."""
-    small = ("_METADATA", "_sharding", "array_metadatas/process_0", "w/.zarray", "numpy/.zarray")
+    small = ("_METADATA", "_sharding", "array_metadatas/process_0", *OF_ARRAYS[layout])
     for name in small:
         flip_bit(item / name, 2)
     damaged = {f"`{name}` is damaged: its content has changed" for name in small}
