@@ -416,6 +416,7 @@ def outside(content):
         (lambda c: c.update(algorithm="md5"), "has version 1 and algorithm md5"),
         (lambda c: c.update(format="else"), "expected the format"),
         (lambda c: c.pop("leaves"), "process_0.json` is damaged: KeyError"),
+        (lambda c: c.update(leaves=[]), "process_0.json` is damaged: AttributeError"),
         (lambda c: c.update(process_index=4), "is foreign: process 4 wrote it"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -453,6 +454,25 @@ def test_processes_that_disagree(item, layout):
 def test_a_processs_checksums_that_never_came_fail_the_save(item, layout):
     with pytest.raises(RuntimeError, match=r"processes \[1\] of 2 have left no checksums"):
         checksum_files.seal_item(item, {1, 0})
+
+
+def test_what_another_handler_has_written_is_not_sealed(tmp_path):
+    """Orbax finalizes an item by the first handler under its name."""
+    (tmp_path / "_METADATA").write_text("{}")
+    checksum_files.seal_item(tmp_path, {0})
+    assert [path.name for path in tmp_path.iterdir()] == ["_METADATA"]
+
+
+@pytest.mark.parametrize("layout", ["ocdbt"])
+def test_a_list_that_knows_nothing_of_what_lies_beside(item, layout):
+    """As the first ones did: they stay readable."""
+    file = item / FOLDER / "item.json"
+    content = json.loads(file.read_text())
+    assert content.pop("beside")
+    del content["is_part"]
+    content["digest"] = checksum_files.self_digest(content)
+    file.write_text(json.dumps(content))
+    assert [verdict.state for verdict in verify(item.parent)] == ["whole", "whole"]
 
 
 @pytest.mark.parametrize("layout", ["ocdbt"])
