@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import io
 import json
 import threading
@@ -318,6 +319,20 @@ def test_a_users_handler_finalizes_what_it_has_written(named, tmp_path):
     assert names == [["state" if named else "default"], ["state"]]
 
 
+def test_a_handler_may_have_the_same_arguments_for_both(tmp_path):
+    class Notes(ocp.JsonCheckpointHandler):
+        pass
+
+    @ocp.args.register_with_handler(Notes, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class NotesArgs(ocp.args.CheckpointArgs):
+        item: dict[str, int] | None = None
+
+    with GoCkptManager(tmp_path, item_handlers={"notes": Notes()}) as manager:
+        manager.save(0, args=ocp.args.Composite(notes=NotesArgs({"a": 1})))
+        assert manager.restore(0)["notes"] == {"a": 1}
+
+
 def test_a_handler_without_arguments_is_refused(tmp_path):
     class Unregistered(ocp.JsonCheckpointHandler):
         pass
@@ -335,8 +350,10 @@ def test_who_names_items_gets_names_back(tmp_path):
         assert set(manager.metadata(0).item_metadata.keys()) == {"state"}
         manager.save(1, args=bare)
         assert_same(manager.restore(0), fresh())
-    with GoCkptManager(tmp_path, item_names=("state",)) as manager:
-        assert_same(manager.restore(1)["state"], fresh())
+    handlers = {"notes": ocp.JsonCheckpointHandler()}
+    for names in ({"item_names": ("state",)}, {"item_handlers": handlers}):
+        with GoCkptManager(tmp_path, **names) as manager:
+            assert_same(manager.restore(1)["state"], fresh())
     with GoCkptManager(tmp_path) as manager:
         assert_same(manager.restore(0), fresh())
         assert manager.metadata(1).item_metadata["params"]["w"].shape == (SIZE,)

@@ -158,9 +158,11 @@ def test_forced_saves_go_by_their_period_where_the_policy_foresees_none(tmp_path
 # By time or load: the policy's yes starts the window.
 
 
-def test_a_start_driven_policy(tmp_path):
+@pytest.mark.parametrize("others", [[], [Every(1000)]], ids=len)
+def test_a_start_driven_policy(tmp_path, others):
     """Saves are waited for, so that the policy says yes whenever it is asked."""
     policy = managers.ContinuousCheckpointingPolicy()
+    policy = Any([policy, *others]) if others else policy
     options = Options(save_decision_policy=policy)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
         saved = run(manager, range(14))
