@@ -319,6 +319,18 @@ def test_a_users_handler_finalizes_what_it_has_written(named, tmp_path):
     assert names == [["state" if named else "default"], ["state"]]
 
 
+def test_a_users_handler_of_stocks_arguments_is_kept(tmp_path):
+    registry, users = ocp.DefaultCheckpointHandlerRegistry(), ocp.PyTreeCheckpointHandler()
+    for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
+        registry.add(None, args, users)
+    with pytest.warns(SnapshotOnlyWarning, match="`None` know nothing"):
+        manager = GoCkptManager(tmp_path, handler_registry=registry)
+    with manager:
+        found = manager._gockpt_naming.registry
+        assert found.get(None, ocp.args.PyTreeSave) is users
+        assert isinstance(found.get(None, ocp.args.StandardSave), StateHandler)
+
+
 def test_a_handler_may_have_the_same_arguments_for_both(tmp_path):
     class Notes(ocp.JsonCheckpointHandler):
         pass
