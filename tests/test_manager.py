@@ -387,6 +387,29 @@ def test_a_look_at_an_unnamed_item_of_stock_binds_nothing(tmp_path, metrics):
         assert_same(manager.restore(6)["state"], fresh())
 
 
+@pytest.mark.parametrize("metrics", [None, {"loss": 0.5}])
+@pytest.mark.parametrize("names", [None, ("state",)])
+def test_an_unnamed_item_of_stock_alone_is_what_is_meant(tmp_path, names, metrics):
+    """By who names items, too; and the manager goes on to name its own."""
+    options = Options(best_fn=(lambda found: found["loss"]) if metrics else None)
+    for label, args in enumerate((ocp.args.JsonSave({"a": 1}), ocp.args.StandardSave(fresh()))):
+        with ocp.CheckpointManager(tmp_path, options=options) as stock:  # one takes one kind
+            stock.save(label, args=args, metrics=metrics)
+    with GoCkptManager(tmp_path, options=options, item_names=names) as manager:
+        assert manager.restore(0, args=ocp.args.JsonRestore()) == {"a": 1}
+        assert_same(manager.restore(1), fresh())
+        assert manager.save(2, args=GoCkptSave(fresh()), metrics=metrics)
+        restored = manager.restore(2, args=ocp.args.Composite(state=GoCkptRestore(fresh())))
+        assert_same(restored["state"], fresh())
+
+
+def test_what_are_no_arguments_is_told_where_nothing_is_saved_too(tmp_path):
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5)) as manager:
+        manager.save(0, args=GoCkptSave(fresh()))
+        with pytest.raises(TypeError, match="must be checkpoint arguments, got a `dict`"):
+            manager.save(1, args=fresh())
+
+
 def test_metadata_of_the_directory_is_stocks(tmp_path):
     with GoCkptManager(tmp_path, metadata={"run": 7}) as manager:
         assert manager.metadata().custom_metadata == {"run": 7}
