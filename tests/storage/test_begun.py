@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import orbax.checkpoint as ocp
 import pytest
 
 from gockpt_jax.storage.saving.begun import BegunSave
@@ -83,9 +84,30 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     assert left.ends == failed.ends == []
     begun.give_back()
     assert [array.releases for array in arrays] == [isinstance(error, OSError), 1]
+    assert begun.enter("7.tmp", "7.tmp/c")  # of another attempt
 
 
-def test_what_nobody_accounts_for_is_given_back(monkeypatch):
+def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
+    """Orbax may not have begun to make it, or cannot."""
+    waited: list[float | None] = []
+
+    class Made(Writing):
+        def __init__(self, coro, name):
+            coro.close()
+
+        def result(self, timeout=None):
+            waited.append(timeout)
+            raise TimeoutError
+
+    monkeypatch.setattr(ocp.future, "CommitFutureAwaitingContractedSignals", Made)
+    begun = BegunSave()
+    begun.leave_directory()
+    for _ in range(2):
+        begun.wait_for_what_was_left()
+    assert waited == [10]
+
+
+def test_what_nobody_accounts_for_is_given_back():
     """An interrupt comes just before: its host arrays are held by nobody else."""
     taken: Any = Array()
     with pytest.raises(AttributeError):  # as good as an interrupt there
