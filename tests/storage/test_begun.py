@@ -74,6 +74,7 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     begun._items["7.tmp/a"].handed_over = left
     begun.give_up(error)
     assert [array.releases for array in arrays] == [isinstance(error, OSError), 1]
+    assert begun.enter("7.tmp", "7.tmp/c")  # of another attempt
     entered(begun, "a")
     begun._items["7.tmp/a"].handed_over = failed  # type: ignore[assignment]
     begun.give_up(error)
@@ -84,7 +85,6 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     assert left.ends == failed.ends == []
     begun.give_back()
     assert [array.releases for array in arrays] == [isinstance(error, OSError), 1]
-    assert begun.enter("7.tmp", "7.tmp/c")  # of another attempt
 
 
 def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
