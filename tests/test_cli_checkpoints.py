@@ -70,6 +70,20 @@ def test_inspect_shows_everything_but_the_values(tmp_path):
     assert json.loads(run("inspect", root / "7/state", "--json").output)["kind"] == "item"
 
 
+def test_inspect_of_what_stock_has_saved(tmp_path):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    places = (PartitionSpec(("data", "model")), PartitionSpec(None, "model"), PartitionSpec())
+    x = np.ones((8, 2), np.float32)
+    tree = {str(n): jax.device_put(x, NamedSharding(mesh, p)) for n, p in enumerate(places)}
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(0, args=ocp.args.StandardSave(tree))
+    (item,) = json.loads(run("inspect", tmp_path, "--json").output)["items"]
+    assert item["checksums"] is None
+    assert [leaf["placement"].partition(" on ")[0] for leaf in item["leaves"]] == [
+        "(data+model)", "(-, model)", "()",
+    ]  # fmt: skip
+
+
 def test_names_are_no_markup(tmp_path):
     root = tmp_path / "run[lr=1]"
     with GoCkptManager(root) as manager:

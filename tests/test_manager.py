@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import io
 import json
 import threading
@@ -318,6 +319,32 @@ def test_a_users_handler_finalizes_what_it_has_written(named, tmp_path):
     assert names == [["state" if named else "default"], ["state"]]
 
 
+def test_a_users_handler_of_stocks_arguments_is_kept(tmp_path):
+    registry, users = ocp.DefaultCheckpointHandlerRegistry(), ocp.PyTreeCheckpointHandler()
+    for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
+        registry.add(None, args, users)
+    with pytest.warns(SnapshotOnlyWarning, match="`None` know nothing"):
+        manager = GoCkptManager(tmp_path, handler_registry=registry)
+    with manager:
+        found = manager._gockpt_naming.registry
+        assert found.get(None, ocp.args.PyTreeSave) is users
+        assert isinstance(found.get(None, ocp.args.StandardSave), StateHandler)
+
+
+def test_a_handler_may_have_the_same_arguments_for_both(tmp_path):
+    class Notes(ocp.JsonCheckpointHandler):
+        pass
+
+    @ocp.args.register_with_handler(Notes, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class NotesArgs(ocp.args.CheckpointArgs):
+        item: dict[str, int] | None = None
+
+    with GoCkptManager(tmp_path, item_handlers={"notes": Notes()}) as manager:
+        manager.save(0, args=ocp.args.Composite(notes=NotesArgs({"a": 1})))
+        assert manager.restore(0)["notes"] == {"a": 1}
+
+
 def test_a_handler_without_arguments_is_refused(tmp_path):
     class Unregistered(ocp.JsonCheckpointHandler):
         pass
@@ -335,8 +362,10 @@ def test_who_names_items_gets_names_back(tmp_path):
         assert set(manager.metadata(0).item_metadata.keys()) == {"state"}
         manager.save(1, args=bare)
         assert_same(manager.restore(0), fresh())
-    with GoCkptManager(tmp_path, item_names=("state",)) as manager:
-        assert_same(manager.restore(1)["state"], fresh())
+    handlers = {"notes": ocp.JsonCheckpointHandler()}
+    for names in ({"item_names": ("state",)}, {"item_handlers": handlers}):
+        with GoCkptManager(tmp_path, **names) as manager:
+            assert_same(manager.restore(1)["state"], fresh())
     with GoCkptManager(tmp_path) as manager:
         assert_same(manager.restore(0), fresh())
         assert manager.metadata(1).item_metadata["params"]["w"].shape == (SIZE,)
@@ -356,6 +385,29 @@ def test_a_look_at_an_unnamed_item_of_stock_binds_nothing(tmp_path, metrics):
         assert manager.item_metadata(5)["params"]["w"].shape == (SIZE,)
         assert manager.save(6, args=ocp.args.Composite(state=GoCkptSave(fresh())))
         assert_same(manager.restore(6)["state"], fresh())
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": 0.5}])
+@pytest.mark.parametrize("names", [None, ("state",)])
+def test_an_unnamed_item_of_stock_alone_is_what_is_meant(tmp_path, names, metrics):
+    """By who names items, too; and the manager goes on to name its own."""
+    options = Options(best_fn=(lambda found: found["loss"]) if metrics else None)
+    for label, args in enumerate((ocp.args.JsonSave({"a": 1}), ocp.args.StandardSave(fresh()))):
+        with ocp.CheckpointManager(tmp_path, options=options) as stock:  # one takes one kind
+            stock.save(label, args=args, metrics=metrics)
+    with GoCkptManager(tmp_path, options=options, item_names=names) as manager:
+        assert manager.restore(0, args=ocp.args.JsonRestore()) == {"a": 1}
+        assert_same(manager.restore(1), fresh())
+        assert manager.save(2, args=GoCkptSave(fresh()), metrics=metrics)
+        restored = manager.restore(2, args=ocp.args.Composite(state=GoCkptRestore(fresh())))
+        assert_same(restored["state"], fresh())
+
+
+def test_what_are_no_arguments_is_told_where_nothing_is_saved_too(tmp_path):
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5)) as manager:
+        manager.save(0, args=GoCkptSave(fresh()))
+        with pytest.raises(TypeError, match="must be checkpoint arguments, got a `dict`"):
+            manager.save(1, args=fresh())
 
 
 def test_metadata_of_the_directory_is_stocks(tmp_path):

@@ -164,7 +164,7 @@ def _ranges(sources: Sequence[Source], unit_bytes: int) -> list[tuple[int, int]]
     shape, size = sources[0].shard_shape, sources[0].shard_size
     of_leaves = [_bytes(s, size) for s in sources]
     parts = max(-(-sum(of_leaves) // unit_bytes), -(-max(of_leaves) // MAX_CHUNK_BYTES))
-    if parts < 2 or not all(s.shard_shape == shape and can_be_cut(s) for s in sources):
+    if parts < 2 or not all(map(can_be_cut, sources)):
         return [(0, size)]
     return row_ranges(shape, parts)
 

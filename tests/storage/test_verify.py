@@ -282,10 +282,17 @@ def test_bits_flipped_anywhere_are_found_or_change_nothing(item, layout, tmp_pat
     assert faults_of(item) == []
 
 
-@pytest.mark.parametrize("layout", ["files"])
+OF_ARRAYS = {
+    "files": ["w/.zarray", "numpy/.zarray"],
+    "files_zarr3": ["w/zarr.json"],
+    "ocdbt": ["manifest.ocdbt", "ocdbt.process_0/manifest.ocdbt"],
+}
+
+
+@pytest.mark.parametrize("layout", OF_ARRAYS)
 def test_a_flipped_bit_in_what_says_how_chunks_are_stored(item, layout):
     """Each such file has a digest of its own: what it damages need not show in any value."""
-    small = ("_METADATA", "_sharding", "array_metadatas/process_0", "w/.zarray", "numpy/.zarray")
+    small = ("_METADATA", "_sharding", "array_metadatas/process_0", *OF_ARRAYS[layout])
     for name in small:
         flip_bit(item / name, 2)
     damaged = {f"`{name}` is damaged: its content has changed" for name in small}
@@ -409,6 +416,7 @@ def outside(content):
         (lambda c: c.update(algorithm="md5"), "has version 1 and algorithm md5"),
         (lambda c: c.update(format="else"), "expected the format"),
         (lambda c: c.pop("leaves"), "process_0.json` is damaged: KeyError"),
+        (lambda c: c.update(leaves=[]), "process_0.json` is damaged: AttributeError"),
         (lambda c: c.update(process_index=4), "is foreign: process 4 wrote it"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -448,6 +456,25 @@ def test_a_processs_checksums_that_never_came_fail_the_save(item, layout):
         checksum_files.seal_item(item, {1, 0})
 
 
+def test_what_another_handler_has_written_is_not_sealed(tmp_path):
+    """Orbax finalizes an item by the first handler under its name."""
+    (tmp_path / "_METADATA").write_text("{}")
+    checksum_files.seal_item(tmp_path, {0})
+    assert [path.name for path in tmp_path.iterdir()] == ["_METADATA"]
+
+
+@pytest.mark.parametrize("layout", ["ocdbt"])
+def test_a_list_that_knows_nothing_of_what_lies_beside(item, layout):
+    """As the first ones did: they stay readable."""
+    file = item / FOLDER / "item.json"
+    content = json.loads(file.read_text())
+    assert content.pop("beside")
+    del content["is_part"]
+    content["digest"] = checksum_files.self_digest(content)
+    file.write_text(json.dumps(content))
+    assert [verdict.state for verdict in verify(item.parent)] == ["whole", "whole"]
+
+
 @pytest.mark.parametrize("layout", ["ocdbt"])
 def test_a_part_of_which_other_processes_have_the_rest(item, layout, monkeypatch):
     """Each in storage of its own: what is here is whole if nothing of it has changed."""
@@ -483,9 +510,10 @@ def test_the_list_of_files_itself(item, layout):
     renamed = whole.replace('"files"', '"other"', 1)
     for damaged in (whole.replace("[0]", "[0, 1]", 1), whole[:-4], "[]", renamed):
         file.write_text(damaged)
-        assert any(f"`{FOLDER}/item.json` is damaged" in fault for fault in faults_of(item))
+        told = faults_of(item.parent)  # of its step too: neither knows what lies beside it
+        assert any(f"`{FOLDER}/item.json` is damaged" in fault for fault in told)
     file.unlink()
-    assert f"`{FOLDER}/item.json` is missing" in faults_of(item)
+    assert f"`{FOLDER}/item.json` is missing" in faults_of(item.parent)
 
 
 # --- The machinery -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.transfer.budget import ByteBudget, Loan, device_headroom_bytes
 
 
 def acquire_on_a_thread(budget, num_bytes):
@@ -70,6 +70,56 @@ def test_added_bytes_count_but_do_not_wait():
     assert not budget._fits(1)
     budget.release(16)
     assert (budget.used_bytes, budget.peak_bytes) == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("first", "one", "other", "used"), [(5, 5, 3, 10), (8, 8, 0, 10), (9, 9, 0, 11), (0, 0, 8, 10)]
+)
+def test_a_loan_becomes_two(first, one, other, used):
+    """What is taken beyond it is there already: nobody waits for room, and it counts."""
+    budget, loan, loans = ByteBudget(10), Loan(), (Loan(), Loan())
+    budget.add(2)
+    budget.acquire(8, loan)
+    budget.split(loan, first, *loans)
+    assert [x.num_bytes for x in (loan, *loans)] == [0, one, other]
+    assert (budget.used_bytes, budget.peak_bytes) == (used, used)
+    for each in (loan, *loans) * 2:
+        budget.repay(each)
+    assert budget.used_bytes == 2
+    budget.reset_peak()
+    assert budget.peak_bytes == 2
+
+
+class Awaited(ByteBudget):
+    """Tells when somebody has to wait for it."""
+
+    def __init__(self, limit_bytes):
+        super().__init__(limit_bytes)
+        self.is_awaited = threading.Event()
+
+    def _fits(self, num_bytes):
+        fits = super()._fits(num_bytes)
+        if not fits:
+            self.is_awaited.set()
+        return fits
+
+
+@pytest.mark.parametrize("how", ["release", "repay"])
+def test_a_small_request_does_not_wait_behind_a_large_one(how):
+    budget, loan, threads = Awaited(10), Loan(), []
+    budget.acquire(7)
+    budget.acquire(3, loan)
+    for num_bytes in (8, 2):
+        budget.is_awaited.clear()
+        threads.append(acquire_on_a_thread(budget, num_bytes)[0])
+        assert budget.is_awaited.wait(60)
+    budget.release(3) if how == "release" else budget.repay(loan)
+    large, small = threads
+    small.join(60)
+    found = budget.used_bytes
+    budget.release(7)
+    large.join(60)
+    assert (found, budget.used_bytes) == (9, 10)
 
 
 def test_what_is_lent_is_given_back_where_it_ends_or_could_not_be_begun():

@@ -367,8 +367,12 @@ def test_rows_of_a_group_leave_together(steps, shrinking):
     assert sum(copied_bytes(units, blocks)) == in_cut_groups < sum(u.retained_bytes for u in units)
 
 
-def test_what_gains_most_leaves_first():
-    units = tuple(Unit(state_bytes=8, retained_bytes=r, group=r) for r in (4, 0, 4, 2, 0, 2))
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_gains_most_leaves_first(is_whole):
+    units = tuple(
+        Unit(state_bytes=8, retained_bytes=r, group=None if is_whole else r)
+        for r in (4, 0, 4, 2, 0, 2)
+    )
     assert fill(units, 4, shrinking=False) == ((1, 4), (3, 5), (0, 2))
 
 

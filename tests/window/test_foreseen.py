@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, train, update
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
-from gockpt_jax.storage.saving.policies import AskedAhead
+from gockpt_jax.storage.saving.policies import AskedAhead, StartsWindow
 
 K = 3
 Any, Every, Steps = (
@@ -70,6 +71,8 @@ def test_policies_of_labels(tmp_path, policy, snapshots, windows):
     [
         (Options(save_interval_steps=5), [0], [5, 10, 15]),
         (Options(save_interval_steps=9, save_on_steps=[6, 13]), [0], [6, 9, 13]),
+        (Options(save_interval_steps=None, save_on_steps=[6, 13]), [0], [6, 13]),
+        (Options(read_only=True), [], []),
     ],
 )
 def test_options_of_labels(tmp_path, options, snapshots, windows):
@@ -123,6 +126,9 @@ def test_what_is_asked_ahead_is_told_of_the_last_save():
     assert not asked(9, 8)
     assert [asked.will_save(label) for label in (10, 11, 10)] == [True, False, True]
     assert told[3:] == [(9, 8), (10, 8), (11, 10)]
+    assert asked.will_save(20)
+    assert asked.will_save(15)  # of a label that comes before
+    assert told[6:] == [(20, 10), (15, 10)]
 
 
 class EveryFifth:
@@ -152,9 +158,11 @@ def test_forced_saves_go_by_their_period_where_the_policy_foresees_none(tmp_path
 # By time or load: the policy's yes starts the window.
 
 
-def test_a_start_driven_policy(tmp_path):
+@pytest.mark.parametrize("others", [[], [Every(1000)]], ids=len)
+def test_a_start_driven_policy(tmp_path, others):
     """Saves are waited for, so that the policy says yes whenever it is asked."""
     policy = managers.ContinuousCheckpointingPolicy()
+    policy = Any([policy, *others]) if others else policy
     options = Options(save_decision_policy=policy)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
         saved = run(manager, range(14))
@@ -201,6 +209,59 @@ def test_should_save_may_be_asked_too(tmp_path):
         assert all(said)
         assert kinds(manager) == expected([0, 1], [4, 7, 10])
         check(manager, saved)
+
+
+class Due:
+    """A policy by time, whose time has come; it counts how often it is asked."""
+
+    asked = 0
+
+    def should_save(self, step, previous_steps, *, context):
+        self.asked += 1
+        return True
+
+
+def session_at(version, steps=4, between=1, agree=True):
+    """As much of a session as such a policy looks at; its windows may have 8 steps at most."""
+    predictor = SimpleNamespace(
+        is_started=False, expected=[], saved_at=0, updates_between_calls=between,
+        has_saved_since=lambda since: predictor.saved_at >= since,
+        expect=lambda until: predictor.expected.append(until),
+    )  # fmt: skip
+    return SimpleNamespace(
+        version=version, predictor=predictor, window_steps=steps, most_window_steps=8,
+        processes=SimpleNamespace(all_say=lambda subject, mine: agree),
+    )  # fmt: skip
+
+
+def test_the_yes_of_a_policy_by_time_holds_from_the_windows_end_until_a_save():
+    session, due = session_at(10), Due()
+    policy, said = StartsWindow(due, session), []
+    for session.version in range(10, 17):
+        said.append(policy.should_save(None, (), context=None))
+    assert said == [False] * 3 + [True] * 4
+    assert (due.asked, session.predictor.expected) == (1, [13])
+    session.predictor.saved_at = session.version = 17
+    assert not policy.should_save(None, (), context=None)
+    assert (due.asked, session.predictor.expected) == (2, [13, 20])
+
+
+@pytest.mark.parametrize(
+    ("session", "until"),
+    [
+        (session_at(10, between=2), 14),  # at a call
+        (session_at(10, between=8), 18),
+        (session_at(10, between=9), None),  # longer than a window
+        (session_at(10, between=None), None),
+        (session_at(10, steps=1), None),
+        (session_at(10, agree=False), None),  # the others are at other versions
+    ],
+)
+def test_where_a_policy_by_time_ends_its_window(session, until):
+    policy = StartsWindow(Due(), session)
+    assert policy.should_save(None, (), context=None) == (until is None)
+    assert session.predictor.expected == ([] if until is None else [until])
+    assert session.predictor.is_started == (until is not None)
 
 
 # Loops that ask first, and call `save` where the answer is yes.

@@ -31,6 +31,7 @@ from gockpt_jax.window.plan import (
     plan_window,
 )
 from gockpt_jax.window.planned import Planned
+from gockpt_jax.window.units import placement
 
 NO_CUT = StepCut((), (), (), (), (), {}, True)
 
@@ -267,6 +268,7 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
 def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
     """Frozen numbers of which two are in a byte, beside others, which leave in parts."""
     monkeypatch.setattr("gockpt_jax.window.units.MIN_CHUNK_BYTES", 64)
+    monkeypatch.setattr("gockpt_jax.window.units.MAX_CHUNK_BYTES", 32)
     jitted = jax.jit(lambda s: s | {"w": jnp.cos(s["w"])})
     state = {"base": jnp.ones(512, jnp.int4), "kept": jnp.ones(512, jnp.int8), "w": jnp.ones(64)}
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
@@ -277,8 +279,84 @@ def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
         parts[program.positions.paths[leaf]].append((found.start, found.stop))
     base, kept = parts.values()
     assert base == [(0, 512)]
-    assert len(kept) > 1
+    assert {stop - start for start, stop in kept} == {32}
     assert [0, *(stop for _, stop in kept)] == [*(start for start, _ in kept), 512]
+
+
+MESH = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+ROWS, WHOLE = (NamedSharding(MESH, spec) for spec in (PartitionSpec("x"), PartitionSpec()))
+COLUMNS = NamedSharding(MESH, PartitionSpec(None, "x"))
+ON_HOST = ROWS.with_memory_kind("pinned_host")
+ALONE = [jax.sharding.SingleDeviceSharding(device) for device in jax.devices()[:2]]
+
+
+@pytest.mark.parametrize(
+    ("places", "like"),
+    [
+        ([ROWS, ROWS], ROWS),
+        ([WHOLE, ROWS], ROWS),
+        ([ROWS, WHOLE], ROWS),
+        ([WHOLE, COLUMNS, WHOLE], COLUMNS),
+        (ALONE[:1] * 2, ALONE[0]),
+        (ALONE, None),
+        ([ROWS, ON_HOST], None),
+        ([WHOLE, ON_HOST], None),
+    ],
+)
+def test_a_group_travels_as_its_most_sharded_leaf(places, like):
+    """Unless its leaves lie on different devices, or one of them on the host."""
+    leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in places]
+    assert placement(leaves, range(len(leaves)), FIRST_ALONE) == like
+
+
+def test_processes_have_no_group_of_which_the_leaves_lie_differently(monkeypatch):
+    """Each writes what it has of each leaf, and not what it has of another.
+
+    What is retained for it is taken to lie as the leaf of which a device has most.
+    """
+    leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in (ROWS, WHOLE, ROWS)]
+    jitted = jax.jit(lambda state, g: [0.5 * x + g for x in state])
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted, form, (leaves, leaves[0]), {}, even_for_nothing=False)
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE)
+    assert ([unit.state_bytes for unit in size.units], size.retained) == ([3 * 64], 64)
+    monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
+    assert placement(leaves, (0, 1), FIRST_ALONE) is None
+    assert placement(leaves, (0, 2), FIRST_ALONE) == ROWS
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE)
+    assert (size.units, size.retained) == ((), 512)
+
+
+@pytest.mark.parametrize(
+    ("large_bytes", "spec", "shares", "is_copied"),
+    [
+        (128, PartitionSpec("x"), False, False),
+        (129, PartitionSpec("x"), False, True),  # the smaller of the two
+        (128, PartitionSpec(), False, True),
+        (128, PartitionSpec(), True, True),
+    ],
+)
+def test_what_follows_is_copied_where_it_is_small_or_shared(
+    monkeypatch, large_bytes, spec, shares, is_copied
+):
+    monkeypatch.setattr("gockpt_jax.window.units.LARGE_BYTES", large_bytes)
+    monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 64)
+    place = NamedSharding(MESH, spec)
+
+    def step(state, g, h):
+        given = g.astype(jnp.float32)
+        return {"a": state["a"] + given + h, "b": state["b"] - given - h}
+
+    state, h = jax.device_put(({k: jnp.ones(512) for k in "ab"}, jnp.ones(512)), place)
+    args = (state, h.astype(jnp.bfloat16), h)
+    jitted = jax.jit(step)
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    replicas = Replicas(ReplicaLayout(use_replica_parallel=shares).write_shape)
+    (found,) = measure_bytes(program.cut, jax.tree.leaves(state), replicas).units
+    assert {x.dtype.itemsize for x in program.cut.arrays} == {2, 4}
+    assert found.stop == (64 if shares or spec else 512)
+    assert found.is_copied is is_copied
 
 
 def test_copies_that_the_host_makes_take_of_its_budget():

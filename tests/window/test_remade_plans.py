@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +183,8 @@ def test_the_plan_of_every_step_is_made_anew(tmp_path, monkeypatch):
         assert_same(manager.restore(40), to_host(state))
 
 
-def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch):
+@pytest.mark.parametrize("window", [{"steps": 3}, {"device_budget_bytes": 20 * LEAF}])
+def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch, window):
     """Processes plan together: one that planned once more would wait for the others."""
     make_ready, gather = planner_module.Planner._make_ready, Processes.gather
     interrupts, asked = [KeyboardInterrupt()], []
@@ -196,7 +198,7 @@ def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Processes, "gather", lambda self, *args: (asked.append(args[0]), gather(self, *args))[1]
     )
-    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+    with GoCkptManager(tmp_path, window=WindowOptions(**window)) as manager:
         step = manager.wrap(update)
         with pytest.raises(KeyboardInterrupt):
             functools.reduce(step, [BATCH] * 4, fresh())
@@ -212,19 +214,42 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         HostBudget, "room_bytes", lambda budget, n: (asked.append(n), room(budget, n))[1]
     )
     rows = jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a"))
-    window = WindowOptions(steps=3, host_budget_bytes=80 * LEAF)
+    window = WindowOptions(device_budget_bytes=LEAF, host_budget_bytes=80 * LEAF)
     with GoCkptManager(tmp_path, window=window) as manager:
         step, state = manager.wrap(update), jax.device_put(fresh(), rows)
-        for _ in range(3):
+        for label in range(4):
             state = step(state, jax.device_put(BATCH, rows))
+            if label == 2:
+                manager.save(label, args=GoCkptSave(state))
         planner = manager._gockpt_session.planner
         planned = planner.planned(step.program)
-        assert asked == [24 * LEAF]
+        assert asked == [24 * LEAF] * 2  # when it was made, and looked at again behind the save
         assert planned.num_devices == 8
         assert planned.host_bytes == (24 * LEAF, 8 * LEAF)
         assert planned.facts.host_budget_bytes == 80 * LEAF // 8
         # A process may have no device with a part of the state: it sets no bound.
         assert planner._facts(step.program, 24 * LEAF, 0).host_budget_bytes is None
+
+
+def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypatch):
+    """And save what any of them has saved."""
+    with GoCkptManager(tmp_path) as manager:
+        step, planner = manager.wrap(update), manager._gockpt_session.planner
+        for _ in range(2):
+            state = step(fresh(), BATCH)
+        leaves = jax.tree.leaves(state)
+        planner.has_saved(step, set(map(id, leaves[2:])))
+        others = [
+            ({"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40}, [0, 1, 2]),
+            ({"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None}, [1, 5]),
+        ]
+        monkeypatch.setattr(planner_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
+        monkeypatch.setattr(HostBudget, "room_bytes", lambda budget, n: 50)
+        monkeypatch.setattr(
+            Processes, "gather",
+            lambda self, subject, mine: dict(enumerate([mine, *map(json.dumps, others)])),
+        )  # fmt: skip
+        assert planner._facts(step.program, 0, 1) == Facts(2.0, 7.0, 40, frozenset({1}))
 
 
 class Time:

@@ -99,3 +99,17 @@ def test_copies_of_what_follows_need_room_too(tmp_path):
     budget_bytes = 7 * LEAF_BYTES // 4
     _, _, reports = train(tmp_path, budget_bytes, audit=ACCEPTS)
     assert max(r.peak_device_bytes for r in reports) <= budget_bytes
+
+
+def test_nothing_is_rounded_where_one_copy_fits(tmp_path):
+    """Nor for a fixed K: a copy is exact."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=4)
+    window = WindowOptions(steps=3, audit=ACCEPTS)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step, w = manager.wrap(jax.jit(lambda w: w / 1.01)), fresh()["w"]
+        for label in range(9):
+            w = step(w)
+            manager.save(label, args=GoCkptSave(w))
+        manager.wait_until_finished()
+        assert [r.kind for r in manager.reports] == ["snapshot"] * 3
+        np.testing.assert_array_equal(manager.restore(8), w)

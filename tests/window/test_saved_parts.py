@@ -109,6 +109,17 @@ def test_what_is_not_saved_is_not_reckoned_with(tmp_path, monkeypatch):
     assert {r.early_bytes for r in reports[2:]} <= {2 * LEAF * n for n in range(1, 5)}
 
 
+def test_what_is_not_saved_takes_no_room_on_the_host(tmp_path, monkeypatch):
+    """10 leaves, and 8 that follow two steps; there is none for 12, as until it is known."""
+
+    def without_two(state):
+        return [state["m"], state["v"], {name: state["w"][name] for name in "ab"}]
+
+    budgets = {"device_budget_bytes": 9 * LEAF, "host_budget_bytes": 19 * LEAF}
+    reports, _, _ = run(tmp_path, [without_two] * 4, monkeypatch, **budgets)
+    assert [r.kind for r in reports] == ["snapshot"] * 2 + ["window"] * 2
+
+
 def test_windows_come_back_with_the_whole(tmp_path, monkeypatch):
     """The first whole save finds no window, and is right all the same."""
     reports, _, _ = run(tmp_path, [parameters] * 3 + [whole] * 3, monkeypatch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,44 @@ def evaluate_in(
     return happened
 
 
-def test_what_follows_is_of_the_update_that_left(tmp_path, monkeypatch):
+def evaluate_beside(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, label: int, evaluate: Callable[[], None]
+) -> list[Future[None]]:
+    """Likewise, but that one's step goes on until the trainer's has come to its end."""
+    trainer = threading.current_thread()
+    happened: list[Future[None]] = []
+    threads: list[ThreadPoolExecutor] = []
+    before, after = loop.session.before_update, loop.session.after_update
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def before_update(*args):
+        call = before(*args)
+        if threading.current_thread() is not trainer:
+            has_begun.set()
+            assert may_end.wait(WAIT_SECS)
+        elif loop.label == label and call is not None:
+            threads.append(ThreadPoolExecutor(1))
+            happened.append(threads[0].submit(evaluate))
+            assert has_begun.wait(WAIT_SECS)
+        return call
+
+    def after_update(*args):
+        after(*args)
+        if threading.current_thread() is trainer and threads:
+            may_end.set()
+            threads.pop().shutdown()
+
+    monkeypatch.setattr(loop.session, "before_update", before_update)
+    monkeypatch.setattr(loop.session, "after_update", after_update)
+    return happened
+
+
+@pytest.mark.parametrize("evaluating", [evaluate_in, evaluate_beside])
+def test_what_follows_is_of_the_update_that_left(tmp_path, monkeypatch, evaluating):
     """The evaluation's opens a window anew; the trainer's cut is of another update than that."""
     loop = Loop(tmp_path, window={"steps": 4, "audit": None}, save_interval_steps=6)
     other = {"opt": fresh()["opt"], "params": {"w": jnp.zeros(SIZE)}}
-    happened = evaluate_in(loop, monkeypatch, 10, lambda: loop.step(other, BATCH))
+    happened = evaluating(loop, monkeypatch, 10, lambda: loop.step(other, BATCH))
     with loop.manager as manager:
         loop.train(8)
         manager.wait_until_finished()  # the host has room for the window of 12

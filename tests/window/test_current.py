@@ -1,0 +1,138 @@
+"""The ends of a window: alone it is over with its first failure, beside other processes not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gockpt_jax import SaveFailedWarning, WindowOptions
+from gockpt_jax.errors import ReplayError
+from gockpt_jax.window.current import CurrentWindow
+
+TARGET = 12
+FAILED = MemoryError("injected")
+
+
+class Window:
+    """As much of an open window as its ends are about."""
+
+    target, stepping = TARGET, None
+
+    def __init__(self, error: BaseException | None = None):
+        self.error = error
+        self.given_up: str | None = None
+        self.is_dropped = False
+
+    @property
+    def is_sound(self) -> bool:
+        return self.error is None and self.given_up is None
+
+    def give_up(self, why: str) -> None:
+        assert self.given_up is None
+        self.given_up = why
+
+    def drop(self) -> None:
+        self.is_dropped = True
+
+
+def current_of(window: Any, *, several: bool, **options: Any) -> CurrentWindow:
+    processes: Any = SimpleNamespace(several=several)
+    current = CurrentWindow(WindowOptions(**options), processes)
+    current.open(window)
+    return current
+
+
+in_both = pytest.mark.parametrize("several", [False, True])
+
+
+@in_both
+def test_who_has_failed_alone_is_told_once_and_beside_others_not_at_all(several, caplog):
+    current = current_of(Window(FAILED), several=several)
+    with caplog.at_level(logging.DEBUG, "gockpt_jax"):
+        current.abandon("the manager was closed")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "it failed: MemoryError('injected')" in record.getMessage()
+    assert current.why_none == "its window was abandoned: it failed: MemoryError('injected')"
+    assert current.window is None
+    if not several:
+        with pytest.raises(ReplayError, match="injected") as raised:
+            current.raise_failure()
+        assert raised.value.__cause__ is FAILED
+    current.raise_failure()
+
+
+@in_both
+def test_what_is_given_up_here_others_may_go_on_with(several):
+    window = Window()
+    current = current_of(window, several=several)
+    assert current.is_due(TARGET)
+    current.give_up("staging failed")
+    assert window.is_dropped is not several
+    assert current.window is (window if several else None)
+    assert window.given_up == ("staging failed" if several else None)
+    assert not current.is_due(TARGET)
+    assert current.sealed_at(TARGET) is None
+    assert window.is_dropped
+    assert current.window is None
+    assert current.why_none == "its window was abandoned: staging failed"
+
+
+@in_both
+def test_a_failed_window_is_given_up_once(several):
+    window = Window()
+    current = current_of(window, several=several)
+    for error in (None, FAILED, FAILED):
+        window.error = error
+        current.give_up_if_failed()
+    assert window.given_up == ("it failed: MemoryError('injected')" if several else None)
+    assert not current.has_failed
+
+
+@in_both
+@pytest.mark.parametrize("version", [TARGET - 1, TARGET])
+def test_beside_others_a_failed_window_fails_its_save_and_no_other(several, version):
+    """Which would else be a snapshot there alone; the others' would be a window."""
+    current = current_of(Window(FAILED), several=several)
+    if several and version == TARGET:
+        with pytest.raises(ReplayError, match="injected"):
+            current.sealed_at(version)
+    else:
+        assert current.sealed_at(version) is None
+    assert current.window is None
+    current = current_of(Window(FAILED), several=True, on_save_error="warn")
+    with pytest.warns(SaveFailedWarning, match="injected"):
+        current.sealed_at(TARGET)
+
+
+def test_a_sound_window_is_sealed_at_its_version():
+    window = Window()
+    current = current_of(window, several=False)
+    assert current.sealed_at(TARGET) is window is current.window
+    assert current.sealed_at(TARGET - 2) is None
+    assert current.why_none == "its window was abandoned: the save came 2 steps early"
+
+
+def test_an_update_is_of_one_thread():
+    window = Window()
+    current = current_of(window, several=False)
+    for stepping, mine in ((None, None), (1, None), (threading.get_ident(), window)):
+        window.stepping = stepping
+        assert current.in_my_step is mine
+
+
+def test_an_interrupt_is_no_error_of_the_window(caplog):
+    window = Window()
+    current = current_of(window, several=False)
+    with pytest.raises(KeyboardInterrupt), current.giving_up_on_errors("staging failed"):
+        raise KeyboardInterrupt
+    assert current.window is window
+    assert caplog.records == []
+    with current.giving_up_on_errors("staging failed"):
+        raise FAILED
+    assert current.window is None
+    assert current.why_none == f"its window was abandoned: staging failed: {FAILED!r}"
