@@ -44,10 +44,22 @@ def test_what_lies_side_by_side(tmp_path):
     found = look_into(tmp_path)
     assert found.kind == "root"
     names = [step.path.name for step in found.steps]
-    assert names == ["best", "final", "last", "weights", "9", "run_10"]
-    assert [step.trees for step in found.steps] == [("state",), (), ("state",), ("",), (), ()]
+    assert names == ["best", "final", "last", "weights", "9"]
+    assert [step.trees for step in found.steps] == [("state",), (), ("state",), ("",), ()]
     assert found.leftovers == (f"11{TEMPORARY}-1",)
-    assert found.others == ("logs", "notes.txt", "x1")
+    assert found.others == ("logs", "notes.txt", "run_10", "x1")
+
+
+@pytest.mark.parametrize(
+    ("whole", "steps"),
+    [("5", ["3", "5"]), ("logs_5", ["logs_1", "3", "logs_5"]), (None, ["logs_1", "run_2", "3"])],
+)
+def test_empty_folders_are_steps_if_they_are_called_like_them(tmp_path, whole, steps):
+    """Or `verify` would not see that one is gone, or take the folder of a log for a damaged one."""
+    make(tmp_path, "logs_1/", "run_2/", "3/", "log4/")
+    if whole is not None:
+        make(tmp_path / whole, metadata=COMMITTED)
+    assert [step.path.name for step in look_into(tmp_path).steps] == steps
 
 
 @pytest.mark.parametrize("name", ["7", "run_7"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -91,8 +91,10 @@ def look_into(path: Any) -> Directory:
     if (path / STEP_METADATA).exists() or _is_damaged_step(path):
         return Directory(path, "step", (_step(path),))
     steps, leftovers, others = [], [], []
-    for entry in sorted(path.iterdir()):
-        is_step = entry.is_dir() and _looks_like_step(entry)
+    entries = sorted(path.iterdir())
+    are_steps = _steps_among(entries)
+    for entry in entries:
+        is_step = entry in are_steps
         if TEMPORARY in entry.name or (is_step and not _is_committed(entry)):
             leftovers.append(entry.name)
         elif is_step:
@@ -125,13 +127,30 @@ def _folders(path: epath.Path) -> list[epath.Path]:
     return [p for p in sorted(path.iterdir()) if p.is_dir() and TEMPORARY not in p.name]
 
 
-def _looks_like_step(path: epath.Path) -> bool:
+def _steps_among(entries: Sequence[epath.Path]) -> set[epath.Path]:
+    """Directories that hold what steps hold, and of the others those that are called like them.
+
+    Of a damaged step nothing else may be left. But `logs_1` is none beside `5`, nor is `run_7`.
+    """
+    folders = [entry for entry in entries if entry.is_dir()]
+    shown = {folder for folder in folders if _shows_a_step(folder)}
+    prefixes = {_prefix(folder.name) for folder in shown if TEMPORARY not in folder.name}
+
+    def is_called_so(name: str) -> bool:
+        is_numbered = re.search(r"(^|_)\d+$", name) is not None
+        return is_numbered and (not prefixes or _prefix(name) in {"", *prefixes})
+
+    return shown | {folder for folder in folders if is_called_so(folder.name)}
+
+
+def _shows_a_step(path: epath.Path) -> bool:
     return (
-        (path / STEP_METADATA).exists()
-        or re.search(r"(^|_)\d+$", path.name) is not None
-        or is_tree(path)
-        or any(is_tree(p) for p in _folders(path))
+        bool((path / STEP_METADATA).exists()) or is_tree(path) or any(map(is_tree, _folders(path)))
     )
+
+
+def _prefix(name: str) -> str:
+    return name.rstrip("0123456789")
 
 
 def _is_committed(path: epath.Path) -> bool:
