@@ -197,10 +197,10 @@ class StepProgram:
         if self.is_forgotten():
             return False
         try:
-            flat = self.flat_call(args, kwargs)
-        except TypeError:
+            signature = self._signature(self.flat_call(args, kwargs), args, kwargs)
+        except (TypeError, ValueError):  # nor does JAX, maybe
             return False
-        return self._signature(flat, args, kwargs) == self._traced_for
+        return signature == self._traced_for
 
     def is_like(self, other: "StepProgram") -> bool:
         """Whether another takes the calls that this one takes, or took before the state settled."""

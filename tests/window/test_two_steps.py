@@ -247,6 +247,20 @@ def test_batches_of_several_lengths(tmp_path):
         assert_windows(reports, range(78, 121, 6))
 
 
+@pytest.mark.parametrize("is_other", [lambda n: n % 2 == 0, lambda n: n % 3 == 2])
+def test_settings_of_jax_that_change_from_call_to_call(tmp_path, is_other):
+    """Each program is armed under its own, if the other's call comes behind every one of its."""
+    options = Options(save_interval_steps=6)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        step = manager.wrap(static_jit(momentum))
+
+        def call(state, n):
+            with jax.default_matmul_precision("highest" if is_other(n) else "default"):
+                return step(state, jnp.full((4, 64), 0.1 * n))[0]
+
+        assert_windows(train_and_save(manager, call, range(1, 31)), (18, 24, 30))
+
+
 @pytest.mark.parametrize("at", [8, 9, 11])
 def test_an_evaluation_between_two_steps_of_a_window_ends_it_and_no_more(tmp_path, monkeypatch, at):
     """It goes through the wrapped step, and returns no state: that is no kind to be armed."""
