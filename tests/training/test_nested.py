@@ -197,6 +197,40 @@ def test_a_changed_state_is_found_again(arm):
     assert found == {id(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)}
 
 
+def logging_nnx(model, optimizer, x, logs):
+    return [nnx_update(model, optimizer, x)] * logs
+
+
+def logging_eqx(model, opt_state, x, logs):
+    model, opt_state, loss = eqx_update(model, opt_state, x)
+    return [loss] * logs, model, opt_state
+
+
+LOGGING = {
+    "nnx": lambda: nnx.jit(logging_nnx, static_argnames="logs"),
+    "eqx": lambda: eqx.filter_jit(logging_eqx),
+    "jit": lambda: gockpt.jit(logging_eqx, static_argnames="logs"),
+}
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("logs", [lambda n: n % 2, lambda n: n % 3, lambda n: int(n % 5 == 2)])
+@pytest.mark.parametrize("kind", LOGGING)
+def test_results_of_several_structures(kind, logs, arm):
+    """The state is found in each by itself, and each kind of call has its program in the end."""
+    observer = Observer(range(8, 30))
+    wrapped = wrap(LOGGING[kind](), observer, arm=arm)
+    state = nnx_state() if kind == "nnx" else eqx_state()
+    for n in range(30):
+        result = wrapped(*state, X, logs=logs(n))
+        state = state if kind == "nnx" else result[1:]
+    assert all(observer.cuts[20:])
+    found = wrapped._inner.program.returned.leaves(wrapped._inner.new_state)
+    there = {id(x) for x in jax.tree.leaves(state)}
+    assert len(found) > 8
+    assert all(id(x) in there for x in found)
+
+
 def test_a_leaf_that_does_not_come_out_of_the_program_is_no_part_of_it():
     """A number of the step's own: Equinox hands it out beside the program's results."""
 
