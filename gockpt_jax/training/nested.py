@@ -136,9 +136,9 @@ class InnerForm(CallForm):
         super().__init__(jitted, 0, settings)
         self.states: Any = ()
         self.looked_at: Sequence[Any] | None = None
-        # Structures of results, the last few, and where the new state's leaves are in them. Not by
-        # their hashes: NNX has equal ones whose hashes differ.
-        self._results: list[tuple[Any, Sequence[int | None]]] = []
+        # Structures of results, the last few, and where the new state's leaves are in them, or that
+        # it is not. Not by their hashes: NNX has equal ones whose hashes differ.
+        self._results: list[tuple[Any, Sequence[int | None] | str]] = []
 
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """The object around it has looked."""
@@ -154,16 +154,17 @@ class InnerForm(CallForm):
         """What the call returns is to be looked at; before it changes anything in place."""
         self.looked_at = jax.tree.leaves(self.states)
 
-    def found(self, new: Sequence[Any], result: Any) -> None:
+    def found(self, new: Sequence[Any] | str, result: Any) -> None:
         """Takes down where the state is in results like one.
 
         Args:
-          new: Its leaves.
+          new: Its leaves, or why there are none.
           result: Of the jitted function.
         """
         leaves, structure = jax.tree.flatten(result)
+        at = new if isinstance(new, str) else identical(new, leaves)
         others = [known for known in self._results if known[0] != structure]
-        self._results = [*others, (structure, identical(new, leaves))][-_MAX_RESULTS:]
+        self._results = [*others, (structure, at)][-_MAX_RESULTS:]
 
     def locate(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
@@ -175,11 +176,13 @@ class InnerForm(CallForm):
 
         Raises:
           NotLookedAtError: if no call that returns such a structure was looked at; this one is.
-          StepMismatchError: if none of them does.
+          StepMismatchError: if none of them does, or the state does not come back.
         """
         del before
         leaves = jax.tree.leaves(self.states)
-        new_positions = next((found for tree, found in self._results if tree == out_tree), ())
+        new_positions = next((at for tree, at in self._results if tree == out_tree), ())
+        if isinstance(new_positions, str):
+            raise StepMismatchError(new_positions)
         if len(leaves) != len(new_positions):
             self.look()
             raise NotLookedAtError
@@ -219,7 +222,6 @@ class NestedStep(StandIn):
         self._inner = inner
         self._outer_form = outer_form
         self._inner_form = inner_form
-        self._mismatch: StepMismatchError | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the user's step would."""
@@ -228,8 +230,6 @@ class NestedStep(StandIn):
         if self._inner.why_not is not None:
             with self._wrapped_inside():
                 return self.step(*args, **kwargs)
-        if self._mismatch is not None:  # raised here, where the state is not yet donated
-            raise self._mismatch
         form = self._inner_form
         form.states, form.looked_at = self._outer_form.state_of(args, kwargs), None
         try:
@@ -237,7 +237,7 @@ class NestedStep(StandIn):
                 form.look()
             with self._wrapped_inside():
                 result = self.step(*args, **kwargs)
-            if form.looked_at is not None:  # this call, or one inside it, could not be located
+            if form.looked_at is not None:  # the call itself may have asked for it
                 self._look(form.looked_at, form.states, result)
         finally:
             form.states, form.looked_at = (), None  # donated
@@ -245,15 +245,15 @@ class NestedStep(StandIn):
 
     def _look(self, old: Sequence[Any], states: Any, result: Any) -> None:
         """Notes where the state's arrays have come out."""
+        found = self._inner_form.found
         new = jax.tree.leaves(states)
         try:
             if all(a is b for a, b in zip(new, old, strict=False)):  # none changed in place
                 new = self._outer_form.new_leaves_of(result, states)
-        except StepMismatchError as error:
-            if not self._inner.no_state_found():
-                self._mismatch = error
+        except StepMismatchError as error:  # another such call raises it, before it donates any
+            found(str(error), self._inner.last_result)
         else:
-            self._inner_form.found(new, self._inner.last_result)
+            found(new, self._inner.last_result)
 
     @contextlib.contextmanager
     def _wrapped_inside(self) -> Iterator[None]:
