@@ -202,6 +202,14 @@ class StepProgram:
             return False
         return signature == self._traced_for
 
+    def has_such_a_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the state of a call that it takes has the shapes and dtypes that it was made for.
+
+        `takes` does not look, for executables do before they run.
+        """
+        leaves = self.state_leaves(self.flat_call(args, kwargs))
+        return self.cut.leaf_specs == tuple(ArraySpec.of(jax.typeof(x)) for x in leaves)
+
     def is_like(self, other: "StepProgram") -> bool:
         """Whether another takes the calls that this one takes, or took before the state settled."""
         is_same = self._in_tree == other._in_tree

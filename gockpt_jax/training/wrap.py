@@ -233,6 +233,9 @@ class WrappedStep(StandIn):
         self._untraced = None
         if self.program is None:
             self.turn_to(args, kwargs)
+            if self.program is not None and not self.program.has_such_a_state(args, kwargs):
+                self._kinds.drop(self.program)  # nothing else tells its calls from these
+                self.program = None
         if self.program is not None or self.why_not is not None:
             return None
         if debugged_by() is not None:  # traced without `jit`, it would be another program

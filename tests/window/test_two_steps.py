@@ -261,6 +261,27 @@ def test_settings_of_jax_that_change_from_call_to_call(tmp_path, is_other):
         assert_windows(train_and_save(manager, call, range(1, 31)), (18, 24, 30))
 
 
+def of_a_number(state, rate):
+    m = 0.9 * state["m"] + jnp.tanh(state["w"] * rate)
+    return {"m": m, "w": state["w"] - 0.1 * m}
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("at", [7, 8, 9, 10, 11, 12])
+def test_windows_come_back_to_a_state_of_other_sizes(tmp_path, arm, at):
+    """Whether a window is open then or not: nothing beside the state tells its calls apart."""
+    options, window = Options(save_interval_steps=6), WindowOptions(steps=4, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(jax.jit(of_a_number, donate_argnums=0))
+
+        def call(state, n):
+            if n == at:
+                state = jax.tree.map(lambda x: jnp.concatenate([x, x]), state)
+            return step(state, jnp.float32(0.1 * n))
+
+        assert_windows(train_and_save(manager, call, range(1, 25)), (18, 24))
+
+
 @pytest.mark.parametrize("at", [8, 9, 11])
 def test_an_evaluation_between_two_steps_of_a_window_ends_it_and_no_more(tmp_path, monkeypatch, at):
     """It goes through the wrapped step, and returns no state: that is no kind to be armed."""
