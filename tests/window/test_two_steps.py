@@ -205,11 +205,12 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path, capsys, jit, arm):
 
 
 @pytest.mark.parametrize("arm", ["window", "always"])
-def test_a_step_that_logs_more_now_and_then(tmp_path, arm):
+@pytest.mark.parametrize("jit", [static_jit, equinox_jit])
+def test_a_step_that_logs_more_now_and_then(tmp_path, jit, arm):
     """By a static argument, so it returns more: in the middle of windows, at their ends, before."""
     options, window = Options(save_interval_steps=6), WindowOptions(steps=4, arm=arm)
     with GoCkptManager(tmp_path, options=options, window=window) as manager:
-        step = manager.wrap(static_jit(momentum))
+        step = manager.wrap(jit(momentum))
 
         def call(state, n):
             return step(state, jnp.full((4, 64), 0.1 * n), log=n % 4 == 0)[0]
