@@ -39,11 +39,6 @@ class CallForm:
         self.settings = settings
         self._parameters = _parameters(step)
 
-    @property
-    def can_locate(self) -> bool:
-        """Whether `locate` knows enough by now."""
-        return True
-
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call is a trace (`eval_shape`, an outer `jit`) and not an update."""
         if _compat.is_tracing():

@@ -26,6 +26,9 @@ from gockpt_jax.training.places import Place, Places, as_places, identical
 from gockpt_jax.training.stand_in import StandIn
 from gockpt_jax.training.wrap import StepObserver, WrappedStep
 
+_MAX_RESULTS = 8
+"""Structures of results of which it is known where the state is in them."""
+
 Wrapped: TypeAlias = "WrappedStep | NestedStep | types.MethodType"
 """What the user calls in place of the step; of a bound method, a bound method."""
 
@@ -123,25 +126,19 @@ class InnerForm(CallForm):
     Args:
       jitted: The function.
       settings: What is known of its `jax.jit` call.
+
+    Attributes:
+      states: As the object around it was given them, in the call that is under way.
+      looked_at: Their leaves, if what the call returns is to be looked at.
     """
 
     def __init__(self, jitted: Callable[..., Any], settings: _compat.JitSettings):
         super().__init__(jitted, 0, settings)
-        self.old: Sequence[Any] = ()  # the state's leaves in the call that is under way
-        self.paths: Sequence[str] = ()
-        self.new_positions: Sequence[int | None] = ()  # in the result of the call before
-        # Where it was in the last program that was looked at, and the structures of that one.
-        self._located: tuple[Any, Positions] | None = None
-
-    @property
-    def can_locate(self) -> bool:
-        """Whether a call was looked at: the one before, or one that may be like this one."""
-        return self._is_looked_at or self._located is not None
-
-    @property
-    def _is_looked_at(self) -> bool:
-        """Whether the call before was, and has left a state like the one given now."""
-        return len(self.old) == len(self.new_positions) > 0
+        self.states: Any = ()
+        self.looked_at: Sequence[Any] | None = None
+        # Structures of results, the last few, and where the new state's leaves are in them, or that
+        # it is not. Not by their hashes: NNX has equal ones whose hashes differ.
+        self._results: list[tuple[Any, Sequence[int | None] | str]] = []
 
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """The object around it has looked."""
@@ -149,9 +146,25 @@ class InnerForm(CallForm):
         return False
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Those that the object around it was given; none once it is not looked at any more."""
+        """Those that the object around it was given."""
         del args, kwargs
-        return list(self.old)
+        return jax.tree.leaves(self.states)
+
+    def look(self) -> None:
+        """What the call returns is to be looked at; before it changes anything in place."""
+        self.looked_at = jax.tree.leaves(self.states)
+
+    def found(self, new: Sequence[Any] | str, result: Any) -> None:
+        """Takes down where the state is in results like one.
+
+        Args:
+          new: Its leaves, or why there are none.
+          result: Of the jitted function.
+        """
+        leaves, structure = jax.tree.flatten(result)
+        at = new if isinstance(new, str) else identical(new, leaves)
+        others = [known for known in self._results if known[0] != structure]
+        self._results = [*others, (structure, at)][-_MAX_RESULTS:]
 
     def locate(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
@@ -162,21 +175,22 @@ class InnerForm(CallForm):
         return) are not part of its state; saves take them as they are.
 
         Raises:
-          NotLookedAtError: if this call has another structure than the last one looked at.
-          StepMismatchError: if none of them does.
+          NotLookedAtError: if no call that returns such a structure was looked at; this one is.
+          StepMismatchError: if none of them does, or the state does not come back.
         """
         del before
-        structures = jax.tree.structure(self.dynamic(args, kwargs)), out_tree
-        if self._is_looked_at:
-            self._located = structures, self._positions(args, kwargs)
-        if self._located is None or self._located[0] != structures:
+        leaves = jax.tree.leaves(self.states)
+        new_positions = next((at for tree, at in self._results if tree == out_tree), ())
+        if isinstance(new_positions, str):
+            raise StepMismatchError(new_positions)
+        if len(leaves) != len(new_positions):
+            self.look()
             raise NotLookedAtError
-        return self._located[1]
-
-    def _positions(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Positions:
-        old_positions = identical(self.old, jax.tree.leaves(self.dynamic(args, kwargs)))
+        old_positions = identical(leaves, jax.tree.leaves(self.dynamic(args, kwargs)))
         unique: dict[int, tuple[int, str]] = {}  # leaves that share an array are one here
-        for old, new, path in zip(old_positions, self.new_positions, self.paths, strict=True):
+        for old, new, path in zip(
+            old_positions, new_positions, leaf_paths(self.states), strict=True
+        ):
             if old is not None and new is not None:
                 unique.setdefault(old, (new, path))
         if not unique:
@@ -208,37 +222,38 @@ class NestedStep(StandIn):
         self._inner = inner
         self._outer_form = outer_form
         self._inner_form = inner_form
-        self._mismatch: StepMismatchError | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the user's step would."""
         if self._outer_form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
-        if self._inner.program is not None or self._inner.why_not is not None:
-            self._inner_form.new_positions = ()  # what was seen once may not hold for a new program
+        if self._inner.why_not is not None:
             with self._wrapped_inside():
                 return self.step(*args, **kwargs)
-        return self._call_and_look(args, kwargs)
-
-    def _call_and_look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs one update, and notes where the state's arrays go in and come out."""
-        if self._mismatch is not None:  # raised here, where the state is not yet donated
-            raise self._mismatch
         form = self._inner_form
-        states = self._outer_form.state_of(args, kwargs)
-        form.old, form.paths = jax.tree.leaves(states), leaf_paths(states)
-        with self._wrapped_inside():
-            result = self.step(*args, **kwargs)
+        form.states, form.looked_at = self._outer_form.state_of(args, kwargs), None
+        try:
+            if self._inner.program is None:
+                form.look()
+            with self._wrapped_inside():
+                result = self.step(*args, **kwargs)
+            if form.looked_at is not None:  # the call itself may have asked for it
+                self._look(form.looked_at, form.states, result)
+        finally:
+            form.states, form.looked_at = (), None  # donated
+        return result
+
+    def _look(self, old: Sequence[Any], states: Any, result: Any) -> None:
+        """Notes where the state's arrays have come out."""
+        found = self._inner_form.found
         new = jax.tree.leaves(states)
         try:
-            if all(a is b for a, b in zip(new, form.old, strict=False)):  # none changed in place
+            if all(a is b for a, b in zip(new, old, strict=False)):  # none changed in place
                 new = self._outer_form.new_leaves_of(result, states)
-        except StepMismatchError as error:
-            if not self._inner.no_state_found():
-                self._mismatch = error
-        form.old = ()  # donated
-        form.new_positions = identical(new, jax.tree.leaves(self._inner.last_result))
-        return result
+        except StepMismatchError as error:  # another such call raises it, before it donates any
+            found(str(error), self._inner.last_result)
+        else:
+            found(new, self._inner.last_result)
 
     @contextlib.contextmanager
     def _wrapped_inside(self) -> Iterator[None]:

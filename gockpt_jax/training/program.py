@@ -197,10 +197,18 @@ class StepProgram:
         if self.is_forgotten():
             return False
         try:
-            flat = self.flat_call(args, kwargs)
-        except TypeError:
+            signature = self._signature(self.flat_call(args, kwargs), args, kwargs)
+        except (TypeError, ValueError):  # nor does JAX, maybe
             return False
-        return self._signature(flat, args, kwargs) == self._traced_for
+        return signature == self._traced_for
+
+    def has_such_a_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the state of a call that it takes has the shapes and dtypes that it was made for.
+
+        `takes` does not look, for executables do before they run.
+        """
+        leaves = self.state_leaves(self.flat_call(args, kwargs))
+        return self.cut.leaf_specs == tuple(ArraySpec.of(jax.typeof(x)) for x in leaves)
 
     def is_like(self, other: "StepProgram") -> bool:
         """Whether another takes the calls that this one takes, or took before the state settled."""

@@ -79,6 +79,7 @@ class WrappedStep(StandIn):
         self._found: StepProgram | None = None  # the last program, kept or not
         self._kinds = Kinds(always=self._always)
         self._untraced: str | None = None  # why this call could not be traced
+        self._unsettled: StepProgram | None = None  # of this call, and not kept
         if (why_not := why_no_program(step)) is not None:
             self.give_up(why_not)
 
@@ -148,14 +149,19 @@ class WrappedStep(StandIn):
             if self._always or self._has_settled(traced, result):
                 traced.returns_at(jax.tree.leaves(result))
                 self._take(traced)
+            else:
+                self._unsettled = traced
         return result
 
     def _has_settled(self, traced: StepProgram, result: Any) -> bool:
-        """Whether a result lies as that of the call before: the state, if they are not alike."""
-        leaves, before = jax.tree.leaves(result), self._leaves_before()
-        if len(leaves) != len(before):
-            both = (traced.returned.found_in(result), self.new_state)
-            leaves, before = ([] if x is None else jax.tree.leaves(x.parts) for x in both)
+        """Whether the state lies as in the result of the call before, as far as it is known there.
+
+        Of the first result it is not: then all of it.
+        """
+        if self.new_state is None:
+            return placements(jax.tree.leaves(result)) == placements(self._leaves_before())
+        both = traced.returned.found_in(result), self.new_state
+        leaves, before = ([] if x is None else jax.tree.leaves(x.parts) for x in both)
         return placements(leaves) == placements(before)
 
     def _take(self, program: StepProgram) -> None:
@@ -180,7 +186,12 @@ class WrappedStep(StandIn):
     def _keep(self, result: Any) -> None:
         """Takes what will be asked for out of a result before the user has it."""
         self.last_result = result
-        self.new_state = None if self.program is None else self._kinds.new_state(result)
+        self.new_state = None
+        if self.program is not None:
+            self.new_state = self._kinds.new_state(result)
+        elif self._unsettled is not None:
+            self.new_state = self._unsettled.returned.found_in(result)
+        self._unsettled = None
         is_to_be_traced = self.program is None and self.why_not is None
         self._last_leaves = jax.tree.leaves(result) if is_to_be_traced else None
 
@@ -222,7 +233,10 @@ class WrappedStep(StandIn):
         self._untraced = None
         if self.program is None:
             self.turn_to(args, kwargs)
-        if self.program is not None or self.why_not is not None or not self._form.can_locate:
+            if self.program is not None and not self.program.has_such_a_state(args, kwargs):
+                self._kinds.drop(self.program)  # nothing else tells its calls from these
+                self.program = None
+        if self.program is not None or self.why_not is not None:
             return None
         if debugged_by() is not None:  # traced without `jit`, it would be another program
             return None

@@ -95,6 +95,7 @@ class Opener:
         if setting is not None:
             return _DEBUGGED.format(setting)
         step.turn_to(args, kwargs)
+        self._prepare(step)  # it may be another than above, or be armed only under these settings
         program = step.program
         if program is None:
             return step.why_no_program

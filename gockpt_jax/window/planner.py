@@ -85,7 +85,7 @@ class Planner:
         program = step.program
         if program is None:
             return False
-        if program in self._ready:
+        if self._is_ready(program):
             return program not in self._reviewed and self._review(step, program)
         leaves = program.returned.leaves(step.new_state)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
@@ -105,6 +105,12 @@ class Planner:
             self._reviewed.add(program)
             self._ready.add(program)
         return True
+
+    def _is_ready(self, program: StepProgram) -> bool:
+        """Whether all has been done for its plan, which may have come under other settings."""
+        if program not in self._ready:
+            return False
+        return program.is_armed or self._plans[program].plan.steps == 1
 
     def _plan(
         self, program: StepProgram, leaves: Sequence[jax.Array], facts: Facts | None = None
@@ -203,6 +209,8 @@ class Planner:
             step.give_up(_CONTRACTS)
             return
         step.arm()
+        if not program.is_armed:  # nor can it be now, but by a call of its own
+            return
         self.departures(planned, leaves)
         specs = replay_specs(planned.cut, planned.size.units)
         replayer.compile_ahead(specs, planned.plan.steps - 1)

@@ -9,6 +9,7 @@ led the same life.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import random
@@ -113,10 +114,16 @@ class Life:
             if event == "other_state":
                 job.advance(step, jax.tree.map(jnp.copy, state), n)
             before = jax.tree.map(jnp.copy, state) if event == "saved_before" else None
-            state = job.advance(step, state, n)
+            with self._settings(n):
+                state = job.advance(step, state, n)
             if self.manager is not None and event != "unsaved":
                 self._save(n, _given(event, state, before, chance), force=event == "forced")
         return state
+
+    def _settings(self, n: int) -> contextlib.AbstractContextManager[Any]:
+        """In some lives each third call is under other settings of JAX, and so another kind."""
+        is_other = self.seed % 4 == 3 and n % 3 == 1
+        return jax.default_matmul_precision("highest") if is_other else contextlib.nullcontext()
 
     def _save(self, n: int, given: Any, *, force: bool) -> None:
         assert self.manager is not None

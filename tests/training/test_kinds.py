@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gockpt_jax import _compat
@@ -180,6 +181,12 @@ def test_the_program_of_a_state_that_has_settled_takes_the_place_of_the_one_befo
     program, settled = program_of(first, X), program_of(STATE, X)
     assert not program.takes((STATE, X), {})
     assert settled.is_like(program)
+
+
+@pytest.mark.parametrize("x", ["text", np.array(["text"]), object()])
+def test_what_jax_takes_no_program_takes(x):
+    """The call is for the user's own step to refuse."""
+    assert not program_of(STATE, X).takes((STATE, x), {})
 
 
 def test_a_program_takes_batches_that_lie_as_its_own():

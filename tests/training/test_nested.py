@@ -197,6 +197,40 @@ def test_a_changed_state_is_found_again(arm):
     assert found == {id(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)}
 
 
+def logging_nnx(model, optimizer, x, logs):
+    return [nnx_update(model, optimizer, x)] * logs
+
+
+def logging_eqx(model, opt_state, x, logs):
+    model, opt_state, loss = eqx_update(model, opt_state, x)
+    return [loss] * logs, model, opt_state
+
+
+LOGGING = {
+    "nnx": lambda: nnx.jit(logging_nnx, static_argnames="logs"),
+    "eqx": lambda: eqx.filter_jit(logging_eqx),
+    "jit": lambda: gockpt.jit(logging_eqx, static_argnames="logs"),
+}
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("logs", [lambda n: n % 2, lambda n: n % 3, lambda n: int(n % 5 == 2)])
+@pytest.mark.parametrize("kind", LOGGING)
+def test_results_of_several_structures(kind, logs, arm):
+    """The state is found in each by itself, and each kind of call has its program in the end."""
+    observer = Observer(range(8, 30))
+    wrapped = wrap(LOGGING[kind](), observer, arm=arm)
+    state = nnx_state() if kind == "nnx" else eqx_state()
+    for n in range(30):
+        result = wrapped(*state, X, logs=logs(n))
+        state = state if kind == "nnx" else result[1:]
+    assert all(observer.cuts[20:])
+    found = wrapped._inner.program.returned.leaves(wrapped._inner.new_state)
+    there = {id(x) for x in jax.tree.leaves(state)}
+    assert len(found) > 8
+    assert all(id(x) in there for x in found)
+
+
 def test_a_leaf_that_does_not_come_out_of_the_program_is_no_part_of_it():
     """A number of the step's own: Equinox hands it out beside the program's results."""
 
@@ -249,6 +283,25 @@ def test_a_state_that_does_not_come_back_is_told_before_an_update_is_lost():
     assert observer.cuts == [False]
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("kind", LOGGING)
+def test_a_call_before_training_that_returns_no_state(kind, arm):
+    """A trial of the evaluation, say: what a training step returns is looked at by itself."""
+
+    def either(model, optimizer, x, train):
+        update = nnx_update if kind == "nnx" else eqx_update
+        return update(model, optimizer, x) if train else jnp.max(x)
+
+    make = {"nnx": nnx.jit, "jit": gockpt.jit, "eqx": lambda fn, **_: eqx.filter_jit(fn)}[kind]
+    observer, state = Observer({5}), nnx_state() if kind == "nnx" else eqx_state()
+    wrapped = wrap(make(either, static_argnames="train"), observer, arm=arm)
+    wrapped(*state, X, train=False)
+    for _ in range(5):
+        result = wrapped(*state, X, train=True)
+        state = state if kind == "nnx" else result[:2]
+    assert observer.cuts == [False] * 5 + [True]
+
+
 @pytest.mark.parametrize("kind", ["nnx", "eqx", "jit"])
 def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch):
     """Which takes time at every call, and would keep a second state on the devices."""
@@ -267,6 +320,17 @@ def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch
     gc.collect()
     there = {id(x) for x in jax.tree.leaves(state)}
     assert all(x() is None or id(x()) in there for x in first)
+
+
+def test_the_state_of_a_call_that_returns_none_is_not_held():
+    step = eqx.filter_jit(lambda m, o, x, train: eqx_update(m, o, x) if train else jnp.max(x))
+    wrapped, state, other = wrap(step), eqx_state(), eqx_state()
+    alive = [weakref.ref(x) for x in jax.tree.leaves(other) if isinstance(x, jax.Array)]
+    wrapped(*other, X, train=False)
+    del other
+    *state, _ = wrapped(*state, X, train=True)
+    gc.collect()
+    assert not any(x() is not None for x in alive)
 
 
 def test_a_state_that_is_not_in_the_program():

@@ -132,6 +132,20 @@ def test_not_armed_before_placements_settle(moves, known):
     assert armed == [n >= known for n in range(4)]
 
 
+@pytest.mark.parametrize("kinds", [2, 3])
+def test_calls_of_several_kinds_from_the_first_on_settle_too(kinds):
+    """Two in a row return results of different structures; their states lie alike."""
+
+    @functools.partial(jax.jit, static_argnames="logs", donate_argnums=0)
+    def logging(state, x, logs):
+        return [jnp.sum(x)] * logs, update(state, x)
+
+    step, state = wrap(logging, Observer({5, 6})), fresh()
+    for n in range(7):
+        _, state = step(state, X * n, logs=n % kinds)
+    assert step.program is not None
+
+
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize(
     "clear", [lambda step: jax.clear_caches(), lambda step: step.clear_cache()]

@@ -205,11 +205,12 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path, capsys, jit, arm):
 
 
 @pytest.mark.parametrize("arm", ["window", "always"])
-def test_a_step_that_logs_more_now_and_then(tmp_path, arm):
+@pytest.mark.parametrize("jit", [static_jit, equinox_jit])
+def test_a_step_that_logs_more_now_and_then(tmp_path, jit, arm):
     """By a static argument, so it returns more: in the middle of windows, at their ends, before."""
     options, window = Options(save_interval_steps=6), WindowOptions(steps=4, arm=arm)
     with GoCkptManager(tmp_path, options=options, window=window) as manager:
-        step = manager.wrap(static_jit(momentum))
+        step = manager.wrap(jit(momentum))
 
         def call(state, n):
             return step(state, jnp.full((4, 64), 0.1 * n), log=n % 4 == 0)[0]
@@ -245,6 +246,41 @@ def test_batches_of_several_lengths(tmp_path):
 
         reports = train_and_save(manager, call, range(1, 121))
         assert_windows(reports, range(78, 121, 6))
+
+
+@pytest.mark.parametrize("is_other", [lambda n: n % 2 == 0, lambda n: n % 3 == 2])
+def test_settings_of_jax_that_change_from_call_to_call(tmp_path, is_other):
+    """Each program is armed under its own, if the other's call comes behind every one of its."""
+    options = Options(save_interval_steps=6)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        step = manager.wrap(static_jit(momentum))
+
+        def call(state, n):
+            with jax.default_matmul_precision("highest" if is_other(n) else "default"):
+                return step(state, jnp.full((4, 64), 0.1 * n))[0]
+
+        assert_windows(train_and_save(manager, call, range(1, 31)), (18, 24, 30))
+
+
+def of_a_number(state, rate):
+    m = 0.9 * state["m"] + jnp.tanh(state["w"] * rate)
+    return {"m": m, "w": state["w"] - 0.1 * m}
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("at", [7, 8, 9, 10, 11, 12])
+def test_windows_come_back_to_a_state_of_other_sizes(tmp_path, arm, at):
+    """Whether a window is open then or not: nothing beside the state tells its calls apart."""
+    options, window = Options(save_interval_steps=6), WindowOptions(steps=4, arm=arm)
+    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+        step = manager.wrap(jax.jit(of_a_number, donate_argnums=0))
+
+        def call(state, n):
+            if n == at:
+                state = jax.tree.map(lambda x: jnp.concatenate([x, x]), state)
+            return step(state, jnp.float32(0.1 * n))
+
+        assert_windows(train_and_save(manager, call, range(1, 25)), (18, 24))
 
 
 @pytest.mark.parametrize("at", [8, 9, 11])
