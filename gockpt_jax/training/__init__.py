@@ -21,6 +21,7 @@ In the order of their imports:
     returned   the new state among what a step returned
     unarmable  what cannot be armed, and why
     program    one traced step: its state, its cut, its armed executable
+    last_result  what a step has returned last
     stand_in   what is called in place of a function
     kinds      a step's programs, one for each kind of its calls
     wrap       the wrapped step

@@ -251,9 +251,9 @@ class NestedStep(StandIn):
             if all(a is b for a, b in zip(new, old, strict=False)):  # none changed in place
                 new = self._outer_form.new_leaves_of(result, states)
         except StepMismatchError as error:  # another such call raises it, before it donates any
-            found(str(error), self._inner.last_result)
+            found(str(error), self._inner.last.result)
         else:
-            found(new, self._inner.last_result)
+            found(new, self._inner.last.result)
 
     @contextlib.contextmanager
     def _wrapped_inside(self) -> Iterator[None]:

@@ -15,8 +15,8 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm, NotLookedAtError
 from gockpt_jax.training.kinds import Kinds
-from gockpt_jax.training.program import StepProgram, placements
-from gockpt_jax.training.returned import NewState
+from gockpt_jax.training.last_result import LastResult
+from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.stand_in import StandIn
 from gockpt_jax.training.unarmable import CannotArmError, why_no_program
 
@@ -68,9 +68,7 @@ class WrappedStep(StandIn):
     ):  # fmt: skip
         super().__init__(step)
         self.program: StepProgram | None = None
-        self.last_result: Any = None  # the user's, who may change its containers
-        self.new_state: NewState | None = None  # in it, if it was of one of the programs
-        self._last_leaves: list[Any] | None = None  # of it, while there is no program
+        self.last = LastResult()
         self.why_not: str | None = None  # given up, for this reason
         self._observer = observer
         self._form = form
@@ -91,7 +89,7 @@ class WrappedStep(StandIn):
         self._forget()
         always = self._always and debugged_by() is None
         if always:  # now: whoever is interrupted after the step has lost its result
-            is_first = self.program is None and self.last_result is None
+            is_first = self.program is None and self.last.result is None
             if is_first and (traced := self._trace(args, kwargs)) is not None:
                 self._kinds.traced()
                 self._take(traced)
@@ -139,30 +137,19 @@ class WrappedStep(StandIn):
 
     def _run_unarmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the user's own executable returns; as it is run, so the armed one is to be."""
-        is_first = self.last_result is None  # its arguments seldom lie where later ones do
+        is_first = self.last.result is None  # its arguments seldom lie where later ones do
         traced = None if is_first else self._trace(args, kwargs)
         result = self.step(*args, **kwargs)  # if it fails, that says nothing of its arguments
         if self._untraced is not None:
             self.give_up(self._untraced)
         elif traced is not None:
             self._kinds.traced()
-            if self._always or self._has_settled(traced, result):
+            if self._always or self.last.lies_like(result, traced.returned):
                 traced.returns_at(jax.tree.leaves(result))
                 self._take(traced)
             else:
                 self._unsettled = traced
         return result
-
-    def _has_settled(self, traced: StepProgram, result: Any) -> bool:
-        """Whether the state lies as in the result of the call before, as far as it is known there.
-
-        Of the first result it is not: then all of it.
-        """
-        if self.new_state is None:
-            return placements(jax.tree.leaves(result)) == placements(self._leaves_before())
-        both = traced.returned.found_in(result), self.new_state
-        leaves, before = ([] if x is None else jax.tree.leaves(x.parts) for x in both)
-        return placements(leaves) == placements(before)
 
     def _take(self, program: StepProgram) -> None:
         self._kinds.add(program)
@@ -185,25 +172,14 @@ class WrappedStep(StandIn):
 
     def _keep(self, result: Any) -> None:
         """Takes what will be asked for out of a result before the user has it."""
-        self.last_result = result
-        self.new_state = None
+        new_state = None
         if self.program is not None:
-            self.new_state = self._kinds.new_state(result)
+            new_state = self._kinds.new_state(result)
         elif self._unsettled is not None:
-            self.new_state = self._unsettled.returned.found_in(result)
+            new_state = self._unsettled.returned.found_in(result)
         self._unsettled = None
         is_to_be_traced = self.program is None and self.why_not is None
-        self._last_leaves = jax.tree.leaves(result) if is_to_be_traced else None
-
-    def _leaves_before(self) -> list[Any]:
-        """Those of the last result."""
-        if self._last_leaves is not None:
-            return self._last_leaves
-        return jax.tree.leaves(self.last_result)  # there was a program: as the user has left it
-
-    def let_go(self) -> None:
-        """Keeps no array of the last result."""
-        self.last_result = self.new_state = self._last_leaves = None
+        self.last.keep(result, new_state, is_to_be_traced=is_to_be_traced)
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the state in a call, arrays or not; traced or not."""
@@ -258,13 +234,13 @@ class WrappedStep(StandIn):
         try:
             program = StepProgram(
                 self.step, self._form, args, kwargs,
-                even_for_nothing=self._even_for_nothing, before=self._leaves_before(),
+                even_for_nothing=self._even_for_nothing, before=self.last.leaves,
             )  # fmt: skip
         except NotLookedAtError:
             return None
         except StepMismatchError:
             # Of the first call nobody knows yet what comes back as the state.
-            if self.last_result is not None and not self.no_state_found():
+            if self.last.result is not None and not self.no_state_found():
                 raise
             return None
         except Exception as error:

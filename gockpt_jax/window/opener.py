@@ -108,7 +108,7 @@ class Opener:
             why_none = planned.plan.steps == 1 and self._tried_for != target
             return planned.plan.reason if why_none else None
         self._tried_for = target
-        leaves = None if planned is None else program.returned.leaves(step.new_state)
+        leaves = None if planned is None else program.returned.leaves(step.last.new_state)
         if planned is None or leaves is None:  # nor has a plan been made for such a call
             step.call_changed(last=True)
             return _CHANGED

@@ -87,7 +87,7 @@ class Planner:
             return False
         if self._is_ready(program):
             return program not in self._reviewed and self._review(step, program)
-        leaves = program.returned.leaves(step.new_state)
+        leaves = program.returned.leaves(step.last.new_state)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
@@ -145,7 +145,7 @@ class Planner:
         facts = self._facts(program, sum(planned.size.leaves), planned.num_devices)
         if not facts.differ_from(planned.facts):
             return False
-        leaves = program.returned.leaves(step.new_state)
+        leaves = program.returned.leaves(step.last.new_state)
         if leaves is None:  # another program's, as above: after the next save
             return False
         plan = self._plan(program, leaves, facts).plan
@@ -163,7 +163,7 @@ class Planner:
           given: Ids of the arrays that were saved.
         """
         program = step.program
-        leaves = None if program is None else program.returned.leaves(step.new_state)
+        leaves = None if program is None else program.returned.leaves(step.last.new_state)
         if program is not None and leaves is not None:
             left_out = frozenset(j for j, a in enumerate(leaves) if id(a) not in given)
             self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)

@@ -149,7 +149,7 @@ class Session:
 
     def _open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
         """Opens a window, if it is time; before the first step, plans for snapshots."""
-        if step.last_result is None:
+        if step.last.result is None:
             leaves = step.state_leaves(args, kwargs)
             with step.giving_up_on_errors():
                 self.planner.prepare_snapshot(leaves)
@@ -298,6 +298,6 @@ class Session:
         self.abandon("the manager was closed")
         self._current.failure = None  # of a window that nobody waits for any more
         for step in list(self._steps):  # a state would stay with them until garbage is collected
-            step.let_go()
+            step.last.let_go()
         self.predictor.end()
         self.resources.close()

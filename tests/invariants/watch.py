@@ -135,7 +135,7 @@ class PullWatch:
 
     def _live_pointers(self) -> dict[int, str]:
         """Where the live state is, and whatever else goes in and out of the step."""
-        inputs, result = self._inputs, getattr(self._step, "last_result", None)
+        inputs, result = self._inputs, getattr(getattr(self._step, "last", None), "result", None)
         known = self._known
         if known is None or known[0] is not inputs or known[1] is not result:
             arrays = [item for tree in (inputs, result) for item in _leaves(tree).items()]

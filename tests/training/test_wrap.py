@@ -61,7 +61,7 @@ class Observer:
             return None
 
     def after_update(self, step, armed):
-        assert armed is None or step.last_result is armed.result
+        assert armed is None or step.last.result is armed.result
         self.cuts.append(armed is not None)
 
     def no_update(self, reason):
@@ -179,7 +179,7 @@ def test_the_new_state_is_the_part_that_the_loop_gives_back():
     step = wrap(jax.jit(lambda s, x: (jax.tree.map(jnp.sin, s), update(s, x))), observer)
     for n in range(5):
         _, state = step(state, X * n)
-    found = step.program.returned.leaves(step.new_state)
+    found = step.program.returned.leaves(step.last.new_state)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     assert observer.cuts[3]
 
@@ -189,7 +189,7 @@ def test_the_new_state_is_found_where_the_loop_takes_it_out_of_the_result():
     step = wrap(jax.jit(lambda s, x: {"a": jax.tree.map(jnp.sin, s), "b": update(s, x)}), observer)
     for n in range(5):
         state = step(state, X * n).pop("b")
-    found = step.program.returned.leaves(step.new_state)
+    found = step.program.returned.leaves(step.last.new_state)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     assert observer.cuts[3]
 

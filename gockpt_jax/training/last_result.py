@@ -1,0 +1,55 @@
+"""What a step has returned last, and what was taken out of it before the user had it."""
+
+from typing import Any
+
+import jax
+
+from gockpt_jax.training.program import placements
+from gockpt_jax.training.returned import NewState, StateInResult
+
+
+class LastResult:
+    """Held until the next one comes.
+
+    Attributes:
+      result: As the step returned it; `None` before the first. The user may change its containers.
+      new_state: In it, if it was of one of the step's programs.
+    """
+
+    def __init__(self) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keeps no array of it."""
+        self.result: Any = None
+        self.new_state: NewState | None = None
+        self._leaves: list[Any] | None = None
+
+    def keep(self, result: Any, new_state: NewState | None, *, is_to_be_traced: bool) -> None:
+        """Takes the place of the one before.
+
+        Args:
+          result: What the step has returned now.
+          new_state: In it, if that is known.
+          is_to_be_traced: Whether the next call may be, for which all leaves are looked at.
+        """
+        self.result, self.new_state = result, new_state
+        self._leaves = jax.tree.leaves(result) if is_to_be_traced else None
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All of them: as they were returned, if the step is to be traced."""
+        return jax.tree.leaves(self.result) if self._leaves is None else self._leaves
+
+    def lies_like(self, result: Any, returned: StateInResult) -> bool:
+        """Whether the state in another result lies as in this one, as far as it is known here.
+
+        Args:
+          result: Of a later call. Of the first one it is not known: then all of it.
+          returned: Finds the state there.
+        """
+        if self.new_state is None:
+            return placements(jax.tree.leaves(result)) == placements(self.leaves)
+        both = returned.found_in(result), self.new_state
+        leaves, before = ([] if x is None else jax.tree.leaves(x.parts) for x in both)
+        return placements(leaves) == placements(before)
