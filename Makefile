@@ -64,7 +64,7 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 # Compilation is most of it, so LLVM does not optimize: `make test HURRY=` compiles as users do, and
-# so do the campaigns below, and the runs that tests kill.
+# so do the campaigns below.
 HURRY ?= --xla_backend_optimization_level=0
 
 test: $(STAMP)

@@ -15,7 +15,7 @@ ON_ONE_DEVICE = (
     "param_edit", "frozen", "zero_size", "tied_embedding", "loss_first", "donate_argnames",
     "static_argnums", "dict_state", "nested_tuple", "rng_argument", "retained",
 )  # fmt: skip
-ON_BOTH = ("clip_adamw", "adafactor", "transformer_bf16")
+ON_BOTH = ("clip_adamw",)
 CASES = [
     (name, devices)
     for name in PROGRAMS
