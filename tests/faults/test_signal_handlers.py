@@ -63,8 +63,9 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("on_busy", ["wait", "newest"])
+@pytest.mark.parametrize(
+    ("place", "on_busy"), [*((place, "wait") for place in PLACES), ("it is handed over", "newest")]
+)
 def test_a_save_inside_a_step_or_a_save_is_refused(
     tmp_path: Path, interrupted: Callable[..., list[Any]], place: str, on_busy: Any
 ) -> None:

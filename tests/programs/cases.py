@@ -13,7 +13,8 @@ ON_ONE_DEVICE = (
     "lion", "sgd_momentum", "rmsprop", "muon", "multisteps", "inject_hyperparams", "schedule_free",
     "l2_adam", "adabelief", "nadamw", "ademamix", "apply_if_finite", "ema", "loss_scale",
     "param_edit", "frozen", "zero_size", "tied_embedding", "loss_first", "donate_argnames",
-    "static_argnums", "dict_state", "nested_tuple", "rng_argument", "retained",
+    "static_argnums", "static_argnames", "multi_transform", "adam_bf16_moments", "dict_state",
+    "nested_tuple", "rng_argument", "retained",
 )  # fmt: skip
 ON_BOTH = ("clip_adamw",)
 CASES = [
