@@ -84,7 +84,8 @@ class Session:
         self._trainer: int | None = None  # the thread that steps
         self._current = CurrentWindow(options, processes)
         self._last_step: WrappedStep | None = None
-        self._steps = weakref.WeakSet[WrappedStep]()
+        # Each with the version that it has returned last.
+        self._steps = weakref.WeakKeyDictionary[WrappedStep, int]()
         self._sealed_at = -1
         self.planner = Planner(options, processes, resources)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
@@ -176,9 +177,8 @@ class Session:
         """Counts the update and sends its cut after what has left."""
         with self.lock, self._changing:
             self.version += 1
-            if step is not self._last_step:
-                self._last_step = step
-                self._steps.add(step)
+            self._last_step = step
+            self._steps[step] = self.version
             window = self._current.in_my_step
             if window is not None and armed is not None:
                 start = time.perf_counter()
@@ -233,6 +233,8 @@ class Session:
         # Before what can fail here alone: these ask the other processes, now or later.
         self.planner.limit_device(stepped=self.version > 0)
         self.planner.ask_for_review()
+        if self.version > self._sealed_at:
+            self._let_go(until=self._sealed_at)
         self._sealed_at = self.version
         self._current.abandon_interrupted()
         window = self._current.sealed_at(self.version)
@@ -244,6 +246,12 @@ class Session:
         self.planner.clock.pause()
         self._current.why_none = None
         return Seal(window, record, self.resources)
+
+    def _let_go(self, until: int) -> None:
+        """Of states that steps have returned up to a version: nothing else may hold them still."""
+        for step, version in list(self._steps.items()):
+            if version <= until:
+                step.last.let_go()
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
@@ -297,7 +305,6 @@ class Session:
         """Drops the open window, lets go of what steps returned, and ends the threads."""
         self.abandon("the manager was closed")
         self._current.failure = None  # of a window that nobody waits for any more
-        for step in list(self._steps):  # a state would stay with them until garbage is collected
-            step.last.let_go()
+        self._let_go(until=self.version)  # it would stay there until garbage is collected
         self.predictor.end()
         self.resources.close()

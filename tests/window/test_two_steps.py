@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,28 @@ def test_a_window_opens_after_another_step_has_donated_the_state(tmp_path, host_
         assert kinds == [(0, "snapshot", 1), *((n, "window", 3) for n in (6, 12, 18))]
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
+
+
+def test_a_step_of_an_earlier_phase_holds_no_state(tmp_path):
+    """It does not donate, and is not called between two saves; later it has windows again."""
+    options = Options(save_interval_steps=6)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        first, second = manager.wrap(jax.jit(update.__wrapped__)), manager.wrap(jax.jit(norm_too))
+        state, of_first = fresh(), []
+        for label in range(37):
+            if label < 9 or label > 18:
+                state = first(state, BATCH)
+            else:
+                state, _ = second(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+            if label == 8:
+                of_first = [weakref.ref(a) for a in jax.tree.leaves(state)]
+            if label == 18:
+                manager.wait_until_finished()
+                assert not [a.shape for ref in of_first if (a := ref()) is not None]
+        manager.wait_until_finished()
+        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
+        assert kinds == [(0, "snapshot", 1), *((n, "window", 3) for n in range(6, 37, 6))]
 
 
 def norm_too(state, batch):
