@@ -204,20 +204,16 @@ class Program:
         """What a loop makes of its parts; those that its body hands on are what they were."""
         assert isinstance(i.shape, tuple)
         loop = self._new(i, _flat([given]), {})
-        body = {j.name: j for j in self._module.computations[i.attributes["body"].lstrip("%")]}
-        returned = next(j for j in body.values() if j.is_root)
-        parts = []
-        for n, (part, shape) in enumerate(zip(given, i.shape, strict=True)):
-            j = body[returned.operands[n]] if returned.opcode == "tuple" else returned
-            while j.opcode in _MOVES:
-                j = body[j.operands[0]]
-            is_kept = j.opcode == ELEMENT and j.attributes["index"] == str(n)
-            if not (is_kept and body[j.operands[0]].opcode == PARAMETER):
-                part = self._expressions.number(
-                    Expression(ELEMENT, _anyhow(shape), (loop,), (("index", str(n)),))
-                )
-            parts.append(part)
-        return tuple(parts)
+        parts: list[_Tree] = [
+            self._expressions.number(
+                Expression(ELEMENT, _anyhow(shape), (loop,), (("index", str(n)),))
+            )
+            for n, shape in enumerate(i.shape)
+        ]
+        returned = self._result(i.attributes["body"].lstrip("%"), {0: tuple(parts)})
+        assert isinstance(returned, tuple)
+        both = zip(given, parts, returned, strict=True)
+        return tuple(before if after == part else part for before, part, after in both)
 
     def _new(self, i: Instruction, operands: Sequence[int], more: Mapping[str, str]) -> int:
         attributes = {k: v for k, v in i.attributes.items() if k not in _WITHOUT_MEANING} | more

@@ -11,7 +11,7 @@ Inside a `shard_map` values are seen as one device sees them, on shapes of one s
 import dataclasses
 import functools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,16 @@ from jax.extend import core as jex
 
 from gockpt_jax import _compat
 from gockpt_jax.training.merging import may_be_cut
-from gockpt_jax.training.values import CHOICE, ENTER, Op, Site, Value, is_everywhere, is_known
+from gockpt_jax.training.values import (
+    CARRIED,
+    CHOICE,
+    ENTER,
+    Op,
+    Site,
+    Value,
+    is_everywhere,
+    is_known,
+)
 
 _SELECT = lax.select_n_p
 # Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
@@ -148,7 +157,7 @@ def _apply(
     if name == "shard_map":
         _look_inside(op, (*path, position) if path is not None else None)
     elif name == "scan":
-        op.results = _written_out(op, [var.aval for var in eqn.outvars], axes)
+        return _loop(op, [var.aval for var in eqn.outvars], axes)
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
@@ -197,8 +206,8 @@ def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
     op.results = tuple(_walk(body, consts, op.entered, path, axes))
 
 
-def _written_out(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> tuple[Value, ...]:
-    """What a loop returns, as its last turns make it, where the compiler sees these.
+def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
+    """What a loop returns, seen as its last turns make it, where the compiler sees these.
 
     It makes no loop of one round. And the turns that `unroll` leaves over come behind the loop.
 
@@ -210,25 +219,53 @@ def _written_out(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> tuple
     body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
     fixed, carry, rows = _compat.scan_operands(scan.params, scan.inputs)
     num_carried, length = len(carry), scan.params["length"]
-    rounds, turns = divmod(length, scan.params["unroll"] or max(1, length))  # 0 stands for all
-    stacked: list[Sequence[Value]] = []
-    if rounds < 2:
-        turns = length
-    else:  # behind a loop, if any
-        loop = Op(scan.primitive, scan.inputs, scan.params)
-        made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
-        carry, stacked = made[:num_carried], [made[num_carried:]]
-    for _ in range(turns):
+
+    def turn(carry: Sequence[Value]) -> list[Value]:
         given = [
             _value(var.aval, Op(lax.slice_p, (row,), {}), 0, axes)
             for var, row in zip(body.invars[len(fixed) + num_carried :], rows, strict=True)
         ]
-        made = _walk(body, consts, [*fixed, *carry, *given], None, axes)
+        return _walk(body, consts, [*fixed, *carry, *given], None, axes)
+
+    rounds, behind = divmod(length, scan.params["unroll"] or max(1, length))  # 0 stands for all
+    stacked: list[Sequence[Value]] = []
+    if rounds < 2:
+        behind = length
+    elif not behind:
+        return _looped(scan, avals, num_carried, turn, axes)
+    else:
+        first = Op(scan.primitive, scan.inputs, scan.params)
+        made = _looped(first, avals, num_carried, turn, axes)
+        carry, stacked = made[:num_carried], [made[num_carried:]]
+    for _ in range(behind):
+        made = turn(carry)
         carry, stacked = made[:num_carried], [*stacked, made[num_carried:]]
     parts = [tuple(turn[i] for turn in stacked) for i in range(len(avals) - num_carried)]
     joined = (Op(lax.concatenate_p, each, {}) for each in parts)
     added = (_value(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
-    return (*carry, *added)
+    scan.results = (*carry, *added)
+    return [_value(aval, scan, i, axes) for i, aval in enumerate(avals)]
+
+
+def _looped(
+    loop: Op, avals: Sequence[Any], num_carried: int,
+    turn: Callable[[Sequence[Value]], list[Value]], axes: Collection[str],
+) -> list[Value]:  # fmt: skip
+    """What a loop of several rounds returns.
+
+    Args:
+      loop: It; is told what any one of its turns returns.
+      avals: Of what it returns.
+      num_carried: How much of that each turn is given by the one before.
+      turn: What one makes of it.
+      axes: Of the mesh, over which a `shard_map` around it maps.
+    """
+    before = Op(CARRIED, loop.inputs, {})
+    loop.turn = tuple(turn([_value(a, before, i, axes) for i, a in enumerate(avals[:num_carried])]))
+    made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
+    for value, last in zip(made, loop.turn, strict=True):
+        value.is_folded |= is_known(last)  # whatever else the loop is given
+    return made
 
 
 def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:

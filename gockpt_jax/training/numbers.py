@@ -38,6 +38,8 @@ _MOVES = IDENTITIES | names(
 # Of one array some numbers, and maybe others: as the parameters are, all and no others.
 _PICKS = names("bitcast_convert_type pad slice split unstack dynamic_slice gather")
 
+_SCALES = IDENTITIES | names("mul div neg")
+
 
 def _chosen(which: Any, *cases: Any) -> Any:
     if _is_secret(which):
@@ -122,7 +124,8 @@ def may_be_one(a: Value, b: Value) -> bool:
     if _is_secret(one) or _is_secret(other):
         return is_known(unspread(a)) and is_known(unspread(b))
     alike = (first.far or second.far) and unspread(a).size == unspread(b).size
-    if alike and (first.may_be(second) or second.may_be(first)):
+    may_be_other = alike and (first.may_be(second) or second.may_be(first))
+    if may_be_other and not (_is_multiple(a, b) or _is_multiple(b, a)):
         return True
     x, y = (float(numbers[0] if np.ndim(numbers) else numbers) for numbers in (one, other))
     if abs(x - y) > _PRECISION * abs(y):  # as a rule, and quickly
@@ -130,6 +133,22 @@ def may_be_one(a: Value, b: Value) -> bool:
     with np.errstate(all="ignore"):  # of what is no number nothing is known: it may be any
         is_other = np.abs(one * 1.0 - other) > _PRECISION * np.abs(other * 1.0)
     return not np.any(is_other)
+
+
+def _is_multiple(value: Value, other: Value) -> bool:
+    """Whether a value is another, times or over something: whether that is one, its numbers tell.
+
+    So is a gradient that is clipped, whose norm is of all that it is itself made of.
+    """
+    wanted, stack, seen = unspread(other), [value], set[Value]()
+    while stack:
+        value = unspread(stack.pop())
+        if value is wanted:
+            return True
+        if (op := value.op) is not None and value not in seen and op.name in _SCALES:
+            seen.add(value)
+            stack.extend(op.inputs[:1] if op.name == "div" else op.inputs)
+    return False
 
 
 def may_be(value: Value, holds: Callable[[Any], Any]) -> bool:
@@ -214,13 +233,27 @@ def _worked_out(value: Value, given: Sequence[Number]) -> Number:
     if np.any(np.isfinite(number)):  # else it is nothing that can be compared
         return Number(number, near, far)
     source = Source(value.arguments, is_product=True)
-    if not _adds_products(op):
+    if not _is_product(value):
         source = Source(value.arguments, near=near, roots=_roots(near))
     return Number(_drawn(value, "of", hex(value.arguments)), frozenset({source}), source.roots)
 
 
 def _typed(value: Value, number: Any) -> Any:
     return number != 0 if value.dtype == jnp.bool_ else 1.0 * number
+
+
+def _is_product(value: Value) -> bool:
+    """Whether a value adds up products of several elements; of a loop, whether its turns do."""
+    value = without_walls(value)
+    while (op := value.op) is not None:
+        if op.name in _MOVES:
+            value = op.inputs[min(value.index, len(op.inputs) - 1)]
+        elif op.turn:
+            value = op.turn[value.index]
+        else:
+            return _adds_products(op)
+        value = without_walls(value)
+    return False
 
 
 def _adds_products(op: Op) -> bool:

@@ -23,6 +23,8 @@ ENTER = types.SimpleNamespace(name="shard_map")
 """In place of a primitive: what makes one shard of an argument."""
 CHOICE = types.SimpleNamespace(name="choice")
 """In place of a primitive: `select_n` between what a compiler may take out of branches."""
+CARRIED = types.SimpleNamespace(name="carried")
+"""In place of a primitive: what one turn of a loop is given by the turn before."""
 _MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
 """What gives all devices that take part the same result."""
 
@@ -123,6 +125,8 @@ class Op:
     """Of a `shard_map`: what goes into its body, seen from inside."""
     results: "tuple[Value, ...]" = ()
     """Of a `shard_map`: what its body returns, seen from inside. So of a loop that is none."""
+    turn: "tuple[Value, ...]" = ()
+    """Of a loop: what any one of its turns returns."""
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ from campaigns import seeds
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from programs.random_program import RandomProgram
 from programs.random_updates import random_updates
+from test_gains import MODELS, OPTIMIZERS, analysed
 from test_merging import ERASED, FOLDED, PAIRS, arguments_of_pair, step_of_pair
 from training_helpers import Analysis, analyse
 from updates import UPDATES, gradient
@@ -104,6 +105,16 @@ def test_a_compiler_goes_on_with_what_a_random_program_retains(
 def test_a_compiler_goes_on_with_what_random_updates_retain(seed: int, devices: Any) -> None:
     found = analyse(*random_updates(seed, 60 if ASKED else 15))
     assert not torn(found, devices[0])
+
+
+@pytest.mark.parametrize("model", MODELS if ASKED else ["accumulated and scanned"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS if ASKED else ["clipped AdamW"])
+def test_a_compiler_goes_on_with_what_a_model_retains(
+    model: str, optimizer: str, devices: Any
+) -> None:
+    if model == "averaged by hand" and devices[0].platform != "cpu":
+        pytest.skip("its mesh is of the devices that are here")
+    assert not torn(analysed(model, optimizer), devices[0])
 
 
 def test_working_a_program_out_gives_what_running_it_gives() -> None:

@@ -177,3 +177,13 @@ def test_deep_chains_need_no_recursion():
         return x
 
     assert flatten(jax.jit(step).trace(X).jaxpr).outputs[0].op.name == "add"
+
+
+def test_what_all_turns_make_of_constants_the_compiler_knows():
+    def turn(c, row):
+        return c + row, (jnp.full(4, 0.3), row + 0.3)
+
+    known, other = graph_of(lambda x: lax.scan(turn, 0.0, x)[1], X).outputs
+    assert known.is_folded
+    assert known.site is None  # the step goes on with what the compiler makes of it
+    assert not other.is_folded

@@ -154,11 +154,53 @@ def test_what_is_not_elementwise_may_be_what_it_is_made_of(name, of):
         assert may_be_one(b, a)
 
 
+MULTIPLES = {
+    "times": lambda v, s: v * s,
+    "over": lambda v, s: v / s,
+    "times, over": lambda v, s: (v / s) * 0.5,
+    "times more": lambda v, s: s * (0.3 * v),
+    "named, times": lambda v, s: -(checkpoint_name(v, "a") * s),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLES)
+def test_a_multiple_is_no_guess_of_what_it_multiplies(name):
+    """As of a gradient that is clipped by a norm of all gradients: but anything else may be."""
+
+    def values(x, y):
+        v, s = jnp.sort(x + y), 2.0 + jnp.square(jnp.max(x))
+        of_another = MULTIPLES[name](jnp.sort(-x - y), s)
+        return v, MULTIPLES[name](v, s), jnp.maximum(v, s), of_another, s / v
+
+    v, multiple, *others = graph_of(values, X, Y).outputs
+    for other, expected in ((multiple, False), *((other, True) for other in others)):
+        assert may_be_one(v, other) is expected
+        assert may_be_one(other, v) is expected
+
+
+def test_a_multiple_by_one_is_what_it_multiplies():
+    def values(x):
+        v, s = jnp.sort(x), jnp.max(x)
+        return v, v * jnp.minimum(1.0, jnp.exp(jnp.abs(s)))
+
+    assert may_be_one(*graph_of(values, X).outputs)
+
+
 PRODUCTS = {
     "matrices": lambda x: x @ jnp.ones((4, 4)),
     "ragged": lambda x: lax.ragged_dot(x[None], jnp.ones((2, 4, 4)), jnp.array([1, 0]))[0],
     "convolution": lambda x: jnp.convolve(x, jnp.ones(3), mode="same"),
-}
+    "rows, turn by turn": lambda x: lax.scan(
+        lambda c, r: (c + 1.0, (r * jnp.ones((3, 4))).T.astype(jnp.bfloat16) @ jnp.ones(3)),
+        0.0, x.reshape(2, 2)[:, :1],
+    )[1].reshape(-1)[:4],
+    "the last turn": lambda x: lax.scan(
+        lambda c, r: (jnp.full((4, 4), r) @ jnp.ones(4), r), x, x
+    )[0],
+    "turns of turns": lambda x: lax.fori_loop(
+        0, 2, lambda i, c: lax.fori_loop(0, 3, lambda i, c: c @ jnp.ones((4, 4)), c), x
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -200,6 +242,21 @@ def test_what_the_turns_of_a_loop_return_may_be_taken_out_of_it():
     first, second, one, other = graph_of(values, X).outputs
     assert may_be_one(first, one)
     assert may_be_one(second, other)
+
+
+TURNS = {
+    "sums": lambda c, r: (c, jnp.sum(r[None], 0)),
+    "added": lambda c, r: (c, r @ jnp.ones((4, 4)) + r),
+    "passed on": lambda c, r: (r @ jnp.ones((4, 4)), c),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_what_turns_make_of_other_things_than_products_may_be_anything(name):
+    def values(x):
+        return x, lax.scan(TURNS[name], jnp.zeros(4), x)[1]
+
+    assert may_be_one(*graph_of(values, jnp.ones((3, 4))).outputs)
 
 
 def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():
