@@ -25,7 +25,7 @@ NOTES = [
     " while it is watched, as the library learns it for its plans.",
     "visible_secs: from the return of `save` until the checkpoint was visible, seen once per step;"
     " drain_over_interval: that over the undisturbed time of an interval: above 1 the next save"
-    " has to wait. drain_secs, write_secs, commit_secs, replayed and moved bytes: the library's"
+    " has to wait. drain_secs, write_secs, commit_secs, early and moved bytes: the library's"
     " own reports; predicted_stall_secs: what the planner expected of each save, by its cost model;"
     " gockpt is told the time of an undisturbed step, which a longer run would have measured (and"
     " the rate of a simulated link; a real one it measures).",
@@ -118,6 +118,7 @@ def _of_reports(phase: Phase, state_bytes: int) -> Iterator[tuple[str, float]]:
         yield "write_secs", report["write_secs"]
         yield "commit_secs", report["commit_secs"]
         yield "window_steps", report["window_steps"]
+        yield "early_bytes_ratio", report["early_bytes"] / state_bytes
         yield "moved_bytes_ratio", (report["state_bytes"] + report["gradient_bytes"]) / state_bytes
         yield "staged_bytes_ratio", report["peak_device_bytes"] / state_bytes
         if report.get("link_bytes_per_sec"):

@@ -19,6 +19,7 @@ _COST = {
 }
 _HOLDINGS = {
     "window_steps": "K",
+    "early_bytes_ratio": "early",
     "moved_bytes_ratio": "moved",
     "link_gb_per_sec": "link GB/s",
     "blocked_gb_per_sec": "blocked GB/s",

@@ -64,6 +64,7 @@ def test_parts_leave_few_files_that_say_what_they_measured(rehearsal):
     assert figures["exact/adamw/moments/max_ulps"] == 0
     assert figures["library/adamw/audit_max_ulps"] == 0
     assert figures["gockpt_k2/6/window_steps"] == 2
+    assert figures["gockpt_k2/6/early_bytes_ratio"] > 0.6  # both of Adam's moments
     for name in ("gockpt/6/throughput_ratio", "sixth/gockpt/6/throughput_ratio",
                  "memory/gockpt/6/host_memory_ratio", "write_gbps/disk"):  # fmt: skip
         assert figures[name] > 0

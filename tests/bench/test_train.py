@@ -223,6 +223,7 @@ def test_a_run_has_the_figures_of_every_mode(record):
     for figure in ("inflation_secs_per_save", "inflation_vs_stock_async", "drain_over_interval"):
         assert f"gockpt_k2/5/{figure}" in record["figures"]
     assert set(record["samples"]["gockpt_k2/5/window_steps"]) == {2}
+    assert min(record["samples"]["gockpt_k2/5/early_bytes_ratio"]) > 0.6  # both of Adam's moments
     ideal = [p["wall_secs"] / p["steps"] for p in found(record, "ideal")]
     assert len(ideal) == 2  # before the round and after it
     figures = record["figures"]
