@@ -27,6 +27,10 @@ IN_A_HURRY = {"xla_backend_optimization_level": 0}  # for what makes a first sta
 # as it likes; these layouts are such that it likes them, so that one compilation does. One of them
 # is spelt as users do, ("fsdp", None): the new state's sharding is equivalent then, but not equal.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"layers/block/up/kernel$", P(None, "fsdp", "tensor")),  # of scanned layers, in front of all
+    (r"layers/block/qkv/kernel$", P(None, None, "tensor")),
+    (r"layers/block/up/bias$", P(None, "tensor")),
+    (r"layers/block/(down|proj)/kernel$", P(None, "fsdp")),
     (r"(Embed_0/embedding|(Dense_1|up)/kernel)$", P("fsdp", "tensor")),
     (r"(Dense_0|qkv)/kernel$", P(None, "tensor")),
     (r"((Dense_2|down|proj)/kernel|tokens/embedding|Dense_1/bias|table)$", P("fsdp")),

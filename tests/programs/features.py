@@ -107,8 +107,8 @@ def ema(layout: Layout) -> Job:
 
 @PROGRAMS.program()
 def grad_accumulation(layout: Layout) -> Job:
-    """Gradients summed over microbatches by a scan, then averaged."""
-    tx = optax.adamw(LEARNING_RATE)
+    """Gradients summed over microbatches by a scan, then averaged and clipped."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(LEARNING_RATE))
     micro = 2
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:

@@ -57,14 +57,24 @@ class Block(nn.Module):
         return nn.RMSNorm(dtype=h.dtype)(h)
 
 
+class Layer(nn.Module):
+    """A block that is computed again in the backward pass, in the form that `nn.scan` takes."""
+
+    @nn.compact
+    def __call__(self, h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return nn.remat(Block)(name="block")(h), None
+
+
 class Transformer(nn.Module):
-    """One block in bf16; the logits are fp32."""
+    """Two scanned blocks in bf16, as of large models; the logits are fp32."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         h = nn.Embed(VOCABULARY, 32, dtype=jnp.bfloat16, name="tokens")(tokens)
         h = h + nn.Embed(LENGTH, 32, dtype=jnp.bfloat16, name="position")(jnp.arange(LENGTH))
-        return nn.Dense(VOCABULARY, name="logits")(Block()(h).astype(jnp.float32))
+        scanned = nn.scan(Layer, {"params": 0}, split_rngs={"params": True}, length=2)
+        h, _ = scanned(name="layers")(h, None)
+        return nn.Dense(VOCABULARY, name="logits")(h.astype(jnp.float32))
 
 
 def _job(layout: Layout, model: nn.Module, tx: optax.GradientTransformation) -> Job:

@@ -59,6 +59,11 @@ def computed_again(x: Any, p: Any) -> Any:
     return lax.scan(lambda c, q: (jax.checkpoint(layer)(c, q), None), x, p)[0]
 
 
+def in_twos(x: Any, p: Any) -> Any:
+    """And the turn that is left behind the loop."""
+    return lax.scan(lambda c, q: (layer(c, q), None), x, p, unroll=2)[0]
+
+
 def narrow(x: Any, p: Any) -> Any:
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)
     return computed_again(x.astype(jnp.bfloat16), half)
@@ -102,6 +107,7 @@ MODELS: dict[str, Callable[[Any, Any], Any]] = {
     "written out": jax.grad(loss_of(written_out)),
     "scanned": jax.grad(loss_of(scanned)),
     "computed again": jax.grad(loss_of(computed_again)),
+    "in twos": jax.grad(loss_of(in_twos)),
     "in bfloat16": jax.grad(loss_of(narrow)),
     "recurrent": jax.grad(loss_of(lambda x, p: each_token(x, p).swapaxes(0, 1))),
     "accumulated": accumulated(loss_of(written_out)),
