@@ -8,6 +8,8 @@ import pytest
 from bench.accelerators import Compiler
 from bench.compiled import benchmark
 from bench.compiled.benchmark import measure
+from bench.compiled.expressions import Expressions, Program
+from bench.compiled.hlo import parse
 from bench.compiled.layouts import LAYOUTS
 
 
@@ -34,3 +36,48 @@ def test_targets_that_cannot_be_had_are_told(monkeypatch):
     record = benchmark.run(quick=True, targets="h100,v5e", layouts="fsdp", jobs=1)
     assert record.samples == {"v5e/fsdp/mlp/adam/torn": [1.0]}
     assert record.notes[-1] == "Not measured, its compiler is not installed: h100."
+
+
+LOOP_IN_A_LOOP = """HloModule jit_step
+
+%inner (p: (f32[4], s32[])) -> (f32[4], s32[]) {
+  %p = (f32[4], s32[]) parameter(0)
+  %w = f32[4]{0} get-tuple-element(%p), index=0
+  %n = s32[] get-tuple-element(%p), index=1
+  ROOT %t = (f32[4]{0}, s32[]) tuple(%w, %n)
+}
+
+%outer (q: (f32[4], f32[4], f32[4], s32[])) -> (f32[4], f32[4], f32[4], s32[]) {
+  %q = (f32[4], f32[4], f32[4], s32[]) parameter(0)
+  %w = f32[4]{0} get-tuple-element(%q), index=0
+  %x = f32[4]{0} get-tuple-element(%q), index=1
+  %y = f32[4]{0} get-tuple-element(%q), index=2
+  %n = s32[] get-tuple-element(%q), index=3
+  %given = (f32[4]{0}, s32[]) tuple(%w, %n)
+  %turns = (f32[4]{0}, s32[]) while(%given), condition=%again, body=%inner
+  %kept = f32[4]{0} get-tuple-element(%turns), index=0
+  ROOT %t = (f32[4]{0}, f32[4]{0}, f32[4]{0}, s32[]) tuple(%kept, %y, %x, %n)
+}
+
+%again (r: (f32[4], s32[])) -> pred[] {
+  %r = (f32[4], s32[]) parameter(0)
+  ROOT %no = pred[] constant(false)
+}
+
+ENTRY %main (w: f32[4], x: f32[4], y: f32[4], n: s32[]) -> (f32[4], f32[4], f32[4], s32[]) {
+  %w = f32[4]{0} parameter(0)
+  %x = f32[4]{0} parameter(1)
+  %y = f32[4]{0} parameter(2)
+  %n = s32[] parameter(3)
+  %given = (f32[4]{0}, f32[4]{0}, f32[4]{0}, s32[]) tuple(%w, %x, %y, %n)
+  ROOT %turns = (f32[4], f32[4], f32[4], s32[]) while(%given), condition=%again, body=%outer
+}
+"""
+
+
+def test_what_loops_hand_on_is_what_went_in():
+    """Through a loop within, too; what two of its parts exchange is neither."""
+    program = Program(parse(LOOP_IN_A_LOOP), Expressions())
+    w, x, y, n = (program.parameters[i] for i in range(4))
+    assert (program.results[0], program.results[3]) == (w, n)
+    assert not {x, y} & set(program.results)
