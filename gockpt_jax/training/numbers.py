@@ -37,7 +37,7 @@ _MOVES = IDENTITIES | names(
 )
 # Of one array some numbers, and maybe others: as the parameters are, all and no others.
 _PICKS = names("bitcast_convert_type pad slice split unstack dynamic_slice gather")
-
+# Of one array the numbers times others.
 _SCALES = IDENTITIES | names("mul div neg")
 
 
