@@ -106,10 +106,10 @@ def test_nothing_is_rounded_where_one_copy_fits(tmp_path):
     options = ocp.CheckpointManagerOptions(save_interval_steps=4)
     window = WindowOptions(steps=3, audit=ACCEPTS)
     with GoCkptManager(tmp_path, options=options, window=window) as manager:
-        step, w = manager.wrap(jax.jit(lambda w: w / 1.01)), fresh()["w"]
+        step, state = manager.wrap(jax.jit(lambda s: {"w": s["w"] / 1.01})), {"w": fresh()["w"]}
         for label in range(9):
-            w = step(w)
-            manager.save(label, args=GoCkptSave(w))
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
         manager.wait_until_finished()
         assert [r.kind for r in manager.reports] == ["snapshot"] * 3
-        np.testing.assert_array_equal(manager.restore(8), w)
+        np.testing.assert_array_equal(manager.restore(8)["w"], state["w"])
