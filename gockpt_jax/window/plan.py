@@ -6,6 +6,7 @@ known; or, until then, the smallest for which nothing exceeds the device budget.
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Sequence
 
 import jax
@@ -18,6 +19,10 @@ from gockpt_jax.window.choice import choose, fill, why_one_copy
 from gockpt_jax.window.cost import Blocks, Terms, Unit, copied_bytes, describe_bytes
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
+_log = logging.getLogger("gockpt_jax")
+
+_LITTLE = 0.1
+"""Of the state: a window of less spreads next to nothing."""
 _DRIFT = 1.5
 """Plans are not made anew for less: a step or a link is never quite the same twice."""
 
@@ -179,6 +184,21 @@ def plan_window(
         )
     )
     return Plan(choice.cost.blocks, choice.reason)
+
+
+def warn_of_late(size: StateBytes) -> None:
+    """Warns where saves will stall and no window could help: nothing else tells, they are right.
+
+    Args:
+      size: Of a state of which the device has no room for a copy, nor a window that gains.
+    """
+    early = sum(unit.state_bytes for unit in size.units)
+    if early < _LITTLE * size.sent:
+        _log.warning(
+            "saves will wait until most of the state has left the device: no copy of its %s fits "
+            "the device budget, and only %.0f%% may leave early; `explain()` tells why",
+            describe_bytes(size.sent), 100 * early / size.sent,
+        )  # fmt: skip
 
 
 def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int) -> Plan:

@@ -24,7 +24,14 @@ from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure
 from gockpt_jax.window.late import late_blocks, late_chunks
-from gockpt_jax.window.plan import Facts, Plan, StateBytes, measure_bytes, plan_window
+from gockpt_jax.window.plan import (
+    Facts,
+    Plan,
+    StateBytes,
+    measure_bytes,
+    plan_window,
+    warn_of_late,
+)
 from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
@@ -92,19 +99,23 @@ class Planner:
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
         planned = self._plans.get(program) or self._plan(program, leaves)
-        finds_no_room = (
-            planned.plan.steps == 1
-            and why_one_copy(planned.size.sent, self._device.limit_bytes) is None
-        )
-        if finds_no_room and not self._must_be_exact():
+        if self._finds_no_room(planned) and not self._must_be_exact():
             step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
             program = step.program
         if program is not None:
-            _log.debug("planned %s", self._plans[program].plan)
+            planned = self._plans[program]
+            _log.debug("planned %s", planned.plan)
+            if self._finds_no_room(planned):
+                warn_of_late(planned.size)
             self._make_ready(step, program, leaves)
             self._reviewed.add(program)
             self._ready.add(program)
         return True
+
+    def _finds_no_room(self, planned: Planned) -> bool:
+        """Whether saves are snapshots for want of a window, and not because one copy fits."""
+        limit_bytes = self._device.limit_bytes
+        return planned.plan.steps == 1 and why_one_copy(planned.size.sent, limit_bytes) is None
 
     def _is_ready(self, program: StepProgram) -> bool:
         """Whether all has been done for its plan, which may have come under other settings."""

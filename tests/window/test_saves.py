@@ -141,6 +141,33 @@ def test_planner_takes_the_fewest_steps_that_keep_the_budget(tmp_path, leaves, s
         assert_same(manager.restore(15), state)
 
 
+@pytest.mark.parametrize(
+    ("leaves", "is_late", "told"),
+    [(1.5, True, True), (3.5, True, False), (1.5, False, False), (0.5, False, False)],
+    ids=["all late", "a copy fits", "early", "early, and no room for a window"],
+)
+def test_saves_that_no_window_could_help_are_told_of_once(tmp_path, caplog, leaves, is_late, told):
+    """Of three leaves, of which two are moments; late are those that a division has made."""
+
+    @jax.jit
+    def step(state, batch):
+        last = {k: v / 1.01 for k, v in state.items()}
+        m, g = state["m"], jnp.cosh(state["w"] + batch)
+        moments = {"m": 0.75 * m + 0.25 * g, "v": 0.75 * state["v"] + 0.25 * (g * g)}
+        return last if is_late else last | moments
+
+    window = WindowOptions(device_budget_bytes=int(leaves * SIZE * 4))
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=4), window=window) as manager:
+        step, state = manager.wrap(step), {k: jnp.full(SIZE, 0.5) for k in "mvw"}
+        for label in range(13):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+        manager.wait_until_finished()
+    found = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(found) == told
+    assert all("no copy of its 768 B fits the device budget, and only 0% may" in f for f in found)
+
+
 def test_a_save_that_comes_before_its_window_opens_was_not_predicted(tmp_path):
     """Nor was that window put off: it has three steps, and the next save is four away."""
     window = WindowOptions(device_budget_bytes=12 * SIZE * 4)
