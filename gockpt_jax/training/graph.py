@@ -240,8 +240,8 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
     for _ in range(behind):
         made = turn(carry)
         carry, stacked = made[:num_carried], [*stacked, made[num_carried:]]
-    parts = [tuple(turn[i] for turn in stacked) for i in range(len(avals) - num_carried)]
-    joined = (Op(lax.concatenate_p, each, {}) for each in parts)
+    parts = [tuple(each[i] for each in stacked) for i in range(len(avals) - num_carried)]
+    joined = (Op(lax.concatenate_p, part, {}) for part in parts)
     added = (_value(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
     scan.results = (*carry, *added)
     return [_value(aval, scan, i, axes) for i, aval in enumerate(avals)]

@@ -186,19 +186,24 @@ def plan_window(
     return Plan(choice.cost.blocks, choice.reason)
 
 
-def warn_of_late(size: StateBytes) -> None:
+def warn_of_late(size: StateBytes) -> bool:
     """Warns where saves will stall and no window could help: nothing else tells, they are right.
 
     Args:
       size: Of a state of which the device has no room for a copy, nor a window that gains.
+
+    Returns:
+      Whether it has.
     """
     early = sum(unit.state_bytes for unit in size.units)
-    if early < _LITTLE * size.sent:
-        _log.warning(
-            "saves will wait until most of the state has left the device: no copy of its %s fits "
-            "the device budget, and only %.0f%% may leave early; `explain()` tells why",
-            describe_bytes(size.sent), 100 * early / size.sent,
-        )  # fmt: skip
+    if early >= _LITTLE * size.sent:
+        return False
+    _log.warning(
+        "saves will stall until what exceeds the device budget has left: a copy of the state's %s "
+        "does not fit, and only %.0f%% may leave early; `explain()` tells why",
+        describe_bytes(size.sent), 100 * early / size.sent,
+    )  # fmt: skip
+    return True
 
 
 def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int) -> Plan:

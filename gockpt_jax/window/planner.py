@@ -67,6 +67,7 @@ class Planner:
         self._device = resources.device
         self._host = resources.host
         self._is_limited = False
+        self._has_warned = False
         # Those whose plans have been looked at since the last save.
         self._reviewed: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         # Positions of the leaves that each of the last two saves did not take.
@@ -105,8 +106,8 @@ class Planner:
         if program is not None:
             planned = self._plans[program]
             _log.debug("planned %s", planned.plan)
-            if self._finds_no_room(planned):
-                warn_of_late(planned.size)
+            if self._finds_no_room(planned) and not self._has_warned:
+                self._has_warned = warn_of_late(planned.size)
             self._make_ready(step, program, leaves)
             self._reviewed.add(program)
             self._ready.add(program)

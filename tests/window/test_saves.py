@@ -165,7 +165,22 @@ def test_saves_that_no_window_could_help_are_told_of_once(tmp_path, caplog, leav
         manager.wait_until_finished()
     found = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(found) == told
-    assert all("no copy of its 768 B fits the device budget, and only 0% may" in f for f in found)
+    assert all("a copy of the state's 768 B does not fit, and only 0% may" in f for f in found)
+
+
+def test_two_saves_of_one_version_take_nothing_from_the_next_window(tmp_path):
+    """It opens in the very next call, with what the step has returned last."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for n in range(1, 14):
+            state = step(state, BATCH)
+            if n % 3 == 1:
+                manager.save(10 * n, args=GoCkptSave(state), force=True)
+                manager.save(10 * n + 1, args=GoCkptSave(state), force=True)
+                manager.expect_save(in_steps=3)
+        manager.wait_until_finished()
+        firsts = [kind for kind in kinds(manager) if kind[0] % 10 == 0]
+        assert firsts[1:] == [(10 * n, "window", 3) for n in (4, 7, 10, 13)]
 
 
 def test_a_save_that_comes_before_its_window_opens_was_not_predicted(tmp_path):
