@@ -5,6 +5,7 @@ In the order of their imports:
     values     the values of a traced step, and what makes them
     erased     of which operations the compiler makes nothing
     numbers    what number a value is, and which may be one
+    settled    which flags are always the same
     apart      which sums they take apart
     merging    what compilers merge
     exact      which operations the host repeats bit for bit

@@ -49,6 +49,8 @@ MIN_GAIN = 1.2
 """Bytes of a leaf over bytes retained for it, below which a window moves more than it spreads."""
 _ANY_GAIN = 0.99
 """A gain of 1, where the scalars count for something too."""
+_IN_BRANCH = 1 + 2**-10
+"""Times its bytes a value costs in a branch, which then returns more: less than anything gains."""
 _Repeats = Callable[[Op], bool]
 """Whether the host repeats an operation."""
 
@@ -134,8 +136,10 @@ def _cut(
         early, values = _cheapest([leaves[j] for j in members], [walks[j] for j in members],
                                   min_gain)  # fmt: skip
         specs = {leaves[j].spec for j in members}
-        if len(specs) > 1 or any(laid.setdefault(v, specs) != specs for v in values if v.shape):
+        large = [v for v in values if v.shape]
+        if len(specs) > 1 or any(laid.get(v, specs) != specs for v in large):
             continue  # one value cannot be laid out for all of them
+        laid.update(dict.fromkeys(large, specs))
         had = {leaf.old for leaf in early}
         for leaf in early:
             walk = walk_back(leaf, had, stop=values, repeats=repeats)
@@ -151,11 +155,11 @@ def _cheapest(
     walk = Walk()
     for each in walks:
         walk.add(each)
-    cuttable = walk.cuttable_bytes()
+    cuttable = walk.cuttable()
     links: dict[tuple[Hashable, Hashable], float | None] = {}
     for value in (*walk.reads, *walk.between):  # retaining it
         links[(value, "in"), (value, "out")] = (
-            (min_gain * cuttable[value] if value.shape else 0.0) if value in cuttable else None
+            min_gain * _price(value) if value in cuttable else None
         )
     for value, user in walk.uses:
         links[(value, "out"), (user, "in")] = None
@@ -168,6 +172,12 @@ def _cheapest(
     wet = minimum_cut(links, "start", "end")
     early = [leaf for leaf in leaves if (leaf.new, "in") not in wet]
     return early, {v for v in cuttable if (v, "in") in wet and (v, "out") not in wet}
+
+
+def _price(value: Value) -> float:
+    """Of retaining it; a scalar is next to nothing."""
+    assert value.site is not None
+    return (value.nbytes if value.shape else 0.0) * (_IN_BRANCH if value.site.is_in_branch else 1)
 
 
 def _why_late(leaf: Leaf, had: Collection[Value], repeats: _Repeats, min_gain: float) -> str:

@@ -21,14 +21,17 @@ from jax.extend import core as jex
 
 from gockpt_jax import _compat
 from gockpt_jax.training.merging import may_be_cut
+from gockpt_jax.training.settled import is_settled
 from gockpt_jax.training.values import (
     CARRIED,
     CHOICE,
     ENTER,
     Op,
     Site,
+    Step,
     Value,
     is_everywhere,
+    is_in_branch,
     is_known,
 )
 
@@ -48,6 +51,8 @@ _CALLS = {
     "remat2": "jaxpr",
 }
 _OPENABLE = frozenset({"jit", "pjit"})
+_KNOWN = frozenset({"iota", "platform_index"})
+"""Of nothing, the compiler makes what it knows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ def flatten(closed: Any, carried: Sequence[tuple[int, int]] = ()) -> Graph:
 
 
 def _walk(
-    jaxpr: Any, consts: list[Any], inputs: Sequence[Value], path: tuple[int, ...] | None,
+    jaxpr: Any, consts: list[Any], inputs: Sequence[Value], path: tuple[Step, ...] | None,
     axes: Collection[str] = (),
 ) -> list[Value]:  # fmt: skip
     """Follows the equations of one body.
@@ -127,7 +132,7 @@ def _walk(
 
 
 def _offer_site(
-    value: Value, path: tuple[int, ...] | None, var: Any, axes: Collection[str]
+    value: Value, path: tuple[Step, ...] | None, var: Any, axes: Collection[str]
 ) -> None:
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
     if path is None or type(var) is _compat.DropVar:
@@ -141,32 +146,42 @@ def _offer_site(
 
 
 def _apply(
-    eqn: Any, inputs: list[Value], path: tuple[int, ...] | None, position: int,
+    eqn: Any, inputs: list[Value], path: tuple[Step, ...] | None, position: int,
     axes: Collection[str],
 ) -> list[Value]:  # fmt: skip
     name = eqn.primitive.name
     if name == "pvary":  # for the types alone
         return inputs
+    inside = (*path, Step(position)) if path is not None else None
     if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
         body, operands = body_of(eqn, inputs)
-        inner = (*path, position) if path is not None and can_open(eqn) else None
-        return _walk(*_compat.open_jaxpr(body), operands, inner, axes)
+        inside = inside if can_open(eqn) else None
+        return _walk(*_compat.open_jaxpr(body), operands, inside, axes)
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
     if name == "cond":
-        return _choices(op, [var.aval for var in eqn.outvars], axes)
+        return _choices(op, [var.aval for var in eqn.outvars], inside, axes)
     if name == "shard_map":
-        _look_inside(op, (*path, position) if path is not None else None)
+        _look_inside(op, None if inside is None or is_in_branch(inside) else inside)
     elif name == "scan":
         return _loop(op, [var.aval for var in eqn.outvars], axes)
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
 
 
-def _choices(cond: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
-    """What comes out of branches: each a choice between what they make, but for typed keys."""
+def _choices(
+    cond: Op, avals: Sequence[Any], path: tuple[Step, ...] | None, axes: Collection[str]
+) -> list[Value]:
+    """What comes out of branches: each a choice between what they make, but for typed keys.
+
+    Nothing is cut where a branch is in a `shard_map`, nor where one is in a branch: what the other
+    branches return in the place of a value would have to vary over the mesh as it does.
+    """
     index, *operands = cond.inputs
-    branches = [
-        _walk(*_compat.open_jaxpr(b), operands, None, axes) for b in cond.params["branches"]
-    ]
+    branches = []
+    for i, branch in enumerate(cond.params["branches"]):
+        inside = None
+        if path is not None and not axes:
+            inside = (*path[:-1], path[-1]._replace(branch=i))
+        branches.append(_walk(*_compat.open_jaxpr(branch), operands, inside, axes))
     return [
         _value(aval, cond, i, axes)
         if _is_extended(aval)
@@ -186,12 +201,13 @@ def _chooser(cases: Sequence[Value]) -> Any:
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    folded = bool(op.inputs or op.name == "iota") and all(map(is_known, op.inputs))
+    folded = bool(op.inputs or op.name in _KNOWN) and all(map(is_known, op.inputs))
     arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
+    folded = folded or is_settled(aval, op)
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)
 
 
-def _look_inside(op: Op, path: tuple[int, ...] | None) -> None:
+def _look_inside(op: Op, path: tuple[Step, ...] | None) -> None:
     """Follows the body of a `shard_map`."""
     body, consts = _compat.open_jaxpr(op.params["jaxpr"])
     axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names

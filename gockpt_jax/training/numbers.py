@@ -59,12 +59,15 @@ _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "ge": np.greater_equal,
     "select_n": _chosen, "choice": _chosen,
 }  # fmt: skip
-# Rounded by each machine in its own way, or of flags; what is made of bits may be one.
+# Rounded by each machine in its own way.
 _OTHERS: Mapping[str, Callable[..., Any]] = {
     "sqrt": np.sqrt, "rsqrt": lambda x: 1.0 / np.sqrt(x), "cbrt": np.cbrt, "pow": np.power,
     "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
     "tanh": np.tanh, "logistic": lambda x: 1.0 / (1.0 + np.exp(-x)),
     "sin": np.sin, "cos": np.cos, "tan": np.tan,
+}  # fmt: skip
+# Of flags; of bits they are another matter.
+_LOGICAL: Mapping[str, Callable[..., Any]] = {
     "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
 }  # fmt: skip
 
@@ -266,6 +269,8 @@ def _adds_products(op: Op) -> bool:
 def _elementwise(op: Op) -> Callable[..., Any] | None:
     if op.name == "integer_pow":
         return lambda x: x ** op.params["y"]
+    if op.name in _LOGICAL:
+        return _LOGICAL[op.name] if op.inputs[0].dtype == jnp.bool_ else None
     return _ELEMENTWISE.get(op.name) or _OTHERS.get(op.name)
 
 
@@ -305,8 +310,15 @@ def _is_secret(number: Any) -> bool:
 
 
 def _drawn(value: Value, *what: Any) -> Any:
-    """Many numbers of either sign, large and small, the same of the same in every process."""
+    """Many numbers of either sign, large and small, the same of the same in every process.
+
+    Of whole ones one is 0, and some are beyond all that a step may compare with.
+    """
     digest = hashlib.blake2b(repr(what).encode()).digest()
     bits = np.frombuffer(digest, "<u2")
     numbers = np.where(bits & 1, 1, -1) * 10.0 ** (bits / 2.0**14 - 2.0)
-    return numbers > 0 if value.dtype == jnp.bool_ else numbers
+    if value.dtype == jnp.bool_:
+        return numbers > 0
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        numbers[-3:] = 1e30, -1e30, 0.0
+    return abs(numbers) if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else numbers

@@ -6,7 +6,7 @@ import math
 import types
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 
 def names(text: str) -> frozenset[str]:
@@ -44,20 +44,42 @@ def judged_once(judge: Callable[[_Judged], bool]) -> Callable[[_Judged], bool]:
     return verdict
 
 
+class Step(NamedTuple):
+    """Into the body of one equation.
+
+    Attributes:
+      position: Of the equation, among those around it.
+      branch: Which of its branches, if it is a `cond` that is decided only when it runs.
+    """
+
+    position: int
+    branch: int | None = None
+
+
+def is_in_branch(path: Collection[Step]) -> bool:
+    """Whether what lies there is made only where some branch is taken."""
+    return any(step.branch is not None for step in path)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
     """Where the user's own program holds a value.
 
     Attributes:
-      path: Positions of the enclosing `jit` and `shard_map` equations, outermost first; empty at
+      path: Into the enclosing `jit`, `shard_map` and `cond` equations, outermost first; empty at
         the top level.
       var: The variable there.
       spec: Inside a `shard_map`, how its shards lie when it is returned from there.
     """
 
-    path: tuple[int, ...]
+    path: tuple[Step, ...]
     var: Any
     spec: Any = None
+
+    @property
+    def is_in_branch(self) -> bool:
+        """Whether the value is made only where some branch is taken."""
+        return is_in_branch(self.path)
 
 
 @dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)

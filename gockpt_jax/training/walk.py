@@ -74,7 +74,7 @@ class Walk:
         for field in dataclasses.fields(self):
             getattr(self, field.name).update(getattr(other, field.name))
 
-    def cuttable_bytes(self) -> dict[Value, int]:
+    def cuttable(self) -> set[Value]:
         """The values that can be returned by the armed step and are then the numbers it uses."""
         # Folded into a sum, unless it is returned: the step would go on with other numbers.
         folded = {
@@ -84,7 +84,7 @@ class Walk:
         }
         melted = any(user.op and melts(user.op) for _, user in self.uses)
         return {
-            v: v.nbytes
+            v
             for v in (*self.reads, *self.between)
             if v.site is not None
             and v not in folded
@@ -151,9 +151,11 @@ def _ends_walk(value: Value, repeats: Callable[[Op], bool], goes_on: bool) -> bo
     may_repeat = repeats if value.shape or value.is_folded else is_exact
     if value.op is None or not (may_repeat(value.op) and _is_elementwise(value.op, value)):
         return True
-    # A marked gradient, as a rule: no need to look behind. But for a leaf that is told its place.
-    is_marked = value.op.name in IDENTITIES and not goes_on
-    return is_marked and value.site is not None and may_be_cut(value)
+    if value.op.name not in IDENTITIES or goes_on or value.site is None:
+        return False
+    # A marked gradient, as a rule: no need to look behind. But for a leaf that is told its place,
+    # and in a branch: it may be had from in front of it.
+    return not value.site.is_in_branch and may_be_cut(value)
 
 
 def _is_elementwise(op: Op, value: Value) -> bool:

@@ -55,7 +55,8 @@ def _l2_adam() -> optax.GradientTransformation:
 
 
 def _multisteps() -> optax.GradientTransformation:
-    return optax.MultiSteps(optax.adamw(LEARNING_RATE), 2).gradient_transformation()
+    """Whose sums are clipped in a branch, in every second step."""
+    return optax.MultiSteps(_clip_adamw(), 2).gradient_transformation()
 
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -92,8 +93,9 @@ for _name, _make_tx in OPTIMIZERS.items():
 
 @PROGRAMS.program("skips")
 def apply_if_finite(layout: Layout) -> Job:
-    """The optimizer itself skips the batches whose gradients are not finite."""
-    tx = optax.apply_if_finite(optax.adamw(LEARNING_RATE), max_consecutive_errors=5)
+    """The optimizer itself skips the batches whose gradients are not finite, in a branch."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(LEARNING_RATE))
+    tx = optax.apply_if_finite(clipped, max_consecutive_errors=5)
     return make_job(layout, lambda: init_train_state(tx), make_train_step(), layout.bad_batch)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_helpers import graph_of
 
 from gockpt_jax.training.armed import with_outputs
@@ -100,6 +101,73 @@ def test_values_of_calls_that_return_their_arguments():
     np.testing.assert_allclose(value, jnp.sin(X), rtol=1e-6)
     for got, want in zip(results, (X + 1, 3.0, jnp.sin(X) + 1, jnp.sin(X) + 1), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_branches_return_what_they_make_and_the_others_zeros():
+    """Of any type, in calls inside them and in branches of branches, which may be the same body."""
+    halves = jax.jit(lambda x: (jnp.floor(x) != 1, jnp.sum(jnp.cos(x)) + 1.0))
+
+    def inner(x):
+        large, total = halves(x)
+        return jnp.where(large, jnp.exp(x), total)
+
+    def step(i, x):
+        deep = lambda x: lax.cond(i > 1, lambda x: inner(x) + Y, jnp.tanh, x)  # noqa: E731
+        return lax.switch(i, [lambda x: jnp.log(x) * 2.0, deep, deep], x)
+
+    index = jnp.int32(0)
+    jaxpr, graph = traced(step, index, X)
+    chosen = graph.outputs[0].op.inputs
+    values = [find(chosen[1], "log"), *(find(chosen[3], n) for n in ("tanh", "exp", "ne", "cos"))]
+    scalar = find(chosen[3], "broadcast_in_dim").op.inputs[0]
+    assert (scalar.shape, scalar.op.name) == ((), "add")
+    values += [scalar, find(chosen[2], "tanh")]
+    assert [len(v.site.path) for v in values] == [1, 2, 2, 2, 3, 2, 2]
+    armed = jax.jit(with_outputs(jaxpr, [v.site for v in values]))
+    # Which of them the i-th call makes; the shallow branch of the last is never taken.
+    for i, made in enumerate([{0}, {6}, {2, 3, 4, 5}]):
+        result, *got = armed(jnp.int32(i), X)
+        np.testing.assert_array_equal(result, jax.jit(step)(jnp.int32(i), X))
+        real = [jnp.log(X), jnp.tanh(X), jnp.exp(X), X != 1, jnp.cos(X), jnp.cos(X).sum() + 1,
+                jnp.tanh(X)]  # fmt: skip
+        for n, (value, want) in enumerate(zip(got, real, strict=True)):
+            assert value.dtype == want.dtype
+            np.testing.assert_allclose(value, want if n in made else want * 0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_branches_return_lies_as_it_does_there(kind):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    spread = NamedSharding(mesh, PartitionSpec("d"))
+
+    def step(x, y):
+        return lax.cond(jnp.sum(x) > jnp.sum(y), lambda: jnp.sin(x) + y, lambda: x * y)
+
+    x, y = (jax.device_put(jnp.arange(16.0) + i, spread) for i in (0, 1))
+    with jax.set_mesh(mesh):
+        jaxpr, graph = traced(step, x, y)
+        armed = jax.jit(with_outputs(jaxpr, [find(graph.outputs[0], "sin").site]))
+        for a, b, made in ((x, y, False), (y, x, True)):
+            result, value = armed(a, b)
+            np.testing.assert_array_equal(result, jax.jit(step)(a, b))
+            np.testing.assert_allclose(value, jnp.sin(a) if made else jnp.zeros(16), rtol=1e-6)
+            assert value.sharding.is_equivalent_to(spread, 1) or kind == AxisType.Auto
+
+
+def test_branches_in_a_shard_map_are_not_opened():
+    """What the others return would have to vary over the mesh as it does."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("d")
+
+    def each(x):
+        return lax.cond(x[0] > 1, lambda: jnp.sin(x) + 1.0, lambda: x)
+
+    mapped = jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec)
+    _, graph = traced(lambda x: mapped(x) * 2.0, jnp.arange(8.0))
+    (inside,) = (v for v in graph.outputs[0].op.inputs if v.op is not None)
+    (result,) = inside.op.results
+    assert result.site is not None
+    assert find(result, "sin").site is None
 
 
 @pytest.mark.parametrize("donate", [(), (0,)])

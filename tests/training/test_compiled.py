@@ -73,11 +73,15 @@ def cut_of(found: Analysis) -> StepCut:
     return cut_state(found.jaxpr, len(found.leaves), even_for_nothing=True)
 
 
+@pytest.mark.parametrize("in_a_branch", [False, True] if ASKED else [False])
 @pytest.mark.parametrize(("value", "follows"), PAIRS if ASKED else dict.fromkeys(FEW))
-def test_a_compiler_goes_on_with_what_is_retained(value: str, follows: str, devices: Any) -> None:
+def test_a_compiler_goes_on_with_what_is_retained(
+    value: str, follows: str, in_a_branch: bool, devices: Any
+) -> None:
     if value == "exchanged with nobody" and devices[0].platform != "cpu":
         pytest.skip("its mesh is of the devices that are here")
-    found = analyse(step_of_pair(value, follows), *arguments_of_pair(), even_for_nothing=True)
+    step = step_of_pair(value, follows, in_a_branch)
+    found = analyse(step, *arguments_of_pair(), even_for_nothing=True)
     assert not torn(found, devices[0])
 
 

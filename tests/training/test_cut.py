@@ -339,7 +339,7 @@ def test_a_row_that_a_sum_spreads_itself_makes_its_leaf_late():
 
 
 def test_a_mark_in_a_branch_ends_no_walk():
-    """It cannot be returned from there; what was marked can, from in front of the branch."""
+    """What was marked can be had from in front of the branch, which stays as it is."""
 
     def step(s, g):
         is_finite = jnp.isfinite(jnp.sum(g))
@@ -347,6 +347,26 @@ def test_a_mark_in_a_branch_ends_no_walk():
 
     found = analyse(step, state("m", "w"), gradient())
     assert found.groups == [["m", "w"]]
+    assert not any(value.site.is_in_branch for value in found.cut.values)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_branch_is_opened_only_where_nothing_in_front_of_it_or_behind_does(rounds):
+    """A gradient that a branch makes can be had from behind it, for the same price.
+
+    What tells which branch it was is captured anyway.
+    """
+
+    def step(s, g):
+        is_positive = g[0] > 0
+        for _ in range(rounds):
+            g = lax.cond(is_positive, lambda g=g: jnp.cos(g), lambda g=g: jnp.zeros_like(g))
+        return lax.cond(is_positive, lambda: adam(s, g), lambda: s)
+
+    found = analyse(step, state("m", "v", "w"), gradient())
+    assert found.groups == [["m", "v"]]
+    (retained,) = (v for v in found.cut.values if v.shape)
+    assert retained.site.path == ()
 
 
 # The size of real models.

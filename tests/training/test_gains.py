@@ -19,6 +19,8 @@ from training_helpers import Analysis, analyse
 
 WIDTH, LAYERS, WORDS = 8, 3, 16
 CLIP = optax.clip_by_global_norm(1.0)
+CLIPPED = optax.chain(CLIP, optax.adamw(1e-3))
+IN_FOURS = optax.MultiSteps(CLIPPED, 4, should_skip_update_fn=optax.skip_not_finite)
 RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
 
 
@@ -123,6 +125,9 @@ OPTIMIZERS: dict[str, tuple[optax.GradientTransformation, float]] = {
     "clipped Lion": (optax.chain(CLIP, optax.lion(1e-3)), 1.0),
     "clipped AMSGrad": (optax.chain(CLIP, optax.amsgrad(1e-3)), 1 / 2),
     "only if finite": (optax.chain(CLIP, optax.apply_if_finite(optax.adam(1e-3), 5)), 2 / 3),
+    "clipped if finite": (optax.apply_if_finite(CLIPPED, 5), 2 / 3),
+    # Its fourth array are the sums, whose gradients would have to follow beside the clipped ones.
+    "clipped in fours": (IN_FOURS.gradient_transformation(), 1 / 2),
 }
 
 
@@ -165,8 +170,9 @@ def test_what_a_model_is_made_of_makes_nothing_late(model: str, optimizer: str) 
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_leaves_early_of_a_model_is_what_its_step_makes(model: str) -> None:
-    found = analysed(model, "clipped AdamW")
+@pytest.mark.parametrize("optimizer", ["clipped AdamW", "clipped if finite"])
+def test_what_leaves_early_of_a_model_is_what_its_step_makes(model: str, optimizer: str) -> None:
+    found = analysed(model, optimizer)
     new, cut = found.run()
     compared = [
         np.testing.assert_array_equal(leaf, new[j])

@@ -48,7 +48,6 @@ tripled_sine.defjvps(lambda tangent, result, x: tangent)
     [
         pytest.param(tripled_sine, id="custom_jvp"),
         pytest.param(jax.checkpoint(lambda x: jnp.sin(x) * 3.0), id="checkpoint"),
-        pytest.param(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), id="cond"),
         pytest.param(
             jax.jit(
                 lambda x: jnp.sin(x) * 3.0, out_shardings=SingleDeviceSharding(jax.devices()[0])
@@ -96,7 +95,8 @@ def test_cond_becomes_select_with_a_case_per_branch():
     assert op.name == "select_n"
     assert op.inputs[1] is graph.inputs[1]
     assert [v.op.name for v in op.inputs[2:]] == ["sin", "mul"]
-    assert op.inputs[3].site is None
+    assert [[step.branch for step in v.site.path] for v in op.inputs[1:]] == [[], [1], [2]]
+    assert [v.site.is_in_branch for v in op.inputs[1:]] == [False, True, True]
 
 
 @pytest.mark.parametrize(

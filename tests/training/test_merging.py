@@ -264,12 +264,18 @@ SAMPLE = list(
 )
 
 
-def step_of_pair(value: str, follows: str) -> Callable[..., Any]:
-    """A kind of value, twice, and what is done with it before it reaches the state."""
+def step_of_pair(value: str, follows: str, in_a_branch: bool = False) -> Callable[..., Any]:
+    """A kind of value, twice, and what is done with it before it reaches the state.
+
+    In a branch it is all done where a condition holds, which here it does.
+    """
 
     def step(state: Any, x: Any, a: Any, y: Any, b: Any, r: Any) -> Any:
-        v, w = VALUES[value](x, a, r), VALUES[value](y, b, r)
-        return {"m": FOLLOWERS[follows](v, w, state["m"]), "n": 0.9 * state["n"] + v - w}
+        def update() -> Any:
+            v, w = VALUES[value](x, a, r), VALUES[value](y, b, r)
+            return {"m": FOLLOWERS[follows](v, w, state["m"]), "n": 0.9 * state["n"] + v - w}
+
+        return lax.cond(r[0] < 100, update, lambda: state) if in_a_branch else update()
 
     return step
 
@@ -283,9 +289,15 @@ def arguments_of_pair() -> tuple[Any, ...]:
     return {"m": m, "n": n}, x, a, y, b, r
 
 
-@pytest.mark.parametrize(("value", "follows"), SAMPLE)
-def test_what_is_retained_is_what_the_step_goes_on_with(value: str, follows: str) -> None:
-    found = analyse(step_of_pair(value, follows), *arguments_of_pair(), even_for_nothing=True)
+@pytest.mark.parametrize(("value", "follows", "in_a_branch"), [
+    *((*pair, False) for pair in SAMPLE),
+    *((*pair, True) for pair in (SAMPLE if os.environ.get("GOCKPT_MERGES") else SAMPLE[:16])),
+])  # fmt: skip
+def test_what_is_retained_is_what_the_step_goes_on_with(
+    value: str, follows: str, in_a_branch: bool
+) -> None:
+    step = step_of_pair(value, follows, in_a_branch)
+    found = analyse(step, *arguments_of_pair(), even_for_nothing=True)
     new, cut = found.run()
     for fence in (None, np.int32(0)):  # for a CPU's run, and for an accelerator's
         for j, leaf in found.replayed(cut, fence):

@@ -70,7 +70,14 @@ def test_what_replays_replays_exactly(step: Step) -> None:
     assert torn(step) == 0
 
 
-@pytest.mark.parametrize("step", [in_a_branch, out_of_branches, *OUT_OF_LOOPS])
+def test_a_product_in_a_branch_is_not_cut() -> None:
+    """But the sum behind it, which is worth as much as the leaf."""
+    found = analyse(in_a_branch, {"m": vector(1, N)}, *ARGUMENTS, even_for_nothing=True)
+    (group,) = found.cut.groups
+    assert [v.op.name for v in group.retained if v.op] == ["add"]
+
+
+@pytest.mark.parametrize("step", [out_of_branches, *OUT_OF_LOOPS])
 def test_what_may_be_merged_across_a_branch_is_late(step: Step) -> None:
     found = analyse(step, {"m": vector(1, N)}, *ARGUMENTS, even_for_nothing=True)
     assert found.groups == []

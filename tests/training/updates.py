@@ -96,7 +96,7 @@ def skip_step(s: State, g: jax.Array) -> State:
 
 
 def clipped_inside_cond(s: State, g: jax.Array) -> State:
-    """The division is inside a branch, where nothing can be returned from."""
+    """The division is inside a branch."""
     return lax.cond(g[0] > 0, lambda: momentum(s, g / jnp.sum(g)), lambda: s)
 
 
@@ -206,8 +206,8 @@ UPDATES = {
     ),
     "skip step": Update(skip_step, state("m", "w"), [["m", "w"]], scalars=1),
     "clip inside cond": Update(
-        clipped_inside_cond, state("m", "w"), [], lambda s, g: [],
-        late={"m": "product, loop or branch", "w": "product, loop or branch"},
+        clipped_inside_cond, state("m", "w"), [["m", "w"]],
+        lambda s, g: [jnp.where(g[0] > 0, g / jnp.sum(g), 0.0)], scalars=1,
     ),
     "scan": Update(in_a_scan, state("m", "w"), [], lambda s, g: [], late={"m": "`scan`"}),
     "mean over 8": Update(averaged(8.0), state("m", "v", "w"), _MOMENTS),

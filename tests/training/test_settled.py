@@ -1,0 +1,106 @@
+"""Choices that a compiler erases, since it finds that their flag is always the same, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from training_helpers import Analysis, analyse, vector
+
+SIZE = 256
+Flag = Callable[[jax.Array, jax.Array], Any]
+
+# Of an unsigned number and a signed one.
+SETTLED: dict[str, Flag] = {
+    "not below zero": lambda u, i: u >= 0,
+    "nor if zero is the least": lambda u, i: jnp.maximum(u, 0) >= 0,
+    "times zero": lambda u, i: i * 0 == 0,
+    "without itself": lambda u, i: i - i == 0,
+    "itself": lambda u, i: i == i,
+    "either": lambda u, i: (i > 3) | True,
+    "both": lambda u, i: ~((i > 3) & False),
+    "every turn": lambda u, i: i % 1 == 0,
+    "every turn of unsigned": lambda u, i: lax.rem(u, jnp.uint32(1)) == 0,
+}
+OPEN: dict[str, Flag] = {
+    "a bound": lambda u, i: i > 3,
+    "a bound of unsigned": lambda u, i: u > 0,
+    "a late bound": lambda u, i: i < 1_000_000,
+    "the last of its kind": lambda u, i: i < 2**31 - 1,
+    "at five": lambda u, i: i == 5,
+    "but at five": lambda u, i: i != 5,
+    "every tenth": lambda u, i: i % 10 == 0,
+    "but every tenth": lambda u, i: i % 10 != 0,
+    "every eighth": lambda u, i: i & 7 == 0,
+    "some of eight": lambda u, i: i & 7 < 4,
+    "a number or none": lambda u, i: jnp.isnan(i * 0.5),
+    "finite": lambda u, i: jnp.abs(i * 0.5) < jnp.inf,
+    "one of two": lambda u, i: (i > 3) | (u > 3),
+}
+
+
+def moments(s: Any, g: jax.Array, rate: jax.Array) -> Any:
+    return {"m": s["m"] * 0.9 + g * rate, "v": s["v"] * 0.99 + g * 0.7}
+
+
+def found(gradient: Callable[..., jax.Array], in_a_branch: bool = False) -> Analysis:
+    """Of two averages, one of which goes on with another constant."""
+
+    def step(s: Any, x: Any, u: Any, i: Any, rate: Any) -> Any:
+        if not in_a_branch:
+            return moments(s, gradient(x, u, i), rate)
+        return lax.cond(rate > 0, lambda: moments(s, gradient(x, u, i), rate), lambda: s)
+
+    state = {"m": vector(1, SIZE), "v": vector(1, SIZE)}
+    scalars = jnp.uint32(1), jnp.int32(1), jnp.float32(0.7123)
+    return analyse(step, state, vector(2, SIZE), *scalars)
+
+
+def torn(found: Analysis) -> int:
+    new, cut = found.run()
+    return sum(int(np.sum(leaf != np.asarray(new[j]))) for j, leaf in found.replayed(cut))
+
+
+def where(flag: Flag) -> Callable[..., jax.Array]:
+    return lambda x, u, i: jnp.where(flag(u, i), jnp.tanh(x) * 0.3, jnp.cos(x))
+
+
+def branch(flag: Flag) -> Callable[..., jax.Array]:
+    return lambda x, u, i: lax.cond(flag(u, i), lambda: jnp.tanh(x) * 0.3, lambda: x)
+
+
+@pytest.mark.parametrize("name", SETTLED)
+@pytest.mark.parametrize("choice", [where, branch])
+def test_what_is_in_front_of_no_choice_is_not_cut(choice: Any, name: str) -> None:
+    """The factor there is merged with the one behind it."""
+    assert torn(found(choice(SETTLED[name]))) == 0
+
+
+def test_nor_is_it_in_a_branch() -> None:
+    assert torn(found(where(SETTLED["not below zero"]), in_a_branch=True)) == 0
+
+
+@pytest.mark.parametrize("zero", [lambda i: i * 0, lambda i: i - i])
+def test_what_adds_nothing_ends_no_chain(zero: Callable[[jax.Array], jax.Array]) -> None:
+    assert torn(found(lambda x, u, i: x * 0.3 + zero(i).astype(jnp.float32))) == 0
+
+
+@pytest.mark.parametrize("in_a_branch", [False, True])
+def test_each_platform_has_its_own(in_a_branch: bool) -> None:
+    def gradient(x: jax.Array, u: Any, i: Any) -> jax.Array:
+        return lax.platform_dependent(x, cpu=lambda x: jnp.tanh(x) * 0.3, default=jnp.cos)
+
+    assert torn(found(gradient, in_a_branch)) == 0
+
+
+@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize("choice", [where, branch])
+def test_what_nobody_knows_makes_nothing_late(choice: Any, name: str) -> None:
+    analysis = found(choice(OPEN[name]))
+    assert analysis.groups == [["m", "v"]]
+    assert torn(analysis) == 0
