@@ -17,12 +17,13 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges compiled compiled-h100 compiled-v5e compiled-v5e-newest pretended invariants scale bench figures lint types clean
+.PHONY: help venv demo test thorough test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges compiled compiled-h100 compiled-v5e compiled-v5e-newest pretended invariants scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
 	@echo 'make demo    train, kill inside a checkpoint window, resume, compare bit for bit'
 	@echo 'make test    all tests'
+	@echo 'make thorough  the tests that make test leaves out, too, compiled as users do'
 	@echo 'make test-compat  the library and its examples with the oldest and the newest versions'
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
@@ -69,6 +70,10 @@ HURRY ?= --xla_backend_optimization_level=0
 
 test: $(STAMP)
 	@XLA_FLAGS="$$XLA_FLAGS $(HURRY)" $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# All cases of products of arguments (of which `make test` has each argument's values), all programs.
+thorough: $(STAMP)
+	@GOCKPT_THOROUGH=1 GOCKPT_INVARIANTS=all $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # The lower ends of pyproject.toml, exactly (Orbax 0.11.33 was released for JAX of that time), and
 # the newest of everything that the package registry has. Each has an environment of its own.

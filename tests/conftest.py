@@ -107,9 +107,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     return Together(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those of `_FIRST` begin first, in their order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those of `_FIRST` begin first, in their order; some are left to `make thorough`.
+
+    What is asked for by its name is run.
+    """
     items.sort(key=lambda item: item.path.name not in _FIRST)
+    if "GOCKPT_THOROUGH" in os.environ or any("::" in arg for arg in config.args):
+        return
+    seen: set[tuple[str, str, int]] = set()
+    left: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        values = getattr(getattr(item, "callspec", None), "params", {}).items()
+        new = {(item.nodeid.partition("[")[0], name, id(value)) for name, value in values} - seen
+        is_more = item.get_closest_marker("sampled") is not None and not new
+        is_left = is_more or item.get_closest_marker("thorough") is not None
+        if not is_left:
+            seen |= new
+        left[is_left].append(item)
+    config.hook.pytest_deselected(items=left[True])
+    items[:] = left[False]
 
 
 def pytest_collection_finish() -> None:

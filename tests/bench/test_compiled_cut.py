@@ -13,7 +13,10 @@ from bench.compiled.hlo import parse
 from bench.compiled.layouts import LAYOUTS
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=pytest.mark.thorough if x == "single" else ()) for x in LAYOUTS],
+)
 def test_an_optimizer_is_compiled_and_worked_out(layout):
     figures = measure("sgd, momentum", "mlp", layout, jax.devices()[:4])
     assert figures == {"early": 16, "late": 0, "torn": 0, "otherwise": 0, "perturbed": 0}

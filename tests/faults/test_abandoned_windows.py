@@ -169,6 +169,7 @@ def test_host_budget_without_room_for_a_window_gives_snapshots(tmp_path: Path) -
         assert "budget" in trainer.report(8).reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on_save_error", ["raise", "warn"])
 @pytest.mark.parametrize("where", ["copying", "landing"])
 @pytest.mark.parametrize("steps", [1, 3], ids=["snapshot", "window"])

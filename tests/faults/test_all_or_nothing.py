@@ -314,6 +314,7 @@ def test_error_of_a_hook_costs_the_window_only(
         assert_goes_on(trainer)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("budget_bytes", [None, 64 * 1024], ids=["unlimited", "tight"])
 @pytest.mark.parametrize("opening", [True, False], ids=["opening_step", "second_step"])
 @pytest.mark.parametrize("place", [(StepProgram, "call"), (StepClock, "pause")])

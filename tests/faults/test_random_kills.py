@@ -122,7 +122,14 @@ def test_killed_at_random(
     assert resumed_at % INTERVAL in (0, 1)
 
 
-@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_CHECKPOINT_METADATA",
+        pytest.param("_METADATA", marks=pytest.mark.thorough),
+        "manifest.ocdbt",
+    ],
+)
 def test_killed_while_an_old_checkpoint_is_deleted(
     tmp_path: Path, cache: Path, target: Any, undisturbed: dict[str, str], name: str
 ) -> None:

@@ -40,7 +40,10 @@ def train_to_window(directory: Path, **options: Any) -> tuple[Trainer, Bits]:
     return trainer, trainer.given[LABEL]
 
 
-@pytest.mark.parametrize("program", CASES)
+@pytest.mark.parametrize(
+    "program",
+    [CASES[0], pytest.param(CASES[1], marks=pytest.mark.thorough), CASES[2]],
+)
 def test_restores_without_gockpt_jax(tmp_path: Path, program: str) -> None:
     trainer, given = train_to_window(tmp_path / "run", program=program, devices=8)
     want = {path: bits.tobytes() for path, bits in given.items()}

@@ -291,6 +291,7 @@ RETENTION = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", ["write", "commit"])
 @pytest.mark.parametrize("options", RETENTION)
 def test_the_last_good_step_survives_failing_saves(

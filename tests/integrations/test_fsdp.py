@@ -103,7 +103,13 @@ def train(directory, gockpt, *, sharded):
     return state, rows
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "replicated"])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        pytest.param(True, id="fsdp"),
+        pytest.param(False, id="replicated", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_step_inside_shard_map(sharded, tmp_path):
     run = run_both(train, tmp_path, sharded=sharded)
     assert run.snapshots == [0]

@@ -182,6 +182,7 @@ def train_by_v1(directory, windows, steps=18):
 @pytest.mark.skipif(
     not hasattr(v1.training.Checkpointer, "load"), reason="an older v1 (docs/integrations.md)"
 )
+@pytest.mark.thorough  # v1 has tests of its own
 def test_maxtext_by_v1(tmp_path):
     with gockpt_jax.v1.GoCkptCheckpointable(window=WINDOW) as windows:
         final, given = train_by_v1(tmp_path, windows)

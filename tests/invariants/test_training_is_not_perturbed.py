@@ -93,6 +93,7 @@ def new_state() -> Any:
     return params, TX.init(params)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("jit", [{}, {"donate_argnums": 0}, {"static_argnums": 2}], ids=str)
 @pytest.mark.parametrize("rows", [(4,) * 12, (4,) * 6 + (5,) * 6], ids=["same", "two shapes"])

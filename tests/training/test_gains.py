@@ -169,6 +169,7 @@ def test_what_a_model_is_made_of_makes_nothing_late(model: str, optimizer: str) 
     assert early / sum(sizes) == pytest.approx(expected, rel=0.01), found.late
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", ["clipped AdamW", "clipped if finite"])
 def test_what_leaves_early_of_a_model_is_what_its_step_makes(model: str, optimizer: str) -> None:

@@ -95,6 +95,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_are_the_users(kind, arm):
@@ -213,6 +214,7 @@ LOGGING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("logs", "arm"),
     [
@@ -289,6 +291,7 @@ def test_a_state_that_does_not_come_back_is_told_before_an_update_is_lost():
     assert observer.cuts == [False]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("kind", LOGGING)
 def test_a_call_before_training_that_returns_no_state(kind, arm):

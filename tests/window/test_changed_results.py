@@ -54,6 +54,7 @@ def saving_by(manager, saved):
     return save
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize(
     ("change", "log"),
@@ -164,6 +165,7 @@ def nested_steps():
     return eqx.filter_jit(plain_steps().__wrapped__)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("make", [plain_steps, nested_steps])
 @pytest.mark.parametrize("batches", [1, 2, 5])
@@ -236,6 +238,7 @@ def takes_the_state_out(result, n):
     return state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("is_saved_first", [True, False])
 @pytest.mark.parametrize("change", [adds_to_metrics, takes_the_state_out])

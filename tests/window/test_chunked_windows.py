@@ -122,6 +122,7 @@ class Loop:
         self.manager.close()
 
 
+@pytest.mark.sampled
 @every_model
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
 def test_checkpoint_is_the_state(model, cut, tmp_path, monkeypatch):
@@ -201,6 +202,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("name", ["one device", "zero-1"])
 def test_rows_that_go_wrong_are_found(name, fault, tmp_path, monkeypatch):

@@ -41,6 +41,7 @@ def fresh():
     return {"m": jnp.zeros(SIZE), "w": jnp.ones(SIZE)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("debugged", [range(17), range(6, 9), range(5, 6), range(8, 9)])

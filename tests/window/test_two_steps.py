@@ -208,6 +208,7 @@ def assert_windows(reports, labels):
     assert all(reports[label].early_bytes for label in labels)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("jit", [static_jit, equinox_jit])
 def test_the_last_batch_of_an_epoch_is_smaller(tmp_path, capsys, jit, arm):
@@ -227,6 +228,7 @@ def test_the_last_batch_of_an_epoch_is_smaller(tmp_path, capsys, jit, arm):
         assert "Kinds of calls known by now: 2" in text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("jit", [static_jit, equinox_jit])
 def test_a_step_that_logs_more_now_and_then(tmp_path, jit, arm):
@@ -290,6 +292,7 @@ def of_a_number(state, rate):
     return {"m": m, "w": state["w"] - 0.1 * m}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("at", [7, 8, 9, 10, 11, 12])
 def test_windows_come_back_to_a_state_of_other_sizes(tmp_path, arm, at):
