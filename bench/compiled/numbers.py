@@ -30,7 +30,11 @@ _COMPARE: Mapping[str, Callable[..., Any]] = {
     "GE": np.greater_equal,
 }  # fmt: skip
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-# What only floats have here: quotients and powers of integers round otherwise than NumPy's.
+# Of integers: quotients are cut, not rounded down as NumPy's. By zero it is another number.
+_OF_INTEGERS: Mapping[str, Callable[..., Any]] = {
+    "divide": lambda x, y: (x - np.fmod(x, y)) // y, "remainder": np.fmod,
+}  # fmt: skip
+# What only floats have here: powers of integers are others than NumPy's.
 _OF_FLOATS: Mapping[str, Callable[..., Any]] = {
     "divide": np.divide, "power": np.power, "sqrt": np.sqrt, "cbrt": np.cbrt,
     "exponential": np.exp, "exponential-minus-one": np.expm1, "log": np.log,
@@ -154,10 +158,10 @@ def _working_out(e: Expression, expressions: Expressions) -> Callable[..., Any] 
     shape, attributes = e.shape, dict(e.attributes)
     if e.opcode in _ELEMENTWISE:
         return _ELEMENTWISE[e.opcode]
-    if e.opcode in _OF_FLOATS:
+    if e.opcode in _OF_FLOATS | _OF_INTEGERS:
         given = expressions[e.operands[0]].shape
         is_float = isinstance(given, Shape) and given.dtype in _FLOATS
-        return _OF_FLOATS[e.opcode] if is_float else None
+        return (_OF_FLOATS if is_float else _OF_INTEGERS).get(e.opcode)
     if e.opcode == "compare":
         return _COMPARE[attributes["direction"]]
     if e.opcode == "constant":

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gockpt_jax.training.merging import is_rounded, merges
-from gockpt_jax.training.numbers import is_power_of_two
+from gockpt_jax.training.numbers import is_power_of_two, number_of
 from gockpt_jax.training.values import (
     CHOICE,
     IDENTITIES,
@@ -20,6 +21,7 @@ from gockpt_jax.training.values import (
     SUMS,
     Op,
     Value,
+    is_known,
     judged_once,
     names,
     unspread,
@@ -69,6 +71,8 @@ def is_exact(op: Op) -> bool:
         return _full_width(op.inputs[0].dtype)
     if op.name == "div":
         return _divides_by_power_of_two(op)
+    if op.name == "rem":
+        return _is_remainder_of_known(op)
     if op.name == "broadcast_in_dim":
         return op.inputs[0].shape == ()
     return op.name == "convert_element_type" and _convert_is_exact(op)
@@ -93,6 +97,13 @@ def is_close(op: Op) -> bool:
     repeats = _ROUNDED | PRODUCTS | SUMS
     is_wide = op.name in repeats and _full_width(op.inputs[0].dtype)
     return is_exact(op) or (is_wide and not _is_emulated(op))
+
+
+def _is_remainder_of_known(op: Op) -> bool:
+    """Whether it divides whole numbers by a known one; what zero gives is each machine's own."""
+    number, divisor = op.inputs
+    is_whole = jnp.issubdtype(number.dtype, jnp.integer) and is_known(unspread(divisor))
+    return is_whole and bool(np.all(abs(number_of(divisor)) > 0))
 
 
 def _is_emulated(op: Op) -> bool:

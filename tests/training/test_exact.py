@@ -55,6 +55,10 @@ EXACT = [
     case("clamp", lambda x: lax.clamp(0.0, x, 1.0), "float32"),
     case("is finite", jnp.isfinite, "bfloat16"),
     case("logical and", jnp.logical_and, "bool", "bool"),
+    *(
+        case("remainder of 8", lambda x: lax.rem(x, jnp.full(4, 8, x.dtype)), d)
+        for d in ("int32", "uint8")
+    ),
     case("divide by 8", lambda x: x / 8.0, "float32"),
     case("divide by 1/4", lambda x: x / 0.25, "float32"),
     case("divide by -2", lambda x: x / -2.0, "float32"),
@@ -327,6 +331,8 @@ OTHER = [
     case("reverse", lambda x: x[::-1], "float32"),
     case("sort", jnp.sort, "float32"),
     case("remainder", lax.rem, "float32", "float32"),
+    case("remainder of some number", lax.rem, "int32", "int32"),
+    case("remainder of zero", lambda x: lax.rem(x, jnp.zeros(4, x.dtype)), "int32"),
     case("reduce precision", lambda x: lax.reduce_precision(x, 8, 7), "float32"),
     case("optimization barrier", lambda x: lax.optimization_barrier(x), "float32"),
     case("spread a row", lambda x: jnp.broadcast_to(x[:, None], (4, 3)), "float32"),

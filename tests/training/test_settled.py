@@ -104,3 +104,24 @@ def test_what_nobody_knows_makes_nothing_late(choice: Any, name: str) -> None:
     analysis = found(choice(OPEN[name]))
     assert analysis.groups == [["m", "v"]]
     assert torn(analysis) == 0
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("in_a_branch", [False, True])
+def test_an_average_that_is_taken_now_and_then_leaves_early(every: int, in_a_branch: bool) -> None:
+    """Or always, as the interval happens to be: the host finds that, too."""
+
+    def step(s: Any, x: Any, i: Any) -> Any:
+        g = jnp.tanh(x)
+        m, taken = 0.9 * s["m"] + 0.1 * g, i % every == 0
+        new = lambda: 0.99 * s["average"] + 0.01 * m  # noqa: E731
+        if in_a_branch:
+            average = lax.cond(taken, new, lambda: s["average"])
+        else:
+            average = jnp.where(taken, new(), s["average"])
+        return {"m": m, "average": average}
+
+    state = {"average": vector(3, SIZE), "m": vector(1, SIZE)}
+    analysis = analyse(step, state, vector(2, SIZE), jnp.int32(20))
+    assert analysis.groups == [["average", "m"]]
+    assert torn(analysis) == 0
