@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
 	@echo 'make demo    train, kill inside a checkpoint window, resume, compare bit for bit'
-	@echo 'make test    all tests'
+	@echo 'make test    the tests'
 	@echo 'make thorough  the tests that make test leaves out, too, compiled as users do'
 	@echo 'make test-compat  the library and its examples with the oldest and the newest versions'
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'

@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         values = getattr(getattr(item, "callspec", None), "params", {}).items()
         new = {(item.nodeid.partition("[")[0], name, id(value)) for name, value in values} - seen
-        is_more = item.get_closest_marker("sampled") is not None and not new
+        is_more = item.get_closest_marker("sampled") is not None and bool(values) and not new
         is_left = is_more or item.get_closest_marker("thorough") is not None
         if not is_left:
             seen |= new

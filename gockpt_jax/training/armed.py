@@ -78,7 +78,7 @@ def _open(
       jaxpr: The body.
       sites: Of values in it, or in what it calls.
       found: Is told the variable of each.
-      depth: Steps of their paths that lead to this body.
+      depth: Entries of their paths that lead to this body.
     """
     inside = defaultdict(list)
     for site in sites:

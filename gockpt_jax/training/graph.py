@@ -27,8 +27,8 @@ from gockpt_jax.training.values import (
     CHOICE,
     ENTER,
     Op,
+    PathEntry,
     Site,
-    Step,
     Value,
     is_everywhere,
     is_in_branch,
@@ -100,7 +100,7 @@ def flatten(closed: Any, carried: Sequence[tuple[int, int]] = ()) -> Graph:
 
 
 def _walk(
-    jaxpr: Any, consts: list[Any], inputs: Sequence[Value], path: tuple[Step, ...] | None,
+    jaxpr: Any, consts: list[Any], inputs: Sequence[Value], path: tuple[PathEntry, ...] | None,
     axes: Collection[str] = (),
 ) -> list[Value]:  # fmt: skip
     """Follows the equations of one body.
@@ -132,7 +132,7 @@ def _walk(
 
 
 def _offer_site(
-    value: Value, path: tuple[Step, ...] | None, var: Any, axes: Collection[str]
+    value: Value, path: tuple[PathEntry, ...] | None, var: Any, axes: Collection[str]
 ) -> None:
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
     if path is None or type(var) is _compat.DropVar:
@@ -146,13 +146,13 @@ def _offer_site(
 
 
 def _apply(
-    eqn: Any, inputs: list[Value], path: tuple[Step, ...] | None, position: int,
+    eqn: Any, inputs: list[Value], path: tuple[PathEntry, ...] | None, position: int,
     axes: Collection[str],
 ) -> list[Value]:  # fmt: skip
     name = eqn.primitive.name
     if name == "pvary":  # for the types alone
         return inputs
-    inside = (*path, Step(position)) if path is not None else None
+    inside = (*path, PathEntry(position)) if path is not None else None
     if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
         body, operands = body_of(eqn, inputs)
         inside = inside if can_open(eqn) else None
@@ -168,7 +168,7 @@ def _apply(
 
 
 def _choices(
-    cond: Op, avals: Sequence[Any], path: tuple[Step, ...] | None, axes: Collection[str]
+    cond: Op, avals: Sequence[Any], path: tuple[PathEntry, ...] | None, axes: Collection[str]
 ) -> list[Value]:
     """What comes out of branches: each a choice between what they make, but for typed keys.
 
@@ -207,7 +207,7 @@ def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)
 
 
-def _look_inside(op: Op, path: tuple[Step, ...] | None) -> None:
+def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     """Follows the body of a `shard_map`."""
     body, consts = _compat.open_jaxpr(op.params["jaxpr"])
     axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names

@@ -44,8 +44,8 @@ def judged_once(judge: Callable[[_Judged], bool]) -> Callable[[_Judged], bool]:
     return verdict
 
 
-class Step(NamedTuple):
-    """Into the body of one equation.
+class PathEntry(NamedTuple):
+    """The way into the body of one equation.
 
     Attributes:
       position: Of the equation, among those around it.
@@ -56,9 +56,9 @@ class Step(NamedTuple):
     branch: int | None = None
 
 
-def is_in_branch(path: Collection[Step]) -> bool:
+def is_in_branch(path: Collection[PathEntry]) -> bool:
     """Whether what lies there is made only where some branch is taken."""
-    return any(step.branch is not None for step in path)
+    return any(entry.branch is not None for entry in path)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Site:
       spec: Inside a `shard_map`, how its shards lie when it is returned from there.
     """
 
-    path: tuple[Step, ...]
+    path: tuple[PathEntry, ...]
     var: Any
     spec: Any = None
 

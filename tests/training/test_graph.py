@@ -95,7 +95,7 @@ def test_cond_becomes_select_with_a_case_per_branch():
     assert op.name == "select_n"
     assert op.inputs[1] is graph.inputs[1]
     assert [v.op.name for v in op.inputs[2:]] == ["sin", "mul"]
-    assert [[step.branch for step in v.site.path] for v in op.inputs[1:]] == [[], [1], [2]]
+    assert [[entry.branch for entry in v.site.path] for v in op.inputs[1:]] == [[], [1], [2]]
     assert [v.site.is_in_branch for v in op.inputs[1:]] == [False, True, True]
 
 
