@@ -29,8 +29,13 @@ FOREIGN = {"jax", "jaxlib", "flax", "optax", "orbax"}
 MAX_PUBLIC_NAMES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 25, 400, 60
 
 
+# All while there is one thread: before CPython 3.11.8 two that parse at once disturb each other
+# (python/cpython#106905), and one that formats a traceback parses, too.
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return TREES[path]
 
 
 def room(path: Path) -> str:
