@@ -31,7 +31,11 @@ MAX_PUBLIC_NAMES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 25, 400, 60
 
 # All while there is one thread: before CPython 3.11.8 two that parse at once disturb each other
 # (python/cpython#106905), and one that formats a traceback parses, too.
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+BENCH = PACKAGE.parent / "bench"
+TREES = {
+    path: ast.parse(path.read_text(encoding="utf-8"))
+    for path in (*FILES, *sorted(BENCH.rglob("*.py")))
+}
 
 
 def parse(path: Path) -> ast.Module:
@@ -117,7 +121,7 @@ def test_files_of_a_room_import_one_way(name):
                 assert rank[imported.split(".")[2]] < rank[file], f"{file} imports {imported}"
 
 
-@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE.parent / "bench"], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [PACKAGE, BENCH], ids=lambda path: path.name)
 def test_no_files_import_each_other(folder):
     """In a circle of any length, be it inside a function."""
     files = {module_name(path).removesuffix(".__init__"): path for path in folder.rglob("*.py")}
