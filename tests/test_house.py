@@ -13,6 +13,7 @@ import pytest
 import gockpt_jax
 
 PACKAGE = Path(gockpt_jax.__file__).parent
+BENCH = PACKAGE.parent / "bench"
 FILES = sorted(PACKAGE.rglob("*.py"))
 every_file = pytest.mark.parametrize(
     "path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix()
@@ -31,7 +32,6 @@ MAX_PUBLIC_NAMES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 25, 400, 60
 
 # All while there is one thread: before CPython 3.11.8 two that parse at once disturb each other
 # (python/cpython#106905), and one that formats a traceback parses, too.
-BENCH = PACKAGE.parent / "bench"
 TREES = {
     path: ast.parse(path.read_text(encoding="utf-8"))
     for path in (*FILES, *sorted(BENCH.rglob("*.py")))

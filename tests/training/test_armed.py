@@ -170,6 +170,18 @@ def test_branches_in_a_shard_map_are_not_opened():
     assert find(result, "sin").site is None
 
 
+def test_nor_is_a_shard_map_in_a_branch():
+    """The zeros of the other branches would be of one shard."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("d")
+    mapped = jax.shard_map(lambda x: jnp.sin(x) + 1.0, mesh=mesh, in_specs=spec, out_specs=spec)
+    _, graph = traced(lambda x: lax.cond(x[0] > 1, lambda: mapped(x), lambda: x), jnp.arange(8.0))
+    (outside,) = (v for v in graph.outputs[0].op.inputs if v.op is not None and v.op.results)
+    assert outside.site.is_in_branch
+    (inside,) = outside.op.results
+    assert find(inside, "sin").site is None
+
+
 @pytest.mark.parametrize("donate", [(), (0,)])
 def test_a_donated_input_returned_as_a_cut_is_a_copy(donate):
     jaxpr, graph = traced(lambda x, y: x * y, X, Y)
