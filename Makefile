@@ -64,12 +64,12 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Compilation is most of it, so LLVM does not optimize: `make test HURRY=` compiles as users do, and
-# so do the campaigns below.
-HURRY ?= --xla_backend_optimization_level=0
+# Compilation is most of it (tests/hurry.py). `make test HURRY=` compiles as users do, and so do the
+# campaigns below.
+HURRY ?= yes
 
 test: $(STAMP)
-	@XLA_FLAGS="$$XLA_FLAGS $(HURRY)" $(BIN)/python -m pytest $(PYTEST_FLAGS)
+	@GOCKPT_HURRY=$(HURRY) $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # All cases of products of arguments (of which `make test` has each argument's values), all programs.
 thorough: $(STAMP)

@@ -9,12 +9,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import hurry
 import nursery
 import pytest
 
 # `--xla_cpu_max_isa=AVX` leaves the CPU without fused multiply-add, as accelerators are in
 # elementwise code (docs/guarantees.md). The GPU tests run on their own and keep the platform's own.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX"
+if hurry.IS_ASKED_FOR:
+    _FLAGS = f"{_FLAGS} {hurry.FLAGS}"
 _PLATFORM = os.environ.get("GOCKPT_TEST_PLATFORM", "cpu")
 _ON_CPUS = _PLATFORM in ("cpu", "pretended")
 if _ON_CPUS:

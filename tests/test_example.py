@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hurry
 import numpy as np
 import pytest
 
@@ -17,10 +18,8 @@ FLAGS = ["--size=pico", "--batch-size=4", "--seq-len=16", f"--steps={STEPS}"]
 FLAGS += ["--save-every=5", "--window=3"]
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    # The steps take milliseconds, compilation takes nearly all of the time: the lowest level
-    # halves it.
-    "XLA_FLAGS": "--xla_cpu_max_isa=AVX --xla_force_host_platform_device_count=2 "
-    "--xla_backend_optimization_level=0",
+    # The steps take milliseconds, compilation takes nearly all of the time.
+    "XLA_FLAGS": f"--xla_cpu_max_isa=AVX --xla_force_host_platform_device_count=2 {hurry.FLAGS}",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 

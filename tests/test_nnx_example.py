@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hurry
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -16,8 +17,8 @@ FLAGS = ["--width=16", "--layers=1", "--batch-size=2", "--length=8", "--save-eve
 FLAGS += ["--steps=16"]
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compilation takes nearly all of the time
-    "XLA_FLAGS": "--xla_cpu_max_isa=AVX --xla_force_host_platform_device_count=1",
+    # Compilation takes nearly all of the time.
+    "XLA_FLAGS": f"--xla_cpu_max_isa=AVX --xla_force_host_platform_device_count=1 {hurry.FLAGS}",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 SAVES = re.compile(r"^checkpoint (\d+): (\w+), K=(\d)", re.MULTILINE)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hurry
 import numpy as np
 import pytest
 
@@ -28,7 +29,7 @@ def rehearsal(tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu")
     words = ["-m", "bench", "gpu", "--quick", "--minutes", "9", "--out", str(out)]
     flags = {  # compiled in a hurry and once for all parts: nothing is timed here
-        "XLA_FLAGS": "--xla_cpu_max_isa=AVX --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"--xla_cpu_max_isa=AVX {hurry.FLAGS}",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
     }

@@ -8,20 +8,19 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+import hurry
 import nursery
 
 from .trainer import DEVICES, LIMIT_SECS
 
 TESTS = Path(__file__).resolve().parent.parent
-HURRY = "--xla_backend_optimization_level=0"
-"""As `make test` compiles; what the campaigns run, they compile as users do."""
 
 
 def environment(devices: int = DEVICES) -> dict[str, str]:
     """A child's environment: like ours, with as many devices as it needs."""
     flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_max_isa=AVX"
-    if HURRY in os.environ.get("XLA_FLAGS", ""):
-        flags = f"{flags} {HURRY}"
+    if hurry.IS_ASKED_FOR:
+        flags = f"{flags} {hurry.FLAGS}"
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
 

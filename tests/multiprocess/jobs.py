@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+import hurry
 import nursery
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -97,10 +98,7 @@ def run_job(
 def _environment(devices: int) -> dict[str, str]:
     # Little is computed here and much compiled, in each process: in a hurry. `tests/invariants`
     # runs programs as users compile them.
-    flags = (
-        f"--xla_force_host_platform_device_count={devices} --xla_cpu_max_isa=AVX "
-        "--xla_backend_optimization_level=0"
-    )
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_max_isa=AVX {hurry.FLAGS}"
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     # A collective holds a thread while it waits for other processes. On two cores both devices'
     # would hold all that there are, and what waits behind them would wait for ever (`queue`).

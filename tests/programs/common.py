@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import hurry
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,6 @@ P = PartitionSpec
 
 LEARNING_RATE = 1e-2  # Large, so that a few steps move every leaf by much more than rounding.
 BATCH, INPUTS, IDS, CLASSES = 16, 20, 36, 7
-IN_A_HURRY = {"xla_backend_optimization_level": 0}  # for what makes a first state, once
 
 # Parameter path -> layout on the (4, 2) mesh. An optimizer's path ends with that of its parameter,
 # so moments follow their parameters. Without `out_shardings` the partitioner lays out the new state
@@ -125,7 +125,7 @@ class Layout:
         placed = {}
         if self.mesh is not None:
             placed["out_shardings"] = self.shardings(jax.eval_shape(init))
-        return jax.jit(init, compiler_options=IN_A_HURRY, **placed)
+        return jax.jit(init, compiler_options=hurry.OPTIONS, **placed)
 
     def put(self, batch: Mapping[str, np.ndarray]) -> Any:
         """Place a batch: split over 'fsdp', or uncommitted on one device."""
@@ -193,7 +193,7 @@ grad_fn = jax.value_and_grad(loss_fn)
 @functools.cache
 def _host_variables(model: nn.Module) -> Any:
     with jax.ensure_compile_time_eval():  # The caller is being traced.
-        init = jax.jit(functools.partial(model.init, train=False), compiler_options=IN_A_HURRY)
+        init = jax.jit(functools.partial(model.init, train=False), compiler_options=hurry.OPTIONS)
         return jax.tree.map(np.asarray, init(jax.random.key(0), numpy_batch(0)))
 
 
