@@ -64,8 +64,8 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-# Compilation is most of it (tests/hurry.py). `make test HURRY=` compiles as users do, and so do the
-# campaigns below.
+# Compilation is most of it. `make test HURRY=` compiles as users do, and so do the campaigns below,
+# but for those of several processes (tests/hurry.py).
 HURRY ?= yes
 
 test: $(STAMP)

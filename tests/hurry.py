@@ -3,7 +3,7 @@
 LLVM does not optimize, and loops are emitted as its instructions at once, in one module. Emitted by
 way of MLIR, as XLA does otherwise, each costs more than all that LLVM does with it; each module
 costs a target machine. XLA fuses a little differently then, so the campaigns, `make thorough` and
-`make test HURRY=` compile as users do.
+`make test HURRY=` compile as users do, all but jobs of several processes and the examples.
 """
 
 import os

@@ -96,8 +96,8 @@ def run_job(
 
 
 def _environment(devices: int) -> dict[str, str]:
-    # Little is computed here and much compiled, in each process: in a hurry. `tests/invariants`
-    # runs programs as users compile them.
+    # Little is computed here and much compiled, in each process: always in a hurry. The programs of
+    # `make invariants` are compiled as users do.
     flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_max_isa=AVX {hurry.FLAGS}"
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     # A collective holds a thread while it waits for other processes. On two cores both devices'
