@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from gockpt_jax.cli.main import main
 from gockpt_jax.window.choice import choose
-from gockpt_jax.window.cost import Terms, Unit, predict
+from gockpt_jax.window.cost import Terms, Unit, play
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "scale.md"
 _TABLE = re.compile(
@@ -108,7 +108,7 @@ def predicted(setting: Paper, steps: int) -> tuple[float, float, float]:
     )  # fmt: skip
     ends = [round(_UNITS * i / steps) for i in range(steps)]
     parts = tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
-    window = predict(terms, parts)
+    window = play(terms, parts)
     link_secs = window.moved_bytes / terms.link_bytes_per_sec
     waits = link_secs - min(setting.transfer, steps * setting.step)
     return waits, window.stall_secs, choose(terms).cost.stall_secs

@@ -41,7 +41,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
       metadata: As in `ocp.CheckpointManager`.
       logger: As in `ocp.CheckpointManager`.
       handler_registry: Handlers of further items, as in `ocp.CheckpointManager`.
-      item_names: Taken for the sake of loops that give it; items may have any name without it.
+      item_names: Items may have any name without it; with it, a restore without arguments gives a
+        `Composite`.
       item_handlers: Handlers of further items by name, or the one of a bare item that is no tree
         of arrays, as in `ocp.CheckpointManager`.
       pytree_options: Keywords of `ocp.PyTreeCheckpointHandler` for the state (`use_ocdbt`, ...) and
@@ -121,11 +122,25 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     # Saving and restoring.
 
-    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Saves if the policy says so; arguments and result are those of `ocp.CheckpointManager`.
+    def save(
+        self, step: int, *by_position: Any, args: Any = None, metrics: Any = None,
+        force: bool | None = False, custom_metadata: dict[str, Any] | None = None,
+        items: None = None,
+    ) -> bool:  # fmt: skip
+        """Saves if the policy says so, as `ocp.CheckpointManager.save` does.
 
-        A bare `args=GoCkptSave(state)` is saved as item `state`; what is no tree of arrays, as
-        stock names it.
+        Args:
+          step: The label.
+          *by_position: Nothing: everything else comes by name.
+          args: What to save. A bare `GoCkptSave(state)` is saved as item `state`; what is no tree
+            of arrays, as stock names it.
+          metrics: As in `ocp.CheckpointManager`, like all that follow.
+          force: Whether to save whatever the policy says.
+          custom_metadata: JSON, beside that of the step.
+          items: Nothing: Orbax's old form is refused.
+
+        Returns:
+          Whether there will be a checkpoint of it.
 
         Raises:
           DeviceMemoryError: if a device has no memory for the copies of the state.
@@ -139,15 +154,16 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         """
         started_at = time.perf_counter()
         step = arguments.as_label(step)
-        arguments.refuse_unnamed("save", "state", args, kwargs)
-        if kwargs.get("args") is None:
+        arguments.refuse_unnamed("save", "state", by_position, items)
+        if args is None:
             raise ValueError("Must provide `args`, as in `save(step, args=GoCkptSave(state))`.")
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
         self._gockpt_saves.calls.refuse_inside(f"save of step {step}")
         with self._gockpt_saves.calls.saving:
-            self._gockpt_naming.note(kwargs["args"])
-            return self._gockpt_saves.save(step, kwargs, started_at)
+            self._gockpt_naming.note(args)
+            asked = dict(args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
+            return self._gockpt_saves.save(step, asked, started_at)
 
     def should_save(self, step: int) -> bool:
         """Whether the policy would save this label now, as stock says it.
@@ -163,8 +179,11 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             session.predictor.asked(session.version, step, answer)
         return answer
 
-    def restore(self, step: int | None, *args: Any, verify: bool = False, **kwargs: Any) -> Any:
-        """Restores a step; arguments and result are those of `ocp.CheckpointManager`.
+    def restore(
+        self, step: int | None, *by_position: Any, args: Any = None, directory: Any = None,
+        verify: bool = False, items: None = None,
+    ) -> Any:  # fmt: skip
+        """Restores a step, as `ocp.CheckpointManager.restore` does.
 
         A bare `args=GoCkptRestore(target)`, or none, gives the item `state` itself; none gives a
         `Composite` where this manager was used with names of items alone. A checkpoint that a stock
@@ -172,10 +191,12 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         Args:
           step: The label; `None`: the newest one.
-          *args: As in `ocp.CheckpointManager`.
+          *by_position: Nothing: everything else comes by name.
+          args: What to restore, and as what.
+          directory: Of other checkpoints than this manager's, as in `ocp.CheckpointManager`.
           verify: Whether to re-read all trees of the step first, and compare them with the
             checksums made before they were written.
-          **kwargs: As in `ocp.CheckpointManager`.
+          items: Nothing: Orbax's old form is refused.
 
         Raises:
           NoCheckpointError: if there is no such step or item; says what there is.
@@ -183,33 +204,32 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           TypeError: if the target is not given as `args`.
           VerifyError: if `verify` and the checkpoint is not what was written.
         """
-        arguments.refuse_unnamed("restore", "target", args, kwargs)
+        arguments.refuse_unnamed("restore", "target", by_position, items)
         self._gockpt_saves.calls.refuse_inside("restore")
         self._gockpt_session.state_replaced()
         self._gockpt_saves.finish()  # as stock does; a window's failure is no matter of theirs
-        wanted, elsewhere = kwargs.get("args"), kwargs.get("directory")
-        is_named = wanted is None or isinstance(wanted, ocp.args.Composite)
-        item = None if is_named else self._gockpt_naming.item_of(wanted)
-        root = epath.Path(elsewhere or self.directory)
+        is_named = args is None or isinstance(args, ocp.args.Composite)
+        item = None if is_named else self._gockpt_naming.item_of(args)
+        root = epath.Path(directory or self.directory)
         if step is None:
-            step = resume.newest_in(root) if elsewhere else super().latest_step()
+            step = resume.newest_in(root) if directory else super().latest_step()
         if step is None:
             raise resume.nothing_in(root)
         path = arguments.step_path(root, step, self._gockpt_options)
-        items = resume.items_of(path, root)
-        if not items:
-            raise resume.no_item(path, item or naming.ITEM, items)
+        there = resume.items_of(path, root)
+        if not there:
+            raise resume.no_item(path, item or naming.ITEM, there)
         if verify:
             resume.require_whole_step(path, self._gockpt_session.processes)
-        if self._gockpt_naming.is_unnamed(items, item, wanted):
+        if self._gockpt_naming.is_unnamed(there, item, args):
             registry = self._gockpt_naming.registry
-            return unnamed.restore(path, wanted, registry, self._gockpt_options)
-        if item is not None and item not in items:
-            raise resume.no_item(path, item, items)
-        if wanted is None:
-            return self._gockpt_naming.unname(super().restore(step, *args, **kwargs))
-        kwargs["args"] = self._gockpt_naming.name(wanted)
-        restored = super().restore(step, *args, **kwargs)
+            return unnamed.restore(path, args, registry, self._gockpt_options)
+        if item is not None and item not in there:
+            raise resume.no_item(path, item, there)
+        if args is None:
+            return self._gockpt_naming.unname(super().restore(step, directory=directory))
+        named = self._gockpt_naming.name(args)
+        restored = super().restore(step, directory=directory, args=named)
         return restored if item is None else restored[item]
 
     def latest_step(self) -> int | None:

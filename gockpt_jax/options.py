@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-import operator
-import reprlib
 from collections.abc import Callable
 from typing import Any, Literal, get_args
+
+from gockpt_jax.checks import as_count, is_flag, told
 
 Arm = Literal["window", "always"]
 OnFailure = Literal["raise", "demote"]
@@ -19,56 +19,6 @@ Rule = Callable[[str, Any], Any]
 """Takes an option's name and what the user gave; returns what is meant, or raises ValueError."""
 
 
-_short = reprlib.Repr()
-_short.maxlong, _short.maxstring, _short.maxother = 500, 80, 80
-
-
-def told(value: Any) -> str:
-    """What came, in an error: not all of a state's arrays."""
-    return _short.repr(value)
-
-
-def as_count(
-    name: str, value: Any, advice: str, *, least: int = 1, most: int | None = None,
-    no_integer: type[Exception] = ValueError,
-) -> int:  # fmt: skip
-    """An integer as Python has them; NumPy's and JAX's are as good.
-
-    Args:
-      name: What the user calls it.
-      value: What came.
-      advice: What to do instead, a sentence.
-      least: The smallest that can be meant.
-      most: The largest.
-      no_integer: Raised where it is none.
-
-    Raises:
-      ValueError: if it is less than `least`, or more than `most`.
-    """
-    try:
-        count = None if _is_flag(value) else operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or count < least or (most is not None and count > most):
-        wrong = no_integer if count is None else ValueError
-        upto = "" if most is None else f" and at most {most}"
-        raise wrong(
-            f"`{name}` must be an integer of at least {least}{upto}, got {told(value)}. {advice}"
-        )
-    return count
-
-
-def of_kind(name: str, value: Any, kind: type, advice: str) -> Any:
-    """What a user gave, if it is of a kind.
-
-    Raises:
-      TypeError: if it is of another.
-    """
-    if not isinstance(value, kind):
-        raise TypeError(f"`{name}` must be a `{kind.__name__}`, got {told(value)}. {advice}")
-    return value
-
-
 def _count(advice: str, *, least: int = 1, most: int | None = None) -> Rule:
     return lambda name, value: as_count(name, value, advice, least=least, most=most)
 
@@ -79,7 +29,7 @@ def _number(advice: str, *, most: float | None = None) -> Rule:
 
     def rule(name: str, value: Any) -> float:
         try:
-            number = math.nan if _is_flag(value) or isinstance(value, str | bytes) else float(value)
+            number = math.nan if is_flag(value) or isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not (0 < number < math.inf and (most is None or number <= most)):
@@ -99,13 +49,9 @@ def _one_of(kind: Any) -> Rule:
 
 
 def _flag(name: str, value: Any) -> bool:
-    if not _is_flag(value):
+    if not is_flag(value):
         raise ValueError(f"`{name}` must be True or False, got {told(value)}.")
     return bool(value)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
 
 
 def _audit(name: str, value: Any) -> "Audit":
@@ -217,7 +163,7 @@ class WindowOptions:
         at once and waits on the host, `save` returns True, and it is written when the previous one
         is; a newer save that finds it still waiting takes its place, and a report says so. Without
         room in the host budget it is skipped. Several processes do the same, a few calls of the
-        wrapped step or of `save` after the previous one has ended. Of `GoCkptManager` only.
+        wrapped step or of `save` after the previous one has ended. `GoCkptManager` alone can.
       on_save_error: What becomes of a save that failed, of which nothing is visible: `"raise"` at
         the next call of the manager or of the wrapped step, or `"warn"` (`SaveFailedWarning`) and
         go on training. What the caller did wrong is always raised.

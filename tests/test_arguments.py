@@ -52,6 +52,12 @@ def test_what_is_no_step(tmp_path, name):
         misuse(manager)
 
 
+@pytest.mark.parametrize("on_busy", ["skip", "newest"])
+def test_a_stock_manager_waits_for_the_previous_save(on_busy):
+    with pytest.raises(ValueError, match=f"must be 'wait' beside stock's manager.*got '{on_busy}'"):
+        gockpt.GoCkptHandler(window=gockpt.WindowOptions(on_busy=on_busy))
+
+
 def test_places_of_numpy_are_places(tmp_path):
     with gockpt.GoCkptManager(tmp_path) as manager:
         step = manager.wrap(update, state=np.int64(0))

@@ -21,9 +21,9 @@ every_file = pytest.mark.parametrize(
 
 # Imports run from higher to lower numbers only; rooms of one number do not know each other.
 RANKS = {
-    "errors": 0, "options": 0, "_compat": 0, "compiling": 0, "telemetry": 1, "training": 2,
-    "transfer": 3, "replay": 3, "window": 4, "storage": 5, "manager": 6, "v1": 6, "cli": 7,
-    "__main__": 8,
+    "errors": 0, "checks": 0, "_compat": 0, "compiling": 0, "options": 1, "telemetry": 1,
+    "training": 2, "transfer": 3, "replay": 3, "window": 4, "storage": 5, "manager": 6, "v1": 6,
+    "cli": 7, "__main__": 8,
 }  # fmt: skip
 MAY_IMPORT_ORBAX = {"storage", "manager", "_compat"}
 FOREIGN = {"jax", "jaxlib", "flax", "optax", "orbax"}

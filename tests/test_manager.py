@@ -410,6 +410,13 @@ def test_what_are_no_arguments_is_told_where_nothing_is_saved_too(tmp_path):
             manager.save(1, args=fresh())
 
 
+def test_a_misspelt_argument_is_told_where_nothing_is_saved_too(tmp_path):
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5)) as manager:
+        manager.save(0, args=GoCkptSave(fresh()))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'metric'"):
+            manager.save(1, args=GoCkptSave(fresh()), metric={"loss": 1.0})
+
+
 def test_metadata_of_the_directory_is_stocks(tmp_path):
     with GoCkptManager(tmp_path, metadata={"run": 7}) as manager:
         assert manager.metadata().custom_metadata == {"run": 7}

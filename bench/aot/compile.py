@@ -83,7 +83,7 @@ def measure_step(
         staging is compiled then, which depends on the plans.
     """
     form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
-    program = StepProgram(step, form, args, {}, even_for_nothing=False)
+    program = StepProgram(step.trace(*args), form, args, {}, even_for_nothing=False)
     leaves = jax.tree.leaves(args[0])
     size = measure_bytes(program.cut, leaves, _FIRST_ALONE)
     if known is None:

@@ -160,7 +160,7 @@ def our_save(
         tree = {name: host_array(x, is_aligned) for name, x in state.items()}
         checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
     stats.checksums.write(path)
-    checksum_files.seal_item(path, [0])
+    checksum_files.write_item_file(path, [0])
 
 
 def host_array(array: jax.Array, is_aligned: bool = False) -> HostArray:

@@ -195,8 +195,8 @@ def _ask(state: StateSize, devices: int, given: dict[str, Any]) -> Asked:
         overhead=given["overhead"],
         max_steps=given["max_steps"],
     )
-    fits = machine.budget_bytes is not None and machine.budget_bytes >= 1
-    return Asked(state, machine, trade(state, machine) if fits else [], given["interval"])
+    rows = trade(state, machine) if machine.budget_bytes >= 1 else []
+    return Asked(state, machine, rows, given["interval"])
 
 
 def _step_secs(state: StateSize, devices: int, given: dict[str, Any]) -> float:

@@ -162,7 +162,7 @@ def show(table: Table, asked: Asked | None) -> None:
         machine, stock, chosen = asked.machine, asked.rows[0], chosen_row(asked.rows)
         console.print(
             f"* what the planner takes. State {describe_bytes(state_per_device(asked))} and "
-            f"budget {describe_bytes(machine.budget_bytes or 0)} on each of {machine.devices} "
+            f"budget {describe_bytes(machine.budget_bytes)} on each of {machine.devices} "
             f"devices, {describe_bytes(machine.link_bytes_per_sec)}/s, steps of "
             f"{say_secs(machine.step_secs)} s; stock loses {say_percent(asked.loss(stock))} at one "
             f"save in {asked.interval_steps} steps, the planner "

@@ -105,7 +105,7 @@ class Machine:
       devices: Over which the whole state is spread evenly.
       link_bytes_per_sec: Of each, to its host, while all send.
       step_secs: Of a training step.
-      budget_bytes: On each, for staged copies and retained values; `None`: no limit.
+      budget_bytes: On each, for staged copies and retained values.
       devices_per_host: At most.
       write_bytes_per_sec: Of each host, to storage; `None`: not looked at.
       commit_secs: Barriers and the commit, once all is written.
@@ -117,7 +117,7 @@ class Machine:
     devices: int
     link_bytes_per_sec: float
     step_secs: float
-    budget_bytes: float | None
+    budget_bytes: float
     devices_per_host: int = 8
     write_bytes_per_sec: float | None = None
     commit_secs: float = 0.0
@@ -175,7 +175,7 @@ def terms_of(state: StateSize, machine: Machine) -> Terms:
         retained_bytes=unit.retained_bytes * parts,
         link_bytes_per_sec=machine.link_bytes_per_sec,
         step_secs=machine.step_secs,
-        device_budget_bytes=None if machine.budget_bytes is None else int(machine.budget_bytes),
+        device_budget_bytes=int(machine.budget_bytes),
         host_budget_bytes=None if host is None else int(host / machine.on_host),
         max_steps=machine.max_steps,
     )
@@ -189,11 +189,11 @@ def trade(state: StateSize, machine: Machine) -> list[Row]:
     rows = [
         _row("stock Orbax async", terms, machine, stall=terms.blocking_secs),
         _row("device copy", terms, machine, stall=0.0, device=nbytes,
-             fits=budget is None or nbytes <= budget),
+             fits=nbytes <= budget),
     ]  # fmt: skip
     for cost in best_per_steps(terms):
-        if cost.steps == 1 and budget is not None and nbytes <= budget:
-            rows[1] = dataclasses.replace(rows[1], is_chosen=chosen.steps == 1)
+        if cost.steps == 1 and nbytes <= budget:  # the device copy, which nothing is better than
+            rows[1] = dataclasses.replace(rows[1], is_chosen=True)
             continue
         way = "snapshot" if cost.steps == 1 else "window"
         rows.append(_planned_row(way, terms, machine, cost, cost.steps == chosen.steps))
@@ -202,7 +202,7 @@ def trade(state: StateSize, machine: Machine) -> list[Row]:
 
 def chosen_row(rows: Sequence[Row]) -> Row:
     """What the planner takes."""
-    return next((row for row in rows if row.is_chosen), rows[1])
+    return next(row for row in rows if row.is_chosen)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class AuditFigures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """One save, after its commit.
+    """One save, once it is known what became of it.
 
     Attributes:
       step: The label passed to `save`.

@@ -128,11 +128,11 @@ class PendingReport:
 
     def returned(self, started_at: float) -> None:
         """`save`, called at `started_at`, returns to the trainer."""
-        self.waits(started_at)
+        self.add_stall(started_at)
         self._done("return")
 
-    def waits(self, started_at: float) -> None:
-        """`save`, called at `started_at`, returns; Orbax hears of the save later."""
+    def add_stall(self, started_at: float) -> None:
+        """A call that began at `started_at` returns to the trainer, who has waited for the save."""
         self.record.barrier_secs += max(0.0, self._entered_at - started_at)
         self.record.stall_secs += time.perf_counter() - started_at
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
-from gockpt_jax.training.numbers import may_be
+from gockpt_jax.training.numbers import may_hold
 from gockpt_jax.training.values import Op, Value, contracted, is_known, names, without_walls
 
 _CUMULATIVE = names("cumsum cumprod cummax cummin cumlogsumexp")
@@ -91,5 +91,5 @@ def _is_put_together(value: Value, largest: int) -> bool:
 def _is_part(value: Value, largest: int) -> bool:
     """Whether a compiler may take out what was put into an array: it does not take out nothing."""
     if is_known(without_walls(value)):
-        return may_be(value, lambda number: number != 0)
+        return may_hold(value, lambda number: number != 0)
     return value.size <= largest or _is_put_together(value, largest)

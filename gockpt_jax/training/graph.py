@@ -76,7 +76,7 @@ def flatten(closed: Any, carried: Sequence[tuple[int, int]] = ()) -> Graph:
       carried: Positions of arguments, with those of the results that the next call is given there.
 
     Returns:
-      Its graph; values of the top level and of `jit` calls carry a `Site`.
+      Its graph; values that the armed program can be made to return carry a `Site`.
 
     Example:
       >>> traced = jax.jit(lambda x: jax.numpy.where(x > 0, x, 0.0)).trace(1.0)
@@ -219,7 +219,7 @@ def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     )
     for var, value in zip(body.invars, op.entered, strict=True):
         _offer_site(value, path, var, axes)
-    op.results = tuple(_walk(body, consts, op.entered, path, axes))
+    op.stands_for = tuple(_walk(body, consts, op.entered, path, axes))
 
 
 def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
@@ -259,7 +259,7 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
     parts = [tuple(each[i] for each in stacked) for i in range(len(avals) - num_carried)]
     joined = (Op(lax.concatenate_p, part, {}) for part in parts)
     added = (_value(a, op, 0, axes) for a, op in zip(avals[num_carried:], joined, strict=True))
-    scan.results = (*carry, *added)
+    scan.stands_for = (*carry, *added)
     return [_value(aval, scan, i, axes) for i, aval in enumerate(avals)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gockpt_jax.options import told
+from gockpt_jax.checks import told
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
 

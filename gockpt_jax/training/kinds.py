@@ -11,8 +11,11 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.returned import NewState
 
 _MAX_PROGRAMS = 8
-"""Programs that a step has at once; beyond, the one that has been wanted least lately goes. And how
-many may be traced, none of which has run in a window, before we stop following a step's changes."""
+"""Programs that a step has at once; beyond, the one that has been wanted least lately goes."""
+_MAX_IDLE = 8
+"""Programs that may be traced, none of which has run in a window; then the step is restless."""
+_RETRY_EVERY = 8
+"""Of a restless step, calls refused in a row until the kind of the last one seems to last."""
 _MAX_AT_ONCE = 3
 """Programs that are traced at once where all steps run armed: placements settle, a shape is new. If
 that goes on, each would be one more compilation that training waits for."""
@@ -114,12 +117,11 @@ class Kinds:
         self._refused_call = call
         self._lost += is_asked
         self._in_a_row += is_asked
-        # Many were traced for nothing: from now on for what seems to last.
-        return at_once or not self._is_restless or self._in_a_row % _MAX_PROGRAMS == 0
+        return at_once or not self._is_restless or self._in_a_row % _RETRY_EVERY == 0
 
     @property
     def _is_restless(self) -> bool:
-        return self._num_idle >= _MAX_PROGRAMS
+        return self._num_idle >= _MAX_IDLE
 
     @property
     def why_no_more(self) -> str | None:
@@ -127,7 +129,7 @@ class Kinds:
         if not self._is_restless or any(p.has_served for p in self._programs):
             return None
         return (
-            f"its arguments changed shape, structure, placement or static values {_MAX_PROGRAMS} "
+            f"its arguments changed shape, structure, placement or static values {_MAX_IDLE} "
             "times, or JAX's caches were cleared, and no program was called again in a window; "
             f"keep them the same from call to call{self.of_the_last}"
         )

@@ -12,7 +12,7 @@ import optax
 from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
-from gockpt_jax.options import told
+from gockpt_jax.checks import told
 
 GRADIENT = "gockpt_gradient"
 

@@ -17,9 +17,9 @@ from gockpt_jax.training.apart import computes_apart, is_apart, summed
 from gockpt_jax.training.erased import is_one_product, may_be_erased
 from gockpt_jax.training.numbers import (
     is_power_of_two,
-    may_be,
     may_be_all_of,
-    may_be_one,
+    may_be_equal,
+    may_hold,
     reciprocal,
 )
 from gockpt_jax.training.values import (
@@ -156,7 +156,7 @@ def _shared_factors(op: Op) -> Iterator[Value]:
     if op.name in SUMS and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
         one, other = (_factors(v) for v in op.inputs)
         yield from (
-            a for a in one if not is_power_of_two(a) and any(may_be_one(a, b) for b in other)
+            a for a in one if not is_power_of_two(a) and any(may_be_equal(a, b) for b in other)
         )
 
 
@@ -251,7 +251,7 @@ def _is_rounding_factor(op: Op) -> bool:
     if op.name == "div":
         return is_known(unspread(op.inputs[1])) and not is_power_of_two(op.inputs[1])
     if op.name == "pow":  # by a constant: erased, or made such a product
-        return may_be_erased(op) and may_be(op.inputs[1], lambda power: power != 1)
+        return may_be_erased(op) and may_hold(op.inputs[1], lambda power: power != 1)
     return op.name == "square" or is_one_product(op)
 
 
@@ -261,7 +261,7 @@ def _ends_chain(op: Op) -> bool:
     if op.name in SUMS or op.name in ("select_n", "max", "min"):
         return not (may_be_all_of(op) or _shares_a_scalar(op))
     if op.name == "clamp":
-        return not any(may_be(v, np.isinf) for v in op.inputs)
+        return not any(may_hold(v, np.isinf) for v in op.inputs)
     if op.name in _ENDS:
         return not (may_be_erased(op) or is_apart(op))
     return (summed(op) > 1 and not is_apart(op)) or _is_compiled_kernel(op)
@@ -271,7 +271,7 @@ def _adds_constant(op: Op) -> bool:
     """Whether an operation adds a constant to a number that rounds."""
     return computes_apart(op) or (
         op.name in SUMS
-        and any(may_be(v, lambda number: number != 0) for v in op.inputs)
+        and any(may_hold(v, lambda number: number != 0) for v in op.inputs)
         and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
     )
 
@@ -280,5 +280,5 @@ def _ends_sum(op: Op) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
     if op.name == "mul" or op.name == "div":  # but by one, which is erased
         factors = op.inputs if op.name == "mul" else op.inputs[1:]
-        return not any(may_be(v, lambda number: abs(number) == 1) for v in factors)
+        return not any(may_hold(v, lambda number: abs(number) == 1) for v in factors)
     return op.name in PRODUCTS or _ends_chain(op)

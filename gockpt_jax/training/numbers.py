@@ -109,7 +109,7 @@ class Number:
     near: frozenset[Source] = frozenset()
     far: frozenset[Source] = frozenset()
 
-    def may_be(self, other: "Number") -> bool:
+    def may_equal(self, other: "Number") -> bool:
         """Whether nobody knows that it is not the other, though they are other numbers."""
         if other.near <= self.near:  # then the numbers tell
             return False
@@ -120,14 +120,14 @@ def _roots(near: frozenset[Source]) -> frozenset[Source]:
     return frozenset[Source]().union(*(source.roots or {source} for source in near))
 
 
-def may_be_one(a: Value, b: Value) -> bool:
-    """Whether a compiler may find that two values are one."""
+def may_be_equal(a: Value, b: Value) -> bool:
+    """Whether a compiler may find that two values are equal."""
     first, second = _found(a), _found(b)
     one, other = first.drawn, second.drawn
     if _is_secret(one) or _is_secret(other):
         return is_known(unspread(a)) and is_known(unspread(b))
     alike = (first.far or second.far) and unspread(a).size == unspread(b).size
-    may_be_other = alike and (first.may_be(second) or second.may_be(first))
+    may_be_other = alike and (first.may_equal(second) or second.may_equal(first))
     if may_be_other and not (_is_multiple(a, b) or _is_multiple(b, a)):
         return True
     x, y = (float(numbers[0] if np.ndim(numbers) else numbers) for numbers in (one, other))
@@ -154,7 +154,7 @@ def _is_multiple(value: Value, other: Value) -> bool:
     return False
 
 
-def may_be(value: Value, holds: Callable[[Any], Any]) -> bool:
+def may_hold(value: Value, holds: Callable[[Any], Any]) -> bool:
     """Whether something holds for a constant; of some folded ones the compiler alone knows that."""
     if not is_known(unspread(value)):
         return False
@@ -181,14 +181,14 @@ def may_be_all_of(op: Op) -> Sequence[Value]:
     inputs = op.inputs
     if op.name in SUMS:  # what is taken off zero is only negated
         pairs = (inputs, inputs[::-1])
-        return [x for x, y in pairs if may_be(y, lambda number: number == 0)]
+        return [x for x, y in pairs if may_hold(y, lambda number: number == 0)]
     if op.name in ("max", "min"):
-        is_one = may_be_one(*inputs) or any(may_be(v, np.isinf) for v in inputs)
-        return inputs if is_one else ()
+        is_either = may_be_equal(*inputs) or any(may_hold(v, np.isinf) for v in inputs)
+        return inputs if is_either else ()
     if op.name == "select_n":
         cases = inputs[1:]
-        is_one = all(may_be_one(cases[0], case) for case in cases)
-        return cases if is_one or may_be(inputs[0], lambda _: True) else ()
+        are_equal = all(may_be_equal(cases[0], case) for case in cases)
+        return cases if are_equal or may_hold(inputs[0], lambda _: True) else ()
     inner = inputs[0].op if op.name == "neg" else None
     return inner.inputs if inner is not None and inner.name == "neg" else ()
 

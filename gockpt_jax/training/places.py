@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from gockpt_jax.checks import told
 from gockpt_jax.errors import StepMismatchError, WrapError
-from gockpt_jax.options import told
 
 Place = int | str
 Places = Place | Sequence[Place]

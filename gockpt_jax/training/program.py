@@ -31,9 +31,9 @@ class StepProgram:
     """One traced step: how it is called, where it may be cut, and how it runs armed.
 
     Args:
-      step: The user's jitted function.
+      traced: The user's jitted function, traced for a call.
       form: How it is called.
-      args: Positional arguments of a call, alive.
+      args: Positional arguments of that call, alive.
       kwargs: Keyword arguments of it.
       even_for_nothing: Whether leaves may leave early that gain no bytes.
       before: Leaves of the result of the call before, if there was one.
@@ -51,11 +51,10 @@ class StepProgram:
     """
 
     def __init__(
-        self, step: Any, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any],
+        self, traced: Any, form: CallForm, args: tuple[Any, ...], kwargs: dict[str, Any],
         *, even_for_nothing: bool, before: Any = None,
     ):  # fmt: skip
         self._form = form
-        traced = step.trace(*args, **kwargs)
         self._jaxpr = traced.jaxpr  # alone: jax 0.7's trace holds the arguments, a whole state
         self._remembered = weakref.ref(traced.jaxpr)
         self._is_in_no_cache = bool(getattr(jax.config, "jax_check_tracer_leaks", False))
@@ -255,7 +254,7 @@ class StepProgram:
         ]
 
     def _placements(self) -> dict[str, Any]:
-        if all(s is None for s in self._out_shardings or ()):
+        if all(s is None for s in self._out_shardings):
             return {}
         # The compiler places the cut values: asking for another place could change the step.
         return {"out_shardings": [*self._out_shardings, *(None,) * len(self.cut.sites)]}

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.training.numbers import may_be, number_of
+from gockpt_jax.training.numbers import may_hold, number_of
 from gockpt_jax.training.values import Op, Value, names, unspread
 
 _COMPARISONS = names("eq ne lt le gt ge")
@@ -35,7 +35,7 @@ def is_settled(aval: Any, op: Op) -> bool:
 def _is_settled_flag(aval: Any, op: Op) -> bool:
     if op.name in ("and", "or"):
         ends = op.name == "or"
-        return any(may_be(v, lambda flag: (flag != 0) == ends) for v in op.inputs)
+        return any(may_hold(v, lambda flag: (flag != 0) == ends) for v in op.inputs)
     if op.name not in _COMPARISONS or jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
         return False
     drawn = np.asarray(number_of(Value(aval, op)))
@@ -46,7 +46,7 @@ def _is_settled_flag(aval: Any, op: Op) -> bool:
 
 def _is_settled_integer(op: Op) -> bool:
     if op.name == "mul":
-        return any(may_be(v, lambda number: number == 0) for v in op.inputs)
+        return any(may_hold(v, lambda number: number == 0) for v in op.inputs)
     if op.name == "sub":
         return unspread(op.inputs[0]) is unspread(op.inputs[1])
-    return op.name == "rem" and may_be(op.inputs[1], lambda number: abs(number) == 1)
+    return op.name == "rem" and may_hold(op.inputs[1], lambda number: abs(number) == 1)

@@ -145,8 +145,9 @@ class Op:
     params: dict[str, Any]
     entered: "tuple[Value, ...]" = ()
     """Of a `shard_map`: what goes into its body, seen from inside."""
-    results: "tuple[Value, ...]" = ()
-    """Of a `shard_map`: what its body returns, seen from inside. So of a loop that is none."""
+    stands_for: "tuple[Value, ...]" = ()
+    """What its results are, seen through it: what the body of a `shard_map` returns, or what the
+    last turns of a loop make, where these are written out."""
     turn: "tuple[Value, ...]" = ()
     """Of a loop: what any one of its turns returns."""
 
@@ -159,7 +160,7 @@ class Op:
 def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
     """Whether an operation gives the same on all devices, for certain."""
     if op.name == "shard_map" and not axes:
-        inside = op.results[index]
+        inside = op.stands_for[index]
         return bool(inside.shape or op.params.get("check_vma")) or inside.is_everywhere
     over = op.params.get("axis_name", op.params.get("axes", ()))
     names = {a for a in ((over,) if isinstance(over, str) else over) if isinstance(a, str)}
@@ -189,8 +190,8 @@ def is_known(value: Value) -> bool:
 
 def without_walls(value: Value) -> Value:
     """A value as the compiler sees it: what goes into a `shard_map` or comes out is that value."""
-    while (op := value.op) is not None and (op.results or op.primitive is ENTER):
-        value = op.results[value.index] if op.results else op.inputs[0]
+    while (op := value.op) is not None and (op.stands_for or op.primitive is ENTER):
+        value = op.stands_for[value.index] if op.stands_for else op.inputs[0]
     return value
 
 

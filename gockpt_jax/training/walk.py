@@ -40,7 +40,7 @@ class Leaf:
                 op.inputs, op.params["in_specs"], op.entered, strict=True
             ):
                 if given is old and _trimmed(spec_in) == _trimmed(spec):
-                    return cls(path, inside, op.results[new.index], spec)
+                    return cls(path, inside, op.stands_for[new.index], spec)
         return cls(path, old, new)
 
 

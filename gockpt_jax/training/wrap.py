@@ -221,19 +221,21 @@ class WrappedStep(StandIn):
             return None
         step: Any = self.step
         try:
-            step.trace(*args, **kwargs)  # which is remembered
+            traced = step.trace(*args, **kwargs)
         except Exception as error:  # as the step itself will raise: it says nothing of other calls
             self._untraced = f"tracing it failed with {_brief(error)}"
             return None
         with self.giving_up_on_errors():
-            return self._analysed(args, kwargs)
+            return self._analysed(traced, args, kwargs)
         return None
 
-    def _analysed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
+    def _analysed(
+        self, traced: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepProgram | None:
         """The program of a traced call; `None` if there is none yet, or only of other calls."""
         try:
             program = StepProgram(
-                self.step, self._form, args, kwargs,
+                traced, self._form, args, kwargs,
                 even_for_nothing=self._even_for_nothing, before=self.last.leaves,
             )  # fmt: skip
         except NotLookedAtError:

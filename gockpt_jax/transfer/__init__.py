@@ -2,6 +2,7 @@
 
 In the order of their imports:
 
+    boxes        which part of an array something is
     chunks       which elements of which array travel
     layout       the flat buffers in which they do
     packing      the program that fills these

@@ -19,10 +19,11 @@ import numpy as np
 
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.telemetry import events
+from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
-from gockpt_jax.transfer.pull import Box, ChunkPull, HostChunk, Pull, align, owned_shards
+from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.staging import stage
 
 _programs = Programs("gockpt-compile-copies")
@@ -183,7 +184,7 @@ class Block:
             for senders in packing.senders:
                 at = {s.device: s.data for s in next(arrays).addressable_shards}
                 sent += [at[device] for device in senders.flat]
-        indices: dict[int, list[Box]] = {}
+        indices: dict[int, list[Index]] = {}
         for n, array in zip(self._whole, arrays, strict=True):
             everywhere = self.chunks[n].everywhere
             shards = array.addressable_shards[:1] if everywhere else owned_shards(array)
@@ -192,7 +193,7 @@ class Block:
         return Pull.start(sent, functools.partial(self._unpack, indices))
 
     def _unpack(
-        self, indices: dict[int, list[Box]], found: list[np.ndarray]
+        self, indices: dict[int, list[Index]], found: list[np.ndarray]
     ) -> list[list[HostChunk]]:
         chunks: list[list[HostChunk]] = [[] for _ in self.chunks]
         arrived = iter(found)
@@ -209,7 +210,7 @@ class Block:
         return chunks
 
     @functools.cached_property
-    def _boxes(self) -> dict[int, list[Box]]:
+    def _boxes(self) -> dict[int, list[Index]]:
         """Of each packed chunk, the positions of the shards that this process owns."""
         return {
             n: [_index(self.chunks[n].source, row[0]) for row in senders]

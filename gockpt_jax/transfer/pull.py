@@ -12,13 +12,11 @@ from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax.compiling import unwatched
 from gockpt_jax.telemetry import events
+from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.meter import LINK
 
 _log = logging.getLogger("gockpt_jax")
-
-Box = tuple[slice, ...]
-"""Position of a shard in the global array."""
 
 T = TypeVar("T")
 
@@ -32,7 +30,7 @@ class HostChunk:
       data: Its elements; a view of pinned memory where the platform has it. Rows alone are flat.
     """
 
-    index: Box
+    index: Index
     data: np.ndarray
 
 

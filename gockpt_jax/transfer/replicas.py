@@ -16,8 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gockpt_jax.transfer.boxes import Index, explicit, within
 from gockpt_jax.transfer.chunks import Source, can_be_cut, is_key_type
-from gockpt_jax.transfer.pull import Box, owned_shards
+from gockpt_jax.transfer.pull import owned_shards
 
 MIN_SLICE_ELEMENTS = 2**19
 """Smaller slices cost more than they save: a transfer and a chunk each. 1 MiB of two bytes each; by
@@ -39,7 +40,7 @@ class Piece:
       shape: Its own.
     """
 
-    index: Box
+    index: Index
     shard: jax.Array
     start: Shape
     shape: Shape
@@ -55,7 +56,7 @@ class Replicas:
     """
 
     write_shape: WriteShape
-    _owned_by_layout: dict[Any, tuple[Sequence[Box], int]] = dataclasses.field(
+    _owned_by_layout: dict[Any, tuple[Sequence[Index], int]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
     _sources: dict[Any, Source] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -87,7 +88,7 @@ class Replicas:
             found = self._sources[key] = Source.of(array, self.placed(array))
         return found
 
-    def boxes(self, array: jax.Array) -> list[Box]:
+    def boxes(self, array: jax.Array) -> list[Index]:
         """Positions of what this process writes, in the array as it is stored."""
         return list(self._owned(array)[0])
 
@@ -108,10 +109,8 @@ class Replicas:
         found = []
         for device, index in _local_boxes(finer, array.shape).items():
             shard = shards[device]
-            start = tuple(
-                (inner.start or 0) - (outer.start or 0)
-                for inner, outer in zip(index, shard.index, strict=True)
-            )
+            held = explicit(shard.index, array.shape)
+            start = tuple(s.start for s in within(explicit(index, array.shape), held))
             found.append(Piece(index, shard.data, start, shape))
         return found
 
@@ -119,7 +118,7 @@ class Replicas:
         """Bytes that this process writes."""
         return self._owned(array)[1]
 
-    def _owned(self, array: jax.Array) -> tuple[Sequence[Box], int]:
+    def _owned(self, array: jax.Array) -> tuple[Sequence[Index], int]:
         """Positions and bytes of what this process writes: asked for every leaf at every seal."""
         key = (array.shape, array.dtype, array.sharding)
         found = self._owned_by_layout.get(key)
@@ -128,7 +127,7 @@ class Replicas:
             found = self._owned_by_layout[key] = boxes, self.source(array).shard_bytes * len(boxes)
         return found
 
-    def _owned_boxes(self, array: jax.Array) -> Sequence[Box]:
+    def _owned_boxes(self, array: jax.Array) -> Sequence[Index]:
         finer = self._finer(array)
         if finer is not None:
             return tuple(_local_boxes(finer, array.shape).values())
@@ -142,7 +141,7 @@ class Replicas:
         return source.shard_bytes * int(min(shards, len(source.placed.addressable_devices)))
 
 
-def _local_boxes(sharding: NamedSharding, shape: Shape) -> Mapping[jax.Device, Box]:
+def _local_boxes(sharding: NamedSharding, shape: Shape) -> Mapping[jax.Device, Index]:
     """Where the shards of this process's devices lie, in the mesh's order."""
     found: Any = sharding.addressable_devices_indices_map(shape)
     return dict(found)

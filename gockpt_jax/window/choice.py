@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, describe_bytes, predict
+from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, describe_bytes, play
 
 _LEVELS = 8
 """Of what may leave early, plans let 1/8, 2/8, ... leave: the rest is late and needs no replay."""
@@ -33,7 +33,7 @@ def choose(terms: Terms) -> Choice:
     Which plans are compared depends neither on the budgets nor on the link: so a larger budget or a
     faster link never leads to a worse one, and since the snapshot is among them, none is worse.
     """
-    snapshot, budget = predict(terms, ()), terms.device_budget_bytes
+    snapshot, budget = play(terms, ()), terms.device_budget_bytes
     if (copy := why_one_copy(terms.state_bytes, budget)) is not None:
         return Choice(cost=snapshot, reason=copy)
     assert budget is not None, "without a budget one copy fits"
@@ -70,14 +70,14 @@ def why_one_copy(state_bytes: int, budget_bytes: int | None) -> str | None:
 
 def windows_of(terms: Terms) -> list[Cost]:
     """The windows that keep both budgets, of all K up to the largest."""
-    played = (predict(terms, blocks) for blocks in _candidates(terms.units, terms.max_steps))
+    played = (play(terms, blocks) for blocks in _candidates(terms.units, terms.max_steps))
     return [cost for cost in played if cost.fits]
 
 
 def best_per_steps(terms: Terms) -> list[Cost]:
     """The best plan of each K, a snapshot first; no entry where no window fits."""
     best: dict[int, Cost] = {}
-    for cost in [predict(terms, ()), *windows_of(terms)]:
+    for cost in [play(terms, ()), *windows_of(terms)]:
         best[cost.steps] = min(best.get(cost.steps, cost), cost, key=_rank)
     return [best[steps] for steps in sorted(best)]
 
@@ -93,7 +93,7 @@ def _candidates(units: tuple[Unit, ...], max_steps: int) -> tuple[Blocks, ...]:
     for early in _levels(units):
         for steps in range(2, max_steps + 1):
             for shrinking in (True, False):
-                found[fill(units, steps, early, shrinking=shrinking)] = None
+                found[into_blocks(units, steps, early, shrinking=shrinking)] = None
     return tuple(found)
 
 
@@ -129,7 +129,7 @@ def _ranks(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
     return rank
 
 
-def fill(
+def into_blocks(
     units: Sequence[Unit], steps: int, early: Sequence[int] | None = None, *, shrinking: bool
 ) -> Blocks:
     """Cuts the units, in order, into K - 1 blocks.

@@ -202,7 +202,7 @@ def copied_bytes(units: Sequence[Unit], blocks: Blocks) -> list[int]:
     return copied
 
 
-def predict(terms: Terms, blocks: Blocks) -> Cost:
+def play(terms: Terms, blocks: Blocks) -> Cost:
     """Plays a window through.
 
     Args:
@@ -217,9 +217,9 @@ def predict(terms: Terms, blocks: Blocks) -> Cost:
       ...     units=(Unit(state_bytes=80, retained_bytes=40),), late_bytes=40, retained_bytes=40,
       ...     link_bytes_per_sec=10.0, step_secs=5.0, device_budget_bytes=90,
       ... )
-      >>> predict(terms, ()).stall_secs  # 120 bytes, of which 90 may be copied first
+      >>> play(terms, ()).stall_secs  # 120 bytes, of which 90 may be copied first
       3.0
-      >>> predict(terms, ((0,),)).stall_secs  # 40 retained must wait until the 80 have gone
+      >>> play(terms, ((0,),)).stall_secs  # 40 retained must wait until the 80 have gone
       8.0
     """
     link = _Link(terms)

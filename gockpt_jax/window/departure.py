@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -12,9 +13,23 @@ from gockpt_jax.transfer.block import Block, block_of
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.window.units import GroupUnit
 
-Followers = tuple[tuple[int, ...], int]
-"""A unit, or all of a group, and one of the group's cut values, by their positions; or no unit, and
-a captured scalar, which is everybody's."""
+
+class Follower(NamedTuple):
+    """What of a cut value follows as one chunk.
+
+    Attributes:
+      units: Whose rows they are, by their positions: one, or all of a group; none for a captured
+        scalar, which is everybody's.
+      value: The cut value, by its position.
+    """
+
+    units: tuple[int, ...]
+    value: int
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it is a captured scalar."""
+        return not self.units
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +48,7 @@ class Departure:
     leaves: tuple[tuple[int, int], ...]
     state: Block
     units: tuple[int, ...]
-    values: tuple[Followers, ...]
+    values: tuple[Follower, ...]
     cut: Block
 
     def is_cut_from(self, leaves: Sequence[jax.Array]) -> bool:
@@ -42,7 +57,7 @@ class Departure:
 
     def followers(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
         """Of each chunk of `cut`, the array that it is cut from."""
-        return [cut[i] for _, i in self.values]
+        return [cut[follower.value] for follower in self.values]
 
     def followed_by(self, cut: Sequence[jax.Array]) -> "Departure":
         """The same, followed by cut values that lie as these do."""
@@ -75,7 +90,7 @@ def nothing_left(cut: StepCut, leaves: Sequence[jax.Array]) -> Departure:
         place = _on_all_devices(leaves[j].sharding)
         spec = cut.arrays[i]
         chunks.append(Chunk.whole(Source(spec.shape, spec.dtype, place, place), everywhere=True))
-    values = tuple(((), i) for i in scalars)
+    values = tuple(Follower((), i) for i in scalars)
     return Departure((), block_of(()), (), values, _following(values, chunks))
 
 
@@ -109,13 +124,13 @@ def make_departure(
         for i in cut.groups[first.group].retained:
             spec = cut.arrays[i]
             source = Source(spec.shape, spec.dtype, first.given, first.placed)
-            values.append((run, i))
+            values.append(Follower(run, i))
             following.append(Chunk(source, first.start, last.stop))
     left = (*before.units, *units)
     return Departure(tuple(of_state), state, left, tuple(values), _following(values, following))
 
 
-def _following(values: Sequence[Followers], chunks: Sequence[Chunk]) -> Block:
+def _following(values: Sequence[Follower], chunks: Sequence[Chunk]) -> Block:
     return block_of(chunks, [i for _, i in values], donatable=False)
 
 

@@ -24,7 +24,7 @@ from gockpt_jax.training.step_cut import ReplayGroup
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
-from gockpt_jax.window.departure import Followers
+from gockpt_jax.window.departure import Follower
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fill
 from gockpt_jax.window.units import GroupUnit
@@ -45,11 +45,12 @@ class _Cut:
     num_bytes: int
 
     @classmethod
-    def of(cls, follow: Sequence[Followers], pull: ChunkPull, units: Sequence[GroupUnit]) -> "_Cut":
+    def of(cls, follow: Sequence[Follower], pull: ChunkPull, units: Sequence[GroupUnit]) -> "_Cut":
         values: dict[UnitValue, Sequence[np.ndarray]] = {}
         scalars: dict[int, np.ndarray] = {}
-        for (run, i), chunks in zip(follow, pull.result(), strict=True):
-            if not run:
+        for follower, chunks in zip(follow, pull.result(), strict=True):
+            run, i = follower.units, follower.value
+            if follower.is_scalar:
                 scalars[i] = chunks[0].data.reshape(())
             for u in run:
                 values[u, i] = [_rows(c.data, units[run[0]], units[u]) for c in chunks]
@@ -151,7 +152,7 @@ class EarlyChunks:
         self._host.add(sum(_bytes(found) for _, _, found in rows))
         return functools.partial(self._put, rows, units)
 
-    def take_in(self, values: Sequence[Followers], pull: ChunkPull) -> Task:
+    def take_in(self, values: Sequence[Follower], pull: ChunkPull) -> Task:
         """Waits for an update's cut, and for room on the host, which replay gives back.
 
         Args:

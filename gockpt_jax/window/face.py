@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from gockpt_jax.options import WindowOptions, as_count, of_kind
+from gockpt_jax.checks import as_count, of_kind
+from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.report import SaveReport
 from gockpt_jax.telemetry.save_record import ReportLog
 from gockpt_jax.training.nested import Wrapped, wrap_step
@@ -43,11 +44,6 @@ class WindowFace:
         """Takes part in another's session."""
         self._gockpt_log = other._gockpt_log
         self._gockpt_session = other._gockpt_session
-
-    @property
-    def window_options(self) -> WindowOptions:
-        """How states leave the device."""
-        return self._gockpt_session.options
 
     def wrap(
         self, step: Callable[..., Any], *, state: Places = 0, state_out: Places | None = None

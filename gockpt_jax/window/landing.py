@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from gockpt_jax.replay.memory import own
+from gockpt_jax.transfer.boxes import Index, explicit, overlap, shape_of, within
 from gockpt_jax.transfer.chunks import Chunk, Source
-from gockpt_jax.transfer.pull import Box, HostChunk
+from gockpt_jax.transfer.pull import HostChunk
 
 # A page: storage writes from it without a copy. The CPU backend asks for 64 bytes.
 _ALIGNMENT = 4096
@@ -22,7 +23,7 @@ class Landing:
     def __init__(self) -> None:
         self.flat: list[np.ndarray] = []
         self._source: Source | None = None  # until some rows have landed
-        self._indices: list[Box] = []
+        self._indices: list[Index] = []
         self._num_landed = 0  # elements of each shard
 
     @property
@@ -45,7 +46,7 @@ class Landing:
             for flat, rows in zip(self.flat, found, strict=True):
                 flat[chunk.start : chunk.stop] = rows.data
 
-    def chunks(self, wanted: Sequence[Box]) -> list[HostChunk]:
+    def chunks(self, wanted: Sequence[Index]) -> list[HostChunk]:
         """The shards at these positions, complete: as they landed, or cut anew if they lie so."""
         assert self._source is not None, "nothing has landed"
         assert self.is_complete, "rows have not landed"
@@ -57,25 +58,18 @@ class Landing:
         if list(wanted) == self._indices:
             return landed
         dims = self._source.shape
-        return [_assembled(box, landed, (*dims, *shape[len(dims) :])) for box in wanted]
+        return [_assembled(index, landed, (*dims, *shape[len(dims) :])) for index in wanted]
 
 
-def _assembled(box: Box, landed: Sequence[HostChunk], shape: Sequence[int]) -> HostChunk:
+def _assembled(index: Index, landed: Sequence[HostChunk], shape: Sequence[int]) -> HostChunk:
     """One shard of an array of this shape, from pieces that this process has all of."""
-    target = _bounds(box, shape)
-    data = np.empty([b - a for a, b in target], landed[0].data.dtype)
+    target = explicit(index, shape)
+    data = np.empty(shape_of(target), landed[0].data.dtype)
     for piece in landed:
-        place = _bounds(piece.index, shape)
-        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target, place, strict=True)]
-        if all(a < b for a, b in both):
-            into = tuple(slice(a - t, b - t) for (a, b), (t, _) in zip(both, target, strict=True))
-            out_of = tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(both, place, strict=True))
-            data[into] = piece.data[out_of]
-    return HostChunk(box, data)
-
-
-def _bounds(box: Box, shape: Sequence[int]) -> list[tuple[int, int]]:
-    return [s.indices(n)[:2] for s, n in zip(box, shape, strict=True)]
+        place = explicit(piece.index, shape)
+        if (both := overlap(target, place)) is not None:
+            data[within(both, target)] = piece.data[within(both, place)]
+    return HostChunk(index, data)
 
 
 def _aligned(size: int, dtype: np.dtype) -> np.ndarray:

@@ -118,10 +118,10 @@ def send_late(
     for positions, block in late_blocks(numbered, device.limit_bytes):
         with device.lent(block.staged_bytes) as give_back:
             pull = stage_and_pull(block, [chunks[n][0] for n in positions])
-            worker.submit(_landing(pull, [receivers[n] for n in positions], give_back))
+            worker.submit(_landing_task(pull, [receivers[n] for n in positions], give_back))
 
 
-def _landing(
+def _landing_task(
     pull: ChunkPull, receivers: Sequence[Receiver], has_landed: Callable[[], None]
 ) -> Callable[[], None]:
     pulls = [pull]

@@ -105,8 +105,8 @@ class Opener:
             limit_bytes = self._resources.device.limit_bytes
             planned = planned.within(steps, self._options, limit_bytes)
         if planned is not None and planned.plan.steps < steps:
-            why_none = planned.plan.steps == 1 and self._tried_for != target
-            return planned.plan.reason if why_none else None
+            is_told = planned.plan.steps == 1 and self._tried_for != target
+            return planned.plan.reason if is_told else None
         self._tried_for = target
         leaves = None if planned is None else program.returned.leaves(step.last.new_state)
         if planned is None or leaves is None:  # nor has a plan been made for such a call

@@ -15,7 +15,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.choice import choose, fill, why_one_copy
+from gockpt_jax.window.choice import choose, into_blocks, why_one_copy
 from gockpt_jax.window.cost import Blocks, Terms, Unit, copied_bytes, describe_bytes
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
@@ -219,7 +219,7 @@ def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int) -> Pla
 
 def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:
     """Lets all units leave over K - 1 steps, in even blocks."""
-    return Plan(fill(units, steps, shrinking=False), reason)
+    return Plan(into_blocks(units, steps, shrinking=False), reason)
 
 
 def peak_device_bytes(plan: Plan, size: StateBytes) -> int:

@@ -12,7 +12,7 @@ _log = logging.getLogger("gockpt_jax")
 _PATIENCE = 2
 
 
-class Calls:
+class CallHistory:
     """The last two calls of a loop, of one kind: where they were, and with which labels.
 
     Attributes:
@@ -79,16 +79,18 @@ class SavePredictor:
         of the saves so far says nothing then.
     """
 
-    def __init__(self, is_save_label: Callable[[int], bool] | None = None):
+    def __init__(
+        self, is_save_label: Callable[[int], bool] | None = None, *, is_alone: bool = True
+    ):
         self.is_save_label = is_save_label
         self.sees_every_call = True
         self.takes_state = True
-        self.is_alone = True
+        self.is_alone = is_alone
         self.agreed: int | None = None
         self.is_started = False
         self._expected: int | None = None
-        self._calls = Calls()  # of `save`
-        self._questions = Calls()  # whether a label would be saved
+        self._calls = CallHistory()  # of `save`
+        self._questions = CallHistory()  # whether a label would be saved
         self._said_yes = False  # to the last one
         self._saves_as_told = True  # what it asks for, when the answer is yes
         self._accepted: list[int] = []  # versions of the last two accepted saves
@@ -203,7 +205,7 @@ class SavePredictor:
         self._cached = (version, target)
         return target
 
-    def _in_step(self) -> tuple[Calls, int] | None:
+    def _in_step(self) -> tuple[CallHistory, int] | None:
         """The calls by which labels are tied to versions, if any are; and the updates per label."""
         updates = self._calls.updates_per_label(sees_every_call=self.sees_every_call)
         if updates is not None:

@@ -76,8 +76,7 @@ class Session:
         self.processes = processes
         self.resources = resources = Resources.of(options, replicas)
         self.host, self.replicas = resources.host, replicas
-        self.predictor = SavePredictor()
-        self.predictor.is_alone = not processes.several
+        self.predictor = SavePredictor(is_alone=not processes.several)
         self.between_steps: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         self._changing = threading.RLock()  # held by whoever changes what is below; after `lock`
@@ -264,7 +263,7 @@ class Session:
                     self.planner.has_saved(self._last_step, self._seal.given)
             self._seal = None
 
-    # For the face.
+    # What policies and the face ask.
 
     @property
     def window_steps(self) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.pull import Box, HostChunk
+from gockpt_jax.transfer.pull import HostChunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,12 +21,12 @@ class ChunkSlot:
       owed: One `None` as long as its bytes have not been given back.
     """
 
-    index: Box
+    index: Index
     data: concurrent.futures.Future[np.ndarray]
     owed: list[None] = dataclasses.field(default_factory=lambda: [None])
 
 
-def make_slots(indices: Sequence[Box]) -> list[ChunkSlot]:
+def make_slots(indices: Sequence[Index]) -> list[ChunkSlot]:
     """Empty slots for the shards at `indices`."""
     return [ChunkSlot(index, concurrent.futures.Future()) for index in indices]
 

@@ -5,7 +5,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-import jax
+from gockpt_jax.compiling import unwatched
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -95,8 +95,7 @@ class Worker:
                 task = self._tasks.popleft()
                 self._busy = True
             try:
-                # The user's transfer guard is for implicit transfers of the training loop.
-                with jax.transfer_guard("allow"):
+                with unwatched():
                     task()
             except BaseException:  # a task that lets an error escape has a bug; the thread goes on
                 _log.exception("a task of the worker thread failed")

@@ -436,7 +436,7 @@ def test_shapes_are_not_those_of_a_part(copy, monkeypatch):
     file.write_text(json.dumps(told))
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: 2)
-        checksum_files.seal_item(item, None)
+        checksum_files.write_item_file(item, None)
     assert_same_arrays(restoring.restore(item, GoCkptRestore(abstract(state)), {}), state)
 
 

@@ -453,13 +453,13 @@ def test_processes_that_disagree(item, layout):
 @pytest.mark.parametrize("layout", ["ocdbt"])
 def test_a_processs_checksums_that_never_came_fail_the_save(item, layout):
     with pytest.raises(RuntimeError, match=r"processes \[1\] of 2 have left no checksums"):
-        checksum_files.seal_item(item, {1, 0})
+        checksum_files.write_item_file(item, {1, 0})
 
 
 def test_what_another_handler_has_written_is_not_sealed(tmp_path):
     """Orbax finalizes an item by the first handler under its name."""
     (tmp_path / "_METADATA").write_text("{}")
-    checksum_files.seal_item(tmp_path, {0})
+    checksum_files.write_item_file(tmp_path, {0})
     assert [path.name for path in tmp_path.iterdir()] == ["_METADATA"]
 
 
@@ -481,7 +481,7 @@ def test_a_part_of_which_other_processes_have_the_rest(item, layout, monkeypatch
 
     def sealed_after(change):
         rewrite(item, change)
-        checksum_files.seal_item(item, None)
+        checksum_files.write_item_file(item, None)
         return faults_of(item)
 
     def leave_out(content):
@@ -495,7 +495,7 @@ def test_a_part_of_which_other_processes_have_the_rest(item, layout, monkeypatch
     assert len(sealed_after(leave_out)) == 2
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert sealed_after(lambda content: None) == []
-    checksum_files.seal_item(item, {0})
+    checksum_files.write_item_file(item, {0})
     assert len(faults_of(item)) == 2  # the others share its storage: nothing may be missing
     assert sealed_after(lambda content: None) == []
     assert verify_item(item, share=(1, 2)) == verify_item(item)  # nobody else reads it

@@ -165,7 +165,7 @@ def test_branches_in_a_shard_map_are_not_opened():
     mapped = jax.shard_map(each, mesh=mesh, in_specs=spec, out_specs=spec)
     _, graph = traced(lambda x: mapped(x) * 2.0, jnp.arange(8.0))
     (inside,) = (v for v in graph.outputs[0].op.inputs if v.op is not None)
-    (result,) = inside.op.results
+    (result,) = inside.op.stands_for
     assert result.site is not None
     assert find(result, "sin").site is None
 
@@ -176,9 +176,9 @@ def test_nor_is_a_shard_map_in_a_branch():
     spec = PartitionSpec("d")
     mapped = jax.shard_map(lambda x: jnp.sin(x) + 1.0, mesh=mesh, in_specs=spec, out_specs=spec)
     _, graph = traced(lambda x: lax.cond(x[0] > 1, lambda: mapped(x), lambda: x), jnp.arange(8.0))
-    (outside,) = (v for v in graph.outputs[0].op.inputs if v.op is not None and v.op.results)
+    (outside,) = (v for v in graph.outputs[0].op.inputs if v.op is not None and v.op.stands_for)
     assert outside.site.is_in_branch
-    (inside,) = outside.op.results
+    (inside,) = outside.op.stands_for
     assert find(inside, "sin").site is None
 
 

@@ -388,7 +388,7 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     # CPU time of this thread: the machine may be busy with other tests.
     start = time.thread_time()
-    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     seconds = time.thread_time() - start
     assert len(program.positions.paths) >= 1200
     assert len(program.cut.groups) == 400

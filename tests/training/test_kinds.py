@@ -145,7 +145,7 @@ def sized(state, x, scale=1.0, mode="a"):
 def program_of(*args, **kwargs):
     jitted = jax.jit(sized, static_argnames="mode")
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    return StepProgram(jitted, form, args, kwargs, even_for_nothing=False)
+    return StepProgram(jitted.trace(*args, **kwargs), form, args, kwargs, even_for_nothing=False)
 
 
 @pytest.mark.parametrize(

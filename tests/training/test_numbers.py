@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from training_helpers import graph_of
 
-from gockpt_jax.training.numbers import Source, is_power_of_two, may_be_one, number_of
+from gockpt_jax.training.numbers import Source, is_power_of_two, may_be_equal, number_of
 
 X, Y = (jnp.ones(4) for _ in range(2))
 
@@ -74,10 +74,10 @@ ONE = {
 def test_one_number_is_one_however_it_is_written(name):
     f, g = ONE[name]
     one, other, no = graph_of(lambda x, y: (f(x, y), g(x, y), 1.5 * g(x, y)), X, Y).outputs
-    assert may_be_one(one, other)
-    assert may_be_one(other, one)
-    assert not may_be_one(one, no)
-    assert not may_be_one(no, one)
+    assert may_be_equal(one, other)
+    assert may_be_equal(other, one)
+    assert not may_be_equal(one, no)
+    assert not may_be_equal(no, one)
 
 
 MOVED = {
@@ -150,8 +150,8 @@ def test_what_is_not_elementwise_may_be_what_it_is_made_of(name, of):
 
     one, guess, of_one, of_guess = graph_of(values, X, Y).outputs
     for a, b in ((one, guess), (of_one, of_guess)):
-        assert may_be_one(a, b)
-        assert may_be_one(b, a)
+        assert may_be_equal(a, b)
+        assert may_be_equal(b, a)
 
 
 MULTIPLES = {
@@ -174,8 +174,8 @@ def test_a_multiple_is_no_guess_of_what_it_multiplies(name):
 
     v, multiple, *others = graph_of(values, X, Y).outputs
     for other, expected in ((multiple, False), *((other, True) for other in others)):
-        assert may_be_one(v, other) is expected
-        assert may_be_one(other, v) is expected
+        assert may_be_equal(v, other) is expected
+        assert may_be_equal(other, v) is expected
 
 
 def test_a_multiple_by_one_is_what_it_multiplies():
@@ -183,7 +183,7 @@ def test_a_multiple_by_one_is_what_it_multiplies():
         v, s = jnp.sort(x), jnp.max(x)
         return v, v * jnp.minimum(1.0, jnp.exp(jnp.abs(s)))
 
-    assert may_be_one(*graph_of(values, X).outputs)
+    assert may_be_equal(*graph_of(values, X).outputs)
 
 
 PRODUCTS = {
@@ -211,11 +211,11 @@ def test_what_has_other_sources_is_no_guess_of_a_value(name):
 
     graph = graph_of(values, X, Y)
     (x, _), (of_x, y, product, of_product, another) = graph.inputs, graph.outputs
-    assert not may_be_one(of_x, y)  # it is of another argument
-    assert not may_be_one(x, product)  # a gradient is no parameter
-    assert not may_be_one(x, of_product)
-    assert may_be_one(product, of_product)
-    assert not may_be_one(product, another)
+    assert not may_be_equal(of_x, y)  # it is of another argument
+    assert not may_be_equal(x, product)  # a gradient is no parameter
+    assert not may_be_equal(x, of_product)
+    assert may_be_equal(product, of_product)
+    assert not may_be_equal(product, another)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_what_the_turns_of_a_loop_return_may_be_taken_out_of_it():
         return turns[0], turns[1], jnp.sin(x), jnp.cos(jnp.sin(x))
 
     first, second, one, other = graph_of(values, X).outputs
-    assert may_be_one(first, one)
-    assert may_be_one(second, other)
+    assert may_be_equal(first, one)
+    assert may_be_equal(second, other)
 
 
 TURNS = {
@@ -256,7 +256,7 @@ def test_what_turns_make_of_other_things_than_products_may_be_anything(name):
     def values(x):
         return x, lax.scan(TURNS[name], jnp.zeros(4), x)[1]
 
-    assert may_be_one(*graph_of(values, jnp.ones((3, 4))).outputs)
+    assert may_be_equal(*graph_of(values, jnp.ones((3, 4))).outputs)
 
 
 def test_values_are_the_same_numbers_whenever_a_program_is_looked_at():
@@ -276,5 +276,5 @@ def test_a_step_may_have_tens_of_thousands_of_arguments():
     """Python writes no integer of that many bits in decimals, and hashes every 61st bit alike."""
     *_, last = many = [np.float32(1)] * 15_000
     (value,) = graph_of(lambda *all: jnp.outer(all[-1], X) @ X, *many).outputs
-    assert not may_be_one(value, graph_of(lambda x: x, last).outputs[0])
+    assert not may_be_equal(value, graph_of(lambda x: x, last).outputs[0])
     assert len({hash(Source(1 << n)) for n in range(15_000)}) == 15_000

@@ -34,7 +34,7 @@ def fresh(size=6):
 def arm(jitted, *args, result=None, **kwargs):
     settings = _compat.jit_settings(jitted)
     form = CallForm(jitted, 0, settings)
-    program = StepProgram(jitted, form, args, kwargs, even_for_nothing=False)
+    program = StepProgram(jitted.trace(*args, **kwargs), form, args, kwargs, even_for_nothing=False)
     if result is not None:
         program.returns_at(jax.tree.leaves(result))
     program.arm()
@@ -256,7 +256,7 @@ def test_result_without_the_state_is_an_error():
     jitted = jax.jit(lambda s, x: jnp.sum(x))
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     with pytest.raises(StepMismatchError, match="holds no tree like the state"):
-        StepProgram(jitted, form, (fresh(), X), {}, even_for_nothing=False)
+        StepProgram(jitted.trace(fresh(), X), form, (fresh(), X), {}, even_for_nothing=False)
 
 
 def test_a_state_of_nothing_is_no_error():
@@ -270,7 +270,13 @@ def test_a_batch_taken_for_the_state_is_an_error():
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     told = r"the state goes in as float32\[3,2\] and comes out as float32\[\].*`wrap\(step, state="
     with pytest.raises(StepMismatchError, match=told):
-        StepProgram(jitted, form, (jnp.ones((3, 2)), fresh()), {}, even_for_nothing=False)
+        StepProgram(
+            jitted.trace(jnp.ones((3, 2)), fresh()),
+            form,
+            (jnp.ones((3, 2)), fresh()),
+            {},
+            even_for_nothing=False,
+        )
 
 
 def test_the_trainer_does_not_wait_for_the_compiler(monkeypatch):
@@ -283,7 +289,7 @@ def test_the_trainer_does_not_wait_for_the_compiler(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", held_up)
     jitted = jax.jit(update)
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, (fresh(), X), {}, even_for_nothing=False)
+    program = StepProgram(jitted.trace(fresh(), X), form, (fresh(), X), {}, even_for_nothing=False)
     program.arm()
     assert program.is_armed
     assert program.why_not_ready() == "the armed step was still compiling"
@@ -296,7 +302,7 @@ def test_failure_to_compile_is_kept_for_who_asks():
     jitted = jax.jit(update, compiler_options={"xla_no_such_option": "1"})
     settings = _compat.jit_settings(jitted)
     program = StepProgram(
-        jitted, CallForm(jitted, 0, settings), (fresh(), X), {},
+        jitted.trace(fresh(), X), CallForm(jitted, 0, settings), (fresh(), X), {},
         even_for_nothing=False,
     )  # fmt: skip
     program.arm()

@@ -76,7 +76,7 @@ def test_a_rounded_program_has_the_same_trace_and_another_cut():
     jitted = jax.jit(adam, donate_argnums=0)
     args = (state("m", "v", "w"), gradient())
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     rounded = program.rounded()
     assert (program.cut.is_exact, rounded.cut.is_exact) == (True, False)
     assert [len(p.cut.groups[0].leaves) for p in (program, rounded)] == [2, 3]

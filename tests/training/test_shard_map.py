@@ -70,7 +70,7 @@ def placed(spec):
 
 def traced(jitted, *args):
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    return StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    return StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
 
 
 def program_of(jitted, *args):

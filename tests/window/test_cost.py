@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gockpt_jax.window.choice import best_per_steps, choose, fill, windows_of
-from gockpt_jax.window.cost import Terms, Unit, copied_bytes, predict
+from gockpt_jax.window.choice import best_per_steps, choose, into_blocks, windows_of
+from gockpt_jax.window.cost import Terms, Unit, copied_bytes, play
 
 thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 TICK = 1.001e-3  # stalls closer than this are equal to the model
@@ -116,13 +116,13 @@ def test_what_nothing_follows_is_held_while_its_step_runs():
     )  # fmt: skip
     blocks = ((0,), (1,))
     # Before the second step 40 follow the first, and the block is staged: they have to go first.
-    assert predict(tight, blocks).peak_bytes == 160
-    assert predict(tight, blocks).stall_secs == 40
+    assert play(tight, blocks).peak_bytes == 160
+    assert play(tight, blocks).stall_secs == 40
     almost = dataclasses.replace(tight, device_budget_bytes=199)
-    assert predict(almost, blocks).stall_secs == 40
+    assert play(almost, blocks).stall_secs == 40
     enough = dataclasses.replace(tight, device_budget_bytes=200)
-    assert predict(enough, blocks).stall_secs == 0
-    assert predict(enough, blocks).peak_bytes == 80 + 40 + 80
+    assert play(enough, blocks).stall_secs == 0
+    assert play(enough, blocks).peak_bytes == 80 + 40 + 80
 
 
 def test_a_block_beside_what_the_step_before_it_retained():
@@ -132,15 +132,15 @@ def test_a_block_beside_what_the_step_before_it_retained():
         units=units, late_bytes=1, retained_bytes=400, link_bytes_per_sec=1e9, step_secs=1.0,
         device_budget_bytes=801,
     )  # fmt: skip
-    assert predict(terms, ((0,), (1,))).stall_secs == 0
-    assert predict(terms, ((0,), (1,))).peak_bytes == 801
+    assert play(terms, ((0,), (1,))).stall_secs == 0
+    assert play(terms, ((0,), (1,))).peak_bytes == 801
 
 
 @thorough
 @given(terms())
 def test_every_unit_leaves_exactly_once(terms):
     for steps in range(2, terms.max_steps + 1):
-        blocks = fill(terms.units, steps, shrinking=steps % 2 == 0)
+        blocks = into_blocks(terms.units, steps, shrinking=steps % 2 == 0)
         if terms.units:
             assert len(blocks) == steps - 1
             assert sorted(u for b in blocks for u in b) == list(range(len(terms.units)))
@@ -158,7 +158,7 @@ def test_every_unit_leaves_exactly_once(terms):
 @given(terms())
 def test_never_worse_than_a_snapshot_or_a_blocking_save(terms):
     chosen = choose(terms).cost
-    assert chosen.stall_secs <= predict(terms, ()).stall_secs
+    assert chosen.stall_secs <= play(terms, ()).stall_secs
     assert chosen.stall_secs <= terms.blocking_secs
 
 
@@ -181,7 +181,7 @@ def test_more_budget_and_a_faster_link_never_stall_more(terms, more_bytes, faste
 @given(terms())
 def test_least_stall_then_fewest_bytes_then_smallest_k(terms):
     chosen = choose(terms).cost
-    others = [predict(terms, ()), *windows_of(terms)]
+    others = [play(terms, ()), *windows_of(terms)]
     assert chosen.stall_secs <= min(c.stall_secs for c in others) + TICK
     as_good = [c for c in others if round(c.stall_secs, 3) == round(chosen.stall_secs, 3)]
     assert chosen.moved_bytes == min(c.moved_bytes for c in as_good)
@@ -197,7 +197,7 @@ def test_blocks_are_within_one_unit_of_their_share(terms, steps, shrinking):
         return
     shrinks = max(1 - sum(u.retained_bytes for u in units) / total, 0.05)
     share = [shrinks**i if shrinking else 1 for i in range(steps - 1)]
-    for block, part in zip(fill(units, steps, shrinking=shrinking), share, strict=True):
+    for block, part in zip(into_blocks(units, steps, shrinking=shrinking), share, strict=True):
         largest = max(u.state_bytes for u in units)
         assert sum(units[u].state_bytes for u in block) <= total * part / sum(share) + largest
 
@@ -206,7 +206,7 @@ def test_blocks_are_within_one_unit_of_their_share(terms, steps, shrinking):
 @pytest.mark.parametrize("gain", [1.25, 2, 4])
 def test_every_step_moves_the_same_bytes(steps, gain):
     units = tuple(Unit(state_bytes=1000, retained_bytes=int(1000 / gain)) for _ in range(2000))
-    blocks = fill(units, steps, shrinking=True)
+    blocks = into_blocks(units, steps, shrinking=True)
     left, traffic = 0, []
     for block in blocks:
         traffic.append(len(block) * 1000 + left * int(1000 / gain))
@@ -229,7 +229,7 @@ def paper(ratio, steps, budget_parts, retained_parts):
 def saved_steps(ratio, steps):
     """Steps of stall that K equal parts save against a snapshot that hides one step's worth."""
     terms = paper(ratio, steps, budget_parts=1, retained_parts=0)
-    snapshot, window = predict(terms, ()), predict(terms, tuple((u,) for u in range(steps - 1)))
+    snapshot, window = play(terms, ()), play(terms, tuple((u,) for u in range(steps - 1)))
     assert snapshot.stall_secs == pytest.approx(steps - 1)  # Async-O: (K - 1) T
     # GoCkpt waits for all that moves: K (K - 1) / 14 T with r = 1/7.
     waits = window.moved_bytes / terms.link_bytes_per_sec - steps * terms.step_secs
@@ -251,10 +251,10 @@ def test_the_papers_best_k_and_what_it_saves(ratio, best, saved):
 def test_gradients_of_one_step_beside_the_next_hide_all_but_theirs(steps):
     """With room for a block and one step's gradients, each step waits for the last one's."""
     terms = paper(1 / 7, steps, budget_parts=2, retained_parts=1)
-    window = predict(terms, tuple((u,) for u in range(steps - 1)))
+    window = play(terms, tuple((u,) for u in range(steps - 1)))
     assert window.stall_secs == pytest.approx((steps - 1) * (steps - 2) / 14)
     roomier = dataclasses.replace(terms, device_budget_bytes=84_000 * 5)
-    assert predict(roomier, window.blocks).stall_secs < 1.0
+    assert play(roomier, window.blocks).stall_secs < 1.0
 
 
 # The choice.
@@ -329,12 +329,12 @@ def test_what_is_copied_before_it_travels_is_held_twice_while_the_step_runs():
     )  # fmt: skip
     unit = dataclasses.replace(terms.units[0], is_copied=True)
     twice = dataclasses.replace(terms, units=(unit,))
-    assert predict(terms, ((0,),)).stall_secs == 0
-    assert predict(twice, ((0,),)).stall_secs == 6  # until the 60 have gone
-    assert predict(twice, ((0,),)).moved_bytes == predict(terms, ((0,),)).moved_bytes
-    assert predict(twice, ((0,),)).peak_bytes == 80
-    assert predict(dataclasses.replace(twice, device_budget_bytes=140), ((0,),)).peak_bytes == 140
-    assert not predict(dataclasses.replace(twice, device_budget_bytes=79), ((0,),)).fits
+    assert play(terms, ((0,),)).stall_secs == 0
+    assert play(twice, ((0,),)).stall_secs == 6  # until the 60 have gone
+    assert play(twice, ((0,),)).moved_bytes == play(terms, ((0,),)).moved_bytes
+    assert play(twice, ((0,),)).peak_bytes == 80
+    assert play(dataclasses.replace(twice, device_budget_bytes=140), ((0,),)).peak_bytes == 140
+    assert not play(dataclasses.replace(twice, device_budget_bytes=79), ((0,),)).fits
 
 
 def test_what_follows_a_group_is_copied_unless_all_of_it_leaves_in_one_block():
@@ -356,7 +356,7 @@ def test_rows_of_a_group_leave_together(steps, shrinking):
         for n, rows in enumerate((3, 9, 3, 6, 9, 6, 3, 3, 9))
         for _ in range(rows)
     ]
-    blocks = fill(units, steps, shrinking=shrinking)
+    blocks = into_blocks(units, steps, shrinking=shrinking)
     order = [u for block in blocks for u in sorted(block, key=lambda u: units[u].group)]
     assert sorted(order) == list(range(len(units)))
     cut = [
@@ -373,11 +373,11 @@ def test_what_gains_most_leaves_first(is_whole):
         Unit(state_bytes=8, retained_bytes=r, group=None if is_whole else r)
         for r in (4, 0, 4, 2, 0, 2)
     )
-    assert fill(units, 4, shrinking=False) == ((1, 4), (3, 5), (0, 2))
+    assert into_blocks(units, 4, shrinking=False) == ((1, 4), (3, 5), (0, 2))
 
 
 def test_one_large_unit_leaves_the_other_blocks_even():
     sizes = (100, 10, 10, 10, 10, 10, 10)
     units = tuple(Unit(state_bytes=n, retained_bytes=0) for n in sizes)
-    assert fill(units, 5, shrinking=False) == ((0,), (1, 2), (3, 4), (5, 6))
-    assert fill(units[:3], 5, shrinking=False) == ((0,), (1,), (2,), ())
+    assert into_blocks(units, 5, shrinking=False) == ((0,), (1, 2), (3, 4), (5, 6))
+    assert into_blocks(units[:3], 5, shrinking=False) == ((0,), (1,), (2,), ())

@@ -230,7 +230,7 @@ def test_bytes_are_those_of_one_device(monkeypatch):
     args = (state, jax.device_put(f32.astype(jnp.bfloat16), spread), jax.device_put(f32, whole))
     jitted = jax.jit(step)
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     size = measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE)
     assert size.leaves == (32, 256, 4, 256)
     assert size.retained == size.followers == 16 + 256
@@ -253,7 +253,7 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
     jitted, leaf = jax.jit(step), 64 * 4
     state = {k: jnp.ones(64) for k in ("m", "w")}
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, (state,), {}, even_for_nothing=False)
+    program = StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=False)
     both = measure_bytes(program.cut, [state["m"], state["w"]], FIRST_ALONE)
     assert (both.sent, both.late, len(both.units)) == (2 * leaf, 0, 1)
     for on_host in (("m",), ("m", "w")):
@@ -272,7 +272,7 @@ def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
     jitted = jax.jit(lambda s: s | {"w": jnp.cos(s["w"])})
     state = {"base": jnp.ones(512, jnp.int4), "kept": jnp.ones(512, jnp.int8), "w": jnp.ones(64)}
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, (state,), {}, even_for_nothing=True)
+    program = StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=True)
     parts = collections.defaultdict(list)
     for found in measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE).units:
         (leaf,) = program.cut.groups[found.group].leaves
@@ -317,7 +317,9 @@ def test_processes_have_no_group_of_which_the_leaves_lie_differently(monkeypatch
     leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in (ROWS, WHOLE, ROWS)]
     jitted = jax.jit(lambda state, g: [0.5 * x + g for x in state])
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, (leaves, leaves[0]), {}, even_for_nothing=False)
+    program = StepProgram(
+        jitted.trace(leaves, leaves[0]), form, (leaves, leaves[0]), {}, even_for_nothing=False
+    )
     size = measure_bytes(program.cut, leaves, FIRST_ALONE)
     assert ([unit.state_bytes for unit in size.units], size.retained) == ([3 * 64], 64)
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
@@ -351,7 +353,7 @@ def test_what_follows_is_copied_where_it_is_small_or_shared(
     args = (state, h.astype(jnp.bfloat16), h)
     jitted = jax.jit(step)
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted, form, args, {}, even_for_nothing=False)
+    program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     replicas = Replicas(ReplicaLayout(use_replica_parallel=shares).write_shape)
     (found,) = measure_bytes(program.cut, jax.tree.leaves(state), replicas).units
     assert {x.dtype.itemsize for x in program.cut.arrays} == {2, 4}

@@ -68,7 +68,7 @@ def fresh(place=PLACES["one device"]):
 def program_of(state, step=update):
     jitted = jax.jit(step)
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    return StepProgram(jitted, form, (state,), {}, even_for_nothing=False)
+    return StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=False)
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)

@@ -1,7 +1,5 @@
 """Memory and modes of files for reads and writes past the page cache (`O_DIRECT`)."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

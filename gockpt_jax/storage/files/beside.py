@@ -5,8 +5,6 @@ tree. They are made on the primary process when every process has written its pa
 which is before the first of them is committed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Container, Iterable, Mapping
@@ -43,7 +41,7 @@ class Beside(NamedTuple):
     metadata: Mapping[str, str]
 
     @classmethod
-    def of(cls, content: Json) -> Beside:
+    def of(cls, content: Json) -> "Beside":
         """From what `item.json` says."""
         items = {
             name: {file: (size, made) for file, (size, made) in files.items()}
@@ -52,7 +50,7 @@ class Beside(NamedTuple):
         return cls(items, dict(content.get("metadata", {})))
 
     @classmethod
-    def together(cls, several: Iterable[Beside]) -> Beside:
+    def together(cls, several: "Iterable[Beside]") -> "Beside":
         """What several items know of their step."""
         items: dict[str, Mapping[str, tuple[int, str]]] = {}
         metadata: dict[str, str] = {}
@@ -62,7 +60,7 @@ class Beside(NamedTuple):
         return cls(items, metadata)
 
 
-def what_lies_beside(item: epath.Path) -> Beside:
+def what_lies_beside(item: epath.Path) -> "Beside":
     """Looks around in the step, if the item is part of one.
 
     Args:

@@ -4,8 +4,6 @@ Arrays go through TensorStore's drivers, the small files beside them through `fs
 Both retry by themselves; here is how long, and what a failure that they did not outlive is called.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ An item of a checkpoint holds, beside what stock Orbax wrote:
 Stock never looks into this folder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Collection, Mapping
@@ -129,7 +127,7 @@ def write_process(item: Any, leaves: Json) -> None:
     (item / process_file(index)).write_text(json.dumps(content))
 
 
-def seal_item(item: Any, sharing: Collection[int] | None) -> None:
+def write_item_file(item: Any, sharing: Collection[int] | None) -> None:
     """Writes `item.json`, when everything else of the item is there: just before its commit.
 
     Args:

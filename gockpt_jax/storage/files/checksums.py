@@ -5,8 +5,6 @@ compression: independent of the layout on disk. Large ones are made on threads, 
 See docs/decisions/0016.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any

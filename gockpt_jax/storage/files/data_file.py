@@ -1,7 +1,5 @@
 """A file of one or several values that several threads write, and when it is whole."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Collection

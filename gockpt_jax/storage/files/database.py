@@ -5,8 +5,6 @@ follow one another, just as they are. Who knows their extents can read and write
 TensorStore, which does both through the page cache. `ts.ocdbt.dump` tells them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +27,7 @@ class Extent:
     offset: int = 0
     nbytes: int = 0
 
-    def is_before(self, other: Extent) -> bool:
+    def is_before(self, other: "Extent") -> bool:
         """Whether another one begins where this one ends."""
         return self.path == other.path and self.offset + self.nbytes == other.offset
 

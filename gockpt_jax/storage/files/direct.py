@@ -11,8 +11,6 @@ take it there; else it is copied into a buffer first, and digested while it is i
 cache.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import errno
 import os

@@ -1,7 +1,5 @@
 """The files of an item: their names and sizes, and the digests of those that hold no chunks."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import pathlib

@@ -5,8 +5,6 @@ Orbax finds the databases of the processes, and the notes on their arrays, by `P
 `runl`: the database that Orbax commits has no values, and typed keys come back as their data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import glob

@@ -1,7 +1,5 @@
 """Parts of an array that are contiguous in its file: what is read and written at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A chunk is a file, or lies in one, if it is an OCDBT database's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -43,7 +41,7 @@ class PlainArray:
     extents: Extents
 
     @classmethod
-    def found_in(cls, folder: str) -> PlainArray | None:
+    def found_in(cls, folder: str) -> "PlainArray | None":
         """Looks at what is stored in a folder; None where it is stored in another way."""
         try:
             with open(f"{folder}/.zarray", "rb") as file:
@@ -52,7 +50,7 @@ class PlainArray:
             return None
 
     @classmethod
-    def found_among(cls, values: Values) -> PlainArray | None:
+    def found_among(cls, values: Values) -> "PlainArray | None":
         """Looks at what a database has of an array; None where it is stored in another way."""
         try:
             told = values[".zarray"]
@@ -72,7 +70,7 @@ class PlainArray:
         )
 
     @classmethod
-    def _told(cls, text: bytes, extents: Extents) -> PlainArray | None:
+    def _told(cls, text: bytes, extents: Extents) -> "PlainArray | None":
         try:
             told: Mapping[str, Any] = json.loads(text)
             dtype = jnp.dtype(str(told["dtype"]).removeprefix("<").removeprefix("|"))
@@ -93,7 +91,7 @@ class PlainArray:
         """Whether a box is one chunk, and so all of what is stored under one key."""
         return grid.shape_of(box) == self.chunk and grid.is_whole(box, self.chunk)
 
-    def pieces(self, boxes: Sequence[grid.Box]) -> Iterator[Piece]:
+    def pieces(self, boxes: Sequence[grid.Box]) -> "Iterator[Piece]":
         """Cuts the chunks that hold boxes of the array into reads of at most 4 MiB.
 
         Args:
@@ -134,7 +132,7 @@ class PlainArrays:
         self._folder = folder
         self._in_database = values_by_array(folder) if use_ocdbt else None
 
-    def find(self, name: str) -> PlainArray | None:
+    def find(self, name: str) -> "PlainArray | None":
         """Where an array's values lie; None where it is stored in another way."""
         if self._in_database is None:
             return PlainArray.found_in(f"{self._folder}/{name}")

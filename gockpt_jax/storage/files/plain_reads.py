@@ -6,8 +6,6 @@ a time, and at once where they follow one another in a file. What is held beside
 themselves is 4 MiB per thread.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import ctypes
 import errno

@@ -5,8 +5,6 @@ file is synced beside the writes of the next ones, small ones in batches, which 
 once, and each folder once, at the end.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import threading

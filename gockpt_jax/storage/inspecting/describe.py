@@ -1,7 +1,5 @@
 """What a stored tree is, without reading its values: leaves, layout, placement, metadata."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import functools

@@ -4,8 +4,6 @@ Nothing is restored: both are read box by box through TensorStore, a bounded num
 time, so trees larger than the host's memory can be compared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -65,7 +63,7 @@ class _Figures:
     max_absolute: float = 0.0
     scale: float = 0.0
 
-    def joined(self, other: _Figures) -> _Figures:
+    def joined(self, other: "_Figures") -> "_Figures":
         return _Figures(
             self.elements + other.elements,
             max(self.max_ulps, other.max_ulps),

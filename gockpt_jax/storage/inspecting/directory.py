@@ -3,8 +3,6 @@
 Only looks; needs no options of the manager that wrote it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -4,8 +4,6 @@ Knows what stock Orbax writes (`_METADATA`, zarr v2 or v3, plain files or OCDBT)
 devices and no shardings for it, so any host can look at any checkpoint.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ number of bytes is read at a time: chunks that are their values and nothing else
 all others through it, which decompresses them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -154,18 +152,18 @@ def verify_item(
     if not (path / item_files.FOLDER).exists():
         note = "it has no checksums (not written by gockpt_jax, or by a version before they came)"
         return Verdict(str(path), notes=(note,))
-    faults, sealed = check_files(path)
-    found, leaves = _read_processes(path, sealed.processes)
+    faults, listed = check_files(path)
+    found, leaves = _read_processes(path, listed.processes)
     faults += found
     try:
         item = StoredItem(path)
     except StoredItemError as error:
         return Verdict(str(path), (*faults, str(error)))
-    found, notes = _check_leaves(item, leaves, is_part=sealed.is_part)
+    found, notes = _check_leaves(item, leaves, is_part=listed.is_part)
     faults += found
-    found, jobs = _plan(item, leaves, threads, is_part=sealed.is_part)
+    found, jobs = _plan(item, leaves, threads, is_part=listed.is_part)
     faults += found
-    mine = jobs if sealed.is_part else jobs[share[0] :: share[1]]
+    mine = jobs if listed.is_part else jobs[share[0] :: share[1]]
     faults += _read(mine, limit_bytes, threads)
     nbytes = sum(job.nbytes for job in mine)
     return Verdict(str(path), tuple(faults), tuple(notes), len(mine), nbytes)
@@ -205,14 +203,14 @@ def check_files(item: epath.Path) -> tuple[list[str], ItemFile]:
     Reads the small ones. Of those that hold chunks only the sizes are compared.
     """
     try:
-        sealed = checksum_files.read_item(item)
+        listed = checksum_files.read_item(item)
     except FileNotFoundError:
         return [f"`{item_files.ITEM_FILE}` is missing"], _UNKNOWN
     except ChecksumError as error:
         return [str(error)], _UNKNOWN
-    if sealed.is_intact:
-        return _compare(item, sealed.files), sealed
-    return [f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"], sealed
+    if listed.is_intact:
+        return _compare(item, listed.files), listed
+    return [f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"], listed
 
 
 def _compare(

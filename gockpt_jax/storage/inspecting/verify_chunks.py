@@ -1,7 +1,5 @@
 """The chunks of a leaf against their checksums: whether they cover it, and what is on the disk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a manager and its `save` are given, as stock's manager takes it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -13,7 +11,7 @@ from typing import Any, Literal
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax.options import as_count, of_kind
+from gockpt_jax.checks import as_count, of_kind
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.literal import refuse_backslash
 from gockpt_jax.storage.saving.refused import refuse_no_json
@@ -50,9 +48,9 @@ def check_all(
         "metadata": (metadata, Mapping, "Pass a dictionary of JSON."),
         "pytree_options": (pytree_options, Mapping, "Such as `{'use_zarr3': True}`."),
     }
-    for name, (value, kind, advice) in expected.items():
+    for name, (value, kind, what_to_do) in expected.items():
         if value is not None:
-            of_kind(name, value, kind, advice)
+            of_kind(name, value, kind, what_to_do)
     _refuse_patterns(options)
     refuse_no_json("metadata", metadata)
     if logger is not None and not hasattr(logger, "log_entry"):
@@ -133,15 +131,15 @@ def step_names(options: ocp.CheckpointManagerOptions) -> Any:
 
 
 def refuse_unnamed(
-    call: Literal["save", "restore"], what: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    call: Literal["save", "restore"], what: str, by_position: Sequence[Any], items: Any
 ) -> None:
     """Refuses Orbax's old form, in which a state or a target comes as it is.
 
     Raises:
       TypeError: if `what` has come by position, or as `items`.
     """
-    if args or "items" in kwargs:
-        got = type(args[0] if args else kwargs["items"]).__name__
+    if by_position or items is not None:
+        got = type(by_position[0] if by_position else items).__name__
         raise TypeError(
             f"`{call}` takes the {what} by name, as in `{call}(step, "
             f"args=GoCkpt{call.capitalize()}(state))`; got a `{got}` without."

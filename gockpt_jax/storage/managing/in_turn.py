@@ -84,7 +84,7 @@ class SavesInTurn:
         if not session.processes.several:
             # Beside other processes it fails at its commit, where all of them hear of it.
             self._refuse(arguments)
-        busy = self._why_busy(step, arguments)
+        busy = self._why_later(step, arguments)
         if busy is not None:
             return self._save_later(step, arguments, busy, started_at)
         accepted = last.begin(step, arguments, started_at)
@@ -109,8 +109,8 @@ class SavesInTurn:
             if self._naming.is_ours(name, args):
                 self._handler.leaves_to_save(args)
 
-    def _why_busy(self, step: int, arguments: Mapping[str, Any]) -> str | None:
-        """Why an accepted save is not made now; `None` if it is."""
+    def _why_later(self, step: int, arguments: Mapping[str, Any]) -> str | None:
+        """Why an accepted save is not made now; `None` if it is. One that waits goes before it."""
         if self._on_busy == "wait":
             return None
         # Forced saves and those before a preemption wait for the previous one, as in stock.
@@ -138,7 +138,7 @@ class SavesInTurn:
                 busy = busy if waits else f"{busy}, and {why_not}"
         session.predictor.observe(session.version, step, accepted=True)
         if waits:
-            self._room.occupied.pending.waits(started_at)
+            self._room.occupied.pending.add_stall(started_at)
             return True
         session.abandon(f"its save was skipped: {busy}")
         secs = time.perf_counter() - started_at
@@ -173,7 +173,7 @@ class SavesInTurn:
             return
         if waiting is None:
             return
-        waiting.pending.waits(started_at)
+        waiting.pending.add_stall(started_at)
         if self.last.is_unheard and not has_come:
             return
         # Another thread that has it waits for that save too, and may have begun it.

@@ -75,13 +75,13 @@ class LastSave:
         before, begun = self._log.pending, False
         with self.attempt(step):
             begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
-            if begun and (pending := self._is_given(step, before)) is not None:
+            if begun and (pending := self._now_with_orbax(step, before)) is not None:
                 pending.returned(started_at)
                 if _compat.commit_thread(self._manager) is None:  # Orbax saves on this thread
                     pending.committed()
         return begun
 
-    def _is_given(self, step: int, before: PendingReport | None) -> PendingReport | None:
+    def _now_with_orbax(self, step: int, before: PendingReport | None) -> PendingReport | None:
         """Orbax has this save now; its report is the log's, if that is no more the one before."""
         self.step, self.is_unheard = step, True
         self._pending = None if self._log.pending is before else self._log.pending
@@ -103,7 +103,7 @@ class LastSave:
             except BaseException as error:
                 pending = None if self._log.pending is before else self._log.pending
                 if pending is not None and self.is_with_orbax(step):
-                    self._is_given(step, before)  # it goes on, whatever has stopped `save`
+                    self._now_with_orbax(step, before)  # it goes on, whatever has stopped `save`
                     pending.returned(time.perf_counter())
                     raise
                 self._give_up(error, pending, begun.number != number)

@@ -3,8 +3,6 @@
 A bare tree is `state` on disk. `None` stands in Orbax's registries for items of any name.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping
 from typing import Any

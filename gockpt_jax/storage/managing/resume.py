@@ -1,7 +1,5 @@
 """Where a manager resumes from; if there is nothing, it says so: never a silent fresh start."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re
@@ -14,6 +12,7 @@ from etils import epath
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into
 from gockpt_jax.storage.inspecting.verify import verify_step
+from gockpt_jax.storage.managing.naming import METRICS
 from gockpt_jax.storage.restoring.restore import raised_by_all, require_whole
 from gockpt_jax.window.processes import Processes
 
@@ -72,7 +71,7 @@ def no_item(path: epath.Path, name: str, items: Collection[str]) -> NoCheckpoint
     if not items:
         return NoCheckpointError(f"{path} has no item `{name}`: it is empty. Remove it.")
     held = ", ".join(f"`{item}`" for item in sorted(items))
-    example = next(iter(sorted(set(items) - {"metrics"})), name)
+    example = next(iter(sorted(set(items) - {METRICS})), name)
     return NoCheckpointError(
         f"{path} has no item `{name}`; it has {held}. Name the one that you mean:"
         f" `restore(step, args=ocp.args.Composite({example}=GoCkptRestore(target)))`."

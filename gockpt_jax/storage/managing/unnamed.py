@@ -4,8 +4,6 @@ A manager is bound to named or to unnamed items by the first that it sees, so th
 see one of these: they are read beside it, by their paths.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads arrays without TensorStore, inside Orbax's own restore."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import concurrent.futures
@@ -16,6 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from gockpt_jax.compiling import unwatched
 from gockpt_jax.storage.files import bucket, grid
 from gockpt_jax.storage.files.aligned import BLOCK_BYTES, PIECE_BYTES, aligned_empty
 from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
@@ -231,7 +230,7 @@ def _memory(batch: Sequence[_Wanted], nbytes: int) -> list[dict[_Bounds, _Array]
 
 def _on_devices(wanted: _Wanted, values: Mapping[_Bounds, _Array]) -> jax.Array:
     shape = wanted.stored.shape
-    with jax.transfer_guard("allow"):  # the user's is about their loop
+    with unwatched():
         return jax.make_array_from_callback(
             shape,
             wanted.sharding,

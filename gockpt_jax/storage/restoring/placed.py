@@ -1,7 +1,5 @@
 """Where arrays shall lie of which a target does not say it: there where they lay."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Restores trees as stock does, after looking whether checkpoint and target fit together."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Whether a checkpoint and the target to restore it into fit together, leaf by leaf."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -177,8 +175,8 @@ def known_arrays(item: epath.Path) -> dict[str, Stored]:
     """
     known: dict[str, Stored] = {}
     try:
-        sealed = checksum_files.read_item(item)
-        processes = () if sealed.is_part else sealed.processes
+        listed = checksum_files.read_item(item)
+        processes = () if listed.is_part else listed.processes
         read = functools.partial(checksum_files.read_process, item)
         for file in for_each(((1, process) for process in processes), read):
             for name, (dtype, chunks) in file.leaves.items():

@@ -32,6 +32,7 @@ class GoCkptCheckpointable(WindowFace):
 
     Raises:
       TypeError: if `window` is not a `WindowOptions`.
+      ValueError: if its `on_busy` is not `"wait"`.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp

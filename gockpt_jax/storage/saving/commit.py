@@ -25,6 +25,9 @@ class CommitVotes:
     Args:
       processes: Those that save together.
       committed: Called when all of them know that the checkpoint is visible.
+
+    Attributes:
+      failure: Why the last save has failed, if another process is to blame.
     """
 
     def __init__(self, processes: Processes, committed: Callable[[], None]):

@@ -16,7 +16,6 @@ from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.storage.saving.written import Reported
 from gockpt_jax.storage.writing.write_budget import WriteStats
-from gockpt_jax.window.processes import Processes
 
 
 class GoCkptHandler(StateHandler):
@@ -29,11 +28,11 @@ class GoCkptHandler(StateHandler):
     Args:
       window: How the state leaves the device.
       save_decision_policy: The policy that the manager was given.
-      processes: Those that save together; `None`: those of `multiprocessing_options`.
       **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
 
     Raises:
       TypeError: if `window` is not a `WindowOptions`.
+      ValueError: if its `on_busy` is not `"wait"`: a stock manager waits, whatever we say.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp
@@ -52,10 +51,15 @@ class GoCkptHandler(StateHandler):
         *,
         window: WindowOptions | None = None,
         save_decision_policy: Any = None,
-        processes: Processes | None = None,
         **options: Any,
     ):
-        super().__init__(window=window, processes=processes, **options)
+        super().__init__(window=window, **options)
+        on_busy = self._gockpt_session.options.on_busy
+        if on_busy != "wait":
+            raise ValueError(
+                f"`on_busy` must be 'wait' beside stock's manager or `Checkpointer`, got "
+                f"{on_busy!r}: these wait for the previous save. `GoCkptManager` need not."
+            )
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False

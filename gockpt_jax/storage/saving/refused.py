@@ -4,8 +4,6 @@ Orbax would make the directory of the save first, and some of it is found on a t
 when training has gone on: the save would fail as if the disk were at fault.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import json

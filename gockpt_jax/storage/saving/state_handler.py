@@ -253,7 +253,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         if self.wait_for_metadata is not None:
             self.wait_for_metadata()
         members = self._gockpt_session.processes.members
-        checksum_files.seal_item(directory, None if self._primary_host is None else members)
+        checksum_files.write_item_file(directory, None if self._primary_host is None else members)
 
     def committed(self) -> None:
         """The last save is visible, if there is one and it has not failed."""

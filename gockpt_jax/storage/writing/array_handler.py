@@ -5,8 +5,6 @@ Only the source of the bytes differs: they come shard by shard, through futures.
 stock restores it; see `array_layout.py` and `spec.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -15,7 +13,7 @@ from collections.abc import Sequence
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax.options import as_count
+from gockpt_jax.checks import as_count
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing.array_layout import (
     ArrayLayout,

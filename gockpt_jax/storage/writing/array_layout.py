@@ -3,8 +3,6 @@
 `tests/storage` compares what it yields with a stock save, byte for byte: that test decides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -58,7 +56,7 @@ class ReplicaLayout:
     max_replicas: int | None = None
 
     @classmethod
-    def pop_from(cls, options: dict[str, Any]) -> ReplicaLayout:
+    def pop_from(cls, options: dict[str, Any]) -> "ReplicaLayout":
         """Takes a handler's options of it, by stock's names; `None` stands for stock's choice."""
         use = options.pop("use_replica_parallel", None)
         return cls(
@@ -154,7 +152,7 @@ class ItemLayout:
     given_file_bytes: int | None = None
 
     @classmethod
-    def of(cls, info: ocp.type_handlers.ParamInfo) -> ItemLayout:
+    def of(cls, info: ocp.type_handlers.ParamInfo) -> "ItemLayout":
         """That of the item to which a leaf belongs."""
         return cls(
             info.parent_dir.as_posix(),

@@ -5,8 +5,6 @@ will come, they are views of memory that nobody touches, and so take none. Then 
 the values, and the database is like any other of TensorStore's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

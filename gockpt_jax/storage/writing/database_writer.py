@@ -4,8 +4,6 @@ Stock's handlers write what is no array into the database of the process, too. S
 own in there, and its index joins that of the other, as Orbax does with those of the processes.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import logging

@@ -5,8 +5,6 @@ global array looks like and which boxes of it this process writes; the bytes of 
 later, through a future, so that writing starts while other boxes are still being replayed.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import math
 from collections.abc import Callable, Sequence
@@ -116,7 +114,7 @@ class HostArray:
         self.key_impl = key_impl
 
     @classmethod
-    def like(cls, array: jax.Array, shards: Sequence[HostShard]) -> HostArray:
+    def like(cls, array: jax.Array, shards: Sequence[HostShard]) -> "HostArray":
         """Returns what stands for `array`.
 
         A typed PRNG key is stored as its key data, which has trailing unsharded dimensions.

@@ -1,7 +1,5 @@
 """Writes the shards of one leaf, chunk by chunk, as they become final."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

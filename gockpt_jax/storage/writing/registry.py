@@ -1,7 +1,5 @@
 """Orbax's type handler registries, with one type that is ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

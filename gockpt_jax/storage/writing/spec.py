@@ -4,8 +4,6 @@ Orbax's own builder of these specs changed its interface between 0.12.4 and 0.12
 `tests/storage` compares what it yields with a stock save, byte for byte: that test decides.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json

@@ -1,7 +1,5 @@
 """The stock PyTree handler, with host arrays among its leaf types, and its layout by default."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One save of a tree of host arrays: the values of its leaves, and what says what they are."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

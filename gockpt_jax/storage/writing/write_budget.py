@@ -1,7 +1,5 @@
 """The byte limit of a save, and what the save reports about its writing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
