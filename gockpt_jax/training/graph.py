@@ -52,7 +52,7 @@ _CALLS = {
 }
 _OPENABLE = frozenset({"jit", "pjit"})
 _KNOWN = frozenset({"iota", "platform_index"})
-"""Of nothing, the compiler makes what it knows."""
+"""Operations without inputs whose results the compiler knows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -148,4 +148,4 @@ class Kinds:
     @property
     def of_the_last(self) -> str:
         """What was different in the last of them, in brackets; empty if that is not known."""
-        return self._why and f" (of the last change: {self._why})"
+        return self._why and f" (last difference: {self._why})"

@@ -77,7 +77,6 @@ class WrappedStep(StandIn):
         self._found: StepProgram | None = None  # the last program, kept or not
         self._kinds = Kinds(always=self._always)
         self._untraced: str | None = None  # why this call could not be traced
-        self._unsettled: StepProgram | None = None  # of this call, and not kept
         if (why_not := why_no_program(step)) is not None:
             self.give_up(why_not)
 
@@ -102,12 +101,15 @@ class WrappedStep(StandIn):
             call = ArmedCall(self.program)
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         try:
-            result = self._run_unarmed(args, kwargs) if armed is None else armed.result
+            if armed is None:
+                result, unsettled = self._run_unarmed(args, kwargs)
+            else:
+                result, unsettled = armed.result, None
         except BaseException:
             if program is not None and self.program is None and self.why_not is None:
                 self._take(program)  # dropped for this call, which says nothing of others
             raise
-        self._keep(result)
+        self._keep(result, unsettled)
         self._observer.after_update(self, armed if is_asked else None)
         return result
 
@@ -135,21 +137,23 @@ class WrappedStep(StandIn):
             self._kinds.ran_armed(call.program)
         return armed
 
-    def _run_unarmed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the user's own executable returns; as it is run, so the armed one is to be."""
+    def _run_unarmed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, StepProgram | None]:
+        """What the user's own executable returns, and a program of this call that is not kept."""
         is_first = self.last.result is None  # its arguments seldom lie where later ones do
         traced = None if is_first else self._trace(args, kwargs)
         result = self.step(*args, **kwargs)  # if it fails, that says nothing of its arguments
         if self._untraced is not None:
             self.give_up(self._untraced)
-        elif traced is not None:
-            self._kinds.traced()
-            if self._always or self.last.lies_like(result, traced.returned):
-                traced.returns_at(jax.tree.leaves(result))
-                self._take(traced)
-            else:
-                self._unsettled = traced
-        return result
+        if traced is None:
+            return result, None
+        self._kinds.traced()
+        if not (self._always or self.last.lies_like(result, traced.returned)):
+            return result, traced  # the next call's arguments will lie elsewhere
+        traced.returns_at(jax.tree.leaves(result))  # as that is run, so the armed one is to be
+        self._take(traced)
+        return result, None
 
     def _take(self, program: StepProgram) -> None:
         self._kinds.add(program)
@@ -170,14 +174,13 @@ class WrappedStep(StandIn):
         of_what = self._kinds.of_the_last
         return f"the step had not been traced yet in the way it is called now{of_what}"
 
-    def _keep(self, result: Any) -> None:
+    def _keep(self, result: Any, unsettled: StepProgram | None) -> None:
         """Takes what will be asked for out of a result before the user has it."""
         new_state = None
         if self.program is not None:
             new_state = self._kinds.new_state(result)
-        elif self._unsettled is not None:
-            new_state = self._unsettled.returned.found_in(result)
-        self._unsettled = None
+        elif unsettled is not None:
+            new_state = unsettled.returned.found_in(result)
         is_to_be_traced = self.program is None and self.why_not is None
         self.last.keep(result, new_state, is_to_be_traced=is_to_be_traced)
 

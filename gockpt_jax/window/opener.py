@@ -24,7 +24,7 @@ _log = logging.getLogger("gockpt_jax")
 
 _ADJACENT = "the step before it was saved too, and a window takes two steps at least"
 _CHANGED = "the step had last been called in another way than it was traced for"
-_DEBUGGED = "`{}` is on: in a window JAX would check what an armed step retains, or has none to run"
+_DEBUGGED = "`{}` is on: JAX would check what an armed step retains, too, or not compile the step"
 
 
 @dataclasses.dataclass(slots=True)

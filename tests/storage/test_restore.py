@@ -263,7 +263,7 @@ def test_only_one_process_on_cpus_stands_in_for_other_devices(monkeypatch, proce
     first = SingleDeviceSharding(jax.devices()[0])
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    found = GoCkptRestore().as_stock().fallback_sharding
+    found = restoring._stand_in_sharding()
     assert found == (first if (processes, backend) == (1, "cpu") else None)
 
 
@@ -707,7 +707,7 @@ def flax_files(root):
         (other_names, "found the checkpoints `step_3`. Give a label that is there, or the"),
         (an_item, "it is itself the item of a checkpoint, not a directory of steps. Restore it"),
         (a_step, "it is itself the step of a checkpoint, not a directory of steps. Give the dir"),
-        (flax_files, "no checkpoint of Orbax's: `checkpoint_100`. That is no layout of Orbax"),
+        (flax_files, "no checkpoint of Orbax's: `checkpoint_100`. That is not an Orbax layout"),
     ],
 )
 def test_a_fresh_start_beside_checkpoints_is_refused(copy, change, said):

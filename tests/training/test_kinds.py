@@ -132,7 +132,7 @@ def test_why_it_is_not_traced_any_more_tells_of_the_last_change():
     assert kinds.why_no_more.endswith("the same from call to call")
     refused(kinds, why="its batch")
     refused(kinds)  # nobody knows why
-    assert kinds.why_no_more.endswith("from call to call (of the last change: its batch)")
+    assert kinds.why_no_more.endswith("from call to call (last difference: its batch)")
 
 
 STATE, X = {"w": jnp.ones(4)}, jnp.ones(4)

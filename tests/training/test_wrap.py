@@ -260,7 +260,7 @@ def test_a_step_that_is_to_be_traced_anew_says_of_which_change():
     assert step.program is None
     assert step.why_no_program == (
         "the step had not been traced yet in the way it is called now"
-        " (of the last change: `x` is longer)"
+        " (last difference: `x` is longer)"
     )
 
 
@@ -440,7 +440,7 @@ def test_shapes_that_never_settle_end_in_one_warning(arm):
     step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer, arm=arm)
     with pytest.warns(
         gockpt.SnapshotOnlyWarning,
-        match="changed shape.*keep them the same.*last change: TypeError",
+        match="changed shape.*keep them the same.*last difference: TypeError",
     ) as all_:
         run(step, fresh(), 30, lambda n: jnp.ones(n + 1))
     assert len(all_) == 1

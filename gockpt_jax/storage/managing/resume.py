@@ -130,5 +130,5 @@ def _advice(found: Directory | None) -> str:
             " with; to start anew, use another directory."
         )
     if _foreign(found):
-        return "That is no layout of Orbax: convert it, or use another directory to start anew."
+        return "That is not an Orbax layout: convert it, or use another directory to start anew."
     return "Start from the beginning, or give the directory that was trained in."

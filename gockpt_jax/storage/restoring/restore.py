@@ -191,48 +191,6 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     single_replica: bool = False
     verify: bool = False
 
-    def as_stock(self) -> ocp.args.StandardRestore:
-        """The stock arguments with the same meaning."""
-        return ocp.args.StandardRestore(self.item, self.strict, self.support_layout, self._fallback)
-
-    @property
-    def _fallback(self) -> jax.sharding.Sharding | None:
-        return self.fallback_sharding or _stand_in_sharding()
-
-    def run(self, directory: Any, options: Mapping[str, Any], known: Mapping[str, Stored]) -> Any:
-        """Restores an item.
-
-        Args:
-          directory: The item's.
-          options: Of `ocp.PyTreeCheckpointHandler`.
-          known: What is known of its arrays.
-        """
-        if any(isinstance(x, np.generic) for x in jax.tree.leaves(self.item)):
-            arrays = jax.tree.map(_as_saved, self.item)
-            return dataclasses.replace(self, item=arrays).run(directory, options, known)
-        partial = self.partial_restore
-        rules = {
-            "strict": self.strict, "cast": self.cast, "partial": partial, "leaves_out": partial,
-        }  # fmt: skip
-        if self.item is not None:
-            check_target(directory, self.item, known, **rules)
-        if not (self.partial_restore or self.single_replica):
-            return _restore_standard(directory, self.as_stock(), options)
-        if self.item is None:
-            raise ValueError(
-                "`partial_restore` and `single_replica` need a target: what is to be restored, and "
-                "where. Pass `GoCkptRestore(target, ...)`."
-            )
-        return _restore_into(
-            directory, self.item, options, strict=self.strict, partial=self.partial_restore,
-            single_replica=self.single_replica, fallback=self._fallback,
-        )  # fmt: skip
-
-
-def _as_saved(leaf: Any) -> Any:
-    """NumPy's scalars are saved as arrays, so that is what they are restored into."""
-    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
-
 
 def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     """Restores an item as any of the arguments says.
@@ -275,7 +233,7 @@ def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     known = known_arrays(epath.Path(directory))
     options = _complete(options, known)
     if isinstance(args, GoCkptRestore):
-        return args.run(directory, options, known)
+        return _restore_checked(directory, args, options, known)
     if isinstance(args, ocp.args.PyTreeRestore):
         plain = args.transforms is None and args.legacy_transform_fn is None
         partial = args.partial_restore
@@ -284,3 +242,36 @@ def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
             return _restore_tree(directory, args, options)
     with explained(directory, args.item, known, cast=True, strict=args.strict):
         return _restore_standard(directory, args, options)
+
+
+def _restore_checked(
+    directory: Any, args: GoCkptRestore, options: Mapping[str, Any], known: Mapping[str, Stored]
+) -> Any:
+    """As our own arguments say, once checkpoint and target have been compared."""
+    target = args.item
+    if any(isinstance(x, np.generic) for x in jax.tree.leaves(target)):
+        target = jax.tree.map(_as_saved, target)
+    if target is not None:
+        partial = args.partial_restore
+        check_target(
+            directory, target, known,
+            strict=args.strict, cast=args.cast, partial=partial, leaves_out=partial,
+        )  # fmt: skip
+    fallback = args.fallback_sharding or _stand_in_sharding()
+    if not (args.partial_restore or args.single_replica):
+        stock = ocp.args.StandardRestore(target, args.strict, args.support_layout, fallback)
+        return _restore_standard(directory, stock, options)
+    if target is None:
+        raise ValueError(
+            "`partial_restore` and `single_replica` need a target: what is to be restored, and "
+            "where. Pass `GoCkptRestore(target, ...)`."
+        )
+    return _restore_into(
+        directory, target, options, strict=args.strict, partial=args.partial_restore,
+        single_replica=args.single_replica, fallback=fallback,
+    )  # fmt: skip
+
+
+def _as_saved(leaf: Any) -> Any:
+    """NumPy's scalars are saved as arrays, so that is what they are restored into."""
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

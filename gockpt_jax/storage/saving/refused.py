@@ -136,8 +136,8 @@ def _fault_of_values(array: Any) -> str | None:
         )
     if not array.size:
         return (
-            f"of shape {array.shape}. Arrays with zero size cannot be stored, by stock Orbax "
-            "neither: leave it out."
+            f"of shape {array.shape}. Arrays with zero size cannot be stored, stock Orbax refuses "
+            "them too: leave it out."
         )
     return None
 
