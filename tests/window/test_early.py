@@ -22,6 +22,7 @@ from gockpt_jax.training.step_cut import ReplayGroup
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.window.departure import Follower
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import give_back, make_slots
@@ -97,7 +98,7 @@ class Window:
         values = [gradient(n + leaf) for leaf in (0, 1)]
         _, pull = pull_of(values, (None, None))
         self.expected = [update(m, gradient(n + i)) for i, m in enumerate(self.expected)]
-        return [((0,), 0), ((1,), 1)], pull
+        return [Follower((0,), 0), Follower((1,), 1)], pull
 
     def finish(self):
         index = self.expected[0].addressable_shards[0].index

@@ -377,6 +377,7 @@ def test_items_are_taken_all_or_none(start):
     loop = start(4)
     loop.train(7)
     loop.update()
+    assert loop.written[4].wait(WAIT_SECS)  # else its writer may be about to take room
     loop.settle()
     used_bytes = loop.session.host.used_bytes
     gone = jax.numpy.ones(3)
