@@ -6,6 +6,7 @@ No plugin of pytest is needed here: `pytest -m gpu` runs on machines that have p
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import pytest
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_max_isa=AVX"
 if hurry.IS_ASKED_FOR:
     _FLAGS = f"{_FLAGS} {hurry.FLAGS}"
-_PLATFORM = os.environ.get("GOCKPT_TEST_PLATFORM", "cpu")
+_HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+_FOR_GPU = _HAS_GPU and "-m gpu" in " ".join(sys.argv)
+_PLATFORM = os.environ.setdefault("GOCKPT_TEST_PLATFORM", "gpu" if _FOR_GPU else "cpu")
 _ON_CPUS = _PLATFORM in ("cpu", "pretended")
 if _ON_CPUS:
     os.environ["JAX_PLATFORMS"] = "cpu"

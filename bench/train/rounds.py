@@ -150,7 +150,9 @@ class Interval:
                     state_bytes=self.shared.state_bytes, before=before,
                 )  # fmt: skip
                 self.shared.save_so_far()
-            longest = max(longest, phase.drain_secs + self.step_secs * self.steps)
+            # Training goes on while a save is written: the longer of the two is waited for.
+            saving_secs = phase.wall_secs + saves_per_phase(self.interval) * phase.drain_secs
+            longest = max(longest, saving_secs, self.step_secs * self.steps)
 
     def _warm_up(self, name: str) -> Phase:
         """A phase that does not count; again while the plan or its programs are in the making."""

@@ -1,4 +1,4 @@
-"""What only a GPU can show: `PYTHONPATH=. GOCKPT_TEST_PLATFORM=gpu python -m pytest -m gpu`."""
+"""What only a GPU can show: `PYTHONPATH=. python -m pytest -m gpu`, where there is one."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         jax.default_backend() != "gpu",
-        reason="there is no GPU, or GOCKPT_TEST_PLATFORM=gpu is not set",
+        reason="there is no GPU, or `pytest -m gpu` was not what was asked for",
     ),
     # What others deprecate on a borrowed machine is no fault of ours; what we warn of is.
     pytest.mark.filterwarnings("default"),

@@ -67,14 +67,15 @@ def test_a_file_system_without_direct_mode(tmp_path, files, monkeypatch):
     assert (tmp_path / "x").read_bytes() == values.tobytes()
 
 
-def test_a_file_system_that_asks_for_more_than_blocks(tmp_path, files, monkeypatch):
-    """As one may where pages are larger: it has the mode, and refuses each write."""
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT])
+def test_a_file_system_that_refuses_blocks(tmp_path, files, monkeypatch, refusal):
+    """As one may where pages are larger, or the memory is a driver's; it has the mode."""
     write, refused = os.pwrite, []
 
     def refuse(fd, content, offset):
         if is_past_cache(fd):
             refused.append(offset)
-            raise OSError(errno.EINVAL, "not a multiple of 64 KiB")
+            raise OSError(refusal, "not a multiple of 64 KiB")
         return write(fd, content, offset)
 
     monkeypatch.setattr(os, "pwrite", refuse)

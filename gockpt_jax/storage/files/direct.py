@@ -224,9 +224,11 @@ class DirectFiles:
         try:
             _write_all(fd, content.data, start)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EFAULT):
                 raise
-            set_direct(fd, False)  # the file system asks for more than blocks
+            # The file system asks for more than blocks; or the memory is a driver's, of which it
+            # lets nobody else take pages, and pulled chunks are written from where they lie.
+            set_direct(fd, False)
             _write_all(fd, content.data, start)
         finally:
             if buffer is not None:
