@@ -42,7 +42,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
       logger: As in `ocp.CheckpointManager`.
       handler_registry: Handlers of further items, as in `ocp.CheckpointManager`.
       item_names: Items may have any name without it; with it, a restore without arguments gives a
-        `Composite`.
+        `Composite`, unless items were left unnamed.
       item_handlers: Handlers of further items by name, or the one of a bare item that is no tree
         of arrays, as in `ocp.CheckpointManager`.
       pytree_options: Keywords of `ocp.PyTreeCheckpointHandler` for the state (`use_ocdbt`, ...) and
@@ -125,7 +125,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
     def save(
         self, step: int, *by_position: Any, args: Any = None, metrics: Any = None,
         force: bool | None = False, custom_metadata: dict[str, Any] | None = None,
-        items: None = None,
+        items: None = None, save_kwargs: None = None,
     ) -> bool:  # fmt: skip
         """Saves if the policy says so, as `ocp.CheckpointManager.save` does.
 
@@ -137,7 +137,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           metrics: As in `ocp.CheckpointManager`, like all that follow.
           force: Whether to save whatever the policy says.
           custom_metadata: JSON, beside that of the step.
-          items: Nothing: Orbax's old form is refused.
+          items: Nothing, as `save_kwargs`: Orbax's old form is refused.
+          save_kwargs: Likewise.
 
         Returns:
           Whether there will be a checkpoint of it.
@@ -154,7 +155,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         """
         started_at = time.perf_counter()
         step = arguments.as_label(step)
-        arguments.refuse_unnamed("save", "state", by_position, items)
+        arguments.refuse_unnamed("save", "state", by_position, items, save_kwargs)
         if args is None:
             raise ValueError("Must provide `args`, as in `save(step, args=GoCkptSave(state))`.")
         if self._gockpt_closed:
@@ -181,7 +182,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     def restore(
         self, step: int | None, *by_position: Any, args: Any = None, directory: Any = None,
-        verify: bool = False, items: None = None,
+        verify: bool = False, items: None = None, restore_kwargs: None = None,
     ) -> Any:  # fmt: skip
         """Restores a step, as `ocp.CheckpointManager.restore` does.
 
@@ -196,7 +197,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           directory: Of other checkpoints than this manager's, as in `ocp.CheckpointManager`.
           verify: Whether to re-read all trees of the step first, and compare them with the
             checksums made before they were written.
-          items: Nothing: Orbax's old form is refused.
+          items: Nothing, as `restore_kwargs`: Orbax's old form is refused.
+          restore_kwargs: Likewise.
 
         Raises:
           NoCheckpointError: if there is no such step or item; says what there is.
@@ -204,7 +206,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           TypeError: if the target is not given as `args`.
           VerifyError: if `verify` and the checkpoint is not what was written.
         """
-        arguments.refuse_unnamed("restore", "target", by_position, items)
+        arguments.refuse_unnamed("restore", "target", by_position, items, restore_kwargs)
         self._gockpt_saves.calls.refuse_inside("restore")
         self._gockpt_session.state_replaced()
         self._gockpt_saves.finish()  # as stock does; a window's failure is no matter of theirs

@@ -150,9 +150,11 @@ class Interval:
                     state_bytes=self.shared.state_bytes, before=before,
                 )  # fmt: skip
                 self.shared.save_so_far()
-            # Training goes on while a save is written: the longer of the two is waited for.
-            saving_secs = phase.wall_secs + saves_per_phase(self.interval) * phase.drain_secs
-            longest = max(longest, saving_secs, self.step_secs * self.steps)
+            # Training waits for a stall, and goes on while a save is written.
+            saves = saves_per_phase(self.interval)
+            stall_secs = max(0.0, phase.wall_secs - self.step_secs * phase.steps)
+            training_secs = self.step_secs * self.steps + saves * stall_secs
+            longest = max(longest, training_secs, phase.wall_secs + saves * phase.drain_secs)
 
     def _warm_up(self, name: str) -> Phase:
         """A phase that does not count; again while the plan or its programs are in the making."""

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         jax.default_backend() != "gpu",
-        reason="there is no GPU, or `pytest -m gpu` was not what was asked for",
+        reason="no GPU was found, or not asked for by `-m gpu`; GOCKPT_TEST_PLATFORM=gpu insists",
     ),
     # What others deprecate on a borrowed machine is no fault of ours; what we warn of is.
     pytest.mark.filterwarnings("default"),

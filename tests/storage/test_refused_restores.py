@@ -47,6 +47,7 @@ KIND = (
 )
 LEFT_OUT = "1 leaf left out by `PLACEHOLDER`:\n  {}\nBuild the"
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "what went with items": ({"restore_kwargs": {}}, TypeError, "by name, as in `restore(step, "),
     "items": ({"items": STATE}, TypeError, "by name, as in `restore(step, args=GoCkptRestore("),
     "what is saved": (
         {"args": gockpt.GoCkptSave(STATE)}, TypeError,
@@ -99,7 +100,7 @@ def test_targets(saved: Path, name: str) -> None:
 
 def test_a_target_by_position(saved: Path) -> None:
     with pytest.raises(TypeError, match=r"by name, as in .*; got a `dict` without"):
-        restored(saved, 4, STATE)
+        restored(saved, 4, STATE, restore_kwargs={"restore_args": {}})
 
 
 def test_a_traced_target(saved: Path) -> None:

@@ -131,15 +131,16 @@ def step_names(options: ocp.CheckpointManagerOptions) -> Any:
 
 
 def refuse_unnamed(
-    call: Literal["save", "restore"], what: str, by_position: Sequence[Any], items: Any
+    call: Literal["save", "restore"], what: str, by_position: Sequence[Any], *by_old_name: Any
 ) -> None:
     """Refuses Orbax's old form, in which a state or a target comes as it is.
 
     Raises:
-      TypeError: if `what` has come by position, or as `items`.
+      TypeError: if something has come by position, or by a name of that form.
     """
-    if by_position or items is not None:
-        got = type(by_position[0] if by_position else items).__name__
+    given = [*by_position, *(x for x in by_old_name if x is not None)]
+    if given:
+        got = type(given[0]).__name__
         raise TypeError(
             f"`{call}` takes the {what} by name, as in `{call}(step, "
             f"args=GoCkpt{call.capitalize()}(state))`; got a `{got}` without."

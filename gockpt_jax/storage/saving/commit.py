@@ -27,7 +27,7 @@ class CommitVotes:
       committed: Called when all of them know that the checkpoint is visible.
 
     Attributes:
-      failure: Why the last save has failed, if another process is to blame.
+      failure: Why the last save was given up, if a process has failed, this one too, or is gone.
     """
 
     def __init__(self, processes: Processes, committed: Callable[[], None]):
