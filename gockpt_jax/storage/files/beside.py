@@ -60,7 +60,7 @@ class Beside(NamedTuple):
         return cls(items, metadata)
 
 
-def what_lies_beside(item: epath.Path) -> "Beside":
+def what_lies_beside(item: epath.Path) -> Beside:
     """Looks around in the step, if the item is part of one.
 
     Args:

@@ -57,7 +57,7 @@ class GoCkptHandler(StateHandler):
         on_busy = self._gockpt_session.options.on_busy
         if on_busy != "wait":
             raise ValueError(
-                f"`on_busy` must be 'wait' beside stock's manager or `Checkpointer`, got "
+                "`on_busy` must be 'wait' beside stock's manager or `Checkpointer`, got "
                 f"{on_busy!r}: these wait for the previous save. `GoCkptManager` need not."
             )
         predictor = self._gockpt_session.predictor
