@@ -24,7 +24,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
+from packaging.version import Version
 
 from bench.accelerators import compiler_of, compiler_versions, devices_of
 from bench.compiled.expressions import Expressions
@@ -53,9 +55,12 @@ _NOTES = (
     "asked for, and products and sums whose rounding is left to the assembler. flushing: sums and "
     "products that take denormals for zero.",
 )
-_PTX_LOOSE = re.compile(r"\b(?:add|sub|mul)(?:\.ftz)?\.f(?:32|64)\b")
+# Not `atom.add` and `red.add`, by which a scatter adds up in memory.
+_PTX_LOOSE = re.compile(r"(?<![.\w])(?:add|sub|mul)(?:\.ftz)?\.f(?:32|64)\b")
 _PTX_FMA = re.compile(r"\bfma\.\w+[\w.]*f(?:32|64)\b")
 _PTX_FLUSHING = re.compile(r"\b(?:add|sub|mul)\.(?:r[nzmp]\.)?ftz\.f32\b")
+# From then on XLA dumps no kernels without; before, it may not know the flag and end the process.
+_DUMPS_KERNELS_IF_ASKED = Version("0.11.2")
 _IR_FMA = re.compile(r"\bcall\b[^\n]*@llvm\.(?:nvvm\.)?fma\.")
 
 
@@ -117,6 +122,8 @@ def _in_a_process_of_its_own(target: str, layout: str, *, quick: bool) -> dict[s
         out, own = Path(directory, "figures.json"), dict(compiler_of(TARGETS[target]).environment)
         # The host must not contract: these figures are of what the accelerator's compiler does.
         dumped = f"--xla_dump_to={directory}/dump --xla_dump_hlo_module_re=.*armed.*"
+        if Version(jaxlib.__version__) >= _DUMPS_KERNELS_IF_ASKED:
+            dumped += " --xla_dump_emitter_re=.*"
         flags = (own.get("XLA_FLAGS", ""), "--xla_cpu_max_isa=AVX", dumped)
         environment = os.environ | own | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
         asked = json.dumps({"target": target, "layout": layout, "quick": quick})

@@ -65,9 +65,9 @@ PARTS = (
         *_TOY_TRAINING, "--modes", "ideal,gockpt_k2,gockpt,orbax_async",
     )),
     Part("exact", 1.2, ("bench.gpu.part", "exact")),
-    # A sixth of the state has no room for a step's gradients in fp32, so `gockpt` comes last here.
+    # A sixth of the state has no room for a step's gradients in fp32, nor has half for a window.
     Part("sixth", 1.6, (
-        "bench", "train", "--modes", "ideal,gockpt_b80,gockpt_b50,gockpt", *_SMALLER,
+        "bench", "train", "--modes", "ideal,gockpt_b80,gockpt", *_SMALLER,
         "--device-budget-fraction", f"{_SIXTH:.6f}",
     ), (*_TOY_TRAINING, "--modes", "ideal,gockpt,gockpt_b80")),
     Part("memory", 0.7, (

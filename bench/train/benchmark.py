@@ -118,6 +118,7 @@ class _Bench:
         state = job.init()
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self.record.details["size"] = self.size_name
+        self.record.samples["state_gb"] = [state_bytes / 1e9]
         self.record.notes.insert(
             0,
             f"GPT {self.size_name}: {size.parameters / 1e6:.1f} M parameters, "

@@ -22,9 +22,12 @@ from bench.train.model import Job
 from bench.train.orbax import InBackground, array_registry
 from gockpt_jax.transfer.meter import LINK
 
-DEFAULT = ("ideal", "gockpt", "orbax_async", "device_copy", "gockpt_k4", "orbax_async_plain",
+DEFAULT = ("ideal", "gockpt", "orbax_async", "gockpt_k4", "device_copy", "orbax_async_plain",
            "orbax_async_background", "orbax_sync")  # fmt: skip
-"""Modes in the order of their worth, should the time not suffice for all."""
+"""Modes in the order of their worth, should the time not suffice for all.
+
+Where a device copy fits, `gockpt` is one: `gockpt_k4` is the window.
+"""
 _STOCK = re.compile(r"(?P<way>orbax_sync|orbax_async|orbax_async_background|device_copy)(_plain)?")
 _GOCKPT = re.compile(r"gockpt(?:_k(?P<steps>\d+)|_b(?P<percent>\d+))?")
 
@@ -101,6 +104,9 @@ class Mode:
     def reports(self) -> list[dict[str, Any]]:
         """What the library itself says of its saves."""
         return []
+
+    def settle(self) -> None:
+        """Waits for what a longer run would have had since its beginning."""
 
     def clean(self) -> None:
         """Deletes its checkpoints, between phases: all modes share one disk."""
@@ -234,6 +240,12 @@ class GoCkpt(Managed):
         )
         super().__init__(setting, manager, gockpt.GoCkptSave)
         self.step = manager.wrap(setting.job.donating)
+
+    def settle(self) -> None:
+        """Waits for the armed step, if it is being compiled."""
+        program = self.step.program
+        if program is not None and program.is_armed:
+            program.wait_until_ready()
 
     def reports(self) -> list[dict[str, Any]]:
         """Its save reports, and the rate at which bytes come, as the library has learned it."""

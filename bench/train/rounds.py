@@ -40,6 +40,7 @@ class Shared:
       modes: To measure, the most valuable first, without `ideal`.
       rounds: Phases of each.
       on_cpu: Whether there is no accelerator.
+      ideal_device_bytes: The most that any undisturbed phase was seen to have in use.
     """
 
     options: argparse.Namespace
@@ -51,6 +52,7 @@ class Shared:
     modes: list[str]
     rounds: int
     on_cpu: bool
+    ideal_device_bytes: int = 0
 
     @property
     def left_secs(self) -> float:
@@ -82,15 +84,17 @@ class Interval:
         self.ideal_steps = min(self.steps, 15) if shared.options.minutes else self.steps
         self.loop = Loop(shared.state, shared.job, interval=interval, lead=self.lead)
         self.modes: dict[str, Mode] = {}
-        self.last_secs: dict[str, float] = {}
+        self.expected_secs: dict[str, float] = {}  # of a phase of each mode
 
     def run(self) -> None:
         """Warms up, then takes turns until all rounds are done or the time is over."""
         setting = Setting(self.shared.job, self.interval, self.directory, None, 0)
         self.modes["ideal"] = make_mode("ideal", setting)
-        self.loop.run("ideal", self.modes["ideal"], 3)  # compiles
+        first = self.loop.run("ideal", self.modes["ideal"], 3)  # compiles
         undisturbed = self.loop.run("ideal", self.modes["ideal"], self.lead + 3)
+        self._seen_undisturbed(first.plus(undisturbed))
         self.step_secs = undisturbed.wall_secs / undisturbed.steps
+        self.expected_secs["ideal"] = self.step_secs * self.ideal_steps
         setting = self._setting()
         try:
             with slow_pulls(setting.link):
@@ -129,10 +133,8 @@ class Interval:
         )  # fmt: skip
 
     def _warm_up_all(self, setting: Any) -> None:
-        longest = 0.0
         for name in self.shared.modes:
-            rounds_secs = _LEAST_ROUNDS * (len(self.modes) + 1) * max(longest, 1.0)
-            if longest and self.shared.left_secs < rounds_secs + 2 * longest:
+            if not self._has_time_for_another():
                 self.record.notes.append(f"{name}: left out, the time does not suffice.")
                 continue
             before = (resident_bytes(), system_bytes())
@@ -142,29 +144,40 @@ class Interval:
                 return self._warm_up(name)
 
             phase = self._attempt(name, warm)
-            if phase is None:
-                continue
-            if self.shared.options.alone:
+            if phase is not None and self.shared.options.alone:
                 add_host_memory(
                     self.record, phase, interval=self.interval,
                     state_bytes=self.shared.state_bytes, before=before,
                 )  # fmt: skip
                 self.shared.save_so_far()
-            # Training waits for a stall, and goes on while a save is written.
-            saves = saves_per_phase(self.interval)
-            stall_secs = max(0.0, phase.wall_secs - self.step_secs * phase.steps)
-            training_secs = self.step_secs * self.steps + saves * stall_secs
-            longest = max(longest, training_secs, phase.wall_secs + saves * phase.drain_secs)
+
+    def _has_time_for_another(self) -> bool:
+        """Whether one more mode leaves time for rounds; it may be as slow as the slowest so far."""
+        saving = [secs for name, secs in self.expected_secs.items() if name != "ideal"]
+        longest = max(saving, default=0.0)
+        rounds_secs = _LEAST_ROUNDS * (sum(self.expected_secs.values()) + longest)
+        return not saving or rounds_secs + 2 * longest <= self.shared.left_secs
 
     def _warm_up(self, name: str) -> Phase:
-        """A phase that does not count; again while the plan or its programs are in the making."""
-        for _ in range(3):
+        """A phase that does not count; again while it had in it what there is once only.
+
+        The plan or its programs in the making; or it stalled for longer than it trained, as for
+        pinned memory.
+        """
+        for number in range(3):
             phase = self._phase(name, self.lead + 3)
+            self.modes[name].settle()
             reasons = [report["reason"] for report in phase.reports]
             is_settled = not any(word in reason for reason in reasons for word in _UNSETTLED)
-            if is_settled or self.shared.left_secs < 2 * _LEAST_ROUNDS * self.last_secs[name]:
+            stall_secs = max(0.0, phase.wall_secs - self.step_secs * phase.steps)
+            is_usual = number > 0 or stall_secs < self.step_secs * phase.steps
+            if (is_settled and is_usual) or self.shared.left_secs < self.expected_secs[name]:
                 break
         self._keep(phase, "warm_up")
+        # Training waits for a stall, and goes on while a save is written.
+        saves = saves_per_phase(self.interval)
+        training_secs = self.step_secs * self.steps + saves * stall_secs
+        self.expected_secs[name] = max(training_secs, phase.wall_secs + saves * phase.drain_secs)
         return phase
 
     def _rounds(self) -> None:
@@ -174,9 +187,7 @@ class Interval:
             names = [name for name in self.modes if name != "ideal"]
             turn = number % max(1, len(names))
             phases = {}
-            for name in names[turn:] + names[:turn]:
-                if self.last_secs[name] * 1.2 + self.last_secs["ideal"] > self.shared.left_secs:
-                    continue
+            for name in filter(self._has_time_for, names[turn:] + names[:turn]):
                 phase = self._attempt(name, lambda name=name: self._phase(name, self.steps))
                 if phase is not None:
                     phases[name] = phase
@@ -186,18 +197,28 @@ class Interval:
             before = after
             done += bool(phases)
             self.shared.save_so_far()
-            if max(self.last_secs.values()) * 2 > self.shared.left_secs:
+            if not any(map(self._has_time_for, self.modes.keys() - {"ideal"})):
                 break
         if done < 5:
             self.record.notes.append(f"Interval {self.interval}: medians of {done} rounds only.")
+
+    def _has_time_for(self, name: str) -> bool:
+        """Whether a phase of this mode, and the undisturbed one that follows, end in time."""
+        secs = self.expected_secs[name] * 1.2 + self.expected_secs["ideal"]
+        return secs <= self.shared.left_secs
 
     def _undisturbed(self) -> Phase:
         """A phase of `ideal`; there is one on either side of each round, against drift within."""
         phase = self._attempt("ideal", lambda: self._phase("ideal", self.ideal_steps))
         if phase is None:
             raise RuntimeError(self.record.details["failures"][f"ideal/{self.interval}"])
+        self._seen_undisturbed(phase)
         self._keep(phase)
         return phase
+
+    def _seen_undisturbed(self, phase: Phase) -> None:
+        shared = self.shared
+        shared.ideal_device_bytes = max(shared.ideal_device_bytes, phase.peaks.device)
 
     def _keep(self, phase: Phase, where: str = "phases") -> None:
         """Its raw samples, at once: a round has figures at its end only."""
@@ -209,7 +230,7 @@ class Interval:
         start = time.perf_counter()
         phase = self.loop.run(name, self.modes[name], steps)
         self.modes[name].clean()
-        self.last_secs[name] = time.perf_counter() - start
+        self.expected_secs[name] = time.perf_counter() - start
         return phase
 
     def _attempt(self, name: str, run: Callable[[], Phase]) -> Phase | None:
@@ -223,6 +244,7 @@ class Interval:
             print(f"{name} failed: {sys.exc_info()[1]!r}"[:500], file=sys.stderr)
             self.record.notes.append(f"{name}: failed, see the record's `failures`.")
         mode = self.modes.pop(name, None)
+        self.expected_secs.pop(name, None)
         with contextlib.suppress(Exception):
             mode.close()
         self.loop.state = mode = None  # its step may have donated it; what it holds must be free
@@ -231,10 +253,9 @@ class Interval:
         return None
 
     def _add(self, before: Phase, after: Phase, phases: dict[str, Phase]) -> None:
-        common = {
-            "interval": self.interval, "ideal": before.plus(after),
-            "state_bytes": self.shared.state_bytes,
-        }  # fmt: skip
+        ideal = before.plus(after)
+        ideal.peaks.device = self.shared.ideal_device_bytes
+        common = {"interval": self.interval, "ideal": ideal, "state_bytes": self.shared.state_bytes}
         add_phase(self.record, after, async_inflation=None, **common)  # against both: the drift
         stock = phases.pop("orbax_async", None)
         inflation = None

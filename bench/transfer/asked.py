@@ -21,7 +21,7 @@ class Scale:
       sizes_mib: Of the arrays that are pulled.
       busy_mib: Of what is pulled beside a step.
       width: Of the busy step's matrices.
-      depth: Products in one step.
+      depth: Products in one step; few, so that many steps run beside a pull.
       repeats: Timed runs of each.
     """
 
@@ -37,8 +37,8 @@ class Scale:
         if platform == "cpu":
             return cls((0.25, 1), 1, 128, 4, 3)
         if quick:
-            return cls((1, 16, 256), 256, 4096, 16, 5)
-        return cls((0.0625, 1, 16, 64, 256, 1024), 1024, 8192, 16, 9)
+            return cls((1, 16, 256), 256, 4096, 2, 5)
+        return cls((0.0625, 1, 16, 64, 256, 1024), 1024, 8192, 2, 9)
 
 
 @dataclasses.dataclass

@@ -1,5 +1,6 @@
 """Questions about transfers beside training steps: what is hidden, and what the steps pay."""
 
+import itertools
 import statistics
 import time
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from bench.transfer.asked import Asked
 
-# A busy step.
+_LATER_SECS = 2e-3  # many times what it takes a thread to begin
 
 
 class Busy:
@@ -52,7 +53,10 @@ def ask_overlap(asked: Asked) -> None:
     """Whether a pull runs beside steps, and what it costs them.
 
     `overlap_ratio`: of the shorter one's time, the part that was hidden (1: all of it). As many
-    steps run as take about as long as the pull.
+    steps run as take about as long as the pull. `.../later`: the steps begin a while after the
+    pull. The runtime starts a transfer on a thread of its own, behind what the device has been
+    given by then (XLA's sources): a step that is dispatched at once may come before it, and if both
+    figures differ it did.
     """
     busy, mib = Busy(asked), asked.scale.busy_mib
     for n in range(2):
@@ -62,20 +66,26 @@ def ask_overlap(asked: Asked) -> None:
     )
     alone = statistics.median(busy.run() for _ in range(asked.scale.repeats))
     steps = max(1, min(200, round(pull / alone)))
-    asked.note(f"overlap: {steps} steps of {1e3 * alone:.2f} ms beside a pull of {mib:g} MiB.")
-    for n in range(asked.scale.repeats):
+    asked.note(
+        f"overlap: {steps} steps of {1e3 * alone:.2f} ms beside a pull of {mib:g} MiB; later: "
+        f"{1e3 * _LATER_SECS:g} ms after it, which count to neither."
+    )
+    for n, (later, secs) in itertools.product(
+        range(asked.scale.repeats), (("", 0.0), ("/later", _LATER_SECS))
+    ):
         if asked.is_over:
             return
         undisturbed = _steps_secs(busy, steps)
         x = asked.fresh(mib, n)
-        start = time.perf_counter()
+        start = time.perf_counter() + secs
         moved = jax.device_put(x, asked.pinned)  # before the steps, as a window does
+        time.sleep(secs)
         with_pull = _steps_secs(busy, steps)
         jax.block_until_ready(moved)
         both = time.perf_counter() - start
         hidden = (undisturbed + pull - both) / min(undisturbed, pull)
-        asked.add("overlap_ratio", hidden)
-        asked.add("step_inflation_ratio/pull_beside", with_pull / undisturbed)
+        asked.add(f"overlap_ratio{later}", hidden)
+        asked.add(f"step_inflation_ratio/pull_beside{later}", with_pull / undisturbed)
         del moved, x
 
 

@@ -84,3 +84,17 @@ def test_what_loops_hand_on_is_what_went_in():
     w, x, y, n = (program.parameters[i] for i in range(4))
     assert (program.results[0], program.results[3]) == (w, n)
     assert not {x, y} & set(program.results)
+
+
+def test_sums_in_memory_are_not_what_an_assembler_may_contract(tmp_path):
+    atomic = (
+        "\tatom.global.add.f32 %f3, [%rd1], %f2;\n\tred.relaxed.gpu.global.add.f32 [%rd1], %f2;\n"
+    )
+    loose = (
+        "\tadd.f32 %f3, %f1, %f2;\n\t@%p1 mul.ftz.f32 %f3, %f1, %f2;\n\tadd.rn.f32 %f3, %f1, %f2;\n"
+    )
+    (tmp_path / "kernel.ir-with-opt.ll").write_text("")
+    (tmp_path / "kernel.ptx").write_text(atomic)
+    assert benchmark.contracted(tmp_path) == 0
+    (tmp_path / "kernel.ptx").write_text(atomic + loose)
+    assert benchmark.contracted(tmp_path) == 2

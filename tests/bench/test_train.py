@@ -21,7 +21,7 @@ from bench.train import benchmark as train
 from bench.train.figures import add_phase
 from bench.train.link import Link, slow_pulls
 from bench.train.modes import DeviceCopy, Setting, make_mode
-from bench.train.phases import Loop, Peaks, Phase
+from bench.train.phases import Loop, Peaks, Phase, _sampled
 from bench.train.place import Place, choose
 from bench.train.rounds import Interval, Shared
 from bench.train.table import show_modes
@@ -199,7 +199,7 @@ def test_what_was_measured_stays_if_the_process_ends(tmp_path):
         Shared(options, record, float("inf"), job, None, 0, [], 5, on_cpu=True), 10, tmp_path
     )
     interval.modes = dict.fromkeys(("ideal", "gockpt", "orbax_async"))
-    interval.last_secs = dict.fromkeys(interval.modes, 0.0)
+    interval.expected_secs = dict.fromkeys(interval.modes, 0.0)
 
     def run(name, steps):
         if name == "orbax_async":
@@ -211,6 +211,63 @@ def test_what_was_measured_stays_if_the_process_ends(tmp_path):
         interval._rounds()
     phases = json.loads(options.out.read_text())["details"]["phases"]
     assert [p["mode"] for p in phases] == ["ideal", "gockpt"]
+
+
+def scripted(tmp_path, monkeypatch, *, secs, first, left_secs):
+    """The modes that are measured when phases take `secs`, and `gockpt`'s first one `first`."""
+    now, phases = [0.0], []
+    monkeypatch.setattr(
+        "bench.train.rounds.time", types.SimpleNamespace(perf_counter=lambda: now[0])
+    )
+    monkeypatch.setattr(
+        "bench.train.rounds.make_mode", lambda name, setting: types.SimpleNamespace(
+            clean=lambda: None, settle=lambda: None, close=lambda: None
+        )
+    )  # fmt: skip
+
+    def run(name, mode, steps):
+        phases.append(name)
+        is_first = name == "gockpt" and phases.count("gockpt") == 1
+        took = (first if is_first else secs) if name != "ideal" else 0.1 * steps
+        now[0] += took
+        return phase(name, took, steps=steps, saves=int(name != "ideal"))
+
+    record = Record("train", details={"failures": {}, "phases": []})
+    options = argparse.Namespace(
+        minutes=1, out=None, alone=False, device_budget_fraction=None, host_gib=None
+    )
+    names = ["gockpt", "orbax_async", "gockpt_k4"]
+    job = types.SimpleNamespace(batches=[])
+    shared = Shared(options, record, left_secs, job, None, 1, names, 3, on_cpu=False)
+    interval = Interval(shared, 20, tmp_path)
+    interval.loop = types.SimpleNamespace(run=run, state=None)
+    interval.run()
+    counted = [p["mode"] for p in record.details["phases"]]
+    return {name: counted.count(name) for name in names}, now[0]
+
+
+def test_what_the_first_save_takes_once_drives_no_mode_out(tmp_path, monkeypatch):
+    counts, end = scripted(tmp_path, monkeypatch, secs=2.5, first=40.0, left_secs=100.0)
+    assert counts == dict.fromkeys(counts, 3)
+    assert end < 100
+
+
+def test_rounds_and_modes_are_as_many_as_the_time_allows(tmp_path, monkeypatch):
+    counts, end = scripted(tmp_path, monkeypatch, secs=2.5, first=2.5, left_secs=27.0)
+    assert min(counts["gockpt"], counts["orbax_async"]) >= 2
+    assert counts["gockpt_k4"] == 0
+    assert end <= 27
+
+
+def test_a_peak_between_two_samples_counts_in_the_phase_in_which_it_rose(monkeypatch):
+    stats = {"bytes_in_use": 10, "peak_bytes_in_use": 50}
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr("bench.train.phases.jax.local_devices", lambda: [device])
+    with _sampled() as earlier:
+        pass
+    with _sampled() as peaks:
+        stats["peak_bytes_in_use"] = 70
+    assert (earlier.device, peaks.device) == (10, 70)
 
 
 def found(record, mode):
