@@ -65,7 +65,7 @@ PARTS = (
         *_TOY_TRAINING, "--modes", "ideal,gockpt_k2,gockpt,orbax_async",
     )),
     Part("exact", 1.2, ("bench.gpu.part", "exact")),
-    # A sixth of the state has no room for a step's gradients in fp32, nor has half for a window.
+    # A sixth of the state has no room for a step's gradients in fp32: four fifths is the window.
     Part("sixth", 1.6, (
         "bench", "train", "--modes", "ideal,gockpt_b80,gockpt", *_SMALLER,
         "--device-budget-fraction", f"{_SIXTH:.6f}",
