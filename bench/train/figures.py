@@ -31,9 +31,8 @@ NOTES = [
     " the rate of a simulated link; a real one it measures).",
     "gockpt_b<N>: with a device budget of N percent of the state's bytes for what is staged and"
     " retained. ..._plain: stock's, with its layout that is fastest on a local disk.",
-    "device_memory_ratio, host_memory_ratio: the most in use on the device, sampled every 10 ms, or"
-    " the allocator's own peak where it rose, over that of ideal phases; growth of resident memory"
-    " over the state's bytes, of a process"
+    "device_memory_ratio, host_memory_ratio: the most sampled (every 10 ms) in use on the device,"
+    " over that of ideal phases; growth of resident memory over the state's bytes, of a process"
     " that runs this mode alone. host_system_memory_ratio: growth of the machine's memory in use,"
     " which has pinned memory in it. resident_peak_bytes: of the process that all modes share,"
     " so it tells no mode from another. device_memory_over_plan: the device's peak, over that of"

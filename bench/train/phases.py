@@ -18,17 +18,26 @@ _SAMPLE_SECS = 0.01
 
 @dataclasses.dataclass
 class Peaks:
-    """The most that was in use during a phase, in bytes; 0 where the platform does not tell."""
+    """The most that was in use during a phase, in bytes; 0 where the platform does not tell.
+
+    Attributes:
+      device: Sampled, so a step's scratch memory may lie between two samples.
+      resident: Of this process, sampled.
+      system: Of this machine, sampled.
+      device_ever: The allocator's own peak since the process began; kept and not judged, because
+        it has no way back, and compilers try kernels out in that memory, too.
+    """
 
     device: int = 0
     resident: int = 0
     system: int = 0
+    device_ever: int = 0
 
     def plus(self, other: "Peaks") -> "Peaks":
         """The most of both."""
         return Peaks(
             max(self.device, other.device), max(self.resident, other.resident),
-            max(self.system, other.system),
+            max(self.system, other.system), max(self.device_ever, other.device_ever),
         )  # fmt: skip
 
 
@@ -166,8 +175,8 @@ class _Watch:
 
 @contextlib.contextmanager
 def _sampled() -> Iterator[Peaks]:
-    """Samples memory: allocators' peaks have no way back, so they tell only where they rose."""
-    peaks, highest = Peaks(), device_bytes("peak_bytes_in_use")
+    """Samples memory: allocators' peaks have no way back."""
+    peaks = Peaks()
 
     def look() -> None:
         peaks.device = max(peaks.device, device_bytes())
@@ -176,9 +185,7 @@ def _sampled() -> Iterator[Peaks]:
 
     with sampled(look, _SAMPLE_SECS):
         yield peaks
-    risen = device_bytes("peak_bytes_in_use")
-    if risen > highest:  # a step holds its scratch memory for less than lies between two samples
-        peaks.device = max(peaks.device, risen)
+    peaks.device_ever = device_bytes("peak_bytes_in_use")
 
 
 def device_bytes(figure: str = "bytes_in_use") -> int:

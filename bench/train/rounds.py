@@ -40,7 +40,6 @@ class Shared:
       modes: To measure, the most valuable first, without `ideal`.
       rounds: Phases of each.
       on_cpu: Whether there is no accelerator.
-      ideal_device_bytes: The most that any undisturbed phase was seen to have in use.
     """
 
     options: argparse.Namespace
@@ -52,7 +51,6 @@ class Shared:
     modes: list[str]
     rounds: int
     on_cpu: bool
-    ideal_device_bytes: int = 0
 
     @property
     def left_secs(self) -> float:
@@ -90,9 +88,8 @@ class Interval:
         """Warms up, then takes turns until all rounds are done or the time is over."""
         setting = Setting(self.shared.job, self.interval, self.directory, None, 0)
         self.modes["ideal"] = make_mode("ideal", setting)
-        first = self.loop.run("ideal", self.modes["ideal"], 3)  # compiles
+        self.loop.run("ideal", self.modes["ideal"], 3)  # compiles
         undisturbed = self.loop.run("ideal", self.modes["ideal"], self.lead + 3)
-        self._seen_undisturbed(first.plus(undisturbed))
         self.step_secs = undisturbed.wall_secs / undisturbed.steps
         self.expected_secs["ideal"] = self.step_secs * self.ideal_steps
         setting = self._setting()
@@ -212,13 +209,8 @@ class Interval:
         phase = self._attempt("ideal", lambda: self._phase("ideal", self.ideal_steps))
         if phase is None:
             raise RuntimeError(self.record.details["failures"][f"ideal/{self.interval}"])
-        self._seen_undisturbed(phase)
         self._keep(phase)
         return phase
-
-    def _seen_undisturbed(self, phase: Phase) -> None:
-        shared = self.shared
-        shared.ideal_device_bytes = max(shared.ideal_device_bytes, phase.peaks.device)
 
     def _keep(self, phase: Phase, where: str = "phases") -> None:
         """Its raw samples, at once: a round has figures at its end only."""
@@ -253,9 +245,10 @@ class Interval:
         return None
 
     def _add(self, before: Phase, after: Phase, phases: dict[str, Phase]) -> None:
-        ideal = before.plus(after)
-        ideal.peaks.device = self.shared.ideal_device_bytes
-        common = {"interval": self.interval, "ideal": ideal, "state_bytes": self.shared.state_bytes}
+        common = {
+            "interval": self.interval, "ideal": before.plus(after),
+            "state_bytes": self.shared.state_bytes,
+        }  # fmt: skip
         add_phase(self.record, after, async_inflation=None, **common)  # against both: the drift
         stock = phases.pop("orbax_async", None)
         inflation = None

@@ -259,15 +259,53 @@ def test_rounds_and_modes_are_as_many_as_the_time_allows(tmp_path, monkeypatch):
     assert end <= 27
 
 
-def test_a_peak_between_two_samples_counts_in_the_phase_in_which_it_rose(monkeypatch):
+def test_warm_up_waits_for_the_armed_step(tmp_path, monkeypatch):
+    settled = []
+
+    class Compiling(Saved):
+        def settle(self):
+            settled.append(True)
+
+        def clean(self):
+            pass
+
+    def run(name, mode, steps):
+        found = phase(name, 1.0, steps=steps)
+        found.reports.append({"reason": "`steps=4`" if settled else "still compiling"})
+        return found
+
+    record = Record("train", details={"failures": {}, "phases": []})
+    shared = Shared(
+        argparse.Namespace(minutes=None, out=None), record, float("inf"),
+        types.SimpleNamespace(batches=[]), None, 1, ["gockpt"], 3, on_cpu=False,
+    )  # fmt: skip
+    interval = Interval(shared, 20, tmp_path)
+    interval.loop = types.SimpleNamespace(run=run, state=None)
+    interval.modes, interval.step_secs = {"gockpt": Compiling(20)}, 0.1
+    assert [report["reason"] for report in interval._warm_up("gockpt").reports] == ["`steps=4`"]
+    assert len(settled) == 2
+
+
+@pytest.mark.parametrize("is_armed", [False, True])
+def test_only_an_armed_step_is_waited_for(tmp_path, is_armed):
+    waited = []
+    job = types.SimpleNamespace(donating=jax.jit(lambda s, b: (s, 0.0)), keeping=None)
+    mode = make_mode("gockpt", Setting(job, 2, tmp_path, None, 1))
+    mode.settle()  # nothing was called: there is no program yet
+    program = types.SimpleNamespace(is_armed=is_armed, wait_until_ready=lambda: waited.append(True))
+    mode.step = types.SimpleNamespace(program=program)
+    mode.settle()
+    mode.close()
+    assert bool(waited) == is_armed
+
+
+def test_phases_keep_the_allocators_peak_and_are_judged_by_samples(monkeypatch):
     stats = {"bytes_in_use": 10, "peak_bytes_in_use": 50}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr("bench.train.phases.jax.local_devices", lambda: [device])
-    with _sampled() as earlier:
-        pass
     with _sampled() as peaks:
         stats["peak_bytes_in_use"] = 70
-    assert (earlier.device, peaks.device) == (10, 70)
+    assert (peaks.device, peaks.device_ever) == (10, 70)
 
 
 def found(record, mode):
