@@ -283,6 +283,26 @@ def test_no_cpu_backend(tmp_path, monkeypatch):
     assert "`JAX_PLATFORMS=cuda,cpu`" in str(warning.message)
 
 
+def test_the_result_of_wrap_is_not_used(tmp_path):
+    """The loop goes on with its own step: told once, at the second save."""
+    with manager_of(tmp_path) as manager:
+        manager.wrap(update)
+        state = fresh()
+        assert manager.save(0, args=gockpt.GoCkptSave(state))  # of a first state it may be
+        state = update(state, BATCH)
+        with pytest.warns(gockpt.SnapshotOnlyWarning, match=r"train_step = manager\.wrap\("):
+            manager.save(5, args=gockpt.GoCkptSave(state))
+        assert manager.save(10, args=gockpt.GoCkptSave(state))  # once is enough
+        assert_same(manager.restore(10), to_host(state))
+
+
+def test_nothing_is_wrapped_where_nothing_is_trained(tmp_path):
+    """A converter of checkpoints, say: no warning, which would be an error here."""
+    with manager_of(tmp_path) as manager:
+        for n in range(0, 16, 5):
+            assert manager.save(n, args=gockpt.GoCkptSave(fresh()))
+
+
 def test_a_step_without_the_states_tree(tmp_path):
     """An optimizer in place of the state: told before anything is armed, with the remedy."""
     with manager_of(tmp_path) as manager:

@@ -222,10 +222,11 @@ class StepProgram:
         """
         flat, tree = _flatten(self._form.dynamic(args, kwargs))
         if tree != self._in_tree:
-            raise TypeError(
-                f"its arguments are not those it was traced for: {tree.num_leaves} leaves, where "
-                f"there were {self._in_tree.num_leaves}, or other containers"
-            )
+            was, now = self._in_tree.num_leaves, tree.num_leaves
+            what = f"{now} leaves, where there were {was}"
+            if was == now:
+                what = "other containers, or other data in them that is no array (an NNX attribute)"
+            raise TypeError(f"its arguments are not those it was traced for: {what}")
         return flat
 
     def state_leaves(self, flat: Sequence[Any]) -> list[Any]:

@@ -1,6 +1,7 @@
 """What `jax.jit` tells programs apart by, where a compiled one would take the call."""
 
 import dataclasses
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ class Signature:
           TypeError: if `jax.jit` would run another program for it.
         """
         if self.static != now.static:
-            raise TypeError("a static argument changed")
+            raise TypeError(_changed(self.static, now.static))
         if self.weak_types != now.weak_types:
             name = name_of(_first_other(self.weak_types, now.weak_types))
             raise TypeError(f"the weak type of {name} changed (a Python number has one)")
@@ -95,6 +96,15 @@ class Signature:
 def _kind(x: Any) -> tuple[Any, ...]:
     sharding = x.sharding if getattr(x, "committed", False) else None
     return getattr(x, "shape", ()), getattr(x, "dtype", type(x)), sharding
+
+
+def _changed(static: Sequence[Any], now: Sequence[Any]) -> str:
+    """Which static argument did, of `(type, value)`, or `(name, type, value)` by keyword."""
+    if len(static) != len(now):
+        return "a static argument was given in another way"
+    was, other = next((a, b) for a, b in zip(static, now, strict=True) if a != b)
+    name = f"`{was[0]}`" if len(was) == 3 else "a static argument"
+    return f"{name} changed from {reprlib.repr(was[-1])} to {reprlib.repr(other[-1])}"
 
 
 def _first_other(mine: Sequence[bool], others: Sequence[bool]) -> int:

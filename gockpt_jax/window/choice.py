@@ -49,12 +49,20 @@ def choose(terms: Terms) -> Choice:
     if not terms.units:
         why = "no leaf may leave early"
     elif not windows:
-        why = f"no window fits the device budget of {describe_bytes(budget)} and the host budget"
+        why = f"no window fits the {_too_small(terms, budget)}"
     else:
         least = min(w.stall_secs for w in windows)
         why = f"no window gains: predicted stall at least {least:.3f} s"
     reason = f"{why}; predicted stall of a snapshot {snapshot.stall_secs:.3f} s"
     return Choice(cost=best, reason=reason)
+
+
+def _too_small(terms: Terms, budget_bytes: int) -> str:
+    """The budget that leaves no window; the device's, if none fits whatever the host has."""
+    host_bytes = terms.host_budget_bytes
+    if host_bytes is None or not windows_of(dataclasses.replace(terms, host_budget_bytes=None)):
+        return f"device budget of {describe_bytes(budget_bytes)}"
+    return f"host budget, of which a device has {describe_bytes(host_bytes)}"
 
 
 def why_one_copy(state_bytes: int, budget_bytes: int | None) -> str | None:

@@ -13,7 +13,8 @@ class StepClock:
     Nothing waits for a device. The trainer runs ahead, and then is held back by the device's queue
     or by a value that it reads, so over a stretch calls come as fast as steps are done; one call by
     itself tells nothing (a loop that reads its loss now and then makes many short ones and a long
-    one). The median leaves out stretches with an evaluation or a wait for data.
+    one). The median leaves out stretches with an evaluation or a wait for data. Where saves come
+    often, a stretch has parts, with saves and windows between them.
 
     Example:
       >>> clock = StepClock()
@@ -25,21 +26,22 @@ class StepClock:
 
     def __init__(self) -> None:
         self._means: collections.deque[float] = collections.deque(maxlen=_MAX_STRETCHES)
-        self._began_at = 0.0
-        self._steps = -1  # of the stretch so far; -1: not begun
+        self._last: float | None = None  # call, if no window or save has come since
+        self._secs, self._steps = 0.0, 0  # of the stretch so far
 
     def tick(self, now: float) -> None:
         """A step outside a window is called."""
-        if self._steps < 0:
-            self._began_at = now
-        self._steps += 1
+        if self._last is not None:
+            self._secs += now - self._last
+            self._steps += 1
+        self._last = now
         if self._steps == _STRETCH_STEPS:
-            self._means.append((now - self._began_at) / _STRETCH_STEPS)
-            self._began_at, self._steps = now, 0
+            self._means.append(self._secs / _STRETCH_STEPS)
+            self._secs, self._steps = 0.0, 0
 
     def pause(self) -> None:
         """The time to the next step is not a step's: a window or a save lies between."""
-        self._steps = -1
+        self._last = None
 
     @property
     def secs(self) -> float | None:

@@ -70,10 +70,13 @@ class WindowFace:
           WrapError: if `step` is not callable, is wrapped already, or a place is not one.
 
         Warns:
-          SnapshotOnlyWarning: if the step cannot be armed; all its saves are then snapshots.
+          SnapshotOnlyWarning: if the step cannot be armed; all its saves are then snapshots. At the
+            second save, if nothing that `wrap` has returned has been called by then.
         """
         session = self._gockpt_session
-        return wrap_step(step, session, session.options, state=state, state_out=state_out)
+        wrapped = wrap_step(step, session, session.options, state=state, state_out=state_out)
+        session.has_wrapped = True
+        return wrapped
 
     def expect_save(self, *, in_steps: int) -> None:
         """Says that the save after the next `in_steps` updates will be accepted.
@@ -114,12 +117,15 @@ class WindowFace:
 
     @property
     def reports(self) -> tuple[SaveReport, ...]:
-        """A report for every save: committed, failed, skipped or superseded; oldest first."""
+        """A report for every save that has ended: committed, failed, skipped or superseded.
+
+        Oldest first. That of a save comes when it is visible, or has failed.
+        """
         return self._gockpt_log.all()
 
     @property
     def last_report(self) -> SaveReport | None:
-        """The newest of `reports`."""
+        """The newest of `reports`, of a save that has ended; one that has just begun has not."""
         return next(reversed(self.reports), None)
 
     @property

@@ -64,7 +64,8 @@ class SavePredictor:
     asked for, with two consecutive labels; the period of the last two accepted saves.
 
     Attributes:
-      is_save_label: Whether the user's policy saves at a label, where that is known beforehand.
+      is_save_label: Whether a label will be saved, as the user's policy tells, where that is known
+        beforehand.
       sees_every_call: Whether `observe` is told of calls that the policy refused, too. If it is,
         only consecutive labels tie labels to versions, which are a few updates apart where
         gradients are accumulated: a loop that calls `save` now and then has a rule of its own. If
@@ -157,8 +158,9 @@ class SavePredictor:
         self._cached = None
         if self._abandoned == _PATIENCE:
             _log.warning(
-                "%d windows were opened for saves that did not come; no more are predicted. Call "
-                "`manager.expect_save(in_steps=n)` some steps before a save.", _PATIENCE,
+                "%d windows were opened for saves that did not come; none is predicted until one "
+                "has come. Call `manager.expect_save(in_steps=n)` some steps before a save.",
+                _PATIENCE,
             )  # fmt: skip
 
     def end(self) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 
+from gockpt_jax.errors import SnapshotOnlyWarning, warn
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
@@ -48,6 +49,10 @@ _log = logging.getLogger("gockpt_jax")
 _NOT_PREDICTED = "the save was not predicted, so no window was open"
 _NOT_OURS = "no windows: the handlers given to the manager took all items of the last save"
 _NOT_WRAPPED = "no wrapped step has run: call what `wrap(train_step)` returned"
+_UNUSED = (
+    "Two saves have come, and no wrapped step has run, so all saves are snapshots. Call what "
+    "`wrap` returned, as in `train_step = manager.wrap(train_step)`."
+)
 
 
 class Session:
@@ -61,6 +66,7 @@ class Session:
     Attributes:
       options: The user's.
       version: Updates made so far.
+      has_wrapped: Whether the user has wrapped a step, to call it.
       processes: Those that save together.
       resources: What windows and saves take, `host` and `replicas` among it.
       predictor: Of saves.
@@ -73,6 +79,7 @@ class Session:
     def __init__(self, options: WindowOptions, processes: Processes, replicas: Replicas):
         self.options = options
         self.version = 0
+        self.has_wrapped = False
         self.processes = processes
         self.resources = resources = Resources.of(options, replicas)
         self.host, self.replicas = resources.host, replicas
@@ -86,6 +93,7 @@ class Session:
         # Each with the version that it has returned last.
         self._steps = weakref.WeakKeyDictionary[WrappedStep, int]()
         self._sealed_at = -1
+        self._saves_unwrapped = 0  # before a wrapped step has run
         self.planner = Planner(options, processes, resources)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._seal: Seal | None = None  # of the save whose items are being taken
@@ -119,6 +127,7 @@ class Session:
             self.planner.clock.tick(start)
         if current.window is not None and current.window.target <= self.version:
             current.abandon("the predicted save did not come")
+            current.why_none = None  # that one is past
             self.predictor.abandoned()
         if current.window is None:
             self._open(step, args, kwargs)
@@ -237,7 +246,12 @@ class Session:
         self._sealed_at = self.version
         self._current.abandon_interrupted()
         window = self._current.sealed_at(self.version)
-        unforeseen = _NOT_WRAPPED if self._last_step is None else _NOT_PREDICTED
+        unforeseen = _NOT_PREDICTED
+        if self._last_step is None:
+            unforeseen = _NOT_WRAPPED
+            self._saves_unwrapped += 1
+            if self.has_wrapped and self._saves_unwrapped == 2:  # one may be of the first state
+                warn(_UNUSED, SnapshotOnlyWarning)
         record = SaveRecord(kind="snapshot", reason=self._current.why_none or unforeseen)
         record.deferred_steps = self._opener.deferred_steps(self.version)
         if window is not None:

@@ -49,11 +49,13 @@ def give_back(slots: Sequence[ChunkSlot], host: ByteBudget) -> None:
     Those that have been given back before are left out.
     """
     for slot in slots:
-        if slot.owed:
+        try:
             slot.owed.pop()
-            slot.data.add_done_callback(
-                lambda future: None if future.exception() else host.release(future.result().nbytes)
-            )
+        except IndexError:  # by another thread this very moment, maybe: the writer's, the trainer's
+            continue
+        slot.data.add_done_callback(
+            lambda future: None if future.exception() else host.release(future.result().nbytes)
+        )
 
 
 def fail(slots: Sequence[ChunkSlot], error: BaseException) -> None:

@@ -51,6 +51,16 @@ def test_pauses_do_not_count():
     assert clock.secs == pytest.approx(0.5)
 
 
+def test_stretches_have_parts_where_saves_come_often():
+    """Of ten steps from save to save nine are from call to call: 48 of them are enough."""
+    clock = StepClock()
+    for save in range(6):
+        assert clock.secs is None
+        told(clock, [0.5] * 9, start=1000.0 * save)
+        clock.pause()
+    assert clock.secs == pytest.approx(0.5)
+
+
 def test_the_newest_steps_count():
     clock = StepClock()
     told(clock, [1.0] * 400 + [2.0] * 160)

@@ -275,13 +275,28 @@ FP32_ADAM = Terms(
             2,
             "2 steps: predicted stall 0.000 s, of a snapshot 2.000 s; at most 10 kB",
         ),
-        (100, 1, "no window fits the device budget of 100 B"),
+        (100, 1, "no window fits the device budget of 100 B; predicted stall of a snapshot"),
     ],
 )
 def test_the_choice_says_which_and_why(budget, steps, says):
     choice = choose(dataclasses.replace(FP32_ADAM, device_budget_bytes=budget))
     assert choice.cost.steps == steps
     assert says in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        (10_000, "no window fits the host budget, of which a device has 10 B; "),
+        (100, "no window fits the device budget of 100 B; "),  # nor would it with more of the host
+    ],
+)
+def test_which_budget_leaves_no_window_is_said(device, says):
+    choice = choose(
+        dataclasses.replace(FP32_ADAM, device_budget_bytes=device, host_budget_bytes=10)
+    )
+    assert choice.cost.steps == 1
+    assert choice.reason.startswith(says)
 
 
 def test_nothing_to_gain_is_said():

@@ -13,8 +13,9 @@ import pytest
 from orbax.checkpoint import checkpoint_managers as managers
 from window.training_loop import BATCH, Options, assert_same, fresh, to_host, train, update
 
-from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
 from gockpt_jax.storage.saving.policies import AskedAhead, StartsWindow
+from gockpt_jax.window.open_window import OpenWindow
 
 K = 3
 Any, Every, Steps = (
@@ -501,3 +502,81 @@ def test_stock_arguments_are_foreseen_alike(tmp_path):
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
         train(manager, range(11), save_args=lambda s, _: {"args": ocp.args.StandardSave(s)})
         assert kinds(manager) == expected([0], [5, 10])
+
+
+# Labels that stock refuses without asking the policy.
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Versions of the saves that windows were opened for."""
+    targets = []
+    begin = OpenWindow.__init__
+
+    def noted(self, program, planned, target, *rest, **by_name):
+        targets.append(target)
+        begin(self, program, planned, target, *rest, **by_name)
+
+    monkeypatch.setattr(OpenWindow, "__init__", noted)
+    return targets
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_no_window_opens_for_labels_that_were_saved_before_the_run_went_back(
+    tmp_path, is_new, opened, caplog
+):
+    """Checkpoints up to 15, on from 5: stock refuses 10 and 15, and so no window is for them."""
+    options, window = Options(save_interval_steps=5), WindowOptions(steps=K)
+    manager = GoCkptManager(tmp_path, options=options, window=window)
+    run(manager, range(17))
+    if is_new:
+        manager.close()
+        manager = GoCkptManager(tmp_path, options=options, window=window)
+    with manager:
+        step, state = manager.wrap(update), manager.restore(5, args=GoCkptRestore(fresh()))
+        before, version = len(opened), manager._gockpt_session.version
+        saved = {}
+        for label in range(6, 27):
+            state = step(state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        assert list(saved) == [20, 25]
+        assert [version + label - 5 for label in saved] == opened[before:]
+        assert [r.kind for r in manager.reports[-2:]] == ["window", "window"]
+        assert not [r for r in caplog.records if r.name == "gockpt_jax" and r.levelname != "INFO"]
+        check(manager, saved)
+
+
+def test_of_deleted_labels_they_open_again(tmp_path, opened):
+    with GoCkptManager(
+        tmp_path, options=Options(save_interval_steps=5), window=WindowOptions(steps=K)
+    ) as manager:
+        run(manager, range(12))
+        manager.delete(10)
+        step, state = manager.wrap(update), manager.restore(5, args=GoCkptRestore(fresh()))
+        del opened[:]
+        for label in range(6, 12):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+        assert opened == [12 + 5]
+
+
+def test_no_window_opens_behind_a_save_that_waits(tmp_path):
+    """Its label is the newest, though Orbax does not know of it."""
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5)) as manager:
+        saves, will_save = manager._gockpt_saves, manager._gockpt_session.predictor.is_save_label
+        assert [label for label in range(16) if will_save(label)] == [0, 5, 10, 15]
+        saves._room._occupant = SimpleNamespace(step=10)
+        assert [label for label in range(16) if will_save(label)] == [15]
+        saves._room._occupant = None
+
+
+def test_a_window_whose_save_did_not_come_is_no_reason_for_a_later_one(tmp_path, opened):
+    with GoCkptManager(
+        tmp_path, options=Options(save_interval_steps=5), window=WindowOptions(steps=K)
+    ) as manager:
+        run(manager, range(14), call=lambda n: n != 10, force=lambda n: n == 13)
+        assert opened == [6, 11]
+        assert manager.last_report.step == 13
+        assert manager.last_report.reason == "the save was not predicted, so no window was open"

@@ -48,7 +48,7 @@ class SavesInTurn:
         self._turn = turn = Turn(session.processes)
         self.calls = Calls(session.lock)
         self.last = LastSave(manager, handler, turn, room)
-        options = arrange(options, session, lambda: room.occupant)
+        options = arrange(options, session, lambda: room.occupant, self._is_refused)
         if options.enable_async_checkpointing and not options.read_only:
             options, handler.votes = with_word_of_commits(
                 options, session.processes, handler.committed
@@ -94,6 +94,13 @@ class SavesInTurn:
         else:
             session.surface_failure()
         return accepted
+
+    def _is_refused(self, label: int) -> bool:
+        """Whether stock refuses a label without asking the policy: it is behind a newer save."""
+        newest = self.last.newest
+        if (waiting := self.waiting) is not None:
+            newest = max(waiting.step, newest or 0)
+        return newest is not None and label <= newest
 
     def _agree_on_questions(self, step: int) -> None:
         """Of several processes, one may ask alone whether a label would be saved."""

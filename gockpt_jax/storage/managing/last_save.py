@@ -61,6 +61,12 @@ class LastSave:
         """Whether it is being written; Orbax goes on to say so after one that it refused."""
         return self.is_unheard and bool(Stock.is_saving_in_progress(self._manager))
 
+    @property
+    def newest(self) -> int | None:
+        """The newest label that Orbax knows a save of."""
+        newest: int | None = Stock.latest_step(self._manager)
+        return newest
+
     def begin(self, step: int, arguments: Mapping[str, Any], started_at: float) -> bool:
         """Has Orbax save; the policy has been asked.
 

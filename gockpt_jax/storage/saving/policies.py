@@ -1,7 +1,7 @@
 """What an Orbax save policy says about saves that have not come yet, and how that is arranged."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -20,32 +20,39 @@ _START_DRIVEN = (managers.ContinuousCheckpointingPolicy,)
 
 
 def arrange(
-    options: ocp.CheckpointManagerOptions, session: Session, waiting: WaitingOne
-) -> ocp.CheckpointManagerOptions:
+    options: ocp.CheckpointManagerOptions, session: Session, waiting: WaitingOne,
+    is_refused: SaveLabels,
+) -> ocp.CheckpointManagerOptions:  # fmt: skip
     """Has a manager's policy answer early enough for windows, and tells the predictor of it.
 
     Args:
       options: The user's.
       session: Whose windows end at the saves.
       waiting: Gives a save that counts as one that has been made.
+      is_refused: Whether the manager refuses a label, as things are, without asking the policy.
 
     Returns:
       The options to build the manager with. They save at the same labels, but for policies by time
       or load: those start a window, at whose end the save is.
     """
+    labels: SaveLabels | None
     if options.save_decision_policy is not None:
-        session.predictor.is_save_label = labels_of_policy(options.save_decision_policy)
+        labels = labels_of_policy(options.save_decision_policy)
         policy = _start_windows(options.save_decision_policy, session)
-        return dataclasses.replace(options, save_decision_policy=_CountsWaiting(policy, waiting))
-    if options.should_save_fn is not None:
+        options = dataclasses.replace(options, save_decision_policy=_CountsWaiting(policy, waiting))
+    elif options.should_save_fn is not None:
         asked = AskedAhead(options.should_save_fn, waiting)
-        session.predictor.is_save_label = asked.will_save
-        return dataclasses.replace(options, should_save_fn=asked)
-    interval, steps = options.save_interval_steps, frozenset(options.save_on_steps or ())
-    session.predictor.is_save_label = lambda label: bool(
-        (interval and label % interval == 0) or label in steps
-    )
+        labels, options = asked.will_save, dataclasses.replace(options, should_save_fn=asked)
+    else:
+        labels = _labels_of_interval(options.save_interval_steps, options.save_on_steps)
+    if labels is not None:
+        session.predictor.is_save_label = lambda label: not is_refused(label) and labels(label)
     return options
+
+
+def _labels_of_interval(interval: int | None, steps: Collection[int] | None) -> SaveLabels:
+    named = frozenset(steps or ())
+    return lambda label: bool((interval and label % interval == 0) or label in named)
 
 
 def labels_of_policy(policy: Any) -> SaveLabels | None:
