@@ -316,6 +316,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         before, and no save is taken any more; the rest is for another call, or for the end of the
         script.
         """
+        self._gockpt_saves.calls.refuse_waiting()
         self._gockpt_closed = True
         if self._gockpt_saves.calls.is_inside:  # Orbax's threads could not end what was interrupted
             self._gockpt_saves.last.hear()

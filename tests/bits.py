@@ -27,7 +27,9 @@ def to_host(tree: Any) -> Bits:
     def host(leaf: Any) -> np.ndarray:
         is_key = jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key)
         leaf = jax.random.key_data(leaf) if is_key else leaf
-        return np.array(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf)
+        if isinstance(leaf, jax.Array):  # no program, which has to be in the mesh of its axes
+            leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
+        return np.array(leaf)
 
     return {path: host(leaf) for path, leaf in by_path(tree).items()}
 

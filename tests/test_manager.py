@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import gc
 import io
 import json
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -556,3 +558,54 @@ def test_votes_are_cancelled_with_a_refused_save_and_have_the_last_word(tmp_path
         with pytest.raises(RuntimeError, match="injected"):
             manager.wait_until_finished()
         assert manager.all_steps() == [0]
+
+
+def test_a_restore_holds_no_state_that_the_loop_has_dropped(tmp_path):
+    """On a full device there is no room for two: that of the last step, and the restored one."""
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=4)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(7):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        dropped = weakref.ref(state["params"]["w"])
+        target = jax.eval_shape(fresh)
+        del state
+        assert dropped() is not None  # a window would go on from it
+        state = manager.restore(4, args=GoCkptRestore(target))
+        gc.collect()
+        assert dropped() is None
+        for label in range(5, 13):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 4, 8, 12]
+        assert_same(manager.restore(12), to_host(state))
+
+
+@pytest.mark.parametrize(
+    "wait", ["restore", "restore_older", "delete", "wait_until_finished", "close"]
+)
+def test_the_users_own_callback_cannot_wait_for_its_save(tmp_path, wait):
+    """It would wait for itself: told so at once, and the save is made."""
+    told = []
+    calls = {
+        "restore": lambda: manager.restore(1),
+        "restore_older": lambda: manager.restore(0),
+        "delete": lambda: manager.delete(1),
+        "wait_until_finished": lambda: manager.wait_until_finished(),
+        "close": lambda: manager.close(),
+    }
+
+    def callback():
+        if manager.latest_step() == 1:
+            with pytest.raises(RuntimeError, match="it cannot wait for that save"):
+                calls[wait]()
+            told.append(manager.all_steps())
+
+    options = Options(async_options=ocp.AsyncOptions(post_finalization_callback=callback))
+    with GoCkptManager(tmp_path, options=options) as manager:
+        saved = train(manager, range(2))
+        assert told == [[0, 1]]
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)

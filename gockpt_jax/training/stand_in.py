@@ -34,6 +34,14 @@ class StandIn:
             raise AttributeError(name)
         return getattr(self.step, name)
 
+    def __copy__(self) -> "StandIn":
+        """Itself, as of a function."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "StandIn":
+        """Itself, as of a function."""
+        return self
+
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """As a method of its class, as functions are."""
         return self if owner is None else types.MethodType(self, owner)

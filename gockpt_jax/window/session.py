@@ -313,6 +313,7 @@ class Session:
         if threading.get_ident() == self._trainer:
             with self.lock:
                 self.abandon("a checkpoint was restored")
+                self._let_go(until=self.version)  # there may be no room for two states
 
     def close(self) -> None:
         """Drops the open window, lets go of what steps returned, and ends the threads."""

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from .explicit import is_explicit, put, together
+
 CONSTANTS = (0.1, 0.9, 0.999, 0.5, 2.0, 1.0, 0.3, -0.7, 8.0, 3.0, 1e-3, 0.0, -1.0)
 
 
@@ -162,8 +164,8 @@ class Expressions:
         names: Sequence[str] = (*UNARY, *BINARY),
     ):  # fmt: skip
         self._rng, self._scalars = rng, list(scalars)
-        self._unary = [UNARY[name] for name in names if name in UNARY]
-        self._binary = [BINARY[name] for name in names if name in BINARY]
+        self._unary = [together(UNARY[name]) for name in names if name in UNARY]
+        self._binary = [together(BINARY[name]) for name in names if name in BINARY]
         self.arrays = list(arrays)
 
     def array(self, depth: int) -> jax.Array:
@@ -235,7 +237,10 @@ def _mapped(f: Update, place: Any) -> Update:
         return f
     spec, whole = place.spec, jax.P()
     mapped = functools.partial(jax.shard_map, mesh=place.mesh, in_specs=(spec, whole))
-    return mapped(f, out_specs=spec)
+    update = mapped(f, out_specs=spec)
+    if not is_explicit(place):
+        return update
+    return lambda arrays, scalars: update([put(x, place) for x in arrays], scalars)
 
 
 def _jitted(f: Update, _: Any) -> Update:

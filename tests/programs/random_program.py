@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .common import Job
+from .explicit import is_explicit, lying_like, put, together, whole
 from .grammar import AROUND, LOSSES, REPEATED, Expressions
 from .random_state import OTHERS, Parameter, RandomState, Seen, as_rows
 
@@ -60,8 +61,11 @@ class RandomProgram:
         Returns:
           The new state, and the loss.
         """
+        batch = jax.tree.map(whole, batch)
         rng, numbers = Random(self._seed), jax.tree.leaves(self.state.nested)
         old: Arrays = dict(zip(numbers, jax.tree.leaves(state), strict=True))
+        if is_explicit(self.state.places[0]):  # a life may have moved some
+            old = {i: put(x, self.state.places[i]) for i, x in old.items()}
         loss, grads = self._gradients(old, batch)
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in grads))
         if self._clips:
@@ -74,8 +78,7 @@ class RandomProgram:
         new |= {i: OTHERS[kind][1](old[i], seen) for i, kind in self.state.others.items()}
         self._rewire(rng, old, new)
         if self._constrains and self.state.mesh is not None:
-            place = jax.lax.with_sharding_constraint
-            new = {i: place(x, self.state.places[i]) for i, x in new.items()}
+            new = {i: put(x, self.state.places[i]) for i, x in new.items()}
         return jax.tree.unflatten(jax.tree.structure(state), [new[i] for i in numbers]), loss
 
     def _gradients(self, old: Arrays, batch: Any) -> tuple[jax.Array, list[jax.Array]]:
@@ -83,7 +86,7 @@ class RandomProgram:
 
         def loss(values: list[jax.Array]) -> jax.Array:
             return sum(
-                LOSSES[p.loss](as_rows(w), batch["x"], batch["ids"])
+                LOSSES[p.loss](as_rows(whole(w)), batch["x"], batch["ids"])
                 for p, w in zip(parameters, values, strict=True)
             )
 
@@ -106,7 +109,7 @@ class RandomProgram:
             rng, wide = Random(parameter.seed), [x.astype(jnp.float32) for x in olds]
             drawn = expressions(rng, [g, g, *wide], scalars)
             new = [new_value(rng, drawn, x) for x in wide]
-            return [y.astype(x.dtype) for x, y in zip(olds, new, strict=True)]
+            return [lying_like(y.astype(x.dtype), x) for x, y in zip(olds, new, strict=True)]
 
         around = AROUND[parameter.around](update, self.state.places[parameter.leaves[0]])
         new = around([*(old[i] for i in parameter.leaves), g], scalars)
@@ -146,11 +149,12 @@ def new_value(rng: Random, drawn: Expressions, old: jax.Array) -> jax.Array:
     if kind < 0.1:
         return jnp.full_like(old, 0.5)
     if kind < 0.3:
-        new = 0.9 * old + 0.1 * drawn.array(1)
+        new = together(lambda x, y: 0.9 * x + 0.1 * y)(old, drawn.array(1))
     elif kind < 0.45:
-        new = old - drawn.factor() * 0.1 * drawn.array(rng.randint(0, 2))
+        factor = drawn.factor() * 0.1
+        new = together(lambda x, y: x - factor * y)(old, drawn.array(rng.randint(0, 2)))
     else:
-        new = drawn.array(rng.randint(1, 4))
+        new = lying_like(drawn.array(rng.randint(1, 4)), old)
     drawn.arrays.append(new)
     if rng.random() < 0.5:
         return jnp.clip(new, -4.0, 4.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from .grammar import AROUND, LOSSES
 SHAPES = ((), (1,), (7,), (16,), (64,), (13, 3), (8, 8), (32, 8), (8, 6, 4), (40, 16), (64, 24))
 SPECS = ((), ("a",), ("b",), (None, "b"), ("a", "b"), ("a", None), (("a", "b"),), (None, "a"))
 FLOATS = (jnp.float32,) * 6 + (jnp.bfloat16, jnp.float16)
-_AUTO = (AxisType.Auto,) * 2
+_EXPLICIT = 0.25  # of the meshes
 
 
 class Pair(NamedTuple):
@@ -111,7 +112,10 @@ class RandomState:
     def __init__(self, rng: Random, devices: int):
         self.mesh: Mesh | None = None
         if devices > 1:
-            self.mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=_AUTO)
+            # Not of `rng`: a seed's other choices are the same on both.
+            is_explicit = Random(f"{rng.getstate()}").random() < _EXPLICIT
+            kind = AxisType.Explicit if is_explicit else AxisType.Auto
+            self.mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
         self._rng, self._numbers = rng, np.random.default_rng(rng.getrandbits(32))
         self._leaves: list[Any] = []
         self.places: list[jax.sharding.Sharding] = []
@@ -128,8 +132,18 @@ class RandomState:
         if self.mesh is None:
             self.places = [SingleDeviceSharding(devices[0]) for _ in self.places]
             return
-        self.mesh = Mesh(np.array(devices).reshape(4, 2), ("a", "b"), axis_types=_AUTO)
+        self.mesh = Mesh(
+            np.array(devices).reshape(4, 2), ("a", "b"), axis_types=self.mesh.axis_types
+        )
         self.places = [NamedSharding(self.mesh, place.spec) for place in self.places]
+
+    @property
+    def in_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """Where a loop runs: with explicit axes JAX wants to be told of the mesh."""
+        if self.mesh is None or AxisType.Explicit not in self.mesh.axis_types:
+            return contextlib.nullcontext()
+        entered: contextlib.AbstractContextManager[Any] = jax.set_mesh(self.mesh)
+        return entered
 
     @property
     def batch_place(self) -> jax.sharding.Sharding:

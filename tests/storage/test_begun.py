@@ -107,6 +107,18 @@ def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
     assert waited == [10]
 
 
+def test_what_a_save_before_has_left_unwritten_is_given_back():
+    """Stock's managers do not say that its directory could not be made."""
+    begun = BegunSave()
+    arrays = entered(begun, "a", "b")
+    begun.give_back_before()
+    assert [array.releases for array in arrays] == [0, 0]
+    arrays += entered(begun, "a", folder="8.tmp")
+    begun.give_back_before()
+    begun.give_back_before()
+    assert [array.releases for array in arrays] == [1, 1, 0]
+
+
 def test_what_nobody_accounts_for_is_given_back():
     """An interrupt comes just before: its host arrays are held by nobody else."""
     taken: Any = Array()

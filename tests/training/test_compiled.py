@@ -91,16 +91,17 @@ def test_a_compiler_goes_on_with_what_a_random_program_retains(
     seed: int, count: int, devices: Any
 ) -> None:
     program = RandomProgram(seed, count)
-    state, batch = program.state.make(), program.state.batch(0)
-    size = len(jax.tree.leaves(state))
+    given = program.state.make(), program.state.batch(0)
+    (arguments, tree), size = jax.tree.flatten(given), len(jax.tree.leaves(given[0]))
     program.state.move(devices)
     places = [program.state.places[i] for i in jax.tree.leaves(program.state.nested)]
-    places += [program.state.batch_place] * len(batch)
-    traced = jax.jit(program.update).trace(*jax.eval_shape(lambda *given: given, state, batch))
-    cut, arguments = (
-        cut_state(traced.jaxpr, size, even_for_nothing=True),
-        jax.tree.leaves((state, batch)),
-    )
+    places += [program.state.batch_place] * (len(arguments) - size)
+    there = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for x, place in zip(arguments, places, strict=True)
+    ]
+    traced = jax.jit(program.update).trace(*jax.tree.unflatten(tree, there))
+    cut = cut_state(traced.jaxpr, size, even_for_nothing=True)
     step = CompiledStep.of(traced.jaxpr, cut, arguments, places, count=size)
     assert not any(differing_early(step, cut, arguments, seed).values())
 

@@ -83,20 +83,43 @@ def test_options_of_labels(tmp_path, options, snapshots, windows):
         check(manager, saved)
 
 
-def test_a_function_of_labels_is_asked_once_for_each(tmp_path):
-    """A function with a memory of its own: asked twice it would say something else."""
-    asked = collections.Counter()
+def test_a_yes_given_ahead_holds(tmp_path):
+    """A function with a memory of its own: asked twice it would say no."""
+    yes, since = collections.Counter(), -6
 
     def should_save(label, last_saved):
-        asked[label] += 1
-        return asked.total() % 6 == 1 and (last_saved is None or last_saved < label)
+        nonlocal since
+        if label - since < 6:
+            return False
+        since = label
+        yes[label] += 1
+        return True
 
     options = Options(should_save_fn=should_save)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
         saved = run(manager, range(18))
-        assert set(asked.values()) == {1}
+        assert yes == dict.fromkeys([0, 6, 12, 18], 1)  # the last one for a save to come
         assert kinds(manager) == expected([0], [6, 12])
         check(manager, saved)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_no_given_ahead_is_asked_again_when_the_label_comes(tmp_path, asks):
+    """The loop's own flag, as a handler of SIGTERM sets it: the save that it asks for is made."""
+    is_told_to_end = False
+    options = Options(should_save_fn=lambda label, last: label % 5 == 0 or is_told_to_end)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(100):
+            state = step(state, BATCH)
+            is_told_to_end = label == 12
+            if not asks or manager.should_save(label):
+                manager.save(label, args=GoCkptSave(state))
+            if is_told_to_end:
+                break
+        manager.wait_until_finished()
+        assert kinds(manager) == expected([0, 12], [5, 10])
+        assert_same(manager.restore(12), to_host(state))
 
 
 def test_a_function_of_the_last_save_is_asked_again_where_that_was_not_foreseen(tmp_path):
@@ -111,7 +134,7 @@ def test_a_function_of_the_last_save_is_asked_again_where_that_was_not_foreseen(
 
 
 def test_what_is_asked_ahead_is_told_of_the_last_save():
-    """Of one that was forced, too; what it said of labels that have come is forgotten."""
+    """Of one that was forced, too. A no is asked again when the label comes, and a yes is not."""
     told = []
 
     def should_save(label, last):
@@ -122,14 +145,15 @@ def test_what_is_asked_ahead_is_told_of_the_last_save():
     assert [asked.will_save(label) for label in (4, 5, 6)] == [False, True, False]
     assert told == [(4, None), (5, None), (6, 5)]
     assert asked(5, None)
-    assert not asked(6, 5)
     assert len(told) == 3
+    assert not asked(6, 5)
     assert not asked(9, 8)
+    assert told[3:] == [(6, 5), (9, 8)]
     assert [asked.will_save(label) for label in (10, 11, 10)] == [True, False, True]
-    assert told[3:] == [(9, 8), (10, 8), (11, 10)]
+    assert told[5:] == [(10, 8), (11, 10)]
     assert asked.will_save(20)
     assert asked.will_save(15)  # of a label that comes before
-    assert told[6:] == [(20, 10), (15, 10)]
+    assert told[7:] == [(20, 10), (15, 10)]
 
 
 class EveryFifth:

@@ -1,6 +1,8 @@
 """Who is in the middle of a manager's calls: other threads wait, signal handlers cannot."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from gockpt_jax import _compat
@@ -23,6 +25,7 @@ class Calls:
     def __init__(self, steps: Any):
         self.saving = threading.RLock()
         self._steps = steps
+        self._teller: int | None = None  # the thread that is in the user's own callback
 
     @property
     def is_inside(self) -> bool:
@@ -41,4 +44,26 @@ class Calls:
                 "manager, as where a signal handler has interrupted it. Nothing was done, and what "
                 "was interrupted goes on. Have the handler set a flag, and look at it between two "
                 "steps; `wait_until_finished` and `close` may be called."
+            )
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """While the user is told of a commit, on the thread that commits."""
+        self._teller = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._teller = None
+
+    def refuse_waiting(self) -> None:
+        """Refuses to wait for the save that this thread commits.
+
+        Raises:
+          RuntimeError: if it is in `telling`.
+        """
+        if self._teller == threading.get_ident():
+            raise RuntimeError(
+                "`post_finalization_callback` runs in the middle of a save: it cannot wait for "
+                "that save, so not restore, close, or delete it. Have it set a flag, and look at "
+                "that between two steps."
             )

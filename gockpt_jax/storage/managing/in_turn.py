@@ -51,7 +51,7 @@ class SavesInTurn:
         options = arrange(options, session, lambda: room.occupant, self._is_refused)
         if options.enable_async_checkpointing and not options.read_only:
             options, handler.votes = with_word_of_commits(
-                options, session.processes, handler.committed
+                options, session.processes, handler.committed, self.calls.telling
             )
             if self._on_busy == "newest":
                 options = told_of_turns(options, turn)
@@ -219,7 +219,12 @@ class SavesInTurn:
         return is_last or self.waiting is not None
 
     def finish(self) -> None:
-        """Waits for the last save, and for the one that waits behind it, whatever became of it."""
+        """Waits for the last save, and for the one that waits behind it, whatever became of it.
+
+        Raises:
+          RuntimeError: if the user's own callback of that save waits.
+        """
+        self.calls.refuse_waiting()
         with self.calls.saving:
             try:
                 self.last.hear()

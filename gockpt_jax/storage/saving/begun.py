@@ -52,6 +52,7 @@ class BegunSave:
         self.number = 0
         self._folder = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
+        self._before: dict[str, BegunItem] = {}  # those of the save before
         self._left: list[tuple[ocp.future.Future, float | None]] = []  # and how long to wait for it
 
     def expect(self, label: int) -> None:
@@ -68,7 +69,7 @@ class BegunSave:
         is_other = folder != self._folder or item in self._items
         if is_other:
             self.number += 1
-            self._folder, self._items = folder, {}
+            self._folder, self._before, self._items = folder, self._items, {}
         self._items[item] = BegunItem(())
         return is_other
 
@@ -93,6 +94,12 @@ class BegunSave:
         for item in self._items.values():
             item.release()
         self._forget()
+
+    def give_back_before(self) -> None:
+        """Likewise of the save before this one, which has ended, nobody has told how."""
+        for item in self._before.values():
+            item.release()
+        self._before = {}
 
     def give_up(self, error: BaseException) -> None:
         """It does not begin after all. What writes it already goes on to its end.

@@ -6,6 +6,7 @@ learn nothing. So these two barriers are votes. Whoever fails goes straight to t
 Orbax says that the save is over; on the way there it votes, in the place of the one it left out.
 """
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -153,14 +154,16 @@ def never_draining(
 
 
 def with_word_of_commits(
-    options: ocp.CheckpointManagerOptions, processes: Processes, committed: Callable[[], None]
-) -> tuple[ocp.CheckpointManagerOptions, CommitVotes | None]:
+    options: ocp.CheckpointManagerOptions, processes: Processes, committed: Callable[[], None],
+    telling: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> tuple[ocp.CheckpointManagerOptions, CommitVotes | None]:  # fmt: skip
     """The user's options, with a word to us after each commit, and a vote before it.
 
     Args:
       options: Of a manager that saves asynchronously.
       processes: Those that save together.
       committed: Called on a thread of Orbax's.
+      telling: Entered there while the user's own callback is called.
 
     Returns:
       The options, and the votes; `None` for one process, and where the barriers are the user's.
@@ -171,7 +174,8 @@ def with_word_of_commits(
     def finalized() -> None:  # on the primary process alone
         committed()
         if users is not None:
-            users()
+            with telling():
+                users()
 
     told = dataclasses.replace(async_options, post_finalization_callback=finalized)
     votes = None

@@ -90,7 +90,8 @@ class GoCkptHandler(StateHandler):
             raise
 
     def _begin(self, directory: str) -> None:
-        """Another save begins: its directory has its label."""
+        """Another save begins: its directory has its label. Stock has waited for the one before."""
+        self.begun.give_back_before()
         digits = re.findall(r"\d+", directory.rpartition("/")[2].partition(TEMPORARY)[0])
         self.begun.label = int(digits[-1]) if digits else -1
 

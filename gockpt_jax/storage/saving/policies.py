@@ -78,10 +78,12 @@ def labels_of_policy(policy: Any) -> SaveLabels | None:
 
 
 class AskedAhead:
-    """A `should_save_fn` that is asked once for each label, some steps before it comes.
+    """A `should_save_fn` that is asked of a label some steps before it comes.
 
-    And again if the last save is then another than was foreseen: one was forced, left out, or
-    deleted as not among the best.
+    A yes holds, for a window has opened for it. A no is asked again when the label comes: the
+    function may look at what the loop has found out meanwhile, such as a signal. So is a yes if the
+    last save is then another than was foreseen: one was forced, left out, or deleted as not among
+    the best.
 
     Args:
       should_save: The user's: of a label and the last saved one. Asked ahead, it is told of the
@@ -107,11 +109,11 @@ class AskedAhead:
         self._answers[label] = bool(self._should_save(label, last_saved)), last_saved
 
     def __call__(self, label: int, last_saved: int | None) -> bool:
-        """The answer for a label that has come; the one given before, if all is as foreseen."""
+        """The answer for a label that has come; a yes given before, if all is as foreseen."""
         if (waiting := self._waiting()) is not None:
             last_saved = waiting.step
         self._last_saved = last_saved
-        if label not in self._answers or self._answers[label][1] != last_saved:
+        if self._answers.get(label) != (True, last_saved):
             self._ask(label, last_saved)
         self._answers = {x: found for x, found in self._answers.items() if x >= label}
         return self._answers[label][0]
