@@ -51,7 +51,7 @@ def give_back(slots: Sequence[ChunkSlot], host: ByteBudget) -> None:
     for slot in slots:
         try:
             slot.owed.pop()
-        except IndexError:  # by another thread this very moment, maybe: the writer's, the trainer's
+        except IndexError:  # given back before, maybe this very moment on another thread
             continue
         slot.data.add_done_callback(
             lambda future: None if future.exception() else host.release(future.result().nbytes)
