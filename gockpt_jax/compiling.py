@@ -4,6 +4,7 @@ Never on the trainer's thread: under its `set_mesh`, JAX refuses programs for ot
 mesh's. Called there, a compiled program does not look at it.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import threading
@@ -11,6 +12,10 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+
+REMEMBERED = 4096
+"""Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
+has hundreds at most; only a loop that saves other shapes each time comes by more."""
 
 _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 
@@ -40,6 +45,10 @@ def unwatched() -> Iterator[None]:
 class Programs:
     """Compiled programs by what they are for; a manager that is opened again meets the same.
 
+    Args:
+      thread_name: Of the thread that compiles.
+      most: How many are kept.
+
     Example:
       >>> programs = Programs("a thread's name")
       >>> programs.wanted("six", lambda: 2 * 3)
@@ -47,9 +56,13 @@ class Programs:
       6
     """
 
-    def __init__(self, thread_name: str):
+    def __init__(self, thread_name: str, most: int = REMEMBERED):
         self._name = thread_name
-        self._found: dict[Hashable, concurrent.futures.Future[Any]] = {}
+        self._most = most
+        # Those asked for last at the end.
+        self._found: collections.OrderedDict[Hashable, concurrent.futures.Future[Any]] = (
+            collections.OrderedDict()
+        )
         # What is still to be compiled, in order: what somebody waits for, and all else.
         self._needed: dict[Hashable, _Job] = {}
         self._wanted: dict[Hashable, _Job] = {}
@@ -80,11 +93,13 @@ class Programs:
         with self._lock:
             found = self._found.get(key)
             if found is None:
+                self._forget_oldest()
                 found = concurrent.futures.Future()
                 queue[key] = compile_it, found
                 self._found[key] = found
             elif key in self._wanted:
                 queue[key] = self._wanted[key]
+            self._found.move_to_end(key)
             if key not in queue or (self._thread is not None and self._thread.is_alive()):
                 return found
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=False)
@@ -95,6 +110,14 @@ class Programs:
                 pass
         self._run()
         return found
+
+    def _forget_oldest(self) -> None:
+        """Makes room for another; what nobody has compiled yet is waited for, and stays."""
+        while len(self._found) >= self._most:
+            key, found = next(iter(self._found.items()))
+            if not found.done():
+                return
+            del self._found[key]
 
     def _run(self) -> None:
         while (job := self._next()) is not None:

@@ -113,6 +113,29 @@ def test_nothing_is_compiled_ahead_once_the_main_thread_has_ended(monkeypatch):
     assert compiler.need("second") == "second"
 
 
+def test_as_many_are_kept_as_were_said_and_those_used_last():
+    """A loop that saved other shapes each time kept all of their programs for the process."""
+    programs, made = Programs("a test", most=2), []
+
+    def need(name):
+        assert programs.needed(name, lambda: made.append(name) or name) == name
+
+    for name in ("first", "second", "first", "third", "first", "second"):
+        need(name)
+    assert made == ["first", "second", "third", "second"]
+
+
+def test_what_is_still_to_be_compiled_is_not_forgotten():
+    compiler = Compiler()
+    compiler.programs._most = 2
+    compiler.want("first", "second", "third", "fourth")
+    compiler.let_go_when_another_is_needed()
+    names = ["fourth", "second", "third", "fifth"]
+    assert [compiler.need(name) for name in names] == names
+    assert len(compiler.programs._found) == 2
+    assert compiler.made == ["first", "fourth", "second", "third", "fifth"]
+
+
 class Interrupted:
     """Raises `KeyboardInterrupt` before one line that this thread executes in `compiling.py`.
 

@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.compiling import Programs, unwatched
+from gockpt_jax.compiling import REMEMBERED, Programs, unwatched
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
@@ -27,9 +26,7 @@ from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, align, owned_sh
 from gockpt_jax.transfer.staging import stage
 
 _programs = Programs("gockpt-compile-copies")
-_blocks: dict[tuple[tuple[Chunk, ...], tuple[int, ...], bool], "Block"] = {}
-_lock = threading.Lock()
-_REMEMBERED = 64
+_ALIKE = 64
 """Of how many calls a block knows the shardings again: it stages the same few sets of arrays."""
 
 
@@ -49,11 +46,7 @@ def block_of(
     first: dict[tuple[int, Source], int] = {}
     of_array = [(i, chunk.source) for i, chunk in zip(numbers, chunks, strict=True)]
     same = tuple(first.setdefault(array, n) for n, array in enumerate(of_array))
-    key = (tuple(chunks), same, donatable)
-    with _lock:
-        if key not in _blocks:
-            _blocks[key] = Block(*key)
-        return _blocks[key]
+    return _made(tuple(chunks), same, donatable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,7 +139,7 @@ class Block:
         if key not in self._alike:
             if any(s != c.source.given for s, c in zip(shardings, self.chunks, strict=True)):
                 return False
-            if len(self._alike) == _REMEMBERED:
+            if len(self._alike) == _ALIKE:
                 self._alike.clear()
             self._alike[key] = shardings
         return True
@@ -218,6 +211,9 @@ class Block:
             for buffer, senders in zip(packing.buffers, packing.senders, strict=True)
             for n in buffer.chunks
         }
+
+
+_made = functools.lru_cache(REMEMBERED)(Block)
 
 
 def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> ChunkPull:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gockpt_jax.compiling import REMEMBERED
 from gockpt_jax.transfer.boxes import Index, explicit, within
 from gockpt_jax.transfer.chunks import Source, can_be_cut, is_key_type
 from gockpt_jax.transfer.pull import owned_shards
@@ -147,7 +148,7 @@ def _local_boxes(sharding: NamedSharding, shape: Shape) -> Mapping[jax.Device, I
     return dict(found)
 
 
-@functools.cache
+@functools.lru_cache(REMEMBERED)
 def _by_slices(
     write_shape: WriteShape, sharding: NamedSharding, shape: Shape, dtype: Any
 ) -> NamedSharding | None:

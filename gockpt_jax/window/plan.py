@@ -127,6 +127,12 @@ class Facts:
     host_budget_bytes: int | None = None
     unsaved: frozenset[int] = frozenset()
 
+    @property
+    def unknown(self) -> str:
+        """What the plan waits for, in words."""
+        measured = {"step time": self.step_secs, "link": self.link_bytes_per_sec}
+        return " and ".join(name for name, value in measured.items() if value is None)
+
     def differ_from(self, planned: "Facts") -> bool:
         """Whether they moved so far from those a plan was made for that it is made anew."""
         if self.unsaved != planned.unsaved:
@@ -168,7 +174,7 @@ def plan_window(
         return Plan((), copy)
     assert budget_bytes is not None, "without a budget one copy fits"
     if facts.step_secs is None or facts.link_bytes_per_sec is None:
-        return _smallest_window(size, options.max_steps, budget_bytes)
+        return _smallest_window(size, options.max_steps, budget_bytes, facts.unknown)
     host = facts.host_budget_bytes
     choice = choose(
         Terms(
@@ -206,7 +212,7 @@ def warn_of_late(size: StateBytes) -> bool:
     return True
 
 
-def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int) -> Plan:
+def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int, unknown: str) -> Plan:
     """The smallest K that keeps within the device budget: more is not known yet."""
     budget = f"the device budget of {describe_bytes(budget_bytes)}"
     for steps in range(2, max_steps + 1):
@@ -214,7 +220,7 @@ def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int) -> Pla
         if peak_device_bytes(plan, size) <= budget_bytes:
             return plan
     why = f"no window of at most {max_steps} steps fits {budget}"
-    return Plan((), f"{why}; step time and link are not known yet")
+    return Plan((), f"{why}; not known yet: {unknown}")
 
 
 def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import re
@@ -43,7 +44,7 @@ def small_scale(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "LARGE_BYTES", 256)
     patch.setattr(layout, "MIN_SLICE_BYTES", 64)
     patch.setattr(replicas, "MIN_SLICE_ELEMENTS", 16)
-    patch.setattr(block, "_blocks", {})
+    patch.setattr(block, "_made", functools.cache(block.Block))
 
 
 def options_of(rng: random.Random) -> dict[str, Any]:

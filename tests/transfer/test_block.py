@@ -38,7 +38,7 @@ def small_scale(monkeypatch):
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
     for module in (layout, blocks):
         monkeypatch.setattr(module, "LARGE_BYTES", 512)
-    monkeypatch.setattr(blocks, "_blocks", {})
+    monkeypatch.setattr(blocks, "_made", functools.cache(blocks.Block))
 
 
 def on(mesh, spec):
@@ -314,7 +314,7 @@ def test_retained_values_need_no_copy_where_they_are_whole_large_and_in_place(mo
     assert large is not rows  # 256 bytes of it on each device
     monkeypatch.setattr(layout, "LARGE_BYTES", 128)
     monkeypatch.setattr(blocks, "LARGE_BYTES", 128)
-    monkeypatch.setattr(blocks, "_blocks", {})
+    monkeypatch.setattr(blocks, "_made", functools.cache(blocks.Block))
     whole = block_of([Chunk.whole(source)], donatable=False)
     assert whole.stage([rows])[0] is rows
     assert (whole.staged_bytes, whole.held_bytes) == (0, 64 * 8 * 4 // 8)
@@ -449,7 +449,7 @@ def test_arrays_that_lie_elsewhere_are_noticed():
 
 
 def test_few_placements_are_remembered(monkeypatch):
-    monkeypatch.setattr(blocks, "_REMEMBERED", 3)
+    monkeypatch.setattr(blocks, "_ALIKE", 3)
     arrays = [put(np.ones((8, 8), np.float32), P("a")) for _ in range(8)]
     block, remembered = block_of([Chunk.whole(Source.of(arrays[0]))]), []
     for array in arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -85,7 +86,7 @@ def small_scale(monkeypatch):
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", 64)
     monkeypatch.setattr(replicas, "MIN_SLICE_ELEMENTS", 16)
     monkeypatch.setattr(layout, "LARGE_BYTES", 256)
-    monkeypatch.setattr(block, "_blocks", {})
+    monkeypatch.setattr(block, "_made", functools.cache(block.Block))
 
 
 class Loop:

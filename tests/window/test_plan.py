@@ -102,14 +102,15 @@ def test_fixed_steps_win_over_the_budget(size, steps, budget):
 def test_reasons_tell_why():
     size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
 
-    def reason(size, budget, **options):
-        return plan_window(size, WindowOptions(**options), budget, Facts()).reason
+    def reason(size, budget, *known, **options):
+        return plan_window(size, WindowOptions(**options), budget, Facts(*known)).reason
 
     assert "no leaf may leave early" in reason(state_of((250,), []), 1)
     assert "one device copy of the state fits" in reason(size, 250)
     assert "3 steps keep within the device budget of 120 B" in reason(size, 120)
     assert "no window of at most 8 steps fits" in reason(size, 100)
-    assert "step time and link are not known yet" in reason(size, 100)
+    assert "not known yet: step time and link" in reason(size, 100)
+    assert reason(size, 100, 1.0).endswith("not known yet: link")
     assert "steps=4" in reason(size, 1, steps=4)
 
 

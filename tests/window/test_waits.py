@@ -7,6 +7,7 @@ for that, nobody would let it go on, and the test would fail when its patience e
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 
 import jax
@@ -40,7 +41,7 @@ def small_scale(monkeypatch):
     """Sizes at which leaves are cut into rows."""
     monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 256)
     monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
-    monkeypatch.setattr(block, "_blocks", {})
+    monkeypatch.setattr(block, "_made", functools.cache(block.Block))
 
 
 def update(state):

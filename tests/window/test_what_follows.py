@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import linecache
@@ -48,7 +49,7 @@ def small_scale(monkeypatch):
     monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 64)
     for module in (units, layout, block):
         monkeypatch.setattr(module, "LARGE_BYTES", 256)
-    monkeypatch.setattr(block, "_blocks", {})
+    monkeypatch.setattr(block, "_made", functools.cache(block.Block))
 
 
 def update(state):
