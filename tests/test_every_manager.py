@@ -1,7 +1,9 @@
 """Windows through stock save arguments, several items, the stock manager, and explicit meshes."""
 
 import asyncio
+import concurrent.futures
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.saving.state_handler import StateHandler
 
 EVERY = ocp.checkpoint_managers.FixedIntervalPolicy(6)
 WINDOW = gockpt.WindowOptions(steps=4)
@@ -182,6 +185,61 @@ def test_a_save_that_fails_under_a_stock_manager_is_reported(
         assert session.host.used_bytes == 0
         told = [(r.step, r.error and "the disk is gone" in r.error) for r in handler.reports]
         assert told == [(0, None), (1, True)]
+
+
+class Broken(ocp.JsonCheckpointHandler):  # type: ignore[misc]
+    """Of an item whose writing fails."""
+
+    async def async_save(self, directory: Any, args: Any) -> list[Any]:
+        failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        failed.set_exception(OSError("the disk is gone"))
+        return [failed]
+
+
+@ocp.args.register_with_handler(Broken, for_save=True, for_restore=True)
+class BrokenSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """Its arguments."""
+
+
+@pytest.mark.parametrize("then", ["another save", "close"])
+def test_a_save_that_a_stock_manager_gives_up_is_reported(then: str, tmp_path: Path) -> None:
+    """It does not tell us: another item has failed, or the directory could not be made."""
+    handler = gockpt.GoCkptHandler()
+    handlers = {"broken": Broken(), "state": handler}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+        state = gockpt.GoCkptSave({"w": jnp.ones(2)})
+        manager.save(0, args=ocp.args.Composite(broken=BrokenSave(), state=state))
+        with pytest.raises(OSError, match="the disk is gone"):
+            manager.wait_until_finished()
+        assert handler.reports == ()
+        if then == "another save":
+            manager.save(1, args=ocp.args.Composite(state=state))
+            manager.wait_until_finished()
+    told = [(r.step, r.error is None) for r in handler.reports]
+    assert told == [(0, False), *[(1, True)] * (then == "another save")]
+    assert "the manager has raised why" in handler.reports[0].error
+
+
+def test_managers_may_share_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save of one begins while the other's has not begun to be written."""
+    may_write, write = threading.Event(), StateHandler._begin_writing
+
+    async def write_late(*args: Any) -> Any:
+        assert await asyncio.to_thread(may_write.wait, 60)
+        return await write(*args)
+
+    monkeypatch.setattr(StateHandler, "_begin_writing", write_late)
+    handler = gockpt.GoCkptHandler()
+    with (
+        ocp.CheckpointManager(tmp_path / "near", item_handlers=handler) as near,
+        ocp.CheckpointManager(tmp_path / "far", item_handlers=handler) as far,
+    ):
+        for manager in (near, far):
+            manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+        may_write.set()
+        for manager in (near, far):
+            manager.wait_until_finished()
+            assert manager.restore(0)["w"].tolist() == [1.0, 1.0]
 
 
 def test_leaves_on_several_meshes_of_the_same_devices(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 
@@ -14,6 +15,7 @@ from orbax.checkpoint import v1
 from window.training_loop import BATCH, WAIT_SECS, assert_same, fresh, to_host, update
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.v1 import GoCkptCheckpointable
 
@@ -168,6 +170,31 @@ def test_saves_that_overlap_are_told_apart(tmp_path, monkeypatch):
         for label in (2, 4):
             loaded = checkpointer.load_checkpointables(label, {"state": windows(fresh())})
             assert_same(loaded["state"].item, given[label])
+
+
+def test_saves_that_overlap_are_all_written(tmp_path, monkeypatch):
+    """The next one gave back what the one before had not begun to write."""
+    may_write, write = threading.Event(), StateHandler._begin_writing
+
+    async def write_late(*args):
+        assert await asyncio.to_thread(may_write.wait, WAIT_SECS)
+        return await write(*args)
+
+    monkeypatch.setattr(StateHandler, "_begin_writing", write_late)
+    with GoCkptCheckpointable() as windows:
+        step, state, given, responses = windows.wrap(update), fresh(), [], []
+        for label in range(3):
+            state = step(state, BATCH)
+            given.append(to_host(state))
+            items = {"state": windows(state)}
+            responses.append(v1.save_checkpointables_async(tmp_path / f"{label}", items))
+        may_write.set()
+        for response in responses:
+            response.result()
+        assert sorted((r.step, r.error) for r in windows.reports) == [(n, None) for n in range(3)]
+        for label, want in enumerate(given):
+            loaded = v1.load_checkpointables(tmp_path / f"{label}", {"state": windows(fresh())})
+            assert_same(loaded["state"].item, want)
 
 
 def test_what_fails_when_it_is_finalized_fails_the_save(tmp_path, monkeypatch):

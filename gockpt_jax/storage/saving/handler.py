@@ -8,6 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
+from gockpt_jax.errors import StorageError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.restoring.restore import GoCkptRestore
@@ -16,6 +17,11 @@ from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.storage.saving.written import Reported
 from gockpt_jax.storage.writing.write_budget import WriteStats
+
+_NO_WORD = (
+    "given up before its commit, as where its directory cannot be made or another item fails: the "
+    "manager has raised why"
+)
 
 
 class GoCkptHandler(StateHandler):
@@ -63,6 +69,7 @@ class GoCkptHandler(StateHandler):
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False
+        self._folder = ""  # in which the last save's directory is
 
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
         """Seals the window (or takes a snapshot) and starts writing what becomes final.
@@ -90,10 +97,23 @@ class GoCkptHandler(StateHandler):
             raise
 
     def _begin(self, directory: str) -> None:
-        """Another save begins: its directory has its label. Stock has waited for the one before."""
-        self.begun.give_back_before()
-        digits = re.findall(r"\d+", directory.rpartition("/")[2].partition(TEMPORARY)[0])
+        """Another save begins: its directory has its label."""
+        folder, _, name = directory.rpartition("/")
+        if folder == self._folder:  # another manager's may still be written
+            self._last_has_ended()
+        self._folder = folder
+        digits = re.findall(r"\d+", name.partition(TEMPORARY)[0])
         self.begun.label = int(digits[-1]) if digits else -1
+
+    def _last_has_ended(self) -> None:
+        """Stock has waited for its last save, and raised what went wrong; it may not have told us.
+
+        Nor does anybody write what is left of it.
+        """
+        pending = self._gockpt_log.pending
+        if pending is not None and not pending.is_finished:
+            pending.failed(StorageError(_NO_WORD))
+        self.begun.give_back_before()
 
     def finalize(self, directory: Any) -> None:
         """Completes an item; the save is visible then, but for the rename."""
@@ -102,6 +122,7 @@ class GoCkptHandler(StateHandler):
 
     def close(self) -> None:
         """Closes the stock handlers inside; drops an open window and ends the worker thread."""
+        self._last_has_ended()
         self._gockpt_session.close()
         super().close()
 
