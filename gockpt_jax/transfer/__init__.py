@@ -12,6 +12,7 @@ In the order of their imports:
     block        the chunks that leave together
     replicas     who takes and writes what several devices hold
     sample       small boxes of live arrays, for the audit
+    probe        when what a device was given has run
     budget       how many bytes may be in flight
     mounts       which file system holds a directory
     host_memory  how much memory the host has left

@@ -9,10 +9,10 @@ In the order of their imports:
     departure    what leaves at one version, and what follows
     planned      a step's plan, and its departures
     predict      which update will be saved
-    clock        how long a step takes
     processes    what processes tell each other
     agreement    what must be so on all of them before a step runs armed
     worker       the threads beside the trainer's
+    clock        how long a step takes
     host_budget  what saves hold on the host, and what there is room for
     resources    what windows and saves share
     slots        where the writer will find a chunk

@@ -1,51 +1,105 @@
-"""How long a step takes, learned from when the steps are called."""
+"""How long a step takes, learned from when steps have run."""
 
-import collections
+import dataclasses
+import functools
+import logging
 import statistics
+import time
+from collections.abc import Callable
+
+import jax
+
+from gockpt_jax.window.worker import Worker
+
+_log = logging.getLogger("gockpt_jax")
 
 _STRETCH_STEPS = 16
 _MIN_STRETCHES, _MAX_STRETCHES = 3, 9
 
 
+@dataclasses.dataclass(slots=True)
+class _Mark:
+    """The end of an update, by its version, and when it was reached; `None`: not yet, or never."""
+
+    version: int
+    reached_at: float | None = None
+
+
 class StepClock:
-    """The median, over stretches of steps, of the mean time from call to call.
+    """The median, over stretches of steps, of the mean time from one step's end to the next's.
 
-    Nothing waits for a device. The trainer runs ahead, and then is held back by the device's queue
-    or by a value that it reads, so over a stretch calls come as fast as steps are done; one call by
-    itself tells nothing (a loop that reads its loss now and then makes many short ones and a long
-    one). The median leaves out stretches with an evaluation or a wait for data. Where saves come
-    often, a stretch has parts, with saves and windows between them.
+    Calls say nothing of it: a loop that reads no value runs dozens of steps ahead of the device,
+    and after a save that has waited for it, it does so anew. So a stretch is timed where it begins
+    and where it ends, by a probe that another thread waits for (docs/decisions/0031). The median
+    leaves out stretches with an evaluation or a wait for data. Where saves come often, a stretch
+    has parts, with saves and windows between them.
 
-    Example:
-      >>> clock = StepClock()
-      >>> for n in range(49):
-      ...     clock.tick(0.25 * n)
-      >>> clock.secs
-      0.25
+    Args:
+      watcher: Waits for the probes.
+      probe: Gives something that is ready when all steps so far have run; `None` if nothing can be.
     """
 
-    def __init__(self) -> None:
-        self._means: collections.deque[float] = collections.deque(maxlen=_MAX_STRETCHES)
-        self._last: float | None = None  # call, if no window or save has come since
-        self._secs, self._steps = 0.0, 0  # of the stretch so far
+    def __init__(self, watcher: Worker, probe: Callable[[], jax.Array | None]):
+        self._watcher = watcher
+        self._probe = probe
+        self._began: _Mark | None = None  # the part, if it has; the trainer's
+        # The watcher's: of the stretch so far.
+        self._stretch_secs, self._stretch_steps = 0.0, 0
+        self._means: tuple[float, ...] = ()  # of the last stretches
 
-    def tick(self, now: float) -> None:
-        """A step outside a window is called."""
-        if self._last is not None:
-            self._secs += now - self._last
-            self._steps += 1
-        self._last = now
-        if self._steps == _STRETCH_STEPS:
-            self._means.append(self._secs / _STRETCH_STEPS)
-            self._secs, self._steps = 0.0, 0
+    def tick(self, version: int) -> None:
+        """A step outside a window is about to be called, after so many updates."""
+        if self._began is None:
+            self._began = self._mark(version)
+        elif version - self._began.version >= _STRETCH_STEPS:
+            self._began = self._ended(self._began, version)
 
-    def pause(self) -> None:
+    def pause(self, version: int) -> None:
         """The time to the next step is not a step's: a window or a save lies between."""
-        self._last = None
+        began, self._began = self._began, None
+        if began is not None and version > began.version:
+            self._ended(began, version)
+
+    def _ended(self, began: _Mark, version: int) -> _Mark | None:
+        """A part ends; gives its last mark."""
+        mark = self._mark(version)
+        if mark is not None:
+            self._watcher.submit(functools.partial(self._count, began, mark))
+        return mark
+
+    def _mark(self, version: int) -> _Mark | None:
+        try:
+            found = self._probe()
+        except Exception as error:  # the state may have been donated, or the device be full
+            _log.debug("the time of steps is not measured: %r", error)
+            found = None
+        if found is None:
+            return None
+        mark, waited_for = _Mark(version), [found]
+
+        def wait() -> None:
+            try:
+                jax.block_until_ready(waited_for.pop())
+            except Exception:  # that of a step is the trainer's
+                return
+            mark.reached_at = time.perf_counter()
+
+        self._watcher.submit(wait)
+        return mark
+
+    def _count(self, began: _Mark, ended: _Mark) -> None:
+        """On the watcher's thread, behind both marks."""
+        if began.reached_at is None or ended.reached_at is None:
+            return
+        self._stretch_secs += ended.reached_at - began.reached_at
+        self._stretch_steps += ended.version - began.version
+        if self._stretch_steps >= _STRETCH_STEPS:
+            mean = self._stretch_secs / self._stretch_steps
+            self._means = (*self._means, mean)[-_MAX_STRETCHES:]
+            self._stretch_secs, self._stretch_steps = 0.0, 0
 
     @property
     def secs(self) -> float | None:
         """Time of a step; `None` until enough of them have been seen."""
-        if len(self._means) < _MIN_STRETCHES:
-            return None
-        return statistics.median(self._means)
+        means = self._means
+        return statistics.median(means) if len(means) >= _MIN_STRETCHES else None

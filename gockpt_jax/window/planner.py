@@ -4,7 +4,7 @@ import collections
 import json
 import logging
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -54,13 +54,17 @@ class Planner:
       options: The user's.
       processes: Those that make the same plan.
       resources: What windows take.
+      probe: Gives something that is ready when all steps so far have run, as `StepClock` wants it.
 
     Attributes:
       clock: Learns the time of a step.
     """
 
-    def __init__(self, options: WindowOptions, processes: Processes, resources: Resources):
-        self.clock = StepClock()
+    def __init__(
+        self, options: WindowOptions, processes: Processes, resources: Resources,
+        probe: Callable[[], jax.Array | None],
+    ):  # fmt: skip
+        self.clock = StepClock(resources.watcher, probe)
         self._options = options
         self._processes = processes
         self._replicas = resources.replicas
@@ -283,6 +287,22 @@ class Planner:
     def planned(self, program: StepProgram) -> Planned | None:
         """What `prepare` has planned for it; it may have met another program's results alone."""
         return self._plans.get(program)
+
+    def tick(self, program: StepProgram | None, version: int) -> None:
+        """A step outside a window is about to be called: timed, if a plan rests on that.
+
+        Args:
+          program: Of the step, if it has one.
+          version: Of the state that goes into it.
+        """
+        planned = None if program is None else self.planned(program)
+        if self._options.step_secs is None and planned is not None and self._is_chosen(planned):
+            self.clock.tick(version)
+
+    def _is_chosen(self, planned: Planned) -> bool:
+        """Whether there is a choice, and what it is among: K, or a window and none."""
+        fits = why_one_copy(planned.size.sent, self._device.limit_bytes) is not None
+        return self._options.steps is None and bool(planned.size.units) and not fits
 
     def explain(self, step: WrappedStep) -> str:
         """What the saves of a step's state are planned to be and why, and its cut, as text."""

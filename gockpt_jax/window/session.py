@@ -34,6 +34,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.wrap import ArmedCall, WrappedStep
+from gockpt_jax.transfer.probe import probe
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.current import CurrentWindow
 from gockpt_jax.window.open_window import OpenWindow
@@ -94,7 +95,7 @@ class Session:
         self._steps = weakref.WeakKeyDictionary[WrappedStep, int]()
         self._sealed_at = -1
         self._saves_unwrapped = 0  # before a wrapped step has run
-        self.planner = Planner(options, processes, resources)
+        self.planner = Planner(options, processes, resources, self._probe)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._seal: Seal | None = None  # of the save whose items are being taken
 
@@ -124,7 +125,7 @@ class Session:
         start = time.perf_counter()
         current = self._current
         if current.window is None:
-            self.planner.clock.tick(start)
+            self.planner.tick(step.program, self.version)
         if current.window is not None and current.window.target <= self.version:
             current.abandon("the predicted save did not come")
             current.why_none = None  # that one is past
@@ -169,11 +170,16 @@ class Session:
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
+        self.planner.clock.pause(self.version)
         with self._current.giving_up_on_errors("staging failed"):  # no device memory, as a rule
             window.leave(self.version, old)
         if self._current.window is not None:
             window.make_room()
-            self.planner.clock.pause()
+
+    def _probe(self) -> jax.Array | None:
+        """Something that is ready when the last step has run."""
+        state = None if self._last_step is None else self._last_step.last.new_state
+        return None if state is None else probe(jax.tree.leaves(state.parts))
 
     def no_update(self, reason: str) -> None:
         """The armed step did not run, or not to its end. The window is over."""
@@ -256,7 +262,7 @@ class Session:
         record.deferred_steps = self._opener.deferred_steps(self.version)
         if window is not None:
             record = window.record
-        self.planner.clock.pause()
+        self.planner.clock.pause(self.version)
         self._current.why_none = None
         return Seal(window, record, self.resources)
 

@@ -22,7 +22,6 @@ from gockpt_jax.transfer import staging
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.window import early, slots
-from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.open_window import OpenWindow
 
 from .injection import Fault, Gate, InjectedError
@@ -317,7 +316,7 @@ def test_error_of_a_hook_costs_the_window_only(
 @pytest.mark.sampled
 @pytest.mark.parametrize("budget_bytes", [None, 64 * 1024], ids=["unlimited", "tight"])
 @pytest.mark.parametrize("opening", [True, False], ids=["opening_step", "second_step"])
-@pytest.mark.parametrize("place", [(StepProgram, "call"), (StepClock, "pause")])
+@pytest.mark.parametrize("place", [(StepProgram, "call"), (OpenWindow, "make_room")])
 def test_step_that_raises_inside_a_window_may_be_called_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_bytes: int | None, opening: bool,
     place: tuple[type, str],

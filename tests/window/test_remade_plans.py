@@ -7,10 +7,14 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from window.training_loop import BATCH, Options, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.transfer.probe import probe
+from gockpt_jax.window import clock as clock_module
 from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
@@ -253,7 +257,7 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypat
 
 
 class Time:
-    """Steps take a second, saves a hundred."""
+    """Steps outside windows take a second, within them fifty, saves a hundred."""
 
     now = 0.0
 
@@ -261,38 +265,94 @@ class Time:
         return self.now
 
 
+class TimedLoop:
+    """Under a budget with which windows of three steps are planned; its steps are done at once."""
+
+    def __init__(self, tmp_path, monkeypatch, **window):
+        monkeypatch.setattr(units, "LARGE_BYTES", 0)
+        self.time = Time()
+        monkeypatch.setattr(clock_module, "time", self.time)
+        self.probes = []
+        monkeypatch.setattr(
+            session_module, "probe", lambda leaves: self.probes.append(probe(leaves)) or leaves[0]
+        )
+        options = Options(save_interval_steps=20)
+        window = WindowOptions(**{"device_budget_bytes": 20 * LEAF, "audit": None, **window})
+        self.manager = GoCkptManager(tmp_path, options=options, window=window)
+        self.step, self.state = self.manager.wrap(update), fresh()
+        self.session = self.manager._gockpt_session
+
+    def advance(self):
+        """One step, seen to have run before the next is called."""
+        is_open = self.manager.window_status.startswith("window")
+        self.time.now += 50.0 if is_open else 1.0
+        self.state = self.step(self.state, BATCH)
+        if self.step.program is not None and self.step.program.is_armed:
+            self.step.program.wait_until_ready()
+        self.session.resources.watcher.wait_until_idle()
+        return is_open
+
+    def save(self, label):
+        if self.manager.save(label, args=GoCkptSave(self.state)):
+            self.manager.wait_until_finished()
+            self.session.resources.watcher.wait_until_idle()
+            self.time.now += 100.0
+
+
 def test_steps_are_timed_without_saves_and_windows(tmp_path, monkeypatch):
-    clock = Time()
-    monkeypatch.setattr(session_module, "time", clock)
-    window = WindowOptions(steps=3)
-    options = Options(save_interval_steps=20)
-    with GoCkptManager(tmp_path, options=options, window=window) as manager:
-        step, state = manager.wrap(update), fresh()
-        for label in range(81):
-            clock.now += 50.0 if manager.window_status.startswith("window") else 1.0
-            state = step(state, BATCH)
-            if manager.save(label, args=GoCkptSave(state)):
-                clock.now += 100.0
-        manager.wait_until_finished()
-        assert [r.kind for r in manager.reports[1:]] == ["window"] * 4
-        assert manager._gockpt_session.planner.clock.secs == 1.0
+    loop = TimedLoop(tmp_path, monkeypatch)
+    with loop.manager:
+        for label in range(101):
+            loop.advance()
+            loop.save(label)
+        assert [r.kind for r in loop.manager.reports[1:]] == ["window"] * 5
+        assert loop.session.planner.clock.secs == 1.0
 
 
 def test_steps_are_timed_without_windows_in_vain(tmp_path, monkeypatch):
     """No save ends them, and there is one in each stretch that is timed."""
-    clock = Time()
-    monkeypatch.setattr(session_module, "time", clock)
-    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
-        step, state, in_windows = manager.wrap(update), fresh(), 0
+    loop = TimedLoop(tmp_path, monkeypatch)
+    with loop.manager:
+        in_windows = 0
         for n in range(111):
             if n % 22 == 17:
-                manager.expect_save(in_steps=3)
-            is_open = manager.window_status.startswith("window")
-            in_windows += is_open
-            clock.now += 50.0 if is_open else 1.0
-            state = step(state, BATCH)
+                loop.manager.expect_save(in_steps=3)
+            in_windows += loop.advance()
         assert in_windows == 10
-        assert manager._gockpt_session.planner.clock.secs == 1.0
+        assert loop.session.planner.clock.secs == 1.0
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"step_secs": 1.0}, {"steps": 3}, {"device_budget_bytes": 24 * LEAF}],
+    ids=["nothing", "the time", "K", "room for a copy"],
+)  # fmt: skip
+def test_steps_are_timed_where_a_plan_rests_on_it(tmp_path, monkeypatch, said):
+    loop = TimedLoop(tmp_path, monkeypatch, **said)
+    with loop.manager:
+        for label in range(50):
+            loop.advance()
+            loop.save(label)
+    assert bool(loop.probes) == (not said)
+
+
+def test_a_probe_is_no_array_of_the_state(tmp_path):
+    """The next step donates these."""
+    mesh = jax.make_mesh((8,), ("x",))
+    rows = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
+    for small in (jnp.float32(3.0), jnp.full((1, 1), 3.0), jnp.full(1, 3, jnp.bfloat16), rows + 3):
+        found = probe([jnp.zeros(64), small, jax.random.key(0)])
+        assert (found.size, found.dtype, float(found.reshape(()))) == (1, small.dtype, 3.0)
+        for shard in small.addressable_shards:
+            assert found.unsafe_buffer_pointer() != shard.data.unsafe_buffer_pointer()
+        small.delete()
+        assert float(found.reshape(())) == 3.0
+
+
+def test_what_cannot_be_probed():
+    gone = jnp.zeros(2)
+    gone.delete()
+    for arrays in ([], [np.zeros(2)], [jnp.zeros((0, 2))], [jax.random.key(0)], [gone]):
+        assert probe(arrays) is None
 
 
 @pytest.mark.parametrize("name", ["step_secs", "link_bytes_per_sec"])
