@@ -194,6 +194,20 @@ class WindowOptions:
     on_busy: OnBusy = "wait"
     on_save_error: OnSaveError = "raise"
 
+    @property
+    def must_be_exact(self) -> bool:
+        """Whether nothing may be replayed up to rounding."""
+        return self.exact or (self.audit is not None and self.audit.max_ulps == 0)
+
+    @property
+    def of_the_job(self) -> dict[str, Any]:
+        """What the processes of one job must be given alike; the rest each may have of its own."""
+        names = "max_steps", "steps", "device_budget_bytes", "arm", "on_busy"
+        return {
+            **{name: getattr(self, name) for name in names},
+            "must be exact": self.must_be_exact,
+        }
+
     def __post_init__(self) -> None:
         """Refuses what cannot be meant."""
         default, measured = "Use None for the default.", "Use None to have it measured."

@@ -104,7 +104,7 @@ class Planner:
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
         planned = self._plans.get(program) or self._plan(program, leaves)
-        if self._finds_no_room(planned) and not self._must_be_exact():
+        if self._finds_no_room(planned) and not self._options.must_be_exact:
             step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
             program = step.program
         if program is not None:
@@ -221,7 +221,7 @@ class Planner:
         except ReplayError as error:
             step.give_up(str(error))
             return
-        if replayer.shares_backend and self._must_be_exact() and cpu_contracts():
+        if replayer.shares_backend and self._options.must_be_exact and cpu_contracts():
             step.give_up(_CONTRACTS)
             return
         step.arm()
@@ -269,10 +269,6 @@ class Planner:
         for chunks in (late_chunks(leaves, limit_bytes, self._replicas), rows):
             for _, block in late_blocks(chunks, limit_bytes):
                 block.compile_ahead()
-
-    def _must_be_exact(self) -> bool:
-        audit = self._options.audit
-        return self._options.exact or (audit is not None and audit.max_ulps == 0)
 
     def replayer(self, leaves: Sequence[jax.Array]) -> Replayer:
         """Replays for a run whose state has these leaves.

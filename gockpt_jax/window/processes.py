@@ -12,8 +12,9 @@ same version however its own were taken, and it keeps running the armed step bes
 
 import collections
 import contextlib
+import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -62,6 +63,7 @@ class Processes:
         self._lead = min(self.members)
         self._asked: collections.Counter[str] = collections.Counter()
         self._client: Any = None
+        self._are_alike = False
         if self.several:
             # Managers are made in the same order everywhere, as their barriers demand.
             self.prefix += f"_{_made[self.members]}"
@@ -102,8 +104,8 @@ class Processes:
             secs = time.monotonic() - started_at
             raise ProcessError(
                 f"{self._missing(at, self._asked[subject])} did not come to `{subject}` within "
-                f"{secs:.0f} s: {_first_line(error)}. Look at its log. Earlier checkpoints are "
-                "intact."
+                f"{secs:.0f} s: {_first_line(error)}. Look at its log, and whether all make the "
+                "same calls. Earlier checkpoints are intact."
             ) from error
 
     def objection(
@@ -160,6 +162,29 @@ class Processes:
         """The smallest of all processes' numbers; `None` stands for a number without bound."""
         told = self.gather(subject, "" if mine is None else str(mine))
         return min((int(text) for text in told.values() if text), default=None)
+
+    def require_alike(self, settings: Mapping[str, Any]) -> None:
+        """Asked once: processes that were set up differently wait for each other in vain, later.
+
+        Args:
+          settings: Of this process, by their names.
+
+        Raises:
+          ProcessError: on all of them, if one has others.
+        """
+        if not self.several or self._are_alike:
+            return
+        told = self.gather("settings", json.dumps({k: str(v) for k, v in settings.items()}))
+        of_each = {index: json.loads(text) for index, text in told.items()}
+        for name in settings:
+            values = {index: answer.get(name) for index, answer in of_each.items()}
+            if len(set(values.values())) > 1:
+                said = ", ".join(f"{value} on process {index}" for index, value in values.items())
+                raise ProcessError(
+                    f"`WindowOptions` differ between processes: {name} is {said}. Give all the "
+                    "same; budgets and threads of the host, `step_secs` and the like may differ."
+                )
+        self._are_alike = True
 
     def _next(self, subject: str) -> str:
         """Where the answers to the next question are."""

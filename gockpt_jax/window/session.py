@@ -164,6 +164,7 @@ class Session:
             with step.giving_up_on_errors():
                 self.planner.prepare_snapshot(leaves)
             return
+        self.require_alike()
         with step.giving_up_on_errors():
             found = self._opener.open(step, args, kwargs, self.version, self._sealed_at)
             self._current.open(found)
@@ -243,7 +244,16 @@ class Session:
             assert self._seal is not None
             return self._seal.take(arrays)
 
+    def require_alike(self) -> None:
+        """Before the first question that the options lead to, at a step or a save.
+
+        Raises:
+          ProcessError: if the processes were given different ones.
+        """
+        self.processes.require_alike(self.options.of_the_job)
+
     def _new_seal(self) -> Seal:
+        self.require_alike()
         # Before what can fail here alone: these ask the other processes, now or later.
         self.planner.limit_device(stepped=self.version > 0)
         self.planner.ask_for_review()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -600,6 +601,30 @@ def refused(directory: Path) -> None:
     loop.run(3 * INTERVAL)
     loop.keep()
     assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    loop.manager.close()
+
+
+def unlike(directory: Path) -> None:
+    """Options that differ are told of at once: such processes waited for each other in vain."""
+    here = jax.process_index()
+    differ: dict[str, tuple[Any, Any]] = {
+        "steps": (3, 2), "arm": ("window", "always"), "device_budget_bytes": (None, 10**9),
+        "on_busy": ("wait", "skip"), "audit": (gockpt.Audit(max_ulps=1), gockpt.Audit()),
+    }  # fmt: skip
+    for name, values in differ.items():
+        loop = Loop(directory / name, window=gockpt.WindowOptions(**{name: values[here]}))
+        for call in (functools.partial(loop.run, 2), functools.partial(loop.save, force=True)):
+            with pytest.raises(gockpt.ProcessError, match="`WindowOptions` differ") as caught:
+                call()
+            shown = ("False", "True") if name == "audit" else values
+            for index, value in enumerate(shown):
+                assert f"{value} on process {index}" in str(caught.value)
+        assert not loop.manager.all_steps()
+        loop.manager.close()
+    budget_bytes = 10**9 * (1 + here)
+    loop = Loop(directory / "alike", window=gockpt.WindowOptions(host_budget_bytes=budget_bytes))
+    loop.run(INTERVAL + 1)
+    loop.keep()
     loop.manager.close()
 
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
 TWO = (
     "meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "kinds", "reviewed",
     "partly", "failures", "forced", "refused", "others", "asked", "expected", "alone", "newest",
+    "unlike",
 )  # fmt: skip
 FOUR = ("meshes", "elsewhere", "some")
 

@@ -138,6 +138,23 @@ def test_subjects_members_and_managers_are_apart(job: Job) -> None:
     everywhere(all_of_them, lambda _, part: part.barrier("other"))
 
 
+def test_settings_are_compared_once(job: Job) -> None:
+    parts, told = job.made(), {"steps": 3, "arm": "window"}
+    odd = {**told, "arm": "always"}
+
+    def refused(index: int, part: Processes) -> str:
+        with pytest.raises(ProcessError) as raised:
+            part.require_alike(odd if index == 1 else told)
+        return str(raised.value)
+
+    for text in everywhere(parts, refused).values():
+        assert "arm is window on process 0, always on process 1, window on process 2" in text
+    everywhere(parts, lambda _, part: part.require_alike(told))
+    job.service.absent = {1, 2}
+    parts[0].require_alike(told)  # not asked again
+    Processes({0}).require_alike(told)
+
+
 @pytest.mark.parametrize(
     ("absent", "named"), [({1}, "process 1"), ({1, 2}, "processes 1, 2"), ({0}, "process 0")]
 )

@@ -105,6 +105,7 @@ class SavesInTurn:
     def _agree_on_questions(self, step: int) -> None:
         """Of several processes, one may ask alone whether a label would be saved."""
         predictor, processes = self._session.predictor, self._session.processes
+        self._session.require_alike()
         if processes.several:
             mine = predictor.found_by_asking(self._session.version, step)
             predictor.agreed = mine if processes.all_say("asked", str(mine)) else None
