@@ -62,9 +62,10 @@ def wrap_step(
         return types.MethodType(wrapped, step.__self__)
     if isinstance(step, WrappedStep | NestedStep):
         raise WrapError(
-            "`wrap` was given a step that is wrapped already; wrap it once. Give the wrapped one a "
-            "name of its own, as in `step = manager.wrap(train_step)`, or wrap the one inside: "
-            "`train_step.step`."
+            "`wrap` was given a step that is wrapped already; wrap it once. Of two managers one "
+            "wraps it, and both save the state that it returns. In a notebook's cell, give the "
+            "wrapped one a name of its own, as in `step = manager.wrap(train_step)`, or wrap the "
+            "one inside: `train_step.step`."
         )
     attribute = _compat.inner_jit(step)
     jitted = step if attribute is None else _jitted_in(step, attribute)

@@ -18,6 +18,7 @@ In the order of their imports:
     slots        where the writer will find a chunk
     landing      where a leaf's chunks become its shards again
     late         chunks that are staged at the sealed version
+    known        what plans rest on
     planner      plans, made once and anew
     early        chunks that left before, replayed until the seal
     audit        samples, against what replay made of them

@@ -1,10 +1,8 @@
 """The plan of each step's windows: made once per program, and anew when what it rests on moves."""
 
-import collections
-import json
 import logging
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,13 +14,11 @@ from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import device_headroom_bytes
 from gockpt_jax.transfer.chunks import Chunk
-from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
-from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.departure import Departure
+from gockpt_jax.window.known import Known
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import (
     Facts,
@@ -33,7 +29,6 @@ from gockpt_jax.window.plan import (
     warn_of_late,
 )
 from gockpt_jax.window.planned import Planned
-from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.units import replay_specs
 
@@ -48,36 +43,22 @@ _NONE_SAVED = "no leaf that the last saves took may leave early"
 
 
 class Planner:
-    """Plans for programs, and keeps the device budget's limit.
+    """Plans for programs.
 
     Args:
       options: The user's.
-      processes: Those that make the same plan.
+      known: What they rest on.
       resources: What windows take.
-      probe: Gives something that is ready when all steps so far have run, as `StepClock` wants it.
-
-    Attributes:
-      clock: Learns the time of a step.
     """
 
-    def __init__(
-        self, options: WindowOptions, processes: Processes, resources: Resources,
-        probe: Callable[[], jax.Array | None],
-    ):  # fmt: skip
-        self.clock = StepClock(resources.watcher, probe)
+    def __init__(self, options: WindowOptions, known: Known, resources: Resources):
         self._options = options
-        self._processes = processes
+        self._known = known
         self._replicas = resources.replicas
         self._device = resources.device
-        self._host = resources.host
-        self._is_limited = False
         self._has_warned = False
         # Those whose plans have been looked at since the last save.
         self._reviewed: weakref.WeakSet[StepProgram] = weakref.WeakSet()
-        # Positions of the leaves that each of the last two saves did not take.
-        self._left_out: weakref.WeakKeyDictionary[
-            StepProgram, collections.deque[frozenset[int]]
-        ] = weakref.WeakKeyDictionary()
         self._plans: weakref.WeakKeyDictionary[StepProgram, Planned] = weakref.WeakKeyDictionary()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # is compiled, or being so
 
@@ -93,7 +74,7 @@ class Planner:
           Whether a plan was made, at the same call on all processes; this one may have found that
           it cannot arm the step.
         """
-        self.limit_device(stepped=True)
+        self._known.limit_device(stepped=True)
         program = step.program
         if program is None:
             return False
@@ -134,7 +115,7 @@ class Planner:
         num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
         if facts is None:
             whole_bytes = sum(self._replicas.source(a).shard_bytes for a in leaves)
-            facts = self._facts(program, whole_bytes, num_devices)
+            facts = self._known.facts(program, whole_bytes, num_devices)
         size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved)
         sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
         state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
@@ -158,7 +139,7 @@ class Planner:
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
-        facts = self._facts(program, sum(planned.size.leaves), planned.num_devices)
+        facts = self._known.facts(program, sum(planned.size.leaves), planned.num_devices)
         if not facts.differ_from(planned.facts):
             return False
         leaves = program.returned.leaves(step.last.new_state)
@@ -170,43 +151,6 @@ class Planner:
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
         self._make_ready(step, program, leaves)
         return True
-
-    def has_saved(self, step: WrappedStep, given: Collection[int]) -> None:
-        """Told of each save: windows carry what one of the last two has taken.
-
-        Args:
-          step: The last that ran.
-          given: Ids of the arrays that were saved.
-        """
-        program = step.program
-        leaves = None if program is None else program.returned.leaves(step.last.new_state)
-        if program is not None and leaves is not None:
-            left_out = frozenset(j for j, a in enumerate(leaves) if id(a) not in given)
-            self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)
-
-    def _facts(self, program: StepProgram, leaf_bytes: int, num_devices: int) -> Facts:
-        """What the user said, else what has been measured.
-
-        Every process must make the same plan, and what they measure differs: all of them go by the
-        shortest step, the slowest link and the least room that one of them has seen, and by what
-        any of them has saved.
-        """
-        said = self._options
-        host = self._host.room_bytes(leaf_bytes * num_devices)
-        seen = measured_facts(self.clock)
-        measured = {
-            "step_secs": said.step_secs or seen.step_secs,
-            "link_bytes_per_sec": said.link_bytes_per_sec or seen.link_bytes_per_sec,
-            # A process may have no device with a part of the state.
-            "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
-        }
-        left_out = self._left_out.get(program) if said.steps is None else None
-        unsaved = frozenset.intersection(*(left_out or [frozenset()]))
-        mine = json.dumps([measured, sorted(unsaved)])
-        answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
-        known = {name: [x[name] for x, _ in answers if x[name] is not None] for name in measured}
-        least = {name: min(told, default=None) for name, told in known.items()}
-        return Facts(**least, unsaved=unsaved.intersection(*(x for _, x in answers)))
 
     def _make_ready(
         self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]
@@ -284,16 +228,10 @@ class Planner:
         """What `prepare` has planned for it; it may have met another program's results alone."""
         return self._plans.get(program)
 
-    def tick(self, program: StepProgram | None, version: int) -> None:
-        """A step outside a window is about to be called: timed, if a plan rests on that.
-
-        Args:
-          program: Of the step, if it has one.
-          version: Of the state that goes into it.
-        """
+    def rests_on_time(self, program: StepProgram | None) -> bool:
+        """Whether a step's plan rests on the time that it takes, and nobody has said that."""
         planned = None if program is None else self.planned(program)
-        if self._options.step_secs is None and planned is not None and self._is_chosen(planned):
-            self.clock.tick(version)
+        return self._options.step_secs is None and planned is not None and self._is_chosen(planned)
 
     def _is_chosen(self, planned: Planned) -> bool:
         """Whether there is a choice, and what it is among: K, or a window and none."""
@@ -308,25 +246,6 @@ class Planner:
         plan = planned.plan
         kind = "snapshots" if plan.steps == 1 else f"windows of {plan.steps} steps"
         return f"foreseen saves are {kind}: {plan.reason}\n{step.explain()}"
-
-    def limit_device(self, *, stepped: bool) -> None:
-        """Sets the device budget: what the user said, else what the steps leave free everywhere.
-
-        Measured once, after a step and before anything of ours: the allocator's peak has no way
-        back, and would soon count our own copies.
-
-        Args:
-          stepped: Whether a step has run.
-        """
-        if not self._is_limited and self._options.device_budget_bytes is None:
-            headroom = self._processes.least("device_headroom", device_headroom_bytes())
-            self._device.limit_bytes = headroom
-            self._is_limited = stepped
-
-
-def measured_facts(clock: StepClock) -> Facts:
-    """What has been learned so far."""
-    return Facts(clock.secs, LINK.bytes_per_sec)
 
 
 def _why_all_late(cut: StepCut, size: StateBytes) -> str:

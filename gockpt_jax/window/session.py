@@ -37,6 +37,7 @@ from gockpt_jax.training.wrap import ArmedCall, WrappedStep
 from gockpt_jax.transfer.probe import probe
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.current import CurrentWindow
+from gockpt_jax.window.known import Known
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.opener import Opener
 from gockpt_jax.window.planner import Planner
@@ -71,6 +72,7 @@ class Session:
       processes: Those that save together.
       resources: What windows and saves take, `host` and `replicas` among it.
       predictor: Of saves.
+      known: What their plans rest on.
       planner: Of windows.
       between_steps: Called on the trainer's thread before each update; may raise.
       lock: Held by whoever steps, or begins a save, from its beginning to its end. In a running
@@ -95,7 +97,8 @@ class Session:
         self._steps = weakref.WeakKeyDictionary[WrappedStep, int]()
         self._sealed_at = -1
         self._saves_unwrapped = 0  # before a wrapped step has run
-        self.planner = Planner(options, processes, resources, self._probe)
+        self.known = Known(options, processes, resources, self._probe)
+        self.planner = Planner(options, self.known, resources)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._seal: Seal | None = None  # of the save whose items are being taken
 
@@ -124,8 +127,8 @@ class Session:
     def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
         start = time.perf_counter()
         current = self._current
-        if current.window is None:
-            self.planner.tick(step.program, self.version)
+        if current.window is None and self.planner.rests_on_time(step.program):
+            self.known.clock.tick(self.version)
         if current.window is not None and current.window.target <= self.version:
             current.abandon("the predicted save did not come")
             current.why_none = None  # that one is past
@@ -171,7 +174,7 @@ class Session:
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
-        self.planner.clock.pause(self.version)
+        self.known.clock.pause(self.version)
         with self._current.giving_up_on_errors("staging failed"):  # no device memory, as a rule
             window.leave(self.version, old)
         if self._current.window is not None:
@@ -255,7 +258,7 @@ class Session:
     def _new_seal(self) -> Seal:
         self.require_alike()
         # Before what can fail here alone: these ask the other processes, now or later.
-        self.planner.limit_device(stepped=self.version > 0)
+        self.known.limit_device(stepped=self.version > 0)
         self.planner.ask_for_review()
         if self.version > self._sealed_at:
             self._let_go(until=self._sealed_at)
@@ -272,7 +275,7 @@ class Session:
         record.deferred_steps = self._opener.deferred_steps(self.version)
         if window is not None:
             record = window.record
-        self.planner.clock.pause(self.version)
+        self.known.clock.pause(self.version)
         self._current.why_none = None
         return Seal(window, record, self.resources)
 
@@ -290,7 +293,7 @@ class Session:
             if self._seal is not None:
                 self._seal.end()
                 if self._last_step is not None and self._seal.given:
-                    self.planner.has_saved(self._last_step, self._seal.given)
+                    self.known.has_saved(self._last_step, self._seal.given)
             self._seal = None
 
     # What policies and the face ask.

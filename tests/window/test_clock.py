@@ -7,7 +7,7 @@ import types
 import pytest
 
 from gockpt_jax.window import clock as clock_module
-from gockpt_jax.window import planner
+from gockpt_jax.window import known
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.plan import Facts
 
@@ -156,5 +156,5 @@ def test_what_cannot_be_probed_is_left_out(loop, monkeypatch, when):
 
 def test_plans_go_by_it_and_by_the_rate_of_the_link(loop, monkeypatch):
     loop.run(49, 2.0)
-    monkeypatch.setattr(planner, "LINK", types.SimpleNamespace(bytes_per_sec=5.0))
-    assert planner.measured_facts(loop.clock) == Facts(step_secs=2.0, link_bytes_per_sec=5.0)
+    monkeypatch.setattr(known, "LINK", types.SimpleNamespace(bytes_per_sec=5.0))
+    assert known.measured_facts(loop.clock) == Facts(step_secs=2.0, link_bytes_per_sec=5.0)

@@ -16,6 +16,7 @@ from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.transfer.probe import probe
 from gockpt_jax.window import clock as clock_module
 from gockpt_jax.window import host_budget, units
+from gockpt_jax.window import known as known_module
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
 from gockpt_jax.window.host_budget import HostBudget
@@ -50,7 +51,7 @@ def run(tmp_path, facts, monkeypatch, *, interval=10, leaves=20, **options):
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
     now = iter(facts)
     current = [next(now)]
-    monkeypatch.setattr(planner_module, "measured_facts", lambda clock: current[0])
+    monkeypatch.setattr(known_module, "measured_facts", lambda clock: current[0])
     # Of 24 leaves; a step retains 8, beside what follows the one before it and a block.
     window = WindowOptions(device_budget_bytes=leaves * LEAF, **options)
     executables, saved = set(), {}
@@ -142,7 +143,7 @@ def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
     """By an evaluation, just before the save after which the plan would have been made anew."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
     facts = [Facts()]
-    monkeypatch.setattr(planner_module, "measured_facts", lambda clock: facts[0])
+    monkeypatch.setattr(known_module, "measured_facts", lambda clock: facts[0])
     jitted = jax.jit(
         lambda state, x, train=True: update(state, x) if train else x, static_argnames="train"
     )
@@ -167,7 +168,7 @@ def test_the_plan_of_every_step_is_made_anew(tmp_path, monkeypatch):
     """Not that alone of the step which happens to come first after a save."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
     facts = [Facts()]
-    monkeypatch.setattr(planner_module, "measured_facts", lambda clock: facts[0])
+    monkeypatch.setattr(known_module, "measured_facts", lambda clock: facts[0])
     window = WindowOptions(device_budget_bytes=20 * LEAF)
     with GoCkptManager(tmp_path, options=Options(save_interval_steps=10), window=window) as manager:
         plain, state = manager.wrap(update), fresh()
@@ -232,28 +233,29 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         assert planned.host_bytes == (24 * LEAF, 8 * LEAF)
         assert planned.facts.host_budget_bytes == 80 * LEAF // 8
         # A process may have no device with a part of the state: it sets no bound.
-        assert planner._facts(step.program, 24 * LEAF, 0).host_budget_bytes is None
+        known = manager._gockpt_session.known
+        assert known.facts(step.program, 24 * LEAF, 0).host_budget_bytes is None
 
 
 def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypatch):
     """And save what any of them has saved."""
     with GoCkptManager(tmp_path) as manager:
-        step, planner = manager.wrap(update), manager._gockpt_session.planner
+        step, known = manager.wrap(update), manager._gockpt_session.known
         for _ in range(2):
             state = step(fresh(), BATCH)
         leaves = jax.tree.leaves(state)
-        planner.has_saved(step, set(map(id, leaves[2:])))
+        known.has_saved(step, set(map(id, leaves[2:])))
         others = [
             ({"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40}, [0, 1, 2]),
             ({"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None}, [1, 5]),
         ]
-        monkeypatch.setattr(planner_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
+        monkeypatch.setattr(known_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
         monkeypatch.setattr(HostBudget, "room_bytes", lambda budget, n: 50)
         monkeypatch.setattr(
             Processes, "gather",
             lambda self, subject, mine: dict(enumerate([mine, *map(json.dumps, others)])),
         )  # fmt: skip
-        assert planner._facts(step.program, 0, 1) == Facts(2.0, 7.0, 40, frozenset({1}))
+        assert known.facts(step.program, 0, 1) == Facts(2.0, 7.0, 40, frozenset({1}))
 
 
 class Time:
@@ -306,7 +308,7 @@ def test_steps_are_timed_without_saves_and_windows(tmp_path, monkeypatch):
             loop.advance()
             loop.save(label)
         assert [r.kind for r in loop.manager.reports[1:]] == ["window"] * 5
-        assert loop.session.planner.clock.secs == 1.0
+        assert loop.session.known.clock.secs == 1.0
 
 
 def test_steps_are_timed_without_windows_in_vain(tmp_path, monkeypatch):
@@ -319,7 +321,7 @@ def test_steps_are_timed_without_windows_in_vain(tmp_path, monkeypatch):
                 loop.manager.expect_save(in_steps=3)
             in_windows += loop.advance()
         assert in_windows == 10
-        assert loop.session.planner.clock.secs == 1.0
+        assert loop.session.known.clock.secs == 1.0
 
 
 @pytest.mark.parametrize(

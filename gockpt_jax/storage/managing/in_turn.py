@@ -201,7 +201,7 @@ class SavesInTurn:
 
     def _write_waiting(self) -> None:
         started_at = time.perf_counter()
-        self._session.planner.clock.pause(self._session.version)  # what follows is no step
+        self._session.known.clock.pause(self._session.version)  # what follows is no step
         waiting, begun = self._room.leave(), False
         try:
             begun = self.last.begin(waiting.step, waiting.arguments, started_at)

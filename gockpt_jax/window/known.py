@@ -1,0 +1,108 @@
+"""What plans rest on: what the user said, what has been measured, what other processes know."""
+
+import collections
+import json
+import weakref
+from collections.abc import Callable, Collection
+
+import jax
+
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.transfer.budget import device_headroom_bytes
+from gockpt_jax.transfer.meter import LINK
+from gockpt_jax.window.clock import StepClock
+from gockpt_jax.window.plan import Facts
+from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.resources import Resources
+
+
+class Known:
+    """The same on all processes whenever they ask each other; in between each learns for itself.
+
+    Args:
+      options: The user's.
+      processes: Those that make the same plan.
+      resources: Whose device budget is limited here.
+      probe: Gives something that is ready when all steps so far have run, as `StepClock` wants it.
+
+    Attributes:
+      clock: Learns the time of a step.
+    """
+
+    def __init__(
+        self, options: WindowOptions, processes: Processes, resources: Resources,
+        probe: Callable[[], jax.Array | None],
+    ):  # fmt: skip
+        self.clock = StepClock(resources.watcher, probe)
+        self._options = options
+        self._processes = processes
+        self._device = resources.device
+        self._host = resources.host
+        self._is_limited = False
+        # Positions of the leaves that each of the last two saves did not take.
+        self._left_out: weakref.WeakKeyDictionary[
+            StepProgram, collections.deque[frozenset[int]]
+        ] = weakref.WeakKeyDictionary()
+
+    def facts(self, program: StepProgram, leaf_bytes: int, num_devices: int) -> Facts:
+        """What the user said, else what has been measured; for a plan, on all processes.
+
+        Every process must make the same plan, and what they measure differs: all of them go by the
+        shortest step, the slowest link and the least room that one of them has seen, and by what
+        any of them has saved.
+
+        Args:
+          program: The plan's.
+          leaf_bytes: Of the state, on one device.
+          num_devices: Of this process, with a part of the state.
+        """
+        said = self._options
+        host = self._host.room_bytes(leaf_bytes * num_devices)
+        seen = measured_facts(self.clock)
+        measured = {
+            "step_secs": said.step_secs or seen.step_secs,
+            "link_bytes_per_sec": said.link_bytes_per_sec or seen.link_bytes_per_sec,
+            # A process may have no device with a part of the state.
+            "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
+        }
+        left_out = self._left_out.get(program) if said.steps is None else None
+        unsaved = frozenset.intersection(*(left_out or [frozenset()]))
+        mine = json.dumps([measured, sorted(unsaved)])
+        answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
+        known = {name: [x[name] for x, _ in answers if x[name] is not None] for name in measured}
+        least = {name: min(told, default=None) for name, told in known.items()}
+        return Facts(**least, unsaved=unsaved.intersection(*(x for _, x in answers)))
+
+    def has_saved(self, step: WrappedStep, given: Collection[int]) -> None:
+        """Told of each save: windows carry what one of the last two has taken.
+
+        Args:
+          step: The last that ran.
+          given: Ids of the arrays that were saved.
+        """
+        program = step.program
+        leaves = None if program is None else program.returned.leaves(step.last.new_state)
+        if program is not None and leaves is not None:
+            left_out = frozenset(j for j, a in enumerate(leaves) if id(a) not in given)
+            self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)
+
+    def limit_device(self, *, stepped: bool) -> None:
+        """Sets the device budget: what the user said, else what the steps leave free everywhere.
+
+        Measured once, after a step and before anything of ours: the allocator's peak has no way
+        back, and would soon count our own copies.
+
+        Args:
+          stepped: Whether a step has run.
+        """
+        if not self._is_limited and self._options.device_budget_bytes is None:
+            headroom = self._processes.least("device_headroom", device_headroom_bytes())
+            self._device.limit_bytes = headroom
+            self._is_limited = stepped
+
+
+def measured_facts(clock: StepClock) -> Facts:
+    """What has been learned so far."""
+    return Facts(clock.secs, LINK.bytes_per_sec)
