@@ -83,10 +83,12 @@ class Audit:
         4 KiB. They move on with every window, so all is looked at once in about `1 / fraction`
         windows. The default adds 1.6% to the bytes that leave early.
       max_ulps: Units in the last place by which a replayed element may differ. Replay repeats what
-        IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides.
+        IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides. Where
+        rounding is to be accepted, give thousands: an element that the updates take past zero is
+        many of its own units off, and still far below the leaf's scale (`max_relative_error`).
       on_failure: `"demote"`: the leaf and those it is updated with are late from then on, so that
-        later saves are right. `"raise"`: later windows try again. Programs of several processes
-        always do the latter.
+        later saves are right. `"raise"`: later windows try again, unless it was replayed up to
+        rounding, which would fail again. Programs of several processes always try again.
 
     Raises:
       ValueError: if a value is out of its range; the message names it.

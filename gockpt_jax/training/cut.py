@@ -198,7 +198,7 @@ def _why_late(leaf: Leaf, had: Collection[Value], repeats: _Repeats, min_gain: f
 
 def _describe(value: Value) -> str:
     if value.op is None:
-        return "an input or constant of another kind"
+        return "an argument that the host will not have (a batch, a late leaf), or a constant"
     if value.op.name in ("scan", "while"):
         return f"a loop (`{value.op.name}`), within which nothing can be cut"
     return why_inexact(value.op)

@@ -18,6 +18,7 @@ from gockpt_jax.training.returned import StateInResult
 from gockpt_jax.training.signature import Signature
 from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
 from gockpt_jax.training.unarmable import (
+    CannotArmError,
     refuse_hidden_arguments,
     refuse_no_state,
     refuse_state_in_place,
@@ -63,7 +64,9 @@ class StepProgram:
         refuse_state_in_place(form.state_leaves(args, kwargs))
         given = _compat.specified_shardings(traced, "in_shardings")
         self._in_shardings: tuple[Any, ...] = given or (None,) * len(flat)
-        self._in_specs = self._input_specs(flat)  # now: a donated array forgets how it lay
+        # Now: a donated array forgets how it lay.
+        self._in_kinds, self._in_formats = _kinds(flat), self._formats(flat)
+        self._in_specs = self._input_specs(flat)
         self.out_tree: Any = _compat.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         self._beside = sorted(set(range(len(flat))).difference(self.positions.inputs))
@@ -167,6 +170,7 @@ class StepProgram:
           TypeError: before anything is dispatched, if the user's own function would run another
             program for this call.
           ValueError: likewise, for shardings.
+          CannotArmError: likewise, if JAX refuses every such call (int4 that was placed, jax 0.10).
         """
         flat = self.flat_call(args, kwargs) if flat is None else flat
         name_of = functools.partial(argument_name, self._form.dynamic(args, kwargs))
@@ -175,10 +179,22 @@ class StepProgram:
             results = self.executable()(*flat)
         except (TypeError, ValueError) as error:
             error.args = (_FLAT_NAME.sub(lambda found: name_of(int(found[1])), str(error)),)
+            if self._lies_as_lowered_for(flat):
+                raise CannotArmError("JAX refuses the very call it was compiled for") from error
             raise
         new, cut = results[: self.out_tree.num_leaves], results[self.out_tree.num_leaves :]
         state = [new[i] for i in self.positions.outputs]
         return ArmedResult(jax.tree.unflatten(self.out_tree, new), state, cut)
+
+    def _lies_as_lowered_for(self, flat: Sequence[Any]) -> bool:
+        """Whether arrays are alive, and lie as the armed step was told that they would."""
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in flat):
+            return False
+        return _kinds(flat) == self._in_kinds and self._formats(flat) == self._in_formats
+
+    def _formats(self, flat: Sequence[Any]) -> list[Any]:
+        """How arguments lie: as they do where they stay, else as the user has told `jax.jit`."""
+        return [_committed_format(x) or s for x, s in zip(flat, self._in_shardings, strict=True)]
 
     def is_of_these_settings(self) -> bool:
         """Whether `arm` would lower the program as the user's function would be lowered now."""
@@ -246,12 +262,9 @@ class StepProgram:
             leaf
             if _compat.is_mutable(aval)
             else jax.ShapeDtypeStruct(
-                aval.shape,
-                aval.dtype,
-                sharding=_committed_format(leaf) or sharding,
-                weak_type=aval.weak_type,
+                aval.shape, aval.dtype, sharding=place, weak_type=aval.weak_type
             )
-            for aval, sharding, leaf in zip(avals, self._in_shardings, flat, strict=True)
+            for aval, place, leaf in zip(avals, self._in_formats, flat, strict=True)
         ]
 
     def _placements(self) -> dict[str, Any]:
@@ -259,6 +272,11 @@ class StepProgram:
             return {}
         # The compiler places the cut values: asking for another place could change the step.
         return {"out_shardings": [*self._out_shardings, *(None,) * len(self.cut.sites)]}
+
+
+def _kinds(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Shape and dtype of each argument."""
+    return [(kind.shape, kind.dtype) for kind in map(jax.typeof, flat)]
 
 
 def placements(leaves: Sequence[Any]) -> list[Any]:

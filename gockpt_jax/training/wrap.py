@@ -127,6 +127,9 @@ class WrappedStep(StandIn):
             if is_asked:
                 what = "the call changed:" if is_refusal else "the step raised"
                 self._observer.no_update(f"{what} {_brief(error)}")
+            if isinstance(error, CannotArmError):
+                self.give_up(f"{error}: {_brief(error.__cause__ or error)}")
+                return None
             if not is_refusal:
                 raise
             self.call_changed(_brief(error), is_asked=is_asked)

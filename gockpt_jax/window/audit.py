@@ -73,7 +73,9 @@ class Auditor:
         """Why leaves that are updated together are late from now on; `None` if they are not."""
         return next((self._demoted[p] for p in paths if p in self._demoted), None)
 
-    def sample(self, leaves: Mapping[str, jax.Array], record: SaveRecord) -> "PendingAudit | None":
+    def sample(
+        self, leaves: Mapping[str, jax.Array], record: SaveRecord, *, is_exact: bool = True
+    ) -> "PendingAudit | None":
         """Takes boxes of leaves that left early; returns at once.
 
         Waits only while the device budget is used up.
@@ -81,6 +83,7 @@ class Auditor:
         Args:
           leaves: At the sealed version, alive, by path.
           record: The save's.
+          is_exact: Whether their replay is; up to rounding, it would only fail again.
 
         Returns:
           What will compare them; `None` without audit, or if there is nothing to compare.
@@ -89,7 +92,9 @@ class Auditor:
         sampled = {path: a for path, a in leaves.items() if can_be_sampled(a)}
         if options is None or not sampled:
             return None
-        pending = PendingAudit(options, self._demote, self._host, record)
+        demotes = options.on_failure == "demote" or not is_exact
+        demote = self._demote if demotes else None
+        pending = PendingAudit(options, demote, self._host, record)
         pairs = self._next_boxes(sampled, options.fraction)
         try:
             with events.span(events.SPAN_AUDIT):
@@ -154,8 +159,9 @@ class PendingAudit:
     """
 
     def __init__(
-        self, options: Audit, demote: Callable[[str], bool], host: ByteBudget, record: SaveRecord
-    ):
+        self, options: Audit, demote: Callable[[str], bool] | None, host: ByteBudget,
+        record: SaveRecord,
+    ):  # fmt: skip
         self.metadata: dict[str, Any] = {}
         self._options = options
         self._demote = demote
@@ -230,7 +236,7 @@ class PendingAudit:
             named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
             others = f" (and {len(failures) - 1} more chunks, of {named})"
         follows = 'Pass `on_failure="demote"` to have such leaves leave late.'
-        if self._options.on_failure == "demote":
+        if self._demote is not None:
             follows = "Programs of several processes do not demote: the next window tries again."
             if all([self._demote(path) for path in paths]):
                 follows = "They leave late from now on, so later saves will be right."

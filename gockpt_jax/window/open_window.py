@@ -216,7 +216,9 @@ class OpenWindow:
         self._early.promise(slot for promised in slots.values() for slot in promised)
         self.record.late_leaves = self._late.reasons
         paths = self._cut.paths
-        audit = self._auditor.sample({paths[j]: new[j] for j in slots}, self.record)
+        audit = self._auditor.sample(
+            {paths[j]: new[j] for j in slots}, self.record, is_exact=self._cut.is_exact
+        )
         try:
             self._handed_over.update(slots)
             rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]

@@ -169,7 +169,8 @@ def plan_window(
     if not size.units:
         return Plan((), "no leaf may leave early")
     if options.steps is not None:
-        return fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
+        plan = fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
+        return _told_of_excess(plan, size, budget_bytes)
     if (copy := why_one_copy(size.sent, budget_bytes)) is not None:
         return Plan((), copy)
     assert budget_bytes is not None, "without a budget one copy fits"
@@ -221,6 +222,17 @@ def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int, unknow
             return plan
     why = f"no window of at most {max_steps} steps fits {budget}"
     return Plan((), f"{why}; not known yet: {unknown}")
+
+
+def _told_of_excess(plan: Plan, size: StateBytes, budget_bytes: int | None) -> Plan:
+    """A plan of the user's own K, whose reason says where it exceeds the device budget."""
+    peak_bytes = peak_device_bytes(plan, size)
+    if budget_bytes is None or peak_bytes <= budget_bytes:
+        return plan
+    wanted, given = describe_bytes(peak_bytes), describe_bytes(budget_bytes)
+    return dataclasses.replace(
+        plan, reason=f"{plan.reason}, which takes {wanted} of the device budget of {given}"
+    )
 
 
 def fill_blocks(units: Sequence[Unit], steps: int, reason: str) -> Plan:

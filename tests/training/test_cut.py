@@ -405,7 +405,7 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
         (lambda w, g: (w * 0.9) * 0.3, "`mul`, which a compiler may make one with what is bef"),
         (lambda w, g: (w + 0.9) + 0.3, "`add`, which a compiler may make one with what is bef"),
         (lambda w, g: w / g, "`div` on float32, which the host does not repeat exactly"),
-        (lambda w, g: g, "an input or constant of another kind"),
+        (lambda w, g: g, "an argument that the host will not have"),
         (
             lambda w, g: lax.fori_loop(0, 3, lambda _, x: x + g, w),
             "a loop (`scan`), within which nothing can be cut",

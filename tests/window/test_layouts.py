@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from window.training_loop import Options, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, SnapshotOnlyWarning, WindowOptions
+from gockpt_jax.training.program import StepProgram
 
 SHAPE = (16, 24)
 needs_refs = pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="jax has no `new_ref`")
@@ -63,6 +64,45 @@ def test_a_state_that_lies_as_the_user_asked(tmp_path, spec, told):
     assert reports[12].early_bytes
     assert_same(to_host(state), to_host(alone))
     assert jax.tree.map(lambda x: x.format, state) == jax.tree.map(lambda x: x.format, alone)
+
+
+def test_a_program_that_jax_refuses_to_call_is_compiled_once(tmp_path, monkeypatch):
+    """As of int4 that was placed (jax 0.10): it was compiled eight times, for a changed call."""
+
+    def refuse(*flat):
+        raise ValueError("Argument flat[0] lies otherwise")
+
+    armed, arm = [], StepProgram.arm
+    monkeypatch.setattr(StepProgram, "arm", lambda program: armed.append(arm(program)))
+    monkeypatch.setattr(StepProgram, "executable", lambda program: refuse)
+    alone = fresh()
+    for label in range(25):
+        alone = jax.jit(update)(alone, jnp.float32(label))
+    with pytest.warns(SnapshotOnlyWarning, match="the very call it was compiled for") as told:
+        reports, state = train(tmp_path, jax.jit(update), fresh(), last=24)
+    (warned,) = told
+    assert "Argument `args[0]['m']` lies otherwise" in str(warned.message)
+    assert {r.kind for r in reports.values()} == {"snapshot"}
+    assert len(armed) == 1
+    assert_same(to_host(state), to_host(alone))
+
+
+def test_placed_int4_has_windows_or_one_reason(tmp_path):
+    @jax.jit
+    def step(state, batch):
+        return {**update(state, batch), "codes": state["codes"] + jnp.int4(1)}
+
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = {**fresh(), "codes": jax.device_put(jnp.zeros(8, jnp.int4), place)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", SnapshotOnlyWarning)
+        reports, _ = train(tmp_path, step, state, last=24)
+    if not told:  # a JAX that takes what it has compiled for
+        assert reports[24].kind == "window"
+        return
+    (warned,) = told
+    assert "JAX refuses the very call" in str(warned.message)
+    assert "`args[0]['codes']`" in str(warned.message)
 
 
 @needs_refs

@@ -111,7 +111,9 @@ def test_reasons_tell_why():
     assert "no window of at most 8 steps fits" in reason(size, 100)
     assert "not known yet: step time and link" in reason(size, 100)
     assert reason(size, 100, 1.0).endswith("not known yet: link")
-    assert "steps=4" in reason(size, 1, steps=4)
+    assert reason(size, 120, steps=3) == reason(size, None, steps=3) == "`steps=3`"
+    takes = f"takes {peak_device_bytes(fill_blocks(size.units, 3, ''), size)} B of"
+    assert f"`steps=3`, which {takes} the device budget of 50 B" in reason(size, 50, steps=3)
 
 
 @pytest.mark.parametrize("facts", [Facts(), Facts(step_secs=1.0), Facts(link_bytes_per_sec=100.0)])

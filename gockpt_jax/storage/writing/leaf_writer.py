@@ -176,4 +176,4 @@ async def first_error_alone() -> AsyncIterator[None]:
     except BaseExceptionGroup as group:
         first = group.exceptions[0]
     if first is not None:
-        raise first
+        raise first from first.__cause__  # nor the group as what it was raised in
