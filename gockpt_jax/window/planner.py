@@ -61,6 +61,7 @@ class Planner:
         self._reviewed: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         self._plans: weakref.WeakKeyDictionary[StepProgram, Planned] = weakref.WeakKeyDictionary()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # is compiled, or being so
+        self._timed: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # whose plans rest on time
 
     def prepare(self, step: WrappedStep) -> bool:
         """Plans for a new program, long before its first window: arming it takes long.
@@ -126,8 +127,15 @@ class Planner:
             plan = Plan((), _NONE_SAVED)
         else:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
+        if self._is_chosen(size) and self._options.step_secs is None:
+            self._timed.add(program)
         self._plans[program] = Planned(program.cut, plan, size, host_bytes, num_devices, facts)
         return self._plans[program]
+
+    def _is_chosen(self, size: StateBytes) -> bool:
+        """Whether there is a choice: of K, or between a window and none."""
+        fits = why_one_copy(size.sent, self._device.limit_bytes) is not None
+        return self._options.steps is None and bool(size.units) and not fits
 
     def ask_for_review(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
@@ -230,13 +238,7 @@ class Planner:
 
     def rests_on_time(self, program: StepProgram | None) -> bool:
         """Whether a step's plan rests on the time that it takes, and nobody has said that."""
-        planned = None if program is None else self.planned(program)
-        return self._options.step_secs is None and planned is not None and self._is_chosen(planned)
-
-    def _is_chosen(self, planned: Planned) -> bool:
-        """Whether there is a choice, and what it is among: K, or a window and none."""
-        fits = why_one_copy(planned.size.sent, self._device.limit_bytes) is not None
-        return self._options.steps is None and bool(planned.size.units) and not fits
+        return program in self._timed
 
     def explain(self, step: WrappedStep) -> str:
         """What the saves of a step's state are planned to be and why, and its cut, as text."""

@@ -253,7 +253,8 @@ class Session:
         Raises:
           ProcessError: if the processes were given different ones.
         """
-        self.processes.require_alike(self.options.of_the_job)
+        if self.processes.several:
+            self.processes.require_alike(self.options.of_the_job)
 
     def _new_seal(self) -> Seal:
         self.require_alike()
