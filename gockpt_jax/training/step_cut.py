@@ -67,6 +67,11 @@ class StepCut:
     late: Mapping[int, str] = dataclasses.field(compare=False)
     is_exact: bool = dataclasses.field(compare=False)
 
+    @property
+    def changed(self) -> list[int]:
+        """Leaves that may leave early and that an update changes, unlike those it passes on."""
+        return [group.leaves[i] for group in self.groups for i in group.recipe.changed]
+
     def explain(self) -> str:
         """The groups, what is retained for them, and what is late and why, as text."""
         early = [j for group in self.groups for j in group.leaves]

@@ -181,9 +181,13 @@ class Session:
             window.make_room()
 
     def _probe(self) -> jax.Array | None:
-        """Something that is ready when the last step has run."""
-        state = None if self._last_step is None else self._last_step.last.new_state
-        return None if state is None else probe(jax.tree.leaves(state.parts))
+        """Something that is ready when the last step has run: what it passes on is so before."""
+        step = self._last_step
+        program = None if step is None else step.program
+        if step is None or program is None:
+            return None
+        leaves = program.returned.leaves(step.last.new_state)
+        return None if leaves is None else probe([leaves[j] for j in program.cut.changed])
 
     def no_update(self, reason: str) -> None:
         """The armed step did not run, or not to its end. The window is over."""

@@ -337,6 +337,24 @@ def test_steps_are_timed_where_a_plan_rests_on_it(tmp_path, monkeypatch, said):
     assert bool(loop.probes) == (not said)
 
 
+def test_a_probe_is_of_what_the_step_makes(tmp_path, monkeypatch):
+    """What it passes on is ready before it has run, on a CPU."""
+    monkeypatch.setattr(units, "LARGE_BYTES", 0)
+    probed, passed_on = [], jax.device_put(jnp.float32(0.1))
+    monkeypatch.setattr(session_module, "probe", lambda leaves: probed.append([*leaves]))
+    window = WindowOptions(device_budget_bytes=20 * LEAF, audit=None)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=10), window=window) as manager:
+        step = manager.wrap(jax.jit(lambda s, x: {**update(s, x), "rate": s["rate"]}))
+        state = {**fresh(), "rate": passed_on}
+        for label in range(21):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+        assert "rate" in step.explain()
+    assert probed
+    for leaves in probed:
+        assert [leaf.shape for leaf in leaves] == [(SIZE,)] * 16  # the moments
+
+
 def test_a_probe_is_no_array_of_the_state(tmp_path):
     """The next step donates these."""
     mesh = jax.make_mesh((8,), ("x",))
