@@ -26,6 +26,9 @@ from gockpt_jax.training.unarmable import (
 
 _FLAT_NAME = re.compile(r"'?\bflat\[(\d+)\]'?")
 """What JAX calls an argument of the armed step (`armed.py`)."""
+_OF_RUNTIME = re.compile(r"[A-Z_]+: ")
+"""Begins what is no check of arguments, such as a device that is full for once: a `ValueError` too,
+where JAX has called the program before."""
 
 
 class StepProgram:
@@ -179,7 +182,7 @@ class StepProgram:
             results = self.executable()(*flat)
         except (TypeError, ValueError) as error:
             error.args = (_FLAT_NAME.sub(lambda found: name_of(int(found[1])), str(error)),)
-            if self._lies_as_lowered_for(flat):
+            if not _OF_RUNTIME.match(str(error)) and self._lies_as_lowered_for(flat):
                 raise CannotArmError("JAX refuses the very call it was compiled for") from error
             raise
         new, cut = results[: self.out_tree.num_leaves], results[self.out_tree.num_leaves :]

@@ -87,6 +87,26 @@ def test_a_program_that_jax_refuses_to_call_is_compiled_once(tmp_path, monkeypat
     assert_same(to_host(state), to_host(alone))
 
 
+def test_a_device_that_is_full_for_once_says_nothing_of_the_program(tmp_path, monkeypatch):
+    """JAX raises a `ValueError` then, too, where it has called the program before."""
+    executable, calls = StepProgram.executable, []
+
+    def full_at_the_fourth(program):
+        def call(*flat):
+            calls.append(flat)
+            if len(calls) == 4:
+                raise ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 400000000 bytes.")
+            return executable(program)(*flat)
+
+        return call
+
+    monkeypatch.setattr(StepProgram, "executable", full_at_the_fourth)
+    reports, _ = train(tmp_path, jax.jit(update), fresh(), last=24)
+    kinds = [reports[n].kind for n in (8, 12, 16, 20, 24)]
+    assert kinds.count("snapshot") == 1
+    assert kinds[-1] == "window"
+
+
 def test_placed_int4_has_windows_or_one_reason(tmp_path):
     @jax.jit
     def step(state, batch):
