@@ -220,8 +220,9 @@ def test_a_save_that_a_stock_manager_gives_up_is_reported(then: str, tmp_path: P
     assert "the manager has raised why" in handler.reports[0].error
 
 
-def test_managers_may_share_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The save of one begins while the other's has not begun to be written."""
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set, it lets saves be written; until then their writing does not begin."""
     may_write, write = threading.Event(), StateHandler._begin_writing
 
     async def write_late(*args: Any) -> Any:
@@ -229,6 +230,11 @@ def test_managers_may_share_a_handler(tmp_path: Path, monkeypatch: pytest.Monkey
         return await write(*args)
 
     monkeypatch.setattr(StateHandler, "_begin_writing", write_late)
+    return may_write
+
+
+def test_managers_may_share_a_handler(tmp_path: Path, may_write: threading.Event) -> None:
+    """The save of one begins while the other's has not begun to be written."""
     handler = gockpt.GoCkptHandler()
     with (
         ocp.CheckpointManager(tmp_path / "near", item_handlers=handler) as near,
@@ -240,6 +246,18 @@ def test_managers_may_share_a_handler(tmp_path: Path, monkeypatch: pytest.Monkey
         for manager in (near, far):
             manager.wait_until_finished()
             assert manager.restore(0)["w"].tolist() == [1.0, 1.0]
+
+
+def test_checkpointers_may_share_a_handler(tmp_path: Path, may_write: threading.Event) -> None:
+    """One for the best and one for the last, in one directory."""
+    handler = gockpt.GoCkptHandler()
+    with ocp.AsyncCheckpointer(handler) as best, ocp.AsyncCheckpointer(handler) as last:
+        for checkpointer, name in ((best, "best"), (last, "last")):
+            checkpointer.save(tmp_path / name, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+        may_write.set()
+        for checkpointer, name in ((best, "best"), (last, "last")):
+            checkpointer.wait_until_finished()
+            assert checkpointer.restore(tmp_path / name)["w"].tolist() == [1.0, 1.0]
 
 
 def test_leaves_on_several_meshes_of_the_same_devices(tmp_path: Path) -> None:

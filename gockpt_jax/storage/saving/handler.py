@@ -96,12 +96,12 @@ class GoCkptHandler(StateHandler):
             taken.pending.failed(error)
             raise
 
-    def _begin(self, directory: str) -> None:
+    def _begin(self, directory: str, *, is_managed: bool) -> None:
         """Another save begins: its directory has its label."""
         folder, _, name = directory.rpartition("/")
-        if folder == self._folder:  # another manager's may still be written
+        if is_managed and folder == self._folder:  # others' may still be written
             self._last_has_ended()
-        self._folder = folder
+        self._folder = folder if is_managed else ""
         digits = re.findall(r"\d+", name.partition(TEMPORARY)[0])
         self.begun.label = int(digits[-1]) if digits else -1
 

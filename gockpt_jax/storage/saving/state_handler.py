@@ -210,10 +210,10 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         save = item if TEMPORARY in name and TEMPORARY not in folder else folder
         if self.begun.enter(save, item):
             self._gockpt_session.end_save()
-            self._begin(save)
+            self._begin(save, is_managed=save != item)
 
-    def _begin(self, directory: str) -> None:
-        """Another save begins, into this directory."""
+    def _begin(self, directory: str, *, is_managed: bool) -> None:
+        """Another save begins, into this directory; a manager's, if it is of items in that."""
         if self.votes is not None:
             self.votes.begin(self.begun.label)
 
