@@ -15,6 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from patience import writers_have_no_patience
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
@@ -252,12 +253,37 @@ def test_checkpointers_may_share_a_handler(tmp_path: Path, may_write: threading.
     """One for the best and one for the last, in one directory."""
     handler = gockpt.GoCkptHandler()
     with ocp.AsyncCheckpointer(handler) as best, ocp.AsyncCheckpointer(handler) as last:
-        for checkpointer, name in ((best, "best"), (last, "last")):
+        for checkpointer, name in ((best, "best_1"), (last, "last_2")):
             checkpointer.save(tmp_path / name, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
         may_write.set()
-        for checkpointer, name in ((best, "best"), (last, "last")):
+        for checkpointer, name in ((best, "best_1"), (last, "last_2")):
             checkpointer.wait_until_finished()
             assert checkpointer.restore(tmp_path / name)["w"].tolist() == [1.0, 1.0]
+        assert [(r.step, r.error) for r in handler.reports] == [(1, None), (2, None)]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine.*was never awaited")  # Orbax's thread drops it
+def test_what_a_checkpointer_has_no_directory_for_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells nobody; the thread that was to write waits for the directory, up to 300 s."""
+    (tmp_path / "file").write_text("")
+    handler, state = gockpt.GoCkptHandler(), {"w": jnp.ones(2)}
+    worker, host = (getattr(handler._gockpt_session.resources, x) for x in ("worker", "host"))
+
+    failing = ocp.AsyncCheckpointer(handler)
+    with writers_have_no_patience(monkeypatch):
+        failing.save(tmp_path / "file" / "1", args=gockpt.GoCkptSave(state))
+        with pytest.raises(OSError, match="file"):
+            failing.wait_until_finished()
+    worker.wait_until_idle()
+    assert host.used_bytes > 0
+    with ocp.AsyncCheckpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "2", args=gockpt.GoCkptSave(state))
+        checkpointer.wait_until_finished()
+        worker.wait_until_idle()
+        assert host.used_bytes == 0
+    assert [(r.step, r.error is None) for r in handler.reports] == [(1, False), (2, True)]
 
 
 def test_leaves_on_several_meshes_of_the_same_devices(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import v1
+from patience import writers_have_no_patience
 from window.training_loop import BATCH, WAIT_SECS, assert_same, fresh, to_host, update
 
 import gockpt_jax as gockpt
@@ -195,6 +196,30 @@ def test_saves_that_overlap_are_all_written(tmp_path, monkeypatch):
         for label, want in enumerate(given):
             loaded = v1.load_checkpointables(tmp_path / f"{label}", {"state": windows(fresh())})
             assert_same(loaded["state"].item, want)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine.*was never awaited")  # Orbax's thread drops it
+@pytest.mark.parametrize("of", ["PathAwaitingCreation.create", "_Sub.await_creation"])
+def test_a_save_without_a_directory_gives_its_bytes_back(of, tmp_path, monkeypatch):
+    """v1 may drop what was to write it, or has it wait in vain."""
+
+    async def fail(*_):
+        raise OSError("no directory")
+
+    of = of.replace("_Sub.", "_SubdirectoryAwaitingCreation.")
+    with GoCkptCheckpointable() as windows:
+        resources = windows._gockpt_session.resources
+        with writers_have_no_patience(monkeypatch) as patch:
+            patch.setattr(f"orbax.checkpoint.experimental.v1._src.path.async_utils.{of}", fail)
+            response = v1.save_checkpointables_async(tmp_path / "1", {"state": windows(fresh())})
+            with pytest.raises(OSError, match="no directory"):
+                response.result()
+        resources.worker.wait_until_idle()
+        assert (resources.host.used_bytes > 0) == of.startswith("Path")
+        v1.save_checkpointables(tmp_path / "2", {"state": windows(fresh())})
+        resources.worker.wait_until_idle()
+        assert resources.host.used_bytes == 0
+        assert [(r.step, r.error is None) for r in windows.reports] == [(1, False), (2, True)]
 
 
 def test_what_fails_when_it_is_finalized_fails_the_save(tmp_path, monkeypatch):

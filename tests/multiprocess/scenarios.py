@@ -652,6 +652,7 @@ def others(directory: Path) -> None:
     """Saves that start windows, stock managers, saves that wait, leaves on some devices only."""
     started(directory / "started")
     stock(directory / "stock")
+    stock(directory / "elsewhere", primary_host=1)
     waiting(directory / "waiting")
     busy(directory / "busy")
     positions(directory / "positions")
@@ -789,13 +790,13 @@ def alone(directory: Path) -> None:
     loop.manager.close()
 
 
-def stock(directory: Path) -> None:
-    """With a stock manager the item itself takes the vote."""
+def stock(directory: Path, primary_host: int = 0) -> None:
+    """With a stock manager the item itself takes the vote; the primary host alone finalizes."""
     if jax.process_index() == 0:
         directory.mkdir()
     active = set(range(jax.process_count()))
     together = ocp.options.MultiprocessingOptions(
-        active_processes=active, barrier_sync_key_prefix="stock"
+        primary_host, active_processes=active, barrier_sync_key_prefix=directory.name
     )
     handler_ = gockpt.GoCkptHandler(
         window=gockpt.WindowOptions(steps=3), multiprocessing_options=together
@@ -812,6 +813,7 @@ def stock(directory: Path) -> None:
     loop.run(3 * INTERVAL)
     loop.keep()
     assert loop.report(3 * INTERVAL).kind == "window"
+    assert [r.step for r in loop.face.reports if r.error is None] == [0, INTERVAL, 3 * INTERVAL]
     loop.manager.close()
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from gockpt_jax.storage.saving.begun import BegunSave
 
+ERROR = OSError("of which nobody has told")
+
 
 class Array:
     """One of a save's, of which somebody may give the bytes back."""
@@ -21,8 +23,30 @@ class Array:
         self.releases += 1
 
 
+class Report:
+    """Of one item's save."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.is_finished = False
+
+    def failed(self, error: BaseException) -> None:
+        assert not self.is_finished
+        self.error, self.is_finished = error, True
+
+
+class HandedOver:
+    """What a thread of Orbax's is to begin."""
+
+    def __init__(self, state: str):
+        self.is_waiting, self.will_not_begin = state == "waits", state == "refused"
+        self.close = lambda: None
+
+
 class Writing:
     """What a thread of Orbax's has; others may wait for it."""
+
+    close = staticmethod(lambda: None)
 
     def __init__(self, *ends: BaseException | None):
         self.ends = list(ends)
@@ -34,13 +58,14 @@ class Writing:
 
 
 def entered(begun: BegunSave, *items: str, folder: str = "7.tmp") -> list[Array]:
-    """Items of a save come, with an array each."""
+    """Items of a save come, with an array each; one that is the save itself by the name ""."""
     arrays = []
     for item in items:
-        begun.enter(folder, f"{folder}/{item}")
+        directory = f"{folder}/{item}" if item else folder
+        begun.enter(folder, directory)
         arrays.append(Array())
-        taken: Any = SimpleNamespace(arrays=arrays[-1:])
-        begun.add(f"{folder}/{item}", taken)
+        taken: Any = SimpleNamespace(arrays=arrays[-1:], pending=Report())
+        begun.add(directory, taken)
     return arrays
 
 
@@ -107,16 +132,49 @@ def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
     assert waited == [10]
 
 
-def test_what_a_save_before_has_left_unwritten_is_given_back():
-    """Stock's managers do not say that its directory could not be made."""
-    begun = BegunSave()
-    arrays = entered(begun, "a", "b")
-    begun.give_back_before()
-    assert [array.releases for array in arrays] == [0, 0]
-    arrays += entered(begun, "a", folder="8.tmp")
-    begun.give_back_before()
-    begun.give_back_before()
-    assert [array.releases for array in arrays] == [1, 1, 0]
+@pytest.mark.parametrize(
+    ("folders", "one_at_a_time", "given_back"),
+    [
+        (("best/7.tmp", "best/8.tmp"), True, [1, 1, 0]),
+        (("best/7.tmp", "best/8.tmp"), False, [0, 0, 0]),
+        (("best/7.tmp", "last/7.tmp"), True, [0, 0, 0]),
+        (("best/7.tmp", "last/7.tmp", "best/8.tmp"), True, [1, 1, 0, 0]),
+    ],
+)
+def test_what_a_manager_has_waited_for_is_given_back(folders, one_at_a_time, given_back):
+    """Stock's do not say that a directory could not be made; others' saves may overlap."""
+    begun, first = BegunSave(), folders[0]
+    arrays = entered(begun, "a", "b", folder=first)
+    pending = begun.item(f"{first}/a").pending
+    for folder in folders[1:]:
+        arrays += entered(begun, "a", folder=folder)
+        for _ in range(2):
+            begun.give_up_before(ERROR, one_at_a_time=one_at_a_time)
+    assert [array.releases > 0 for array in arrays] == [bool(n) for n in given_back]
+    assert pending.error is (ERROR if given_back[0] else None)
+    begun.give_up_all(ERROR)
+    assert all(array.releases for array in arrays)
+
+
+def test_what_nobody_will_begin_to_write_is_given_back():
+    """A checkpointer alone: each save lies in another directory, and any may overlap."""
+    begun, of_each = BegunSave(), {}
+    for name in ("began", "waits", "refused", "committed"):
+        of_each[name] = entered(begun, "", folder=name)[0]
+    saves = {name: begun.item(name) for name in of_each}
+    for name in ("began", "waits", "refused"):
+        saves[name].handed_over = HandedOver(name)  # type: ignore[assignment]
+    saves["committed"].pending.is_finished = True
+    entered(begun, "", folder="next")
+    begun.give_up_before(ERROR, one_at_a_time=True)
+    assert [name for name, array in of_each.items() if array.releases] == ["refused"]
+    assert [name for name, save in saves.items() if save.pending.error] == ["refused"]
+    entered(begun, "", folder="after it")
+    assert [name for name, _ in begun._before] == ["began", "waits", "next"]
+    saves["waits"].pending.is_finished = True  # it has failed, and may yet begin
+    assert begun.item("waits") is saves["waits"]
+    assert not saves["waits"].is_over
+    assert begun.item("refused") is None
 
 
 def test_what_nobody_accounts_for_is_given_back():

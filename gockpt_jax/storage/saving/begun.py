@@ -1,4 +1,4 @@
-"""What has begun of the last save, and what saves that were given up have left behind.
+"""What has begun of saves, and what those that were given up have left behind.
 
 A save that does not come to its end may have left a thread that writes what it was given, or one of
 Orbax's that makes a directory: the host's bytes are given back, and the next save waits for these.
@@ -15,6 +15,7 @@ from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.write_budget import WriteStats
+from gockpt_jax.telemetry.save_record import PendingReport
 
 _DIRECTORY_SECS = 10
 
@@ -24,19 +25,49 @@ class BegunItem:
     """One item of a save that has begun.
 
     Attributes:
+      root: In which its manager's saves are; "" for that of a checkpointer alone.
       arrays: Its leaves that were on devices.
+      pending: Its save's report.
       stats: Of their writes.
       handed_over: What has been left to a thread of Orbax's, if anything has.
     """
 
-    arrays: Sequence[HostArray]
+    root: str = ""
+    arrays: Sequence[HostArray] = ()
+    pending: PendingReport | None = None
     stats: WriteStats = dataclasses.field(default_factory=WriteStats)
     handed_over: HandedOver | None = None
 
     def release(self) -> None:
         """Gives the host's bytes back, unless they are being written."""
+        if self.handed_over is not None:
+            self.handed_over.close()
         for array in () if self.stats.peak_inflight_bytes else self.arrays:
             array.release()
+
+    def failed(self, error: BaseException) -> None:
+        """Its save has failed: nobody will begin to write it any more."""
+        self.release()
+        if self.pending is not None:
+            self.pending.failed(error)
+
+    def has_ended(self, error: BaseException) -> None:
+        """Its save has: as it is known already, or with an error."""
+        if self.pending is not None and self.pending.is_finished:
+            self.release()
+        else:
+            self.failed(error)
+
+    @property
+    def will_not_begin(self) -> bool:
+        """Whether its writing was left to a thread that has ended without it."""
+        return self.handed_over is not None and self.handed_over.will_not_begin
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left to be begun, or told."""
+        waits = self.handed_over is not None and self.handed_over.is_waiting
+        return not waits and (self.pending is None or self.pending.is_finished)
 
 
 class BegunSave:
@@ -51,8 +82,9 @@ class BegunSave:
         self.label = -1
         self.number = 0
         self._folder = ""
+        self._root = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
-        self._before: dict[str, BegunItem] = {}  # those of the save before
+        self._before: list[tuple[str, BegunItem]] = []  # those of saves before that are not over
         self._left: list[tuple[ocp.future.Future, float | None]] = []  # and how long to wait for it
 
     def expect(self, label: int) -> None:
@@ -64,23 +96,31 @@ class BegunSave:
 
         Args:
           folder: The save's directory.
-          item: The item's.
+          item: The item's; the same without a manager.
         """
         is_other = folder != self._folder or item in self._items
         if is_other:
             self.number += 1
-            self._folder, self._before, self._items = folder, self._items, {}
-        self._items[item] = BegunItem(())
+            before = [*self._before, *self._items.items()]
+            self._before = [(name, each) for name, each in before if not each.is_over]
+            self._folder, self._items = folder, {}
+            self._root = "" if folder == item else folder.rpartition("/")[0]
+        self._items[item] = BegunItem(self._root)
         return is_other
 
     def add(self, item: Any, taken: TakenSave) -> BegunItem:
         """Accounts for what has been taken of an item, from now on."""
         try:
-            self._items[str(item)] = begun = BegunItem(taken.arrays)
+            self._items[str(item)] = begun = BegunItem(self._root, taken.arrays, taken.pending)
             return begun
         except BaseException:  # an interrupt
             taken.release()
             raise
+
+    def item(self, directory: Any) -> BegunItem | None:
+        """That which lies in a directory, of this save or of one before that is not over."""
+        known = dict([*self._before, *self._items.items()])
+        return known.get(str(directory))
 
     def _forget(self) -> None:
         self._folder, self._items = "", {}
@@ -95,11 +135,22 @@ class BegunSave:
             item.release()
         self._forget()
 
-    def give_back_before(self) -> None:
-        """Likewise of the save before this one, which has ended, nobody has told how."""
-        for item in self._before.values():
-            item.release()
-        self._before = {}
+    def give_up_before(self, error: BaseException, *, one_at_a_time: bool) -> None:
+        """Likewise of saves before this one that have ended, and nobody has told how.
+
+        Args:
+          error: What their reports say where nobody has.
+          one_at_a_time: Whether a manager waits for its last save before another begins.
+        """
+        for _, item in self._before:
+            is_waited_for = one_at_a_time and item.root != "" and item.root == self._root
+            if is_waited_for or item.will_not_begin:
+                item.has_ended(error)
+
+    def give_up_all(self, error: BaseException) -> None:
+        """Likewise of all saves: whoever makes them has waited for them."""
+        for _, item in [*self._before, *self._items.items()]:
+            item.has_ended(error)
 
     def give_up(self, error: BaseException) -> None:
         """It does not begin after all. What writes it already goes on to its end.

@@ -1,7 +1,7 @@
 """The face for Orbax's v1: a checkpointable whose saves leave the device through windows."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import jax
@@ -73,28 +73,33 @@ class GoCkptCheckpointable(WindowFace):
         Args:
           directory: Of the checkpointable; it may not exist yet.
         """
-        path = directory.path
-        futures = await self._handler.async_save(path, GoCkptSave(self.item))
+        futures = await self._handler.async_save(directory.path, GoCkptSave(self.item))
         # v1 may begin the next save before this one has ended.
-        label, pending = self._handler.begun.label, self._gockpt_log.pending
-        processes = self._gockpt_session.processes
+        label, begun = self._handler.begun.label, self._handler.begun.item(directory.path)
 
         async def write() -> None:
-            await directory.await_creation()
-            for future in futures:
-                await asyncio.to_thread(future.result)
-            # v1 asks nobody to finalize. The others would wait for one that fails in it.
-            error = None
-            if ocp.multihost.is_primary_host(0):
-                try:
-                    await asyncio.to_thread(self._handler.complete, path)
-                    if pending is not None:
-                        pending.committed()  # but for the rename
-                except Exception as failed:
-                    error = failed
-            await asyncio.to_thread(agree, processes, "finalized", label, error)
+            try:
+                await self._write(directory, futures, label)
+            except BaseException as error:
+                if begun is not None:
+                    begun.failed(error)
+                raise
 
         return write()
+
+    async def _write(self, directory: Any, futures: Sequence[Any], label: int) -> None:
+        """Waits until all is written, and finalizes it: v1 asks nobody to."""
+        await directory.await_creation()
+        for future in futures:
+            await asyncio.to_thread(future.result)
+        error = None  # the others would wait for one that fails in it
+        if ocp.multihost.is_primary_host(self._handler.primary_host):
+            try:
+                await asyncio.to_thread(self._handler.finalize, directory.path)
+            except Exception as failed:
+                error = failed
+        processes = self._gockpt_session.processes
+        await asyncio.to_thread(agree, processes, "finalized", label, error)
 
     async def load(self, directory: Any) -> Awaitable[None]:
         """Loads into the target, or as it was saved if there is none."""
@@ -121,8 +126,7 @@ class GoCkptCheckpointable(WindowFace):
 class _SavesMayOverlap(GoCkptHandler):
     """v1 may begin the next save before the last one has ended."""
 
-    def _last_has_ended(self) -> None:
-        pass
+    _one_at_a_time = False
 
 
 @v1.handlers.register_handler

@@ -9,8 +9,10 @@ the same: what it refuses it has refused, and what the caller may change has bee
 import asyncio
 import concurrent.futures
 import dataclasses
+import itertools
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax import _compat
 from gockpt_jax.storage.writing.host_array import HostArray
 
+_numbers = itertools.count()
 _KNOWN = (HostArray, bool, int, float, str, np.generic)  # no caller can change them
 
 
@@ -27,13 +30,41 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
     """A save whose writing is begun by a thread of Orbax's, as soon as its directory is there.
 
     Args:
-      begin: Begins the writing; its result resolves when all is written.
+      begin: Begins the writing; what it results in resolves when all is written.
     """
 
-    def __init__(self, begin: Coroutine[Any, Any, ocp.future.Future]):
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]]):
+        self._has_begun = False
+        self._thread = f"gockpt_hand_over_{next(_numbers)}"
+        self._part = self._begin(_compat.operation(), begin)
         self._begun = ocp.future.CommitFutureAwaitingContractedSignals(
-            _part_of(_compat.operation(), begin), name="gockpt_hand_over"
+            self._part, name=self._thread
         )
+
+    async def _begin(
+        self, operation: str | None, begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]]
+    ) -> ocp.future.Future:
+        """As a part of its own operation, whichever save has begun meanwhile."""
+        self._has_begun = True
+        with _compat.own_operation(operation):
+            return await begin()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its writing has not begun yet, and may."""
+        # What the thread raises, after 300 s, cannot be told from too short a wait for it.
+        is_there = any(thread.name == self._thread for thread in threading.enumerate())
+        return is_there and not self._has_begun
+
+    @property
+    def will_not_begin(self) -> bool:
+        """Whether the thread has given up: its directory has not come."""
+        return not self.is_waiting and not self._has_begun
+
+    def close(self) -> None:
+        """Lets go of what will not begin, or Python would warn of it."""
+        if self.will_not_begin:
+            self._part.close()
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for every write; raises what the first failing one, or their beginning, raised."""
@@ -42,14 +73,6 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - started_at))
         written.result(timeout)
-
-
-async def _part_of(
-    operation: str | None, begin: Coroutine[Any, Any, ocp.future.Future]
-) -> ocp.future.Future:
-    """Begins the writing, whichever save has begun meanwhile."""
-    with _compat.own_operation(operation):
-        return await begin
 
 
 def run_to_its_end(save: Coroutine[Any, Any, None]) -> None:

@@ -52,6 +52,8 @@ class GoCkptHandler(StateHandler):
       ([0.5, 0.5], 'snapshot')
     """
 
+    _one_at_a_time = True  # a manager waits for its last save, and raises what went wrong with it
+
     def __init__(
         self,
         *,
@@ -69,7 +71,6 @@ class GoCkptHandler(StateHandler):
         predictor = self._gockpt_session.predictor
         predictor.is_save_label = labels_of_policy(save_decision_policy)
         predictor.sees_every_call = False
-        self._folder = ""  # in which the last save's directory is
 
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
         """Seals the window (or takes a snapshot) and starts writing what becomes final.
@@ -96,33 +97,23 @@ class GoCkptHandler(StateHandler):
             taken.pending.failed(error)
             raise
 
-    def _begin(self, directory: str, *, is_managed: bool) -> None:
-        """Another save begins: its directory has its label."""
-        folder, _, name = directory.rpartition("/")
-        if is_managed and folder == self._folder:  # others' may still be written
-            self._last_has_ended()
-        self._folder = folder if is_managed else ""
-        digits = re.findall(r"\d+", name.partition(TEMPORARY)[0])
+    def _begin(self, directory: str) -> None:
+        """Another save begins: its directory has its label. Others may still be written."""
+        self.begun.give_up_before(StorageError(_NO_WORD), one_at_a_time=self._one_at_a_time)
+        digits = re.findall(r"\d+", directory.rpartition("/")[2].partition(TEMPORARY)[0])
         self.begun.label = int(digits[-1]) if digits else -1
-
-    def _last_has_ended(self) -> None:
-        """Stock has waited for its last save, and raised what went wrong; it may not have told us.
-
-        Nor does anybody write what is left of it.
-        """
-        pending = self._gockpt_log.pending
-        if pending is not None and not pending.is_finished:
-            pending.failed(StorageError(_NO_WORD))
-        self.begun.give_back_before()
 
     def finalize(self, directory: Any) -> None:
         """Completes an item; the save is visible then, but for the rename."""
         super().finalize(directory)
-        self.committed()
+        begun = self.begun.item(directory)
+        if begun is not None and begun.pending is not None:
+            begun.pending.committed()
 
     def close(self) -> None:
         """Closes the stock handlers inside; drops an open window and ends the worker thread."""
-        self._last_has_ended()
+        if self._one_at_a_time:
+            self.begun.give_up_all(StorageError(_NO_WORD))
         self._gockpt_session.close()
         super().close()
 

@@ -5,6 +5,7 @@ Whoever calls knows labels, refused saves and commits: our manager, or for stock
 
 import concurrent.futures
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,8 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
       **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
 
     Attributes:
+      primary_host: The process that merges what all have written; `None`: each has storage of its
+        own.
       writers: Names the processes that write one directory together.
       begun: What has begun of the save that came last, and its label.
       votes: At the commit, if a manager of ours takes them.
@@ -68,13 +71,13 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         together = options.setdefault(
             "multiprocessing_options", ocp.options.MultiprocessingOptions()
         )
-        self._primary_host = together.primary_host  # `None`: each has storage of its own
+        self.primary_host = together.primary_host
         # What a process takes is what Orbax has it write.
         replicas = Replicas(ReplicaLayout.pop_from(dict(options)).write_shape)
         self._open_windows(window, processes or Processes(together.active_processes), replicas)
         session = self._gockpt_session
         self.writers = session.processes.prefix
-        if self._primary_host is None:
+        if self.primary_host is None:
             self.writers += f"_{jax.process_index()}"
         limit, host = session.options.write_limit_bytes, session.host
         self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
@@ -113,7 +116,9 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
             written.set_exception(error)
         processes = self._gockpt_session.processes
         if self.votes is None and processes.several:
-            written = Voting(written, processes, self._gockpt_log.pending, self.begun.label)
+            is_told = ocp.multihost.is_primary_host(self.primary_host)
+            pending = None if is_told else self._gockpt_log.pending
+            written = Voting(written, processes, pending, self.begun.label)
         return [written]
 
     def leaves_to_save(self, args: Any) -> tuple[list[Any], Any]:
@@ -174,7 +179,8 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         if save is None:
             return await self._begin_writing(directory, taken, begun.stats)
         settled_save = dataclasses.replace(taken, save=save)
-        begun.handed_over = HandedOver(self._begin_writing(directory, settled_save, begun.stats))
+        begin = functools.partial(self._begin_writing, directory, settled_save, begun.stats)
+        begun.handed_over = HandedOver(begin)
         return begun.handed_over
 
     async def _begin_writing(
@@ -183,7 +189,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         """Has stock begin to write."""
         try:
             tree = self._trees.of(taken.save.item)
-            if ocp.multihost.is_primary_host(self._primary_host):
+            if ocp.multihost.is_primary_host(self.primary_host):
                 save = taken.save
                 stats.checksums.add_values(save.item, save.save_args, self._is_stocks_array)
             with collecting(stats):
@@ -210,10 +216,10 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         save = item if TEMPORARY in name and TEMPORARY not in folder else folder
         if self.begun.enter(save, item):
             self._gockpt_session.end_save()
-            self._begin(save, is_managed=save != item)
+            self._begin(save)
 
-    def _begin(self, directory: str, *, is_managed: bool) -> None:
-        """Another save begins, into this directory; a manager's, if it is of items in that."""
+    def _begin(self, directory: str) -> None:
+        """Another save begins, into this directory."""
         if self.votes is not None:
             self.votes.begin(self.begun.label)
 
@@ -253,7 +259,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         if self.wait_for_metadata is not None:
             self.wait_for_metadata()
         members = self._gockpt_session.processes.members
-        checksum_files.write_item_file(directory, None if self._primary_host is None else members)
+        checksum_files.write_item_file(directory, None if self.primary_host is None else members)
 
     def committed(self) -> None:
         """The last save is visible, if there is one and it has not failed."""

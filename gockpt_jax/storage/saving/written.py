@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from gockpt_jax.storage.files import bucket
@@ -45,7 +44,15 @@ class Written(ocp.future.Future):  # type: ignore[misc]
 
 
 class Voting(ocp.future.Future):  # type: ignore[misc]
-    """An item's writes on all processes; for managers that take no votes at their barriers."""
+    """An item's writes on all processes; for managers that take no votes at their barriers.
+
+    Args:
+      written: The writes of this process.
+      processes: Those that save together.
+      pending: The save's report, where this is the last that is heard of it; `None` on the process
+        that finalizes.
+      label: Of the save.
+    """
 
     def __init__(
         self, written: ocp.future.Future, processes: Processes, pending: PendingReport | None,
@@ -65,8 +72,8 @@ class Voting(ocp.future.Future):  # type: ignore[misc]
             error = failed
         patience = PATIENCE_SECS if timeout is None else timeout
         agree(self._processes, "written", self._label, error, patience)
-        if self._pending is not None and jax.process_index():
-            self._pending.committed()  # but for merge and rename, of which only process 0 hears
+        if self._pending is not None:
+            self._pending.committed()  # but for merge and rename
 
 
 class Reported(ocp.future.Future):  # type: ignore[misc]
