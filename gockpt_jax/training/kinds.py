@@ -9,6 +9,7 @@ from typing import Any
 
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.returned import NewState
+from gockpt_jax.training.unarmable import CannotArmError
 
 _MAX_PROGRAMS = 8
 """Programs that a step has at once; beyond, the one that has been wanted least lately goes."""
@@ -67,6 +68,11 @@ class Kinds:
     def drop(self, program: StepProgram) -> None:
         """Does without one: it refuses calls that look like its own."""
         self._programs = tuple(p for p in self._programs if p is not program)
+
+    def give_up(self, program: StepProgram, error: CannotArmError) -> bool:
+        """Keeps one that cannot run armed, or it would be traced anew; says if others may."""
+        program.give_up(error)
+        return any(not other.is_given_up for other in self._programs)
 
     def forget(self) -> None:
         """Does without those that JAX has forgotten."""

@@ -155,6 +155,16 @@ class StepProgram:
         failure = self._executable.exception()
         return None if failure is None else f"the armed step did not compile: {failure}"
 
+    def give_up(self, error: CannotArmError) -> None:
+        """The armed step cannot run after all, and says so as if it did not compile."""
+        self._executable = concurrent.futures.Future()
+        self._executable.set_exception(error)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the armed step has turned out to be one that cannot run."""
+        return self.is_armed and self._compiling.done() and self._compiling.exception() is not None
+
     def executable(self) -> Any:
         """The armed step as JAX compiled it; waits for its compilation, and raises its error."""
         return self._compiling.result()

@@ -128,7 +128,11 @@ class WrappedStep(StandIn):
                 what = "the call changed:" if is_refusal else "the step raised"
                 self._observer.no_update(f"{what} {_brief(error)}")
             if isinstance(error, CannotArmError):
-                self.give_up(f"{error}: {_brief(error.__cause__ or error)}")
+                why = f"{error}: {_brief(error.__cause__ or error)}"
+                if self._kinds.give_up(call.program, CannotArmError(why)):
+                    _log.info("a kind of call of %s has no windows: %s", self.__name__, why)
+                else:
+                    self.give_up(why)
                 return None
             if not is_refusal:
                 raise

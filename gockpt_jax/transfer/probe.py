@@ -34,13 +34,12 @@ def probe(arrays: Iterable[Any]) -> jax.Array | None:
     if found is None or found.is_deleted() or not found.addressable_shards:
         return None
     shard = found.addressable_shards[0].data
-    spec = jax.ShapeDtypeStruct(shard.shape, shard.dtype, sharding=shard.sharding)
-    program = _programs.needed(spec, functools.partial(_compile, spec))
+    # As it lies there: it may be as the user has asked (`Format`).
+    spec = jax.ShapeDtypeStruct(shard.shape, shard.dtype, sharding=shard.format)
+    key = (shard.shape, shard.dtype, shard.format)
+    program = _programs.needed(key, functools.partial(_compile, spec))
     with unwatched():
-        try:
-            copied: jax.Array = program(shard)
-        except ValueError:  # before dispatch: it lies in memory as the user asked (`Format`)
-            return None
+        copied: jax.Array = program(shard)
     return copied
 
 

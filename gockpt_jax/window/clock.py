@@ -43,6 +43,7 @@ class StepClock:
         self._watcher = watcher
         self._probe = probe
         self._began: _Mark | None = None  # the part, if it has; the trainer's
+        self._next = 0  # the version at which one may begin: not long before, none could
         # The watcher's: of the stretch so far.
         self._stretch_secs, self._stretch_steps = 0.0, 0
         self._means: tuple[float, ...] = ()  # of the last stretches
@@ -50,7 +51,9 @@ class StepClock:
     def tick(self, version: int) -> None:
         """A step outside a window is about to be called, after so many updates."""
         if self._began is None:
-            self._began = self._mark(version)
+            if version >= self._next:
+                self._began = self._mark(version)
+                self._next = 0 if self._began is not None else version + _STRETCH_STEPS
         elif version - self._began.version >= _STRETCH_STEPS:
             self._began = self._ended(self._began, version)
 

@@ -331,6 +331,37 @@ def test_a_kind_of_call_that_cannot_be_armed_leaves_the_others_their_windows(mon
     assert len(tried) < 10
 
 
+@pytest.mark.parametrize("all_kinds", [False, True])
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_a_kind_of_call_that_jax_refuses_leaves_the_others_their_windows(
+    monkeypatch, arm, all_kinds
+):
+    """Nor is it compiled again and again."""
+    executable, armed, arming = StepProgram.executable, [], StepProgram.arm
+
+    def refuse(*flat):
+        raise ValueError("it lies otherwise")
+
+    def of_long_batches(program):
+        found = executable(program)
+        return lambda *flat: (refuse if all_kinds or flat[-1].size < 8 else found)(*flat)
+
+    monkeypatch.setattr(StepProgram, "executable", of_long_batches)
+    monkeypatch.setattr(StepProgram, "arm", lambda program: armed.append(arming(program)))
+    observer = Observer(range(2, 40))
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer, arm=arm)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(step, fresh(), 40, lambda n: jnp.ones(3 if n % 2 else 8))
+    assert len(armed) <= 2
+    assert len(told) == all_kinds
+    assert (step.why_not is not None) == all_kinds
+    if not all_kinds:
+        assert observer.cuts[6:] == [n % 2 == 0 for n in range(6, 40)]
+        step.turn_to((fresh(), jnp.ones(3)), {})
+        assert "the very call" in step.program.why_not_ready()
+
+
 def test_an_evaluation_through_the_step_is_no_new_program():
     """It returns no state; with "always" each call that is another way is traced."""
 

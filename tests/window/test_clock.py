@@ -154,6 +154,16 @@ def test_what_cannot_be_probed_is_left_out(loop, monkeypatch, when):
     assert loop.clock.secs == pytest.approx(1.0)
 
 
+def test_what_cannot_be_probed_is_not_tried_at_every_step(loop):
+    probe, tried = loop.clock._probe, []
+    loop.clock._probe = lambda: tried.append(loop.version)
+    loop.run(80, 1.0)
+    assert tried == [0, 16, 32, 48, 64]
+    loop.clock._probe = probe
+    loop.run(49, 1.0)
+    assert loop.clock.secs == pytest.approx(1.0)
+
+
 def test_plans_go_by_it_and_by_the_rate_of_the_link(loop, monkeypatch):
     loop.run(49, 2.0)
     monkeypatch.setattr(known, "LINK", types.SimpleNamespace(bytes_per_sec=5.0))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from window.training_loop import BATCH, Options, assert_same, to_host
 
@@ -366,6 +367,11 @@ def test_a_probe_is_no_array_of_the_state(tmp_path):
             assert found.unsafe_buffer_pointer() != shard.data.unsafe_buffer_pointer()
         small.delete()
         assert float(found.reshape(())) == 3.0
+
+
+def test_a_probe_of_what_lies_as_the_user_wants_it():
+    lies = Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    assert probe([jax.device_put(jnp.full((3, 4), 3.0), lies)]).tolist() == [[3.0]]
 
 
 def test_what_cannot_be_probed():
