@@ -14,8 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage.saving.begun import BegunSave
-from gockpt_jax.storage.saving.hand_over import HandedOver
+from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.window import open_window
@@ -122,7 +121,7 @@ def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted behind the hand-over, and before the commit: a thread of Orbax's still writes."""
-    real, waited, check = Composite.async_save, HandedOver.result, leaf_writer._check_data
+    real, waited, check = Composite.async_save, BegunItem.wait, leaf_writer._check_data
     armed, go_on = [True], threading.Event()
 
     async def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -131,12 +130,12 @@ def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
             raise KeyboardInterrupt
         return futures
 
-    def result(left: HandedOver, timeout: float | None = None) -> None:
-        go_on.set()  # it is waited for
-        waited(left, timeout)
+    def wait(left: BegunItem, secs: float | None) -> None:
+        go_on.set()
+        waited(left, secs)
 
     monkeypatch.setattr(Composite, "async_save", interrupted)
-    monkeypatch.setattr(HandedOver, "result", result)
+    monkeypatch.setattr(BegunItem, "wait", wait)
     monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
     with gockpt.GoCkptManager(tmp_path) as manager:
         old, new = ({"w": jnp.full(1000, n, jnp.float32)} for n in (1, 2))
@@ -157,16 +156,16 @@ def test_orbax_is_not_closed_before_what_a_save_has_left_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread would write into a checkpoint that nobody has an eye on any more."""
-    real, waited, check = Composite.async_save, HandedOver.result, leaf_writer._check_data
+    real, waited, check = Composite.async_save, BegunItem.wait, leaf_writer._check_data
     close, go_on, ended = ocp.CheckpointManager.close, threading.Event(), []
 
     async def interrupted(*args: Any, **kwargs: Any) -> Any:
         await real(*args, **kwargs)
         raise KeyboardInterrupt
 
-    def result(left: HandedOver, timeout: float | None = None) -> None:
+    def wait(left: BegunItem, secs: float | None) -> None:
         go_on.set()
-        waited(left, timeout)
+        waited(left, secs)
         ended.append("what was left")
 
     def closes(manager: ocp.CheckpointManager) -> None:
@@ -175,7 +174,7 @@ def test_orbax_is_not_closed_before_what_a_save_has_left_has_ended(
         close(manager)
 
     monkeypatch.setattr(Composite, "async_save", interrupted)
-    monkeypatch.setattr(HandedOver, "result", result)
+    monkeypatch.setattr(BegunItem, "wait", wait)
     monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
     monkeypatch.setattr(ocp.CheckpointManager, "close", closes)
     with gockpt.GoCkptManager(tmp_path) as manager:

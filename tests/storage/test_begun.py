@@ -8,6 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 import pytest
 
+from gockpt_jax.errors import StorageError
 from gockpt_jax.storage.saving.begun import BegunSave
 
 ERROR = OSError("of which nobody has told")
@@ -35,26 +36,26 @@ class Report:
         self.error, self.is_finished = error, True
 
 
-class HandedOver:
-    """What a thread of Orbax's is to begin."""
-
-    def __init__(self, state: str):
-        self.is_waiting, self.will_not_begin = state == "waits", state == "refused"
-        self.close = lambda: None
-
-
 class Writing:
     """What a thread of Orbax's has; others may wait for it."""
 
-    close = staticmethod(lambda: None)
-
-    def __init__(self, *ends: BaseException | None):
+    def __init__(
+        self, *ends: BaseException | None, may_begin: bool = True, has_begun: bool = True
+    ) -> None:
         self.ends = list(ends)
+        self.may_begin, self.will_not_begin = may_begin, False
+        self.is_cancelled = False
+        self._has_begun = has_begun
 
-    def result(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None) -> None:
         assert timeout is None
         if (end := self.ends.pop(0)) is not None:
             raise end
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        if not self._has_begun:
+            self.may_begin, self.will_not_begin = False, True
 
 
 def entered(begun: BegunSave, *items: str, folder: str = "7.tmp") -> list[Array]:
@@ -79,13 +80,16 @@ def test_items_of_one_save_lie_in_one_directory_each_once():
 
 
 def test_what_is_being_written_is_its_writers():
+    """They begin to write no more of it."""
     begun = BegunSave()
     arrays = entered(begun, "a", "b")
-    begun._items["7.tmp/b"].stats.peak_inflight_bytes = 1
-    begun.give_back()
+    items = [begun.item(f"7.tmp/{name}") for name in "ab"]
+    items[1].stats.peak_inflight_bytes = 1
+    begun.give_up(ERROR)
     assert [array.releases for array in arrays] == [1, 0]
-    begun.give_back()
-    assert [array.releases for array in arrays] == [1, 0]
+    for item in items:
+        with pytest.raises(RuntimeError, match="no more of it is written"):
+            item.stats.require_wanted()
     assert begun.enter("7.tmp", "7.tmp/c")  # of another attempt
 
 
@@ -99,6 +103,7 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     begun._items["7.tmp/a"].handed_over = left
     begun.give_up(error)
     assert [array.releases for array in arrays] == [isinstance(error, OSError), 1]
+    assert left.is_cancelled == isinstance(error, OSError)
     assert begun.enter("7.tmp", "7.tmp/c")  # of another attempt
     entered(begun, "a")
     begun._items["7.tmp/a"].handed_over = failed  # type: ignore[assignment]
@@ -108,8 +113,39 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     begun.wait_for_what_was_left()  # as it was left
     begun.wait_for_what_was_left()
     assert left.ends == failed.ends == []
-    begun.give_back()
-    assert [array.releases for array in arrays] == [isinstance(error, OSError), 1]
+
+
+def test_what_cannot_begin_any_more_is_not_waited_for():
+    """Its directory may never come, and Orbax's thread waits for that for 300 s."""
+    begun = BegunSave()
+    entered(begun, "a")
+    begun._items["7.tmp/a"].handed_over = Writing(may_begin=False)  # type: ignore[assignment]
+    begun.give_up(ERROR)
+    begun.wait_for_what_was_left()
+
+
+@pytest.mark.parametrize(
+    ("handed_over", "is_soiled"),
+    [(Writing(None), True), (Writing(may_begin=False), False), (Writing(has_begun=False), False)],
+    ids=["written", "has ended", "waits for its directory"],
+)
+def test_a_save_into_the_directory_of_one_that_is_written(handed_over, is_soiled):
+    """Whoever makes the directory has made it before we hear of it."""
+    begun = BegunSave()
+    (array,) = entered(begun, "a")
+    begun._items["7.tmp/a"].handed_over = handed_over
+    begun.enter("7.tmp", "7.tmp/a")
+    begun.give_up_before(ERROR, one_at_a_time=False)
+    assert array.releases == 1
+    if is_soiled:
+        with pytest.raises(StorageError, match="was still being written into its directory"):
+            begun.require_clean()
+        begun.wait_for_what_was_left()
+        handed_over.may_begin = False
+        begun.enter("7.tmp", "7.tmp/a")
+        begun.give_up_before(ERROR, one_at_a_time=False)
+    assert not begun._left
+    begun.require_clean()
 
 
 def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
@@ -163,7 +199,9 @@ def test_what_nobody_will_begin_to_write_is_given_back():
         of_each[name] = entered(begun, "", folder=name)[0]
     saves = {name: begun.item(name) for name in of_each}
     for name in ("began", "waits", "refused"):
-        saves[name].handed_over = HandedOver(name)  # type: ignore[assignment]
+        handed_over: Any = Writing(may_begin=name == "waits")
+        handed_over.will_not_begin = name == "refused"
+        saves[name].handed_over = handed_over
     saves["committed"].pending.is_finished = True
     entered(begun, "", folder="next")
     begun.give_up_before(ERROR, one_at_a_time=True)

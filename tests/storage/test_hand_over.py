@@ -16,6 +16,7 @@ from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
+from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
@@ -205,6 +206,65 @@ def test_a_report_tells_of_the_bytes_of_all_items_and_of_the_longest_write(tmp_p
         stats.write_secs, stats.written_bytes = secs, nbytes
         Written([], record, stats, tmp_path).result()
     assert (record.write_secs, record.written_bytes) == (3.0, 12)
+
+
+def test_all_writes_of_an_item_are_waited_for_when_one_has_failed(tmp_path):
+    """The next save may be of its label, and so in its place."""
+    failed, waited = concurrent.futures.Future(), []
+    failed.set_exception(OSError("the first"))
+
+    class Writing:
+        def result(self, timeout=None):
+            waited.append(timeout)
+            raise OSError("the second")
+
+    written = Written(
+        [failed, Writing()], SaveRecord(kind="snapshot", reason=""), WriteStats(), "x"
+    )
+    with pytest.raises(gockpt.StorageError, match="the first"):
+        written.result()
+    assert waited == [None]
+    assert written.has_ended
+
+
+def test_whether_writes_have_ended_where_nobody_has_waited_for_them(tmp_path):
+    """A chain of Orbax's futures that is given no time has ended none of them."""
+    writes = concurrent.futures.Future()
+    chain = ocp.future.ChainedFuture([writes, ocp.future.NoopFuture()], lambda: None)
+    written = Written([chain], SaveRecord(kind="snapshot", reason=""), WriteStats(), tmp_path)
+    assert not written.has_ended
+    with pytest.raises(TimeoutError):
+        written.wait(0.01)
+    writes.set_result(None)
+    assert written.has_ended
+
+
+def test_what_is_cancelled_does_not_begin_and_what_has_begun_goes_on(monkeypatch):
+    may_begin, began = threading.Event(), []
+
+    async def begin():
+        began.append(threading.current_thread())
+        return ocp.future.NoopFuture()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "orbax.checkpoint._src.futures.future.wait_for_signals",
+            lambda *_, **__: may_begin.wait(WAIT_SECS),
+        )
+        waits = HandedOver(begin)
+        assert waits.may_begin
+        waits.cancel()
+        assert (waits.may_begin, waits.will_not_begin) == (False, True)
+        waits.wait(None)  # for nothing
+        may_begin.set()  # its directory comes after all
+        with pytest.raises(RuntimeError, match="its save has failed"):
+            waits.result()
+    assert began == []
+    with _compat.own_operation("one without a directory"):
+        writes = HandedOver(begin)
+    writes.result()
+    writes.cancel()
+    assert (writes.may_begin, writes.will_not_begin, len(began)) == (False, False, 1)
 
 
 class Counter:

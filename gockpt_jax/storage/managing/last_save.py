@@ -179,7 +179,7 @@ class LastSave:
                 error = failure
         if self._session.processes.is_one_missing:
             self._room.give_up(error)  # it would wait for that one too
-        self._handler.begun.give_back()
+        self._handler.begun.give_up(error)
         self.surface(self._named(self.step, error))
 
     def _named(self, step: int, error: BaseException) -> BaseException:

@@ -7,8 +7,8 @@ In the order of their imports:
     refused         what no checkpoint can hold
     taken           an item that is on its way from the devices
     hand_over       handing it to stock, away from the trainer's thread
-    begun           what has begun of a save, and what is left of one that was given up
     written         what Orbax waits for before it commits
+    begun           what has begun of saves, and what is left of those that were given up
     state_handler   how a state is saved and restored, whoever asks for it
     handler         the handler for stock's managers, which tells what ours would
     checkpointable  the same for Orbax's v1

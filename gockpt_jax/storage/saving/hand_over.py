@@ -9,10 +9,11 @@ the same: what it refuses it has refused, and what the caller may change has bee
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import jax
@@ -34,37 +35,51 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
     """
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]]):
-        self._has_begun = False
+        self._has_begun = self._is_cancelled = False
+        self._deciding = threading.Lock()  # which of them it is
         self._thread = f"gockpt_hand_over_{next(_numbers)}"
-        self._part = self._begin(_compat.operation(), begin)
         self._begun = ocp.future.CommitFutureAwaitingContractedSignals(
-            self._part, name=self._thread
+            _MadeWhenRun(functools.partial(self._begin, _compat.operation(), begin)),
+            name=self._thread,
         )
 
     async def _begin(
         self, operation: str | None, begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]]
     ) -> ocp.future.Future:
         """As a part of its own operation, whichever save has begun meanwhile."""
-        self._has_begun = True
+        with self._deciding:
+            if self._is_cancelled:
+                raise RuntimeError("its save has failed, so this item is not written")
+            self._has_begun = True
         with _compat.own_operation(operation):
             return await begin()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its writing has not begun yet, and may."""
-        # What the thread raises, after 300 s, cannot be told from too short a wait for it.
-        is_there = any(thread.name == self._thread for thread in threading.enumerate())
-        return is_there and not self._has_begun
+    def cancel(self) -> None:
+        """Its writing does not begin any more, if it has not."""
+        with self._deciding:
+            self._is_cancelled = not self._has_begun
 
     @property
     def will_not_begin(self) -> bool:
-        """Whether the thread has given up: its directory has not come."""
-        return not self.is_waiting and not self._has_begun
+        """Whether its writing has not begun, nor will."""
+        # Where its directory does not come the thread gives up, after 300 s. What it raises then
+        # cannot be told from too short a wait for it.
+        is_thread_there = self._is_thread_there
+        return not self._has_begun and (self._is_cancelled or not is_thread_there)
 
-    def close(self) -> None:
-        """Lets go of what will not begin, or Python would warn of it."""
-        if self.will_not_begin:
-            self._part.close()
+    @property
+    def may_begin(self) -> bool:
+        """Whether its writing has not begun, or is being begun."""
+        return self._is_thread_there and not self.will_not_begin
+
+    @property
+    def _is_thread_there(self) -> bool:
+        return any(thread.name == self._thread for thread in threading.enumerate())
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits until its writing has begun, or cannot any more, which raises."""
+        if not self.will_not_begin:
+            self._begun.result(timeout)
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for every write; raises what the first failing one, or their beginning, raised."""
@@ -73,6 +88,33 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - started_at))
         written.result(timeout)
+
+
+class _MadeWhenRun(Coroutine[Any, Any, Any]):
+    """A coroutine that is made when it is first run: Python warns of one that is made and is not.
+
+    Args:
+      make: Makes it.
+    """
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, Any]]):
+        self._make = make
+
+    @functools.cached_property
+    def _made(self) -> Coroutine[Any, Any, Any]:
+        return self._make()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._made.__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._made.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._made.throw(*error)
+
+    def close(self) -> None:
+        self._made.close()
 
 
 def run_to_its_end(save: Coroutine[Any, Any, None]) -> None:

@@ -12,11 +12,11 @@ from gockpt_jax.errors import StorageError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.restoring.restore import GoCkptRestore
+from gockpt_jax.storage.saving.begun import BegunItem
 from gockpt_jax.storage.saving.policies import labels_of_policy
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.storage.saving.written import Reported
-from gockpt_jax.storage.writing.write_budget import WriteStats
 
 _NO_WORD = (
     "given up before its commit, as where its directory cannot be made or another item fails: the "
@@ -86,13 +86,15 @@ class GoCkptHandler(StateHandler):
         if pending is None:
             return futures
         pending.returned(entered_at)
-        return [Reported(written, pending) for written in futures]
+        begun = self.begun.item(directory)
+        assert begun is not None
+        return [Reported(written, pending, begun.give_up) for written in futures]
 
     async def _begin_writing(
-        self, directory: Any, taken: TakenSave, stats: WriteStats
+        self, directory: Any, taken: TakenSave, begun: BegunItem
     ) -> ocp.future.Future:
         try:
-            return await super()._begin_writing(directory, taken, stats)
+            return await super()._begin_writing(directory, taken, begun)
         except BaseException as error:
             taken.pending.failed(error)
             raise
@@ -100,6 +102,7 @@ class GoCkptHandler(StateHandler):
     def _begin(self, directory: str) -> None:
         """Another save begins: its directory has its label. Others may still be written."""
         self.begun.give_up_before(StorageError(_NO_WORD), one_at_a_time=self._one_at_a_time)
+        self.begun.wait_for_what_was_left()
         digits = re.findall(r"\d+", directory.rpartition("/")[2].partition(TEMPORARY)[0])
         self.begun.label = int(digits[-1]) if digits else -1
 

@@ -28,7 +28,7 @@ from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.registry import look_up
 from gockpt_jax.storage.writing.tree_handler import TreeHandlers
-from gockpt_jax.storage.writing.write_budget import WriteStats, collecting
+from gockpt_jax.storage.writing.write_budget import collecting
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.face import WindowFace
@@ -154,6 +154,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
     def _take(self, args: Any, entered_at: float) -> TakenSave:
         if self._gockpt_session.processes.several:  # alone, its window waits for a mended save
             self._gockpt_session.begin_save()
+        self.begun.require_clean()
         leaves, tree = self.leaves_to_save(args)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         arrays, host = [leaves[i] for i in positions], self._gockpt_session.host
@@ -177,16 +178,17 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
             raise taken.error
         save = settled(taken.save)
         if save is None:
-            return await self._begin_writing(directory, taken, begun.stats)
+            return await self._begin_writing(directory, taken, begun)
         settled_save = dataclasses.replace(taken, save=save)
-        begin = functools.partial(self._begin_writing, directory, settled_save, begun.stats)
+        begin = functools.partial(self._begin_writing, directory, settled_save, begun)
         begun.handed_over = HandedOver(begin)
         return begun.handed_over
 
     async def _begin_writing(
-        self, directory: Any, taken: TakenSave, stats: WriteStats
+        self, directory: Any, taken: TakenSave, begun: BegunItem
     ) -> ocp.future.Future:
         """Has stock begin to write."""
+        stats = begun.stats
         try:
             tree = self._trees.of(taken.save.item)
             if ocp.multihost.is_primary_host(self.primary_host):
@@ -195,10 +197,12 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
             with collecting(stats):
                 futures = await tree.async_save(directory, args=taken.save)
         except BaseException as error:
+            stats.is_given_up = True  # what has begun of it
             taken.release()
             error.add_note(f"gockpt_jax: while {directory} was handed to Orbax.")
             raise
-        return Written(futures or (), taken.pending.record, stats, directory)
+        begun.written = Written(futures or (), taken.pending.record, stats, directory)
+        return begun.written
 
     def _is_stocks_array(self, leaf: Any) -> bool:
         """Whether a leaf that is none of ours will be an array on disk."""

@@ -1,7 +1,9 @@
 """What Orbax waits for before it commits a save: an item's writes, here and on all processes."""
 
+import concurrent.futures
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -11,6 +13,9 @@ from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.writing.write_budget import WriteStats
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes
+
+_A_MOMENT_SECS = 0.01
+"""Given no time at all, some of Orbax's futures say that they have not ended when they have."""
 
 
 class Written(ocp.future.Future):  # type: ignore[misc]
@@ -23,6 +28,7 @@ class Written(ocp.future.Future):  # type: ignore[misc]
         self._futures = futures
         self._record = record
         self._stats = stats
+        self._has_ended = False
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for every write; raises what the first failing one raised.
@@ -31,8 +37,7 @@ class Written(ocp.future.Future):  # type: ignore[misc]
           StorageError: where the storage refused.
         """
         try:
-            for future in self._futures:
-                future.result(timeout)
+            self.wait(timeout)
             self._stats.checksums.write(getattr(self._directory, "path", self._directory))
         except (OSError, ValueError) as error:  # TensorStore's are the latter
             doing = f"writing {self._directory}"
@@ -41,6 +46,28 @@ class Written(ocp.future.Future):  # type: ignore[misc]
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes
             self._record.written_at = time.perf_counter()
+
+    def wait(self, timeout: float | None) -> None:
+        """Likewise; that is all. Also after one has failed: the next save may be in its place."""
+        first: Exception | None = None
+        for future in self._futures:
+            try:
+                future.result(timeout)
+            except Exception as error:
+                if timeout is not None and isinstance(error, TimeoutError):
+                    raise
+                first = first or error
+        self._has_ended = True
+        if first is not None:
+            raise first
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is being written any more; where nobody has waited for it, is tried."""
+        if not self._has_ended:
+            with contextlib.suppress(Exception):
+                self.wait(_A_MOMENT_SECS)
+        return self._has_ended
 
 
 class Voting(ocp.future.Future):  # type: ignore[misc]
@@ -77,16 +104,39 @@ class Voting(ocp.future.Future):  # type: ignore[misc]
 
 
 class Reported(ocp.future.Future):  # type: ignore[misc]
-    """A save's writes, whose failure is put into its report; for managers that do not do that."""
+    """A save's writes, whose failure is put into its report; for managers that do not do that.
 
-    def __init__(self, written: ocp.future.Future, pending: PendingReport):
+    Args:
+      written: The writes.
+      pending: The save's report.
+      give_up: Has nothing more of them be written.
+    """
+
+    def __init__(
+        self, written: ocp.future.Future, pending: PendingReport, give_up: Callable[[], None]
+    ):
         self._written = written
         self._pending = pending
+        self._give_up = give_up
+        self._is_cancelled = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Waits for every write; raises what the first failing one raised."""
+        """Waits for every write; raises what the first failing one raised.
+
+        Raises:
+          concurrent.futures.CancelledError: if the save was cancelled meanwhile.
+        """
         try:
-            self._written.result(timeout)
+            try:
+                self._written.result(timeout)
+            finally:
+                if self._is_cancelled:
+                    raise concurrent.futures.CancelledError
         except BaseException as error:
             self._pending.failed(error)
             raise
+
+    def cancel(self) -> None:
+        """What `ocp.AsyncCheckpointer.cancel` asks for: the save does not come to its end."""
+        self._is_cancelled = True
+        self._give_up()

@@ -114,6 +114,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         try:
             for info in infos:
                 await _directory_exists(info)
+            stats.require_wanted()
             layout = functools.partial(
                 array_layout, item=item, replica_layout=self._replica_layout,
                 chunk_bytes=self._chunk_byte_size,

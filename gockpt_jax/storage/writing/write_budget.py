@@ -32,12 +32,19 @@ class WriteStats:
       write_secs: Seconds during which at least one chunk was being written, or files were being
         synced at the end; the time spent waiting for shards to arrive is not in it.
       checksums: Of what this process has written.
+      is_given_up: Whether nobody wants it any more: from then on no chunk begins to be written.
     """
 
     written_bytes: int = 0
     peak_inflight_bytes: int = 0
     write_secs: float = 0.0
     checksums: Checksums = dataclasses.field(default_factory=Checksums)
+    is_given_up: bool = False
+
+    def require_wanted(self) -> None:
+        """Before something is written; RuntimeError if nobody wants it any more."""
+        if self.is_given_up:
+            raise RuntimeError("the save has failed elsewhere, so no more of it is written")
 
 
 _collected: contextvars.ContextVar[WriteStats | None] = contextvars.ContextVar(
@@ -95,6 +102,7 @@ class WriteBudget:
             while self._inflight_bytes and self._inflight_bytes + held > self._limit_bytes:
                 self._freed.clear()
                 await self._freed.wait()
+            self.stats.require_wanted()
             self._add(held)
         try:
             yield
