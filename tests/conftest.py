@@ -168,3 +168,13 @@ def _nursery() -> Iterator[None]:
     """Ends with the run, if a test has started it."""
     yield
     nursery.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nobody_deletes_what_is_verified() -> Iterator[None]:
+    """`verify` waits for a second at each damaged step of a directory: it may be on its way out."""
+    from gockpt_jax.storage.inspecting import verify
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "_DELETING_SECS", 0.0)
+        yield

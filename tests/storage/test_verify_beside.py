@@ -19,6 +19,7 @@ from data_position import Position
 
 import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
+from gockpt_jax.storage.inspecting import verify as verify_module
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.saving.state_handler import StateHandler
 
@@ -226,3 +227,39 @@ def test_a_tree_that_is_no_part_of_a_step(saved: Path, tmp_path: Path) -> None:
     assert found(step / "tree") == (0, [])
     # Nor does it know the items of the step: one of them was damaged before it came.
     assert any("`cursor/metadata` has 2 bytes" in line for line in found(step)[1])
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_a_step_that_is_deleted_meanwhile(newest, tmp_path, monkeypatch, caplog):
+    """As by the retention of a job that saves there: file by file, and then it is gone."""
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=gockpt.GoCkptSave({"w": jnp.ones(1000)}))
+    gone, verify_item, slept = tmp_path / "2", verify_module.verify_item, []
+
+    def deleting(path, **options):
+        if str(path).startswith(str(gone)):
+            for file in gone.rglob("d/*"):
+                file.unlink()
+        return verify_item(path, **options)
+
+    def sleep(secs):
+        slept.append(secs)
+        if len(slept) == 1:
+            (gone / "state" / "_METADATA").unlink()
+        else:
+            shutil.rmtree(gone)
+
+    monkeypatch.setattr(verify_module, "verify_item", deleting)
+    monkeypatch.setattr(verify_module.time, "sleep", sleep)
+    found = {v.path: v.state for v in verify(tmp_path, newest=newest)}
+    whole = [tmp_path / "1", tmp_path / "1" / "state", gone]
+    assert found == {str(path): "whole" for path in whole}
+    assert len(slept) == 2
+    assert f"{gone} was deleted while it was verified" in caplog.text
+
+
+def test_a_damaged_step_is_not_taken_for_one_that_is_deleted(tmp_path):
+    save(tmp_path)
+    next(tmp_path.rglob("d/*")).unlink()
+    assert "damaged" in [v.state for v in verify(tmp_path)]

@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -27,6 +29,11 @@ from gockpt_jax.storage.inspecting.stored_item import (
     for_each,
 )
 from gockpt_jax.storage.inspecting.verify_chunks import Read, check, open_leaf, reads_of
+
+_log = logging.getLogger("gockpt_jax")
+
+_DELETING_SECS = 1.0
+"""Of a step that is being deleted, something goes within that time."""
 
 _UNKNOWN = ItemFile({}, [0], False, beside.Beside({}, {}), False)
 
@@ -82,6 +89,8 @@ def verify(
 ) -> Iterator[Verdict]:
     """Verifies all checkpoints in a directory, and yields what was found as it goes.
 
+    A job may save there meanwhile: a step that it deletes is left out, and logged.
+
     Args:
       path: A manager's directory, one step, or one item.
       newest: Only the newest step.
@@ -96,10 +105,34 @@ def verify(
     if not found.steps:
         raise VerifyError(f"{path} holds no checkpoint: found {found.describe()}.")
     for step in found.steps[-1:] if newest else found.steps:
-        if found.kind != "item":
-            yield verify_step(step)
-        for name in step.trees:
-            yield verify_item(step.items[name], limit_bytes=limit_bytes, threads=threads)
+        verdicts = [] if found.kind == "item" else [verify_step(step)]
+        items = (step.items[name] for name in step.trees)
+        of_items = (verify_item(i, limit_bytes=limit_bytes, threads=threads) for i in items)
+        for verdict in itertools.chain(verdicts, of_items):
+            if found.kind == "root" and _was_deleted(step.path, verdict):
+                _log.warning("%s was deleted while it was verified", step.path)
+                if newest:
+                    yield from verify(path, newest=True, limit_bytes=limit_bytes, threads=threads)
+                break
+            yield verdict
+
+
+def _was_deleted(step: epath.Path, verdict: Verdict) -> bool:
+    """Whether a step is not whole because somebody deletes it, as retention does."""
+    before, now = -1, 0
+    while verdict.state == "damaged" and (now := _count_files(step)) not in (0, before):
+        before = now
+        time.sleep(_DELETING_SECS)
+    return verdict.state != "whole" and not step.exists()
+
+
+def _count_files(step: epath.Path) -> int:
+    try:
+        return sum(1 for _ in item_files.files_of(step))
+    except FileNotFoundError:  # a folder has gone meanwhile, or all of it
+        return _count_files(step) if step.exists() else 0
+    except OSError:
+        return 0
 
 
 def verify_step(step: Step) -> Verdict:
