@@ -16,7 +16,7 @@ def writers_have_no_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest
     Yields:
       For what else is to be patched meanwhile.
     """
-    wait = future.wait_for_signals
+    wait, before = future.wait_for_signals, threading.enumerate()  # of other tests
 
     def impatient(*args: Any, **kwargs: Any) -> None:
         if "hand_over" in threading.current_thread().name:
@@ -27,5 +27,5 @@ def writers_have_no_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest
         patch.setattr(future, "wait_for_signals", impatient)
         yield patch
         for thread in threading.enumerate():
-            if "hand_over" in thread.name:
-                thread.join()
+            if "hand_over" in thread.name and thread not in before:
+                threading.Thread.join(thread)  # Orbax's own raises what the thread has raised

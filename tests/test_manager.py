@@ -515,7 +515,7 @@ def test_each_attempt_at_a_save_is_voted_on(tmp_path, has_begun):
         with pytest.raises(ValueError, match="donated to a later step, or deleted"):
             asyncio.run(handler.async_save(item, GoCkptSave({"w": gone})))
         if has_begun:
-            handler.begun.give_back()  # as a manager does then
+            handler.begun.give_up(OSError())  # as a manager does then
     assert votes.begun == [7, 7]
     handler.close()
 
