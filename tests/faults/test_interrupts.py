@@ -204,10 +204,10 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
         made_by.append(threading.current_thread())
         return made
 
-    def waits(begun: BegunSave) -> None:
+    def waits(begun: BegunSave, label: int | None = None) -> None:
         if begun._left:
             go_on.set()
-        wait(begun)
+        wait(begun, label)
 
     once = Once(monkeypatch, Seal, "take")
     monkeypatch.setattr(path, "create", creates)

@@ -52,10 +52,10 @@ class LateWriter:
             result(written, timeout)
             self.go_on()
 
-        def waits(begun: BegunSave) -> None:
+        def waits(begun: BegunSave, label: int | None = None) -> None:
             if begun._left:
                 self.may_go_on.set()
-            wait(begun)
+            wait(begun, label)
 
         monkeypatch.setattr(leaf_writer, "_check_data", late)
         monkeypatch.setattr(Written, "result", last)
@@ -107,6 +107,38 @@ def test_a_label_is_saved_again_while_its_failed_save_is_written(
         restored = manager.restore(5, args=ocp.args.Composite(state=target))["state"]
     for leaf in restored.values():
         np.testing.assert_array_equal(leaf, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["managers", "checkpointers", "prefixes"])
+def test_what_others_of_its_handler_write_is_none_of_a_savers_affair(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is closed, or saves, while the other's healthy save is being written."""
+    late, handler = LateWriter(monkeypatch), gockpt.GoCkptHandler()
+    savers: list[Any]
+    if kind == "checkpointers":
+        savers = [ocp.AsyncCheckpointer(handler) for _ in range(2)]
+    else:
+        roots = [tmp_path / name for name in ("a", "b")] if kind == "managers" else [tmp_path] * 2
+        options = [ocp.CheckpointManagerOptions(step_prefix=prefix) for prefix in ("best", "last")]
+        savers = [
+            ocp.CheckpointManager(root, options=given, item_handlers=handler)
+            for root, given in zip(roots, options, strict=True)
+        ]
+    labels = [tmp_path / "a_0", tmp_path / "b_0"] if kind == "checkpointers" else [0, 0]
+    savers[0].save(labels[0], args=gockpt.GoCkptSave(tree(LATE)))
+    late.wait_until_it_is_late()
+    if kind == "prefixes":
+        savers[1].save(labels[1], args=gockpt.GoCkptSave(tree(2.0)))
+        assert not late.may_go_on.is_set()
+    else:
+        savers[1].close()
+    late.may_go_on.set()
+    savers[0].wait_until_finished()
+    np.testing.assert_array_equal(savers[0].restore(labels[0])["w2"], LATE)
+    for saver in savers:
+        saver.close()
+    assert {r.error for r in handler.reports} == {None}
 
 
 def test_what_was_given_up_stops_at_its_next_chunk(

@@ -43,12 +43,13 @@ class Writing:
         self, *ends: BaseException | None, may_begin: bool = True, has_begun: bool = True
     ) -> None:
         self.ends = list(ends)
+        self.waited_secs: list[float | None] = []
         self.may_begin, self.will_not_begin = may_begin, False
         self.is_cancelled = False
-        self._has_begun = has_begun
+        self.is_beginning = self._has_begun = has_begun
 
     def wait(self, timeout: float | None) -> None:
-        assert timeout is None
+        self.waited_secs.append(timeout)
         if (end := self.ends.pop(0)) is not None:
             raise end
 
@@ -115,6 +116,49 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     assert left.ends == failed.ends == []
 
 
+def test_only_a_save_of_its_label_waits_for_what_has_failed():
+    """Where the storage hangs, others go on; nor is it closed for."""
+    begun = BegunSave()
+    begun.expect(7)
+    entered(begun, "a")
+    hangs: Any = Writing(*[TimeoutError()] * 3)
+    begun._items["7.tmp/a"].handed_over = hangs
+    begun.give_up(ERROR)
+    begun.expect(8)
+    begun.wait_for_what_was_left(8)
+    assert hangs.waited_secs == []
+    begun.expect(7)
+    with pytest.raises(StorageError, match="is still being written after 300 s"):
+        begun.wait_for_what_was_left(7)
+    begun.wait_for_what_was_left()
+    assert hangs.waited_secs == [300, 10]
+    assert begun._left == []
+
+
+def test_what_is_heard_of_in_the_middle_of_the_next_save_is_waited_for():
+    begun = BegunSave()
+    begun.expect(7)
+    entered(begun, "a")
+    writes: Any = Writing(None)
+    begun._items["7.tmp/a"].handed_over = writes
+    writes.wait = lambda secs: setattr(writes, "is_beginning", False)
+    begun.expect(7)
+    begun.give_up(ERROR)
+    assert not writes.is_beginning
+
+
+def test_what_is_being_written_may_be_anothers_when_one_is_closed():
+    begun, ended = BegunSave(), []
+    for name in ("writes", "has ended"):
+        ended += entered(begun, "", folder=name)
+    begun.item("writes").handed_over = Writing()
+    begun.item("has ended").handed_over = Writing(may_begin=False)
+    begun.item("has ended").handed_over.is_beginning = False
+    begun.give_up_all(ERROR)
+    assert [array.releases for array in ended] == [0, 1]
+    assert begun.item("writes").pending.error is None
+
+
 def test_what_cannot_begin_any_more_is_not_waited_for():
     """Its directory may never come, and Orbax's thread waits for that for 300 s."""
     begun = BegunSave()
@@ -126,7 +170,11 @@ def test_what_cannot_begin_any_more_is_not_waited_for():
 
 @pytest.mark.parametrize(
     ("handed_over", "is_soiled"),
-    [(Writing(None), True), (Writing(may_begin=False), False), (Writing(has_begun=False), False)],
+    [
+        (Writing(None), True),
+        (Writing(may_begin=False, has_begun=False), False),
+        (Writing(has_begun=False), False),
+    ],
     ids=["written", "has ended", "waits for its directory"],
 )
 def test_a_save_into_the_directory_of_one_that_is_written(handed_over, is_soiled):
@@ -141,7 +189,7 @@ def test_a_save_into_the_directory_of_one_that_is_written(handed_over, is_soiled
         with pytest.raises(StorageError, match="was still being written into its directory"):
             begun.require_clean()
         begun.wait_for_what_was_left()
-        handed_over.may_begin = False
+        handed_over.may_begin = handed_over.is_beginning = False
         begun.enter("7.tmp", "7.tmp/a")
         begun.give_up_before(ERROR, one_at_a_time=False)
     assert not begun._left
@@ -171,10 +219,11 @@ def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
 @pytest.mark.parametrize(
     ("folders", "one_at_a_time", "given_back"),
     [
-        (("best/7.tmp", "best/8.tmp"), True, [1, 1, 0]),
-        (("best/7.tmp", "best/8.tmp"), False, [0, 0, 0]),
-        (("best/7.tmp", "last/7.tmp"), True, [0, 0, 0]),
-        (("best/7.tmp", "last/7.tmp", "best/8.tmp"), True, [1, 1, 0, 0]),
+        (("best/7", "best/8"), True, [1, 1, 0]),
+        (("best/7", "best/8"), False, [0, 0, 0]),
+        (("best/7", "last/7"), True, [0, 0, 0]),
+        (("run/best_7", "run/last_8"), True, [0, 0, 0]),
+        (("best/7", "last/7", "best/8"), True, [1, 1, 0, 0]),
     ],
 )
 def test_what_a_manager_has_waited_for_is_given_back(folders, one_at_a_time, given_back):

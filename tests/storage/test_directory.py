@@ -50,6 +50,15 @@ def test_what_lies_side_by_side(tmp_path):
     assert found.others == ("logs", "notes.txt", "run_10", "x1")
 
 
+@pytest.mark.parametrize("names", [("runA", "run_7"), ("7",), ("1", "2")])
+def test_a_directory_of_runs_holds_no_steps(tmp_path, names):
+    """`run_7` was taken for a damaged step, and `verify` called it so."""
+    for name in names:
+        make(tmp_path / name / "1", "state/_METADATA", metadata=COMMITTED)
+    found = look_into(tmp_path)
+    assert (found.kind, found.steps, found.others) == ("root", (), names)
+
+
 @pytest.mark.parametrize(
     ("whole", "steps"),
     [("5", ["3", "5"]), ("logs_5", ["logs_1", "3", "logs_5"]), (None, ["logs_1", "run_2", "3"])],

@@ -17,7 +17,9 @@ import pytest
 
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptRestore
+from gockpt_jax.storage.restoring import restore as restoring
 
+enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 STATE = {"w": jnp.arange(4.0), "n": jnp.int32(3), "seed": np.int64(7)}
 TARGET = {"w": jax.ShapeDtypeStruct((4,), "f4"), "n": jnp.int32(0), "seed": np.int64(0)}
 PLAIN = {"use_ocdbt": False, "use_compression": False}
@@ -224,3 +226,59 @@ def test_what_is_whole_raises_what_it_raised(
         monkeypatch.setattr(handler, "restore", refuse)
     with pytest.raises(error, match=r"^the user's$"):
         restored(saved, args=args)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Arrays of 64 bits, and others."""
+    directory = tmp_path_factory.mktemp("wide")
+    with enable_x64(True), GoCkptManager(directory) as manager:
+        state = {
+            "tokens": jnp.asarray([12884901895]), "big": jnp.asarray(1 + 2**-40),
+            "w": jnp.ones(2, "f4"), "seed": np.int64(12884901895),
+        }  # fmt: skip
+        manager.save(4, args=gockpt.GoCkptSave(state))
+    return directory
+
+
+WIDE_TARGET = {
+    "tokens": jax.ShapeDtypeStruct((1,), "i8"), "big": jax.ShapeDtypeStruct((), "f8"),
+    "w": jax.ShapeDtypeStruct((2,), "f4"), "seed": np.int64(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [None, WIDE_TARGET], ids=["no target", "as it was saved"])
+def test_what_jax_would_make_smaller_numbers_of(target: Any, wide: Path) -> None:
+    """It does so without a word: 12884901895 was 7, and 1e300 would be infinite."""
+    args = GoCkptRestore(target, verify=True)
+    with pytest.raises(gockpt.TargetError, match="2 leaves of another dtype:\n  big: f") as refused:
+        restored(wide, args=args)
+    assert "`jax_enable_x64` is off" in str(refused.value)
+    with pytest.raises(gockpt.TargetError, match="tokens: int64"):
+        restored(wide, args=GoCkptRestore(target))
+    with enable_x64(True):
+        found = restored(wide, args=args)
+        assert (found["tokens"].tolist(), float(found["big"])) == ([12884901895], 1 + 2**-40)
+    cast = restored(wide, args=GoCkptRestore(target, cast=True))
+    assert {name: str(x.dtype) for name, x in cast.items()} == {
+        "tokens": "int32", "big": "float32", "w": "float32", "seed": "int64",
+    }  # fmt: skip
+
+
+def test_numbers_of_64_bits_come_back_into_numpy(wide: Path) -> None:
+    target = {**WIDE_TARGET, "tokens": np.zeros(1, "i8"), "big": np.zeros((), "f8")}
+    found = restored(wide, args=GoCkptRestore(target))
+    assert (found["tokens"].tolist(), float(found["big"])) == ([12884901895], 1 + 2**-40)
+
+
+def test_what_is_deleted_while_it_is_restored(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job's retention: raw errors of whoever missed a file first."""
+    root = Path(shutil.copytree(saved, tmp_path / "run"))
+    known = restoring.known_arrays
+    monkeypatch.setattr(restoring, "known_arrays", lambda item: shutil.rmtree(item) or known(item))
+    with pytest.raises(
+        gockpt.NoCheckpointError, match="deleted while it was restored, as by the ret"
+    ):
+        restored(root)

@@ -263,3 +263,26 @@ def test_a_damaged_step_is_not_taken_for_one_that_is_deleted(tmp_path):
     save(tmp_path)
     next(tmp_path.rglob("d/*")).unlink()
     assert "damaged" in [v.state for v in verify(tmp_path)]
+
+
+UNREADABLE = (
+    "_CHECKPOINT_METADATA", "state/_METADATA", "state/_gockpt_checksums/item.json",
+    "state/_gockpt_checksums/process_0.json", "state/_sharding", "state/manifest.ocdbt",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("file", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_a_fault_of_its_step_alone(file, tmp_path):
+    """It ended the whole of it, and nothing was said of the other steps."""
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, args=gockpt.GoCkptSave({"w": jnp.ones(1000)}))
+    lost = tmp_path / "1" / file
+    lost.unlink()
+    lost.symlink_to(lost.name)  # a loop
+    verdicts = {v.path: v for v in verify(tmp_path)}
+    states = {path: v.state for path, v in verdicts.items()}
+    assert [states[f"{tmp_path}/2{item}"] for item in ("", "/state")] == ["whole"] * 2
+    damaged = [v for v in verdicts.values() if v.state == "damaged"]
+    assert any(lost.name in fault for v in damaged for fault in v.faults)
+    assert CliRunner().invoke(main, ["verify", str(tmp_path)]).exit_code == 1

@@ -77,7 +77,15 @@ def _entries(folder: str) -> Iterator[tuple[str, int | None]]:
         return
     with os.scandir(folder) as entries:  # `epath` takes ten times as long
         for entry in entries:
-            yield entry.name, None if entry.is_dir() else entry.stat().st_size
+            yield entry.name, _size(entry)
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """In bytes; of a link that leads nowhere, its own. `None` for a folder."""
+    try:
+        return None if entry.is_dir() else entry.stat().st_size
+    except OSError:
+        return entry.stat(follow_symlinks=False).st_size
 
 
 def holds_chunks(name: str) -> bool:

@@ -116,13 +116,23 @@ def _is_damaged_step(path: epath.Path) -> bool:
     """
     if _number(path.name)[0] < 0:
         return False
-    folders = _folders(path)
-    has_steps = any((folder / STEP_METADATA).exists() for folder in folders)
-    return not has_steps and any(is_tree(folder) for folder in folders)
+    return not _has_steps(path) and any(is_tree(folder) for folder in _folders(path))
+
+
+def _has_steps(path: epath.Path) -> bool:
+    return any((folder / STEP_METADATA).exists() for folder in _folders(path))
 
 
 def _folders(path: epath.Path) -> list[epath.Path]:
-    return [p for p in sorted(path.iterdir()) if p.is_dir() and TEMPORARY not in p.name]
+    return [p for p in _entries(path) if p.is_dir() and TEMPORARY not in p.name]
+
+
+def _entries(path: epath.Path) -> list[epath.Path]:
+    """What is in a directory; nothing in one that a job has deleted, or renamed, meanwhile."""
+    try:
+        return sorted(path.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def _steps_among(entries: Sequence[epath.Path]) -> set[epath.Path]:
@@ -138,7 +148,8 @@ def _steps_among(entries: Sequence[epath.Path]) -> set[epath.Path]:
         is_numbered = re.search(r"(^|_)\d+$", name) is not None
         return is_numbered and (not prefixes or _prefix(name) in {"", *prefixes})
 
-    return shown | {folder for folder in folders if is_called_so(folder.name)}
+    called = {folder for folder in folders if is_called_so(folder.name)} - shown
+    return shown | {folder for folder in called if not _has_steps(folder)}  # that is a run
 
 
 def _shows_a_step(path: epath.Path) -> bool:
@@ -171,13 +182,15 @@ def _step(path: epath.Path) -> Step:
             faults.append(f"`{STEP_METADATA}` names no time of commit: the save never ended")
     except FileNotFoundError:
         faults.append(f"`{STEP_METADATA}` is missing: this is no whole checkpoint")
+    except OSError as error:
+        faults.append(f"`{STEP_METADATA}` cannot be read: {error}")
     except (ValueError, TypeError) as error:
         faults.append(f"`{STEP_METADATA}` is damaged: {error!r}")
     if not _is_committed(path):
         faults.append(f"`{bucket.MARKER}` is missing: the save never ended")
     handlers = metadata.get("item_handlers")
     named = handlers if isinstance(handlers, Mapping) else {}
-    folders = {p.name: p for p in sorted(path.iterdir()) if p.is_dir()}
+    folders = {p.name: p for p in _entries(path) if p.is_dir()}
     items = {name: p for name, p in folders.items() if name in named or TEMPORARY not in name}
     trees = tuple(name for name, folder in items.items() if is_tree(folder))
     if isinstance(handlers, Mapping):
@@ -185,7 +198,7 @@ def _step(path: epath.Path) -> Step:
         faults += [f"`{name}` is foreign: no item" for name in sorted(items.keys() - handlers)]
     faults += [
         f"`{entry.name}` is foreign: no part of a checkpoint"
-        for entry in sorted(path.iterdir())
+        for entry in _entries(path)
         if not entry.is_dir() and entry.name not in LATER_FILES
     ]
     return Step(path, items, trees, tuple(faults), metadata)

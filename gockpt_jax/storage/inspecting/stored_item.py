@@ -85,6 +85,10 @@ class StoredItem:
             raise StoredItemError(
                 f"{self.path} has no `{METADATA_FILE}`: it is no tree that Orbax has saved."
             ) from None
+        except OSError as error:
+            raise StoredItemError(
+                f"`{METADATA_FILE}` in {self.path} cannot be read: {error}"
+            ) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StoredItemError(
                 f"`{METADATA_FILE}` in {self.path} is damaged: {error!r}"

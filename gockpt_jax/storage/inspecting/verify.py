@@ -34,6 +34,8 @@ _log = logging.getLogger("gockpt_jax")
 
 _DELETING_SECS = 1.0
 """Of a step that is being deleted, something goes within that time."""
+_DELETING_TRIES = 10
+"""To count what is left of it, while it goes."""
 
 _UNKNOWN = ItemFile({}, [0], False, beside.Beside({}, {}), False)
 
@@ -127,12 +129,10 @@ def _was_deleted(step: epath.Path, verdict: Verdict) -> bool:
 
 
 def _count_files(step: epath.Path) -> int:
-    try:
-        return sum(1 for _ in item_files.files_of(step))
-    except FileNotFoundError:  # a folder has gone meanwhile, or all of it
-        return _count_files(step) if step.exists() else 0
-    except OSError:
-        return 0
+    for _ in range(_DELETING_TRIES):
+        with contextlib.suppress(OSError):  # a folder has gone meanwhile, or all of it
+            return sum(1 for _ in item_files.files_of(step))
+    return 0
 
 
 def verify_step(step: Step) -> Verdict:
@@ -160,7 +160,7 @@ def verify_step(step: Step) -> Verdict:
 
 def _known_by(step: Step) -> Iterator[beside.Beside]:
     for name in step.trees:
-        with contextlib.suppress(FileNotFoundError, ChecksumError):  # it is told of the tree
+        with contextlib.suppress(OSError, ChecksumError):  # it is told of the tree
             yield checksum_files.read_item(step.items[name]).beside
 
 
@@ -239,6 +239,8 @@ def check_files(item: epath.Path) -> tuple[list[str], ItemFile]:
         listed = checksum_files.read_item(item)
     except FileNotFoundError:
         return [f"`{item_files.ITEM_FILE}` is missing"], _UNKNOWN
+    except OSError as error:
+        return [f"`{item_files.ITEM_FILE}` cannot be read: {error}"], _UNKNOWN
     except ChecksumError as error:
         return [str(error)], _UNKNOWN
     if listed.is_intact:
@@ -264,10 +266,22 @@ def _compare(
             had = f"{sizes[name]} bytes, {listed[name][0]} were written"
             faults.append(f"`{below}{name}` has {had}")
     small = [name for name in of_size if listed[name][1]]
-    for name, digest in zip(small, item_files.file_digests(item, small), strict=True):
-        if digest != listed[name][1]:
+    for name, digest in zip(small, _digests(item, small), strict=True):
+        if isinstance(digest, OSError):
+            faults.append(f"`{below}{name}` cannot be read: {digest}")
+        elif digest != listed[name][1]:
             faults.append(f"`{below}{name}` is damaged: its content has changed")
     return faults
+
+
+def _digests(item: epath.Path, names: Sequence[str]) -> Sequence[str | OSError]:
+    """Of small files; where one cannot be read, of each alone."""
+    try:
+        return item_files.file_digests(item, names)
+    except OSError as error:
+        if len(names) == 1:
+            return [error]
+        return [digest for name in names for digest in _digests(item, [name])]
 
 
 def _read_processes(
@@ -282,6 +296,9 @@ def _read_processes(
             found = checksum_files.read_process(item, process)
         except FileNotFoundError:
             faults.append(f"process {process} is missing: there is no `{where}`")
+            continue
+        except OSError as error:
+            faults.append(f"`{where}` cannot be read: {error}")
             continue
         except ChecksumError as error:
             faults.append(str(error))

@@ -99,8 +99,8 @@ class LastSave:
         # No step is made meanwhile on another thread; another manager's save may be.
         with self._session.lock, _compat.own_operation(self._new_operation()):
             before, begun = self._log.pending, self._handler.begun
-            begun.wait_for_what_was_left()
             begun.expect(step)
+            begun.wait_for_what_was_left(step)
             number = begun.number
             self.deleter.make_way(step)
             self._turn.begin()

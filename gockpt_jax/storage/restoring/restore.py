@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax.errors import VerifyError
+from gockpt_jax.errors import NoCheckpointError, VerifyError
 from gockpt_jax.storage.files import item_files
 from gockpt_jax.storage.inspecting.verify import Verdict, check_files, verify_item
 from gockpt_jax.storage.restoring.array_reader import LIMIT_BYTES, direct_reads
@@ -24,7 +24,13 @@ from gockpt_jax.storage.restoring.one_replica import (
     without_others,
 )
 from gockpt_jax.storage.restoring.placed import shardings_of
-from gockpt_jax.storage.restoring.target import Stored, check_target, explained, known_arrays
+from gockpt_jax.storage.restoring.target import (
+    Stored,
+    check_target,
+    explained,
+    known_arrays,
+    refuse_to_narrow,
+)
 from gockpt_jax.window.processes import Processes
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
@@ -201,6 +207,7 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
       options: Of `ocp.PyTreeCheckpointHandler`.
 
     Raises:
+      NoCheckpointError: There is no such item, or none any more.
       TargetError: Checkpoint and target do not fit together; names all leaves.
       TypeError: These are no arguments of a restore.
       VerifyError: The checkpoint cannot be read, and is not what was written.
@@ -220,9 +227,14 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         raise
 
 
-def _damage(directory: Any) -> VerifyError | None:
+def _damage(directory: Any) -> VerifyError | NoCheckpointError | None:
     """The error for an item whose files are not those that were committed."""
     path = epath.Path(directory)
+    if not path.exists():
+        return NoCheckpointError(
+            f"{path} is not there. If it was, it has been deleted while it was restored, as by the "
+            "retention of a job that saves there: `reload()`, and restore the `latest_step()`."
+        )
     if not (path / item_files.FOLDER).exists():
         return None
     faults, _ = check_files(path)
@@ -257,6 +269,8 @@ def _restore_checked(
             directory, target, known,
             strict=args.strict, cast=args.cast, partial=partial, leaves_out=partial,
         )  # fmt: skip
+    elif not args.cast:
+        refuse_to_narrow(directory, known)
     fallback = args.fallback_sharding or _stand_in_sharding()
     if not (args.partial_restore or args.single_replica):
         stock = ocp.args.StandardRestore(target, args.strict, args.support_layout, fallback)

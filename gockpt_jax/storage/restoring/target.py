@@ -16,6 +16,13 @@ from gockpt_jax.errors import TargetError
 from gockpt_jax.storage.files import checksum_files
 from gockpt_jax.storage.inspecting.stored_item import StoredItem, for_each
 
+_NARROWER = {
+    "int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64",
+}  # fmt: skip
+"""What JAX makes of what it is given, unless `jax_enable_x64` is on; without a word."""
+_IS_OFF = "`jax_enable_x64` is off"
+_OF_ANOTHER_DTYPE = "of another dtype"
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -104,7 +111,26 @@ def _other_arrays(
             shapes.append(line)
         elif not cast and (_loses(have, want) if is_number else want.dtype != have.dtype):
             dtypes.append(line)
-    return {"of another kind": kinds, "of another shape": shapes, "of another dtype": dtypes}
+    return {"of another kind": kinds, "of another shape": shapes, _OF_ANOTHER_DTYPE: dtypes}
+
+
+def refuse_to_narrow(directory: Any, known: Mapping[str, Stored]) -> None:
+    """Refuses what would come back with fewer bits, where no target says what is wanted.
+
+    Args:
+      directory: The item's.
+      known: Its arrays.
+
+    Raises:
+      TargetError: some have 64 bits, and `jax_enable_x64` is off; names all of them.
+    """
+    wide = [name for name, have in known.items() if _as_jax_makes_it(have.dtype) != have.dtype]
+    if wide:
+        item = StoredItem(epath.Path(directory))
+        made = [name for name in sorted(wide) if item.leaves[name].value_type == "jax.Array"]
+        lines = [f"{name}: {known[name]} in the checkpoint, {_IS_OFF}" for name in made]
+        if lines:
+            raise TargetError(_message(item.path, {_OF_ANOTHER_DTYPE: lines}))
 
 
 def _loses(have: Stored, want: Stored) -> bool:
@@ -121,7 +147,7 @@ def _message(path: Any, found: Mapping[str, Sequence[str]]) -> str:
         "left out by `PLACEHOLDER`": "`partial_restore=True` lets it stand for a leaf, one for"
         " each",
         "of another shape": "`strict=False` pads or truncates",
-        "of another dtype": "`cast=True` converts",
+        _OF_ANOTHER_DTYPE: "`cast=True` converts",
     }
     text = [f"The checkpoint {path} does not fit the target."]
     for what, leaves in found.items():
@@ -149,11 +175,24 @@ def _as_stored(leaf: Any) -> Stored | None:
         return None
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return Stored(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+    dtype = np.dtype(leaf.dtype).name
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        dtype = _as_jax_makes_it(dtype)
+    return Stored(tuple(leaf.shape), dtype)
+
+
+def _as_jax_makes_it(dtype: str) -> str:
+    """The dtype of an array of JAX's that is to have this one."""
+    is_wide = getattr(jax.config, "jax_enable_x64", False)  # its stubs do not know it
+    return dtype if is_wide else _NARROWER.get(dtype, dtype)
 
 
 def _told(leaf: Any) -> str:
-    return str(_as_stored(leaf) or type(leaf).__name__)
+    stored = _as_stored(leaf)
+    if stored is None:
+        return type(leaf).__name__
+    is_asked_for = _NARROWER.get(str(leaf.dtype)) == stored.dtype
+    return f"{stored} here: {_IS_OFF}" if is_asked_for else str(stored)
 
 
 def _stored_arrays(item: StoredItem, known: Mapping[str, Stored]) -> Mapping[str, Stored]:

@@ -13,6 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import StorageError
+from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.storage.saving.written import Written
@@ -21,6 +22,8 @@ from gockpt_jax.storage.writing.write_budget import WriteStats
 from gockpt_jax.telemetry.save_record import PendingReport
 
 _DIRECTORY_SECS = 10
+_STOP_SECS = 300
+"""Within which what was given up stops, unless the storage hangs."""
 
 
 @dataclasses.dataclass
@@ -28,8 +31,9 @@ class BegunItem:
     """One item of a save that has begun.
 
     Attributes:
+      label: The save's.
       folder: The save's directory.
-      root: In which its manager's saves are; "" for that of a checkpointer alone.
+      manager: What the directories of its manager's saves begin with; "" for a checkpointer alone.
       arrays: Its leaves that were on devices.
       pending: Its save's report.
       stats: Of their writes.
@@ -37,8 +41,9 @@ class BegunItem:
       written: Its writes, once they have begun.
     """
 
+    label: int
     folder: str
-    root: str
+    manager: str
     arrays: Sequence[HostArray] = ()
     pending: PendingReport | None = None
     stats: WriteStats = dataclasses.field(default_factory=WriteStats)
@@ -72,6 +77,12 @@ class BegunItem:
         return self.handed_over is not None and self.handed_over.will_not_begin
 
     @property
+    def is_writing(self) -> bool:
+        """Whether its writing has begun, and not ended: that of a healthy save, maybe."""
+        begins = self.handed_over is not None and self.handed_over.is_beginning
+        return begins or (self.written is not None and not self.written.has_ended)
+
+    @property
     def may_write(self) -> bool:
         """Whether something of it is being written, or may yet be."""
         waits = self.handed_over is not None and self.handed_over.may_begin
@@ -102,11 +113,10 @@ class BegunSave:
         self.label = -1
         self.number = 0
         self._folder = ""
-        self._root = ""
+        self._manager = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
         self._before: list[tuple[str, BegunItem]] = []  # those of saves before that are not over
-        # What waits for what was left behind, and for how long at most.
-        self._left: list[tuple[Callable[[float | None], None], float | None]] = []
+        self._left: list[_Left] = []
         self._is_soiled = False  # what was left has been written into the directory of this one
 
     def expect(self, label: int) -> None:
@@ -126,14 +136,15 @@ class BegunSave:
             before = [*self._before, *self._items.items()]
             self._before = [(name, each) for name, each in before if not each.is_over]
             self._folder, self._items, self._is_soiled = folder, {}, False
-            self._root = "" if folder == item else folder.rpartition("/")[0]
-        self._items[item] = BegunItem(self._folder, self._root)
+            name = folder.partition(TEMPORARY)[0]
+            self._manager = "" if folder == item else name.rstrip("0123456789")
+        self._items[item] = BegunItem(self.label, self._folder, self._manager)
         return is_other
 
     def add(self, item: Any, taken: TakenSave) -> BegunItem:
         """Accounts for what has been taken of an item, from now on."""
         try:
-            begun = BegunItem(self._folder, self._root, taken.arrays, taken.pending)
+            begun = BegunItem(self.label, self._folder, self._manager, taken.arrays, taken.pending)
             self._items[str(item)] = begun
             return begun
         except BaseException:  # an interrupt
@@ -151,23 +162,30 @@ class BegunSave:
         An interrupt may have come when it had begun: then what writes it is its commit, and goes on
         to its end.
         """
+        is_next_expected = self._folder == ""
         for item in self._items.values():
             if item.handed_over is None or isinstance(error, Exception):
                 item.give_up()
             self._leave(item)
         self._folder, self._items = "", {}
+        if is_next_expected:  # it is heard of in the middle of the next save
+            self.wait_for_what_was_left(self.label)
 
     def give_up_before(self, error: BaseException, *, one_at_a_time: bool) -> None:
         """Likewise of saves before this one that have ended, and nobody has told how.
+
+        What is being written may be of another manager's, or checkpointer's, healthy save, unless
+        this one is in its place.
 
         Args:
           error: What their reports say where nobody has.
           one_at_a_time: Whether a manager waits for its last save before another begins.
         """
         for _, item in self._before:
-            is_waited_for = one_at_a_time and item.root != "" and item.root == self._root
             is_in_its_place = item.folder == self._folder
-            if is_waited_for or is_in_its_place or item.will_not_begin:
+            is_of_this_manager = item.manager != "" and item.manager == self._manager
+            is_waited_for = one_at_a_time and is_of_this_manager
+            if is_in_its_place or item.will_not_begin or (is_waited_for and not item.is_writing):
                 may_have_written = item.may_write
                 item.has_ended(error)
                 may_have_written &= not item.will_not_begin
@@ -175,9 +193,10 @@ class BegunSave:
                 self._leave(item)
 
     def give_up_all(self, error: BaseException) -> None:
-        """Likewise of all saves: whoever makes them has waited for them."""
+        """Likewise of all saves of which nothing can be written any more: their makers go."""
         for _, item in [*self._before, *self._items.items()]:
-            item.has_ended(error)
+            if not item.may_write:
+                item.has_ended(error)
 
     def require_clean(self) -> None:
         """Before this one is taken.
@@ -194,26 +213,63 @@ class BegunSave:
 
     def _leave(self, item: BegunItem) -> None:
         if item.may_write:
-            # Where the directory cannot be made, nothing will be in flight.
-            secs = None if item.stats.peak_inflight_bytes or item.handed_over else _DIRECTORY_SECS
-            self._left.append((item.wait, secs))
+            stats = item.stats
+            if not stats.is_given_up:  # an interrupted save's commit, maybe
+                left = _Left(item.wait)
+            elif item.handed_over is not None or stats.peak_inflight_bytes:
+                left = _Left(item.wait, _STOP_SECS, item)
+            else:  # where the directory cannot be made, nothing ever will be in flight
+                left = _Left(item.wait, _DIRECTORY_SECS, item)
+            self._left.append(left)
 
     def leave_directory(self) -> None:
         """It does not begin, and Orbax may still be making its directory."""
         made = ocp.future.CommitFutureAwaitingContractedSignals(_nothing(), name="gockpt_directory")
-        self._left.append((made.result, _DIRECTORY_SECS))
+        self._left.append(_Left(made.result, _DIRECTORY_SECS))
 
-    def wait_for_what_was_left(self) -> None:
+    def wait_for_what_was_left(self, label: int | None = None) -> None:
         """Returns when nothing writes any more for saves that were given up.
 
         The next one may have the label of one of them, and so its directory. Nor can Orbax be
         closed while it makes one: it would wait 300 s for what it cannot make any more.
+
+        Args:
+          label: Of the next save: what has failed under another label is not waited for. `None`:
+            there is none, and of what has failed nothing is waited for for long.
+
+        Raises:
+          StorageError: if what has failed under this label does not stop: the storage hangs.
         """
-        while self._left:  # the directory first: it came last
-            wait, secs = self._left[-1]
-            with contextlib.suppress(Exception):  # nobody is told
-                wait(secs)
-            self._left.pop()
+        for left in reversed(self._left.copy()):  # the directory first: it came last
+            failed = left.item
+            if failed is None or label in (None, failed.label):
+                secs = left.secs if failed is None or label is not None else _DIRECTORY_SECS
+                with contextlib.suppress(Exception):  # nobody is told
+                    left.wait(secs)
+                if failed is not None and label is not None and failed.is_writing:
+                    raise StorageError(
+                        f"the save of step {label}: what a failed one has left in {failed.folder} "
+                        f"is still being written after {secs} s. Look at the storage, and save "
+                        "again later. Earlier checkpoints are intact."
+                    )
+            elif failed.may_write:
+                continue
+            self._left.remove(left)
+
+
+@dataclasses.dataclass(eq=False)
+class _Left:
+    """What was left behind.
+
+    Attributes:
+      wait: Waits for its end, so many seconds at most.
+      secs: How many.
+      item: What has failed, for the next save of its label to wait for; `None`: any save has to.
+    """
+
+    wait: Callable[[float | None], None]
+    secs: float | None = None
+    item: BegunItem | None = None
 
 
 async def _nothing() -> None:

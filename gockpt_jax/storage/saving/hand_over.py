@@ -68,6 +68,11 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         return not self._has_begun and (self._is_cancelled or not is_thread_there)
 
     @property
+    def is_beginning(self) -> bool:
+        """Whether its writing is just being begun."""
+        return self._has_begun and self._is_thread_there
+
+    @property
     def may_begin(self) -> bool:
         """Whether its writing has not begun, or is being begun."""
         return self._is_thread_there and not self.will_not_begin

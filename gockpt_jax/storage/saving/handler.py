@@ -102,16 +102,22 @@ class GoCkptHandler(StateHandler):
     def _begin(self, directory: str) -> None:
         """Another save begins: its directory has its label. Others may still be written."""
         self.begun.give_up_before(StorageError(_NO_WORD), one_at_a_time=self._one_at_a_time)
-        self.begun.wait_for_what_was_left()
         digits = re.findall(r"\d+", directory.rpartition("/")[2].partition(TEMPORARY)[0])
         self.begun.label = int(digits[-1]) if digits else -1
+        self.begun.wait_for_what_was_left(self.begun.label)
 
     def finalize(self, directory: Any) -> None:
         """Completes an item; the save is visible then, but for the rename."""
-        super().finalize(directory)
         begun = self.begun.item(directory)
-        if begun is not None and begun.pending is not None:
-            begun.pending.committed()
+        pending = None if begun is None else begun.pending
+        try:
+            super().finalize(directory)
+        except BaseException as error:
+            if pending is not None:
+                pending.failed(error)
+            raise
+        if pending is not None:
+            pending.committed()
 
     def close(self) -> None:
         """Closes the stock handlers inside; drops an open window and ends the worker thread."""
