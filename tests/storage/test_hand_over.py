@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -237,6 +238,9 @@ def test_whether_writes_have_ended_where_nobody_has_waited_for_them(tmp_path):
         written.wait(0.01)
     writes.set_result(None)
     assert written.has_ended
+    refused = concurrent.futures.Future()
+    refused.set_exception(OSError(errno.ETIMEDOUT, "by the storage"))  # a `TimeoutError`
+    assert Written([refused], SaveRecord(kind="snapshot", reason=""), WriteStats(), "x").has_ended
 
 
 def test_what_is_cancelled_does_not_begin_and_what_has_begun_goes_on(monkeypatch):

@@ -246,7 +246,7 @@ class BegunSave:
                 secs = left.secs if failed is None or label is not None else _DIRECTORY_SECS
                 with contextlib.suppress(Exception):  # nobody is told
                     left.wait(secs)
-                if failed is not None and label is not None and failed.is_writing:
+                if failed is not None and secs == _STOP_SECS and failed.is_writing:
                     raise StorageError(
                         f"the save of step {label}: what a failed one has left in {failed.folder} "
                         f"is still being written after {secs} s. Look at the storage, and save "

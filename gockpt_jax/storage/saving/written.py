@@ -56,8 +56,8 @@ class Written(ocp.future.Future):  # type: ignore[misc]
                 future.result(timeout)
             except Exception as error:
                 secs = time.perf_counter() - started_at
-                # What the storage raises may be a `TimeoutError`, too: it comes at once.
-                if timeout is not None and isinstance(error, TimeoutError) and secs >= timeout:
+                # What the storage has raised may be a `TimeoutError`, too: it comes at once.
+                if timeout is not None and isinstance(error, TimeoutError) and secs >= timeout / 2:
                     raise
                 first = first or error
         self._has_ended = True
