@@ -52,6 +52,20 @@ def test_fixed_steps_make_every_predictable_save_a_window(tmp_path, interval, st
             assert_same(manager.restore(label), state)
 
 
+@pytest.mark.parametrize(
+    ("window", "reason"),
+    [({"steps": 1}, "`steps=1`"), ({"max_steps": 1}, "one device copy of the state fits")],
+    ids=str,
+)
+def test_foreseen_saves_of_one_step_say_so(tmp_path, window, reason):
+    """They were told not to have been predicted, whatever `explain` said."""
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(**window)) as manager:
+        train(manager, range(11))
+        assert kinds(manager) == [(n, "snapshot", 1) for n in (0, 5, 10)]
+        assert all(r.reason.startswith(reason) for r in manager.reports[1:])
+
+
 def test_window_is_no_longer_than_the_saves_are_apart(tmp_path):
     options = Options(save_interval_steps=3)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=8)) as manager:
