@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import types
 import warnings
 
 
@@ -60,12 +61,20 @@ class SnapshotOnlyWarning(UserWarning):
     """
 
 
+_BETWEEN = frozenset({"gockpt_jax", "contextlib", "orbax", "asyncio", "nest_asyncio", "jax"})
+"""Packages through which the user's own line may have called us."""
+
+
 def warn(message: str, category: type[Warning]) -> None:
     """Warns at the line of the user's that has called us."""
-    frame, level, ours = inspect.currentframe(), 1, ("gockpt_jax", "contextlib")
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and _package(frame) in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def _package(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def brief(error: Exception) -> str:

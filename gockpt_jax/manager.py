@@ -226,8 +226,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if self._gockpt_naming.is_unnamed(there, item, args):
             registry = self._gockpt_naming.registry
             return unnamed.restore(path, args, registry, self._gockpt_options)
-        if item is not None and item not in there:
-            raise resume.no_item(path, item, there)
+        resume.require_items(path, (args or ()) if item is None else [item], there)
         if args is None:
             return self._gockpt_naming.unname(super().restore(step, directory=directory))
         named = self._gockpt_naming.name(args)
@@ -268,13 +267,15 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         return saves.last.is_writing or saves.waiting is not None
 
     def metadata(self, step: int | None = None) -> Any:
-        """What is known of a step, or of the whole directory (`None`), as stock gives it."""
+        """What is known of a step, or of the whole directory (`None`), as stock gives it.
+
+        Raises:
+          NoCheckpointError: if there is no such step.
+        """
         if step is None:
             return super().metadata()
         path = arguments.step_path(self.directory, step, self._gockpt_options)
-        if (path / naming.UNNAMED).is_dir() and self._gockpt_naming.is_unnamed(
-            resume.items_of(path, self.directory)
-        ):
+        if self._gockpt_naming.is_unnamed(resume.items_of(path, self.directory)):
             found = unnamed.metadata(path, self._gockpt_handler, self._gockpt_options)
             return dataclasses.replace(found, metrics=self.metrics(step) or {})
         found = super().metadata(step)
@@ -289,11 +290,18 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         """Deletes a checkpoint, as stock does; the save of it that is under way is waited for.
 
         So is one that waits behind another (`on_busy="newest"`), whichever is deleted.
+
+        Raises:
+          NoCheckpointError: if there is no such step.
         """
         self._gockpt_saves.calls.refuse_inside(f"deletion of step {step}")
         if self._gockpt_saves.is_under_way(step):
             self._gockpt_saves.finish()
-        super().delete(step)
+        try:
+            super().delete(step)
+        except FileNotFoundError as error:
+            path = arguments.step_path(self.directory, step, self._gockpt_options)
+            raise resume.no_step(self.directory, path.name) from error
 
     def wait_until_finished(self) -> None:
         """Waits until all accepted saves are visible; raises what went wrong with them.

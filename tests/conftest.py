@@ -173,8 +173,8 @@ def _nursery() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _nobody_deletes_what_is_verified() -> Iterator[None]:
     """`verify` waits for a second at each damaged step of a directory: it may be on its way out."""
-    from gockpt_jax.storage.inspecting import verify
+    from gockpt_jax.storage.inspecting import verify_step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "_DELETING_SECS", 0.0)
+        patch.setattr(verify_step, "_DELETING_SECS", 0.0)
         yield

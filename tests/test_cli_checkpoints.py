@@ -102,6 +102,8 @@ def test_inspect_of_what_is_damaged(tmp_path):
     assert "item.json` is damaged" in told["checksums"]["error"]
     assert told["leaves"][0]["placement"] is None
     assert "never" in run("inspect", root).output
+    (root / "0/_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": 1%s}' % ("0" * 30))
+    assert "never" in run("inspect", root).output
 
 
 def test_inspect_of_nothing(tmp_path):
@@ -191,7 +193,8 @@ def test_what_cannot_be_compared(tmp_path, base):
         assert run("diff", base, wrong).exit_code == 2
     (base / "0/state").rename(base / "0/model")
     try:
-        assert "expected one tree, found none" in run("diff", base, base, "--item", "x").output
+        told = run("diff", base, base, "--item", "x").output
+        assert "expected the tree `x`, found `model`" in told
     finally:
         (base / "0/model").rename(base / "0/state")
 

@@ -135,6 +135,17 @@ def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
     handler.close()
 
 
+def test_warnings_are_of_the_users_line(tmp_path: Path) -> None:
+    """Though Orbax calls us, from a coroutine of its own."""
+    handler = gockpt.GoCkptHandler()
+    handler.wrap(jax.jit(lambda state: state))
+    with ocp.AsyncCheckpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "0", args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+        with pytest.warns(gockpt.SnapshotOnlyWarning, match=r"train_step = ") as told:
+            checkpointer.save(tmp_path / "1", args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+    assert [warning.filename for warning in told] == [__file__]
+
+
 @pytest.mark.parametrize("names", [("7", "8"), ("7", "7")])
 def test_saves_of_a_handler_alone_are_told_apart(names: tuple[str, str], tmp_path: Path) -> None:
     """With no step between them, in one directory, or one in the place of the other."""

@@ -38,12 +38,13 @@ def tree_at(path: str, item: str | None = None) -> str:
     """
     found = look_into(path)
     trees = {name: s.items[name] for s in found.steps[-1:] for name in s.trees}
+    wanted, expected = trees, "one tree"
     if item is not None and found.kind != "item":
-        trees = {name: folder for name, folder in trees.items() if name == item}
-    if len(trees) != 1:
+        wanted, expected = {k: v for k, v in trees.items() if k == item}, f"the tree `{item}`"
+    if len(wanted) != 1:
         held = ", ".join(f"`{name}`" for name in trees) or f"none, but {found.describe()}"
-        raise ValueError(f"{path}: expected one tree, found {held}. Give the path of one.")
-    return str(next(iter(trees.values())))
+        raise ValueError(f"{path}: expected {expected}, found {held}. Give the path of one.")
+    return str(next(iter(wanted.values())))
 
 
 def make_console() -> Console:

@@ -24,7 +24,8 @@ def diff(
     """Compares A and B: items, steps, or managers' directories (their newest steps).
 
     Exit code 0: they hold the same tree, bit for bit. 1: they differ. 2: one cannot be read.
-    Layout, compression and placement do not matter.
+    Layout, compression and placement do not matter, nor whether a node of the tree is a list, a
+    tuple, or a dictionary of the same keys.
     """
     try:
         found = list(diff_items(tree_at(a, item), tree_at(b, item), limit_bytes=limit_mib << 20))

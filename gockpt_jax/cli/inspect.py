@@ -68,7 +68,7 @@ def _print_directory(console: Console, found: Directory) -> None:
 
 def _committed(step: Step) -> str:
     nanoseconds = step.metadata.get("commit_timestamp_nsecs")
-    if not isinstance(nanoseconds, int):
+    if not isinstance(nanoseconds, int) or not 0 < nanoseconds < 2**63:
         return "never"
     return datetime.fromtimestamp(nanoseconds / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gockpt_jax.cli.console import UnreadableError, make_console, read_limit
 from gockpt_jax.storage.inspecting.stored_item import READ_THREADS
-from gockpt_jax.storage.inspecting.verify import Verdict
+from gockpt_jax.storage.inspecting.verdict import Verdict
 from gockpt_jax.storage.inspecting.verify import verify as verify_all
 
 EXIT_DAMAGED, EXIT_UNCHECKED = 1, 3  # 2 is click's, for what was asked wrongly

@@ -120,8 +120,8 @@ class HostBudget(ByteBudget):
         if self._is_given:
             raise HostBudgetError(
                 f"`host_budget_bytes={self.limit_bytes}` cannot hold what this process saves, "
-                f"{state_bytes} bytes. Give at least {state_bytes * 11 // 10}, or None for the "
-                "default."
+                f"{state_bytes} bytes. Give that at least, and more where saves shall be "
+                "windows (`report.reason` says how much), or None for the default."
             )
         _log.warning(
             "a save takes %s of the host's memory, which has %s left",

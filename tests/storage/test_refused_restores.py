@@ -43,6 +43,9 @@ def with_leaf(value: Any) -> dict[str, Any]:
     return {"args": GoCkptRestore({**TARGET, "w": value})}
 
 
+EIGHTHS = jax.sharding.NamedSharding(
+    jax.sharding.Mesh(np.array(jax.devices()), "x"), jax.sharding.PartitionSpec("x")
+)
 KIND = (
     "1 leaf of another kind:\n  w: float32[4] in the checkpoint, {} in the target\n"
     "Build the target from the model and optimizer that were saved."
@@ -88,6 +91,24 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             ocp.PLACEHOLDER, restore_args=ocp.RestoreArgs(), partial_restore=True
         )},
         gockpt.TargetError, LEFT_OUT.format("all of it"),
+    ),
+    "a sharding that does not divide": (
+        with_leaf(jax.ShapeDtypeStruct((4,), "f4", sharding=EIGHTHS)), gockpt.TargetError,
+        "1 leaf that cannot lie as the target says:\n  w: float32[4]: Sharding NamedSharding(mesh=",
+    ),
+    "a sharding that does not divide, for stock's arguments": (
+        {"args": ocp.args.StandardRestore(
+            {**TARGET, "w": jax.ShapeDtypeStruct((4,), "f4", sharding=EIGHTHS)}
+        )},
+        gockpt.TargetError, "1 leaf that cannot lie as the target says:\n  w: float32[4]: Shard",
+    ),
+    "an item by its name": (
+        {"args": ocp.args.Composite(model=GoCkptRestore(TARGET))}, gockpt.NoCheckpointError,
+        "/4 has no item `model`; it has `state`. Name the one that you mean:",
+    ),
+    "an item of another handler": (
+        {"args": ocp.args.Composite(state=GoCkptRestore(TARGET), data=ocp.args.JsonRestore())},
+        gockpt.NoCheckpointError, "/4 has no item `data`; it has `state`.",
     ),
 }  # fmt: skip
 
@@ -224,8 +245,33 @@ def test_what_is_whole_raises_what_it_raised(
 
     for handler in (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler):
         monkeypatch.setattr(handler, "restore", refuse)
-    with pytest.raises(error, match=r"^the user's$"):
+    with pytest.raises(error, match="the user's") as raised:
         restored(saved, args=args)
+    told = f"While {saved}/4/state was restored. Whether its values can be read, and are what was"
+    assert str(raised.value) == "the user's"
+    assert raised.value.__notes__[0].startswith(told)
+
+
+def test_a_key_of_another_algorithm(tmp_path: Path) -> None:
+    """`strict=False` would make another key of it."""
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave({"key": jax.random.key(0)}))
+        manager.wait_until_finished()
+        other = GoCkptRestore({"key": jax.random.key(0, impl="rbg")})
+        with pytest.raises(gockpt.TargetError, match="1 leaf of another kind:\n  key: ") as refused:
+            manager.restore(0, args=other)
+    assert "strict" not in str(refused.value)
+
+
+@pytest.mark.parametrize("asks", ["delete", "metadata", "item_metadata"])
+def test_a_step_that_is_not_there(saved: Path, asks: str) -> None:
+    with (
+        GoCkptManager(saved) as manager,
+        pytest.raises(
+            gockpt.NoCheckpointError, match="no step `9`: found the checkpoints `0`, `4`"
+        ),
+    ):
+        getattr(manager, asks)(9)
 
 
 @pytest.fixture(scope="module")

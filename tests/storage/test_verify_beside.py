@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import random
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from data_position import Position
 import gockpt_jax as gockpt
 from gockpt_jax.cli.main import main
 from gockpt_jax.storage.inspecting import verify as verify_module
+from gockpt_jax.storage.inspecting import verify_step
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.saving.state_handler import StateHandler
 
@@ -179,6 +183,30 @@ def test_the_steps_metadata(root: Path, key: str) -> None:
     assert found(root) == (1, [told])
 
 
+def test_items_that_were_exchanged_between_steps(tmp_path: Path) -> None:
+    """Each of them is whole: half of a copy of another step, or of a backup."""
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        for step in (1, 2):
+            items = {
+                name: gockpt.GoCkptSave({"w": jnp.ones(2) * step}) for name in ("ema", "state")
+            }
+            cursor = ocp.args.JsonSave({"at": step})
+            manager.save(step, args=ocp.args.Composite(**items, cursor=cursor))
+    kept = tmp_path / "1" / "state"
+    kept.rename(tmp_path / "kept")
+    (tmp_path / "2" / "state").rename(kept)
+    told = "the item `state` is of another save than this step, as its `_CHECKPOINT_METADATA` says"
+    verdicts = {v.path: v.faults for v in verify(tmp_path / "1")}
+    assert verdicts == {
+        f"{tmp_path}/1": (told,), f"{tmp_path}/1/ema": (), f"{tmp_path}/1/state": ()
+    }  # fmt: skip
+    with (
+        gockpt.GoCkptManager(tmp_path) as manager,
+        pytest.raises(gockpt.VerifyError, match="`state` is of another save"),
+    ):
+        manager.restore(1, verify=True)
+
+
 @pytest.mark.parametrize("name", ["a.b", "state.x", "sta", "x.orbax-checkpoint-tmp"])
 def test_names_of_items(tmp_path: Path, name: str) -> None:
     """A save that was committed is whole, whatever Orbax calls those that were not."""
@@ -251,7 +279,7 @@ def test_a_step_that_is_deleted_meanwhile(newest, tmp_path, monkeypatch, caplog)
             shutil.rmtree(gone)
 
     monkeypatch.setattr(verify_module, "verify_item", deleting)
-    monkeypatch.setattr(verify_module.time, "sleep", sleep)
+    monkeypatch.setattr(verify_step.time, "sleep", sleep)
     found = {v.path: v.state for v in verify(tmp_path, newest=newest)}
     whole = [tmp_path / "1", tmp_path / "1" / "state", gone]
     assert found == {str(path): "whole" for path in whole}
@@ -263,6 +291,53 @@ def test_a_damaged_step_is_not_taken_for_one_that_is_deleted(tmp_path):
     save(tmp_path)
     next(tmp_path.rglob("d/*")).unlink()
     assert "damaged" in [v.state for v in verify(tmp_path)]
+
+
+OTHERS: tuple[Any, ...] = (None, "x", -1, 1.5, [], {}, 10**30, True, ["a"], {"a": 1}, float("inf"))
+
+
+def _nodes(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all values in what JSON holds."""
+    yield path
+    if isinstance(content, list):
+        content = dict(enumerate(content))
+    for key, value in content.items() if isinstance(content, dict) else ():
+        yield from _nodes(value, (*path, key))
+
+
+def _with(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    changed = json.loads(json.dumps(content))
+    *above, last = path
+    functools.reduce(lambda node, key: node[key], above, changed)[last] = value
+    return changed
+
+
+JSON_FILES = (
+    "_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding", "cursor/metadata",
+    "state/_gockpt_checksums/item.json", "state/_gockpt_checksums/process_0.json",
+)  # fmt: skip
+
+
+NOT_FINAL = {"commit_timestamp_nsecs", "metrics", "performance_metrics"}
+"""Of a step's metadata, what Orbax may write after its trees have ended."""
+
+
+@pytest.mark.parametrize("file", JSON_FILES)
+def test_whatever_stands_in_a_file_is_told_and_raises_nothing(root: Path, file: str) -> None:
+    """One value of it is another; `verify` and `inspect` say so, and go on."""
+    content = json.loads((root / "7" / file).read_text())
+    rng, paths = random.Random(7), list(_nodes(content))
+    for path in rng.sample(paths, min(len(paths), 30)):
+        changed = _with(content, path, rng.choice(OTHERS))
+        (root / "7" / file).write_text(json.dumps(changed))
+        is_known = not NOT_FINAL.intersection(path[:1])
+        for command in ("verify", "inspect"):
+            ended = CliRunner().invoke(main, [command, str(root)])
+            assert ended.exception is None or isinstance(ended.exception, SystemExit), path
+            if command == "verify" and is_known:
+                assert ended.exit_code == (changed != content), path
 
 
 UNREADABLE = (

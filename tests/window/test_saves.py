@@ -407,7 +407,7 @@ def test_an_oversized_state_is_refused_and_training_goes_on(tmp_path):
     window = WindowOptions(host_budget_bytes=STATE_BYTES - 1)
     with GoCkptManager(tmp_path, window=window) as manager:
         state = manager.wrap(update)(fresh(), BATCH)
-        with pytest.raises(HostBudgetError, match=rf"{STATE_BYTES} bytes\. Give at least"):
+        with pytest.raises(HostBudgetError, match=rf"{STATE_BYTES} bytes\. Give that at least"):
             manager.save(0, args=GoCkptSave(state))
         assert manager.all_steps() == []
         small = {"w": state["params"]["w"]}

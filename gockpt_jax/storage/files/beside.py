@@ -7,7 +7,7 @@ which is before the first of them is committed.
 
 import contextlib
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import xxhash
@@ -25,8 +25,10 @@ _WRITTEN_BY_THEN = frozenset(
         ("grain", "CheckpointHandler"),  # of data iterators
     }
 )
+BEGUN = "init_timestamp_nsecs"
+"""When the step was begun: no other step has the same."""
 # Orbax adds the time of the commit to the others.
-_OF_METADATA = ("custom_metadata", "item_handlers")
+_OF_METADATA = ("custom_metadata", "item_handlers", BEGUN)
 
 
 class Beside(NamedTuple):
@@ -48,16 +50,6 @@ class Beside(NamedTuple):
             for name, files in content.get("items", {}).items()
         }
         return cls(items, dict(content.get("metadata", {})))
-
-    @classmethod
-    def together(cls, several: "Iterable[Beside]") -> "Beside":
-        """What several items know of their step."""
-        items: dict[str, Mapping[str, tuple[int, str]]] = {}
-        metadata: dict[str, str] = {}
-        for one in several:
-            items.update(one.items)
-            metadata.update(one.metadata)
-        return cls(items, metadata)
 
 
 def what_lies_beside(item: epath.Path) -> Beside:

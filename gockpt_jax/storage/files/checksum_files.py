@@ -12,6 +12,7 @@ Stock never looks into this folder.
 
 import dataclasses
 import json
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -180,7 +181,9 @@ def read_item(item: epath.Path) -> ItemFile:
     """
     content = _read(item, ITEM_FILE)
     try:
-        files = {name: (size, made) for name, (size, made) in content["files"].items()}
+        files = {
+            name: (operator.index(size), made) for name, (size, made) in content["files"].items()
+        }
         is_intact = self_digest(content) == content["digest"]
         beside = Beside.of(content.get("beside", {}))
         is_part = bool(content.get("is_part"))
@@ -202,16 +205,18 @@ def read_process(item: epath.Path, index: int) -> ProcessFile:
         leaves = {
             name: LeafChecksums(
                 leaf["dtype"],
-                [
-                    Checksum(tuple(start), tuple(stop), made, process)
-                    for start, stop, made in leaf["chunks"]
-                ],
+                [_checksum(start, stop, made, process) for start, stop, made in leaf["chunks"]],
             )
             for name, leaf in content["leaves"].items()
         }
         return ProcessFile(process, leaves)
     except _MALFORMED as error:
         raise ChecksumError(f"`{process_file(index)}` is damaged: {error!r}") from error
+
+
+def _checksum(start: Any, stop: Any, made: Any, process: Any) -> Checksum:
+    bounds = (tuple(operator.index(bound) for bound in corner) for corner in (start, stop))
+    return Checksum(*bounds, made, process)
 
 
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError)

@@ -6,21 +6,19 @@ all others through it, which decompresses them.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from etils import epath
 
 from gockpt_jax.errors import VerifyError
-from gockpt_jax.storage.files import beside, checksum_files, item_files
-from gockpt_jax.storage.files.checksum_files import ChecksumError, ItemFile, LeafChecksums
+from gockpt_jax.storage.files import checksum_files, item_files
+from gockpt_jax.storage.files.checksum_files import ChecksumError, LeafChecksums
 from gockpt_jax.storage.files.plain_reads import PlainReads
-from gockpt_jax.storage.inspecting.directory import Step, look_into
+from gockpt_jax.storage.inspecting.directory import look_into
 from gockpt_jax.storage.inspecting.stored_item import (
     READ_LIMIT_BYTES,
     READ_THREADS,
@@ -28,58 +26,12 @@ from gockpt_jax.storage.inspecting.stored_item import (
     StoredItemError,
     for_each,
 )
+from gockpt_jax.storage.inspecting.verdict import Verdict
 from gockpt_jax.storage.inspecting.verify_chunks import Read, check, open_leaf, reads_of
+from gockpt_jax.storage.inspecting.verify_files import check_files
+from gockpt_jax.storage.inspecting.verify_step import verify_step, was_deleted
 
 _log = logging.getLogger("gockpt_jax")
-
-_DELETING_SECS = 1.0
-"""Of a step that is being deleted, something goes within that time."""
-_DELETING_TRIES = 10
-"""To count what is left of it, while it goes."""
-
-_UNKNOWN = ItemFile({}, [0], False, beside.Beside({}, {}), False)
-
-State = Literal["whole", "damaged", "unchecked"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What was found in one item (or one step, for what lies beside its items).
-
-    Attributes:
-      path: The directory.
-      state: `whole`: everything is as it was before it was written. `damaged`: see `faults`.
-        `unchecked`: nothing is known to be wrong, but not everything has a checksum.
-      faults: One line each; every one of them names a file, a leaf or a box.
-      notes: What has no checksum, and why.
-      chunks: Chunks that were read and digested.
-      nbytes: Their bytes, before compression.
-    """
-
-    path: str
-    faults: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    chunks: int = 0
-    nbytes: int = 0
-
-    @property
-    def state(self) -> State:
-        """See above."""
-        if self.faults:
-            return "damaged"
-        return "unchecked" if self.notes else "whole"
-
-    def require_whole(self) -> None:
-        """Raises `error` unless the item is whole."""
-        if self.state != "whole":
-            raise self.error()
-
-    def error(self) -> VerifyError:
-        """What to raise where it is not whole: names all faults."""
-        lines = "".join(f"\n  {line}" for line in self.faults or self.notes)
-        return VerifyError(
-            f"{self.path} is {self.state}:{lines}\nRestore another step, or from a copy."
-        )
 
 
 def verify(
@@ -111,57 +63,12 @@ def verify(
         items = (step.items[name] for name in step.trees)
         of_items = (verify_item(i, limit_bytes=limit_bytes, threads=threads) for i in items)
         for verdict in itertools.chain(verdicts, of_items):
-            if found.kind == "root" and _was_deleted(step.path, verdict):
+            if found.kind == "root" and was_deleted(step.path, verdict):
                 _log.warning("%s was deleted while it was verified", step.path)
                 if newest:
                     yield from verify(path, newest=True, limit_bytes=limit_bytes, threads=threads)
                 break
             yield verdict
-
-
-def _was_deleted(step: epath.Path, verdict: Verdict) -> bool:
-    """Whether a step is not whole because somebody deletes it, as retention does."""
-    before, now = -1, 0
-    while verdict.state == "damaged" and (now := _count_files(step)) not in (0, before):
-        before = now
-        time.sleep(_DELETING_SECS)
-    return verdict.state != "whole" and not step.exists()
-
-
-def _count_files(step: epath.Path) -> int:
-    for _ in range(_DELETING_TRIES):
-        with contextlib.suppress(OSError):  # a folder has gone meanwhile, or all of it
-            return sum(1 for _ in item_files.files_of(step))
-    return 0
-
-
-def verify_step(step: Step) -> Verdict:
-    """Verifies a step's metadata, and those of its items that are no trees.
-
-    By what its trees know of them; a checkpoint that was written before they knew is `unchecked`.
-    """
-    faults, notes = list(step.faults), []
-    if not step.trees:
-        faults.append("it holds no tree of arrays")
-    known = beside.Beside.together(_known_by(step))
-    made = beside.metadata_digests(step.metadata)
-    faults += [
-        f"`{item_files.STEP_METADATA}` is damaged: its `{key}` has changed"
-        for key, digest in known.metadata.items()
-        if step.metadata and made.get(key) != digest
-    ]
-    for name in sorted(step.items.keys() - set(step.trees)):
-        if name in known.items:
-            faults += _compare(step.items[name], known.items[name], f"{name}/")
-        else:
-            notes.append(f"the item `{name}` has no checksums")
-    return Verdict(str(step.path), tuple(faults), tuple(notes))
-
-
-def _known_by(step: Step) -> Iterator[beside.Beside]:
-    for name in step.trees:
-        with contextlib.suppress(OSError, ChecksumError):  # it is told of the tree
-            yield checksum_files.read_item(step.items[name]).beside
 
 
 def verify_item(
@@ -228,60 +135,6 @@ def _read(jobs: Sequence[Read], limit_bytes: int, threads: int) -> list[str]:
         work = functools.partial(check, reads)
         found = for_each(sized, work, limit_bytes=limit_bytes, threads=threads)
         return list(itertools.chain.from_iterable(found))
-
-
-def check_files(item: epath.Path) -> tuple[list[str], ItemFile]:
-    """Compares the item's files with the list made at its commit; returns what that says, too.
-
-    Reads the small ones. Of those that hold chunks only the sizes are compared.
-    """
-    try:
-        listed = checksum_files.read_item(item)
-    except FileNotFoundError:
-        return [f"`{item_files.ITEM_FILE}` is missing"], _UNKNOWN
-    except OSError as error:
-        return [f"`{item_files.ITEM_FILE}` cannot be read: {error}"], _UNKNOWN
-    except ChecksumError as error:
-        return [str(error)], _UNKNOWN
-    if listed.is_intact:
-        return _compare(item, listed.files), listed
-    return [f"`{item_files.ITEM_FILE}` is damaged: it does not have its own digest"], listed
-
-
-def _compare(
-    item: epath.Path, listed: Mapping[str, tuple[int, str | None]], below: str = ""
-) -> list[str]:
-    """What has become of an item's files; `below` stands before their names."""
-    sizes = dict(item_files.files_of(item))
-    faults = [f"`{below}{name}` is missing" for name in sorted(listed.keys() - sizes.keys())]
-    faults += [
-        f"`{below}{name}` is foreign: it was not there when the checkpoint was committed"
-        for name in sorted(sizes.keys() - listed.keys())
-    ]
-    of_size = []
-    for name in sorted(listed.keys() & sizes.keys()):
-        if sizes[name] == listed[name][0]:
-            of_size.append(name)
-        else:
-            had = f"{sizes[name]} bytes, {listed[name][0]} were written"
-            faults.append(f"`{below}{name}` has {had}")
-    small = [name for name in of_size if listed[name][1]]
-    for name, digest in zip(small, _digests(item, small), strict=True):
-        if isinstance(digest, OSError):
-            faults.append(f"`{below}{name}` cannot be read: {digest}")
-        elif digest != listed[name][1]:
-            faults.append(f"`{below}{name}` is damaged: its content has changed")
-    return faults
-
-
-def _digests(item: epath.Path, names: Sequence[str]) -> Sequence[str | OSError]:
-    """Of small files; where one cannot be read, of each alone."""
-    try:
-        return item_files.file_digests(item, names)
-    except OSError as error:
-        if len(names) == 1:
-            return [error]
-        return [digest for name in names for digest in _digests(item, [name])]
 
 
 def _read_processes(

@@ -3,7 +3,7 @@
 import functools
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -11,7 +11,7 @@ from etils import epath
 
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into
-from gockpt_jax.storage.inspecting.verify import verify_step
+from gockpt_jax.storage.inspecting.verify_step import verify_step
 from gockpt_jax.storage.managing.naming import METRICS
 from gockpt_jax.storage.restoring.restore import raised_by_all, require_whole
 from gockpt_jax.window.processes import Processes
@@ -55,6 +55,11 @@ def refuse_fresh_start(root: Any) -> None:
         )
 
 
+def no_step(root: epath.Path, name: str) -> NoCheckpointError:
+    """The error for a step that is not there."""
+    return _no_checkpoint(root, f"{root} has no step `{name}`")
+
+
 def items_of(path: epath.Path, root: epath.Path) -> list[str]:
     """The names of a step's items.
 
@@ -62,8 +67,19 @@ def items_of(path: epath.Path, root: epath.Path) -> list[str]:
       NoCheckpointError: There is no such step.
     """
     if not path.is_dir():
-        raise _no_checkpoint(root, f"{root} has no step `{path.name}`")
+        raise no_step(root, path.name)
     return [entry.name for entry in path.iterdir() if entry.is_dir()]
+
+
+def require_items(path: epath.Path, names: Iterable[str], items: Collection[str]) -> None:
+    """Refuses to restore of a step what it does not have.
+
+    Raises:
+      NoCheckpointError: One of the items is not there.
+    """
+    for name in names:
+        if name not in items:
+            raise no_item(path, name, items)
 
 
 def no_item(path: epath.Path, name: str, items: Collection[str]) -> NoCheckpointError:

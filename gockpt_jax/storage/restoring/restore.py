@@ -13,9 +13,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax.errors import NoCheckpointError, VerifyError
+from gockpt_jax.errors import NoCheckpointError, TargetError, VerifyError
 from gockpt_jax.storage.files import item_files
-from gockpt_jax.storage.inspecting.verify import Verdict, check_files, verify_item
+from gockpt_jax.storage.inspecting.verdict import Verdict
+from gockpt_jax.storage.inspecting.verify import verify_item
+from gockpt_jax.storage.inspecting.verify_files import check_files
 from gockpt_jax.storage.restoring.array_reader import LIMIT_BYTES, direct_reads
 from gockpt_jax.storage.restoring.one_replica import (
     SingleReplicaArgs,
@@ -224,6 +226,11 @@ def restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     except Exception as error:  # what seems not to fit may be damaged, too
         if (damage := _damage(directory)) is not None:
             raise damage from error
+        if not isinstance(error, TargetError):
+            error.add_note(
+                f"While {directory} was restored. Whether its values can be read, and are what was "
+                f"written, `gockpt_jax verify {directory}` tells."
+            )
         raise
 
 

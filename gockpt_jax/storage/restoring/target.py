@@ -81,6 +81,7 @@ def check_target(
         ],
     }
     found |= _other_arrays(item, stored, wanted, strict=strict, cast=cast)
+    found["that cannot lie as the target says"] = _misplaced(wanted)
     if any(found.values()):
         raise TargetError(_message(item.path, found))
 
@@ -108,10 +109,28 @@ def _other_arrays(
                 continue
             want = Stored((), number.__name__)
         if strict and want.shape != have.shape:
-            shapes.append(line)
+            (kinds if _is_key(wanted[name]) else shapes).append(line)
         elif not cast and (_loses(have, want) if is_number else want.dtype != have.dtype):
             dtypes.append(line)
     return {"of another kind": kinds, "of another shape": shapes, _OF_ANOTHER_DTYPE: dtypes}
+
+
+def _misplaced(wanted: Mapping[str, Any]) -> list[str]:
+    """The leaves that their shardings do not divide; JAX would not say which."""
+    wrong = []
+    for name, leaf in sorted(wanted.items()):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            try:
+                sharding.shard_shape(tuple(leaf.shape))
+            except ValueError as error:
+                wrong.append(f"{name}: {_told(leaf)}: {error}")
+    return wrong
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether it is a random key: of another size it is another algorithm's."""
+    return jnp.issubdtype(getattr(leaf, "dtype", np.void), jax.dtypes.prng_key)
 
 
 def refuse_to_narrow(directory: Any, known: Mapping[str, Stored]) -> None:
@@ -173,7 +192,7 @@ def _as_stored(leaf: Any) -> Stored | None:
         return None
     if isinstance(leaf, jax.core.Tracer):
         return None
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     dtype = np.dtype(leaf.dtype).name
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
