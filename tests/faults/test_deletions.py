@@ -78,7 +78,7 @@ def test_a_save_that_failed_is_told_and_not_deleted(
         release()
         with pytest.raises(InjectedError):  # on this thread: Orbax tells each of them once
             trainer.manager.delete(8)
-        with pytest.raises(FileNotFoundError, match=r"has no step `8`: found .*`0`, `4` and saves "):
+        with pytest.raises(FileNotFoundError, match="has no step `8`: found"):
             trainer.manager.delete(8)
         trainer.assert_intact()
 
