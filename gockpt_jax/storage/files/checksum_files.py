@@ -215,8 +215,8 @@ def read_process(item: epath.Path, index: int) -> ProcessFile:
 
 
 def _checksum(start: Any, stop: Any, made: Any, process: Any) -> Checksum:
-    bounds = (tuple(operator.index(bound) for bound in corner) for corner in (start, stop))
-    return Checksum(*bounds, made, process)
+    first, end = (tuple(operator.index(bound) for bound in corner) for corner in (start, stop))
+    return Checksum(first, end, made, process)
 
 
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError)
