@@ -148,8 +148,8 @@ def test_difference_within_the_bound_is_recorded(
 
 
 def test_demoted_leaf_is_late_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault that stays, in every update of the large leaves."""
-    fault = CorruptedGradient(monkeypatch, element=500)
+    """A fault that stays, in every update of the larger leaves."""
+    fault = CorruptedGradient(monkeypatch, element=50)
     with Trainer(tmp_path, window=options(on_failure="demote")) as trainer:
         trainer.run_undisturbed(4)
         before = trainer.report(4)
@@ -242,7 +242,7 @@ def test_figures_stand_beside_the_users_metadata(tmp_path: Path, save: Any, give
         trainer.assert_intact()
         assert given == mine
         figures = trainer.report(8).audit
-        assert figures.chunks > 8
+        assert figures.chunks == 8  # two leaves' moments, on two devices
         assert (figures.max_ulps, figures.max_relative_error, figures.worst_leaf) == (0, 0.0, None)
         assert 0 < figures.compared_bytes <= trainer.report(8).early_bytes
         told = {"gockpt_jax": {"audit": dataclasses.asdict(figures)}}

@@ -21,7 +21,7 @@ import gockpt_jax as gockpt
 
 from .processes import ended, environment
 from .states import bits_of
-from .trainer import WINDOW_STEPS, Trainer
+from .trainer import PROGRAM, WINDOW_STEPS, Trainer
 
 CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]
 LABEL = 8
@@ -172,7 +172,7 @@ def assert_same_item(ours: Path, theirs: Path, *, audited: bool = True) -> None:
 @pytest.mark.parametrize("item", ["state", "default"])
 @pytest.mark.parametrize("how", ["gockpt", "standard", "none"])
 def test_checkpoints_of_stock_restore(tmp_path: Path, item: str, how: str) -> None:
-    state = PROGRAMS["clip_adamw"].build(8).state
+    state = PROGRAMS[PROGRAM].build(8).state
     with ocp.CheckpointManager(tmp_path) as stock:
         args: Any = ocp.args.StandardSave(state)
         stock.save(2, args=args if item == "default" else ocp.args.Composite(state=args))

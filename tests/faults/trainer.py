@@ -16,7 +16,7 @@ import gockpt_jax as gockpt
 
 from .states import abstract, assert_checkpoints, assert_only_whole_steps, bits_of
 
-PROGRAM, DEVICES = "clip_adamw", 2
+PROGRAM, DEVICES = "one_layer", 2
 INTERVAL, WINDOW_STEPS = 4, 3  # The window of save 8 is open from the update of label 7 on.
 # Nothing here takes a tenth of it: it only ends a test that hangs, and leaves room for a machine
 # that is busy. Less than the 300 s for which Orbax waits for a directory.

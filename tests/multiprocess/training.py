@@ -71,7 +71,7 @@ class Loop:
         layout: Any = None,
         **options: Any,
     ) -> None:
-        options.setdefault("save_interval_steps", INTERVAL)
+        self.interval = options.setdefault("save_interval_steps", INTERVAL)
         stock = ocp.CheckpointManagerOptions(**options)
         if checkpointable is not None:
             self.manager = _Checkpointer(directory, checkpointable)
@@ -118,11 +118,13 @@ class Loop:
 
     def save(self, **kwargs: Any) -> bool:
         """Calls `save` for the last update, and remembers what it was given."""
-        given = shards_of(self.state)
+        label = self.label - 1
+        # Not of what will not be saved: that waits for the step, which for the other process's.
+        given = None if label % self.interval else shards_of(self.state)
         kwargs.setdefault("args", gockpt.GoCkptSave(self.state))
-        accepted = self.manager.save(self.label - 1, **kwargs)
+        accepted = self.manager.save(label, **kwargs)
         if accepted:
-            self.given[self.label - 1] = given
+            self.given[label] = given or shards_of(self.state)
         return accepted
 
     def run(self, last: int) -> None:

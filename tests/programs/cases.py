@@ -20,7 +20,7 @@ ON_BOTH = ("clip_adamw",)
 # Others like them are: what is cut of optimizers has tests of its own.
 NOT_PLAYED = (
     "sgd_momentum", "rmsprop", "inject_hyperparams", "l2_adam", "adabelief", "nadamw", "ademamix",
-    "dropout_raw_key", "static_argnums", "nested_tuple",
+    "dropout_raw_key", "static_argnums", "nested_tuple", "one_layer",
 )  # fmt: skip
 
 

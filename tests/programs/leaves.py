@@ -128,3 +128,24 @@ def int_state(layout: Layout) -> Job:
         }, loss
 
     return make_job(layout, init, step)
+
+
+@PROGRAMS.program()
+def one_layer(layout: Layout) -> Job:
+    """Eight leaves, where something else is tested: each of a program costs its tests time."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(LEARNING_RATE))
+
+    def init() -> TrainState:
+        kernel = jax.nn.initializers.lecun_normal()(jax.random.key(5), (INPUTS, CLASSES + 1))
+        params = {"Dense_0": {"kernel": kernel, "bias": jnp.zeros(CLASSES + 1)}}
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        layer = params["Dense_0"]
+        return cross_entropy(batch["x"] @ layer["kernel"] + layer["bias"], batch["y"])
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    return make_job(layout, init, step)
