@@ -11,7 +11,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from broken_item import Broken, BrokenSave
+from etils import epath
 from orbax.checkpoint import v1
+from orbax.checkpoint._src.path import async_path
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.saving.begun import BegunSave
@@ -139,6 +141,55 @@ def test_what_others_of_its_handler_write_is_none_of_a_savers_affair(
     for saver in savers:
         saver.close()
     assert {r.error for r in handler.reports} == {None}
+
+
+class MadeTwice:
+    """A step's directory that two of Orbax's threads find missing, and make."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.may_be_made, self._is_made, self._calls = threading.Event(), threading.Event(), 0
+        mkdir, wait = async_path.mkdir, BegunSave.wait_for_directory
+
+        async def make(path: epath.Path, **options: Any) -> None:
+            if path.parent.name != "run":
+                return await mkdir(path, **options)
+            self._calls += 1
+            if self._calls == 1:
+                assert self.may_be_made.wait(WAIT_SECS)
+            else:
+                self.may_be_made.set()
+                assert self._is_made.wait(WAIT_SECS)
+            await mkdir(path, **options)
+            self._is_made.set()
+
+        def waits(begun: BegunSave) -> None:
+            self.may_be_made.set()
+            wait(begun)
+
+        monkeypatch.setattr(async_path, "mkdir", make)
+        monkeypatch.setattr(BegunSave, "wait_for_directory", waits)
+
+
+@pytest.mark.parametrize("kind", ["manager", "checkpointer"])
+def test_a_label_is_saved_again_while_orbax_makes_its_directory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a save that was refused meanwhile; it made it for the second time, and failed."""
+    root, handler = tmp_path / "run", gockpt.GoCkptHandler()
+    root.mkdir()
+    MadeTwice(monkeypatch)
+    saver: Any
+    if kind == "manager":
+        saver = ocp.CheckpointManager(root, item_handlers=handler)
+    else:
+        saver = ocp.AsyncCheckpointer(handler)
+    where: Any = 0 if kind == "manager" else root / "0"
+    with saver:
+        with pytest.raises(ValueError, match="cannot be stored"):
+            saver.save(where, args=gockpt.GoCkptSave({"w": object()}))
+        saver.save(where, args=gockpt.GoCkptSave(tree(2.0)))
+        saver.wait_until_finished()
+        np.testing.assert_array_equal(saver.restore(where)["w2"], 2.0)
 
 
 def test_what_was_given_up_stops_at_its_next_chunk(

@@ -224,8 +224,12 @@ class BegunSave:
 
     def leave_directory(self) -> None:
         """It does not begin, and Orbax may still be making its directory."""
-        made = ocp.future.CommitFutureAwaitingContractedSignals(_nothing(), name="gockpt_directory")
-        self._left.append(_Left(made.result, _DIRECTORY_SECS))
+        self._left.append(_Left(_directory_made().result, _DIRECTORY_SECS))
+
+    def wait_for_directory(self) -> None:
+        """Likewise, and there is nobody to wait for it later: Orbax would make it twice at once."""
+        with contextlib.suppress(Exception):  # what goes wrong with it is Orbax's
+            _directory_made().result(_DIRECTORY_SECS)
 
     def wait_for_what_was_left(self, label: int | None = None) -> None:
         """Returns when nothing writes any more for saves that were given up.
@@ -270,6 +274,11 @@ class _Left:
     wait: Callable[[float | None], None]
     secs: float | None = None
     item: BegunItem | None = None
+
+
+def _directory_made() -> ocp.future.Future:
+    """Of the save that is being begun here; at once where Orbax has made it."""
+    return ocp.future.CommitFutureAwaitingContractedSignals(_nothing(), name="gockpt_directory")
 
 
 async def _nothing() -> None:

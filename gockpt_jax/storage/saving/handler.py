@@ -1,5 +1,6 @@
 """The handler for stock's managers: it finds out, and tells, what our manager would."""
 
+import asyncio
 import dataclasses
 import re
 import time
@@ -80,7 +81,12 @@ class GoCkptHandler(StateHandler):
           args: `GoCkptSave`, or stock's `StandardSave` or `PyTreeSave`.
         """
         entered_at = time.perf_counter()
-        futures = await super().async_save(directory, args)
+        try:
+            futures = await super().async_save(directory, args)
+        except Exception:
+            if self._one_at_a_time:  # v1 may not have begun to make its directory
+                await asyncio.to_thread(self.begun.wait_for_directory)
+            raise
         session, pending = self._gockpt_session, self._gockpt_log.pending
         session.predictor.observe(session.version, self.begun.label, accepted=True)
         if pending is None:
