@@ -9,6 +9,7 @@ Every program is a user's own jitted step, with the state and the loop around it
     static         the step takes a static argument besides the state
     resharded      on the mesh, the first state is laid out differently from all later ones
     replicated     on the mesh, every leaf is replicated after the first step
+    one_axis       on the mesh, leaves are split over one axis alone
     python_scalar  a leaf of the first state is a Python number
 """
 

@@ -130,7 +130,7 @@ def int_state(layout: Layout) -> Job:
     return make_job(layout, init, step)
 
 
-@PROGRAMS.program()
+@PROGRAMS.program("one_axis")
 def one_layer(layout: Layout) -> Job:
     """Eight leaves, where something else is tested: each of a program costs its tests time."""
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(LEARNING_RATE))
