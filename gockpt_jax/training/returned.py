@@ -36,8 +36,8 @@ class StateInResult:
       specs: What these are.
 
     Example:
-      >>> import jax, numpy as np
-      >>> m, w = np.zeros(2), np.ones(3)
+      >>> import jax, jax.numpy as jnp
+      >>> m, w = jnp.zeros(2), jnp.ones(3)
       >>> result = {"logs": {"loss": 1.0}, "state": {"w": w, "m": m}}
       >>> specs = [ArraySpec.of(w), ArraySpec.of(m)]
       >>> state = StateInResult(jax.tree.structure(result), [2, 1], specs)
@@ -90,9 +90,13 @@ class StateInResult:
                 return None
             flat += leaves
         leaves = [flat[i] for i in new.found_by._order]
-        specs = zip(leaves, self._specs, strict=True)
-        are_ours = all(x.shape == spec.shape and x.dtype == spec.dtype for x, spec in specs)
+        are_ours = all(map(_is_of, leaves, self._specs))
         return leaves if are_ours else None
+
+
+def _is_of(x: Any, spec: ArraySpec) -> bool:
+    """Whether this is such an array; a loop may have put a number in its place."""
+    return isinstance(x, jax.Array) and x.shape == spec.shape and x.dtype == spec.dtype
 
 
 def _place_of(tree: Any, wanted: set[int], start: int = 0) -> tuple[_Place, list[Any]]:

@@ -296,10 +296,10 @@ class Session:
             return
         with self._changing:  # another thread's save may end in the meantime
             if self._seal is not None:
-                self._seal.end()
-                if self._last_step is not None and self._seal.given:
-                    self.known.has_saved(self._last_step, self._seal.given)
-            self._seal = None
+                self._seal.end()  # again, if it is interrupted
+                given, self._seal = self._seal.given, None
+                if self._last_step is not None and given:
+                    self.known.has_saved(self._last_step, given)
 
     # What policies and the face ask.
 

@@ -503,6 +503,26 @@ def test_what_is_edited_before_the_save_is_saved_as_it_is(tmp_path, edit):
         assert manager.last_report.kind == "window"
 
 
+@pytest.mark.parametrize("new", [0.001, 1, np.float32(0.001)], ids=lambda new: type(new).__name__)
+@pytest.mark.parametrize("at", [12, 14, 15, 16, 17])
+def test_a_number_that_is_written_into_the_state(tmp_path, new, at):
+    """In place, outside a window, before its step or its save: one edit, and windows go on."""
+    options = Options(save_interval_steps=5)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        step, state, plain, saved = manager.wrap(sgd), start(), start(), {}
+        for label in range(41):
+            state, plain = step(state, BATCH), sgd(plain, BATCH)
+            if label == at:
+                state["rate"] = plain["rate"] = new
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        check(manager, saved)
+        assert_same(state, plain)
+        assert sorted(saved) == list(range(0, 41, 5))
+        assert [kinds(manager)[n] for n in (5, 10, 35, 40)] == [f"window {K}"] * 4
+
+
 def test_what_is_on_the_host_leaves_no_device(tmp_path):
     """Taken there before the first step of the window of save 10: it is late, and no more."""
     options = Options(save_interval_steps=5)
