@@ -240,9 +240,10 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           NoCheckpointError: if the directory holds checkpoints, but none of this manager: a loop
             would start anew beside them. Saves that never ended are only logged.
         """
+        unlisted = self._gockpt_saves.unlisted
         latest: int | None = super().latest_step()
-        if (waiting := self._gockpt_saves.waiting) is not None:
-            return max(waiting.step, latest or 0)
+        if unlisted:
+            return max([*unlisted, latest or 0])
         if latest is None and not self._gockpt_saves.calls.is_inside and not self._gockpt_looked:
             try:
                 resume.refuse_fresh_start(self.directory)
@@ -257,14 +258,13 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
     def all_steps(self, read: bool = False) -> Sequence[int]:
         """Labels of all saves that have been accepted and not been deleted, as stock gives them."""
-        waiting = self._gockpt_saves.waiting
-        steps = list(super().all_steps(read))
-        return steps if waiting is None else sorted([*steps, waiting.step])
+        unlisted = self._gockpt_saves.unlisted
+        return sorted({*super().all_steps(read), *unlisted})
 
     def is_saving_in_progress(self) -> bool:
         """Whether a save is being written, or waits to be."""
         saves = self._gockpt_saves
-        return saves.last.is_writing or saves.waiting is not None
+        return bool(saves.unlisted) or saves.last.is_writing
 
     def metadata(self, step: int | None = None) -> Any:
         """What is known of a step, or of the whole directory (`None`), as stock gives it.
@@ -275,6 +275,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if step is None:
             return super().metadata()
         path = arguments.step_path(self.directory, step, self._gockpt_options)
+        if step in self.all_steps() and not path.is_dir():
+            raise resume.not_yet(path)
         if self._gockpt_naming.is_unnamed(resume.items_of(path, self.directory)):
             found = unnamed.metadata(path, self._gockpt_handler, self._gockpt_options)
             return dataclasses.replace(found, metrics=self.metrics(step) or {})

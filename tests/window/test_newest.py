@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import gc
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,74 @@ def on_disk(loop: HoldingLoop) -> list[int]:
     """What another process would find."""
     with ocp.CheckpointManager(loop.manager.directory) as stock:
         return sorted(stock.all_steps())
+
+
+def on_a_thread(call: Callable[[], Any]) -> Any:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(WAIT_SECS)
+
+
+def look(manager: GoCkptManager) -> Any:
+    return manager.latest_step(), sorted(manager.all_steps()), manager.is_saving_in_progress()
+
+
+def test_an_accepted_save_stays_visible_while_it_is_handed_over(start, monkeypatch):
+    """To other threads, between the place where it waited and Orbax's list."""
+    loop = start(4)
+    assert loop.train(8)
+    accepted = (8, [0, 4, 8], True)
+    assert look(loop.manager) == accepted
+    seen: list[Any] = []
+
+    def saving(real: Any) -> Any:
+        def call(manager: Any, step: int, *args: Any, **kwargs: Any) -> Any:
+            seen.append(on_a_thread(lambda: look(loop.manager)))
+            return real(manager, step, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(
+        ocp.CheckpointManager, "save", saving(vars(ocp.CheckpointManager)["save"])
+    )
+    loop.finish()
+    loop.manager.wait_until_finished()
+    assert seen == [accepted]
+    assert on_disk(loop) == [0, 4, 8]
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_one_that_is_handed_over_meanwhile_is_seen_once(start, monkeypatch, is_listed):
+    loop = start(4)
+    assert loop.train(8)
+    looks, goes_on = threading.Event(), threading.Event()
+    real = ocp.CheckpointManager.all_steps
+
+    def slow(manager: Any, read: bool = False) -> Any:
+        before = real(manager, read)
+        if threading.current_thread() is not threading.main_thread():
+            looks.set()
+            assert goes_on.wait(WAIT_SECS)
+        return real(manager, read) if is_listed else before
+
+    monkeypatch.setattr(ocp.CheckpointManager, "all_steps", slow)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: list(loop.manager.all_steps()))
+        assert looks.wait(WAIT_SECS)
+        loop.finish()
+        loop.update()
+        goes_on.set()
+        assert found.result(WAIT_SECS) == [0, 4, 8]
+
+
+def test_metadata_of_a_save_under_way(start):
+    loop = start(4)
+    assert loop.train(8)
+    for label in (4, 8):
+        with pytest.raises(gockpt.NoCheckpointError, match="its save is under way. Call `wait_unt"):
+            loop.manager.metadata(label)
+    loop.finish()
+    loop.manager.wait_until_finished()
+    assert loop.manager.metadata(8).item_metadata is not None
 
 
 def test_a_save_waits_and_is_written_by_the_next_step(start):

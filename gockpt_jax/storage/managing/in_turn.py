@@ -202,22 +202,33 @@ class SavesInTurn:
     def _write_waiting(self) -> None:
         started_at = time.perf_counter()
         self._session.known.clock.pause(self._session.version)  # what follows is no step
-        waiting, begun = self._room.leave(), False
-        try:
-            begun = self.last.begin(waiting.step, waiting.arguments, started_at)
-        except BaseException as error:
-            begun = self.last.is_with_orbax(waiting.step)
-            if not begun:
-                waiting.pending.failed(error)
-            raise
-        finally:
-            if not begun:
-                waiting.release()
+        with self._room.left() as waiting:
+            begun = False
+            try:
+                begun = self.last.begin(waiting.step, waiting.arguments, started_at)
+            except BaseException as error:
+                begun = self.last.is_with_orbax(waiting.step)
+                if not begun:
+                    waiting.pending.failed(error)
+                raise
+            finally:
+                if not begun:
+                    waiting.release()
+
+    @property
+    def unlisted(self) -> list[int]:
+        """Labels of accepted saves that stock may not list, if it is asked after this.
+
+        Of the one that waits, and, but to Orbax itself, of the one that is given to it just now.
+        """
+        waiting = self.waiting
+        leaving = None if self.calls.is_inside else self._room.leaving
+        return [save.step for save in (waiting, leaving) if save is not None]
 
     def is_under_way(self, step: int) -> bool:
         """Whether the save of this label is not over, or one waits behind it."""
         is_last = self.last.is_unheard and self.last.step == step
-        return is_last or self.waiting is not None
+        return is_last or bool(self.unlisted)
 
     def finish(self) -> None:
         """Waits for the last save, and for the one that waits behind it, whatever became of it.

@@ -60,6 +60,13 @@ def no_step(root: epath.Path, name: str) -> NoCheckpointError:
     return _no_checkpoint(root, f"{root} has no step `{name}`")
 
 
+def not_yet(path: epath.Path) -> NoCheckpointError:
+    """The error for a step whose save is under way."""
+    return NoCheckpointError(
+        f"{path} is not there yet: its save is under way. Call `wait_until_finished` first."
+    )
+
+
 def items_of(path: epath.Path, root: epath.Path) -> list[str]:
     """The names of a step's items.
 

@@ -6,12 +6,13 @@ be late. So a newer save takes the place of the one that waits, as in PCcheck (S
 2025), whose slots are on the storage: there several are written at once, and here one is.
 """
 
+import contextlib
 import copy
 import dataclasses
 import datetime
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -76,9 +77,13 @@ class WaitingRoom:
       handler: Takes states, and writes them later.
       naming: Says which items it takes.
       manager: Alive for as long as a save waits, so that it is written at the end of the script.
+
+    Attributes:
+      leaving: A save that goes to Orbax, which may not know of it yet.
     """
 
     def __init__(self, handler: StateHandler, naming: Naming, manager: Any):
+        self.leaving: WaitingSave | None = None
         self._occupant: WaitingSave | None = None
         self._handler = handler
         self._is_ours = naming.is_ours
@@ -151,12 +156,17 @@ class WaitingRoom:
             raise
         return taken
 
-    def leave(self) -> WaitingSave:
-        """The save that waits goes to be written."""
-        waiting, self.occupant = self.occupied, None
-        record = waiting.pending.record
-        record.waiting_secs = time.perf_counter() - record.sealed_at
-        return waiting
+    @contextlib.contextmanager
+    def left(self) -> Iterator[WaitingSave]:
+        """The save that waits goes to be written: to other threads it stays until Orbax has it."""
+        waiting = self.leaving = self.occupied
+        try:
+            record = waiting.pending.record
+            record.waiting_secs = time.perf_counter() - record.sealed_at
+            self.occupant = None  # behind `leaving`: whoever looks in that order sees one of them
+            yield waiting
+        finally:
+            self.leaving = None
 
     def supersede(self, step: int) -> None:
         """Drops the save that waits, if it is older than this one; a report says so."""
