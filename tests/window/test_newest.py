@@ -129,7 +129,7 @@ def test_metadata_of_a_save_under_way(start):
     loop = start(4)
     assert loop.train(8)
     for label in (4, 8):
-        with pytest.raises(gockpt.NoCheckpointError, match="its save is under way. Call `wait_unt"):
+        with pytest.raises(gockpt.NoCheckpointError, match=r"its save is under way\. Call"):
             loop.manager.metadata(label)
     loop.finish()
     loop.manager.wait_until_finished()
