@@ -92,9 +92,7 @@ def test_an_accepted_save_stays_visible_while_it_is_handed_over(start, monkeypat
 
         return call
 
-    monkeypatch.setattr(
-        ocp.CheckpointManager, "save", saving(vars(ocp.CheckpointManager)["save"])
-    )
+    monkeypatch.setattr(ocp.CheckpointManager, "save", saving(vars(ocp.CheckpointManager)["save"]))
     loop.finish()
     loop.manager.wait_until_finished()
     assert seen == [accepted]
