@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from gockpt_jax.locks import shared_lock
+
 REMEMBERED = 4096
 """Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
 has hundreds at most; only a loop that saves other shapes each time comes by more."""
@@ -66,7 +68,7 @@ class Programs:
         # What is still to be compiled, in order: what somebody waits for, and all else.
         self._needed: dict[Hashable, _Job] = {}
         self._wanted: dict[Hashable, _Job] = {}
-        self._lock = threading.Lock()
+        self._lock = shared_lock()
         self._thread: threading.Thread | None = None
 
     def wanted(self, key: Hashable, compile_it: _Compile) -> None:

@@ -311,8 +311,11 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         Raises:
           StorageError: if the storage refused one. Whatever went wrong with it, on another thread,
             is raised here or by the next call, or warned of as `on_save_error` says.
+          RuntimeError: if the user's own callback of that save waits, or a signal handler that has
+            interrupted who holds a lock which the save needs.
         """
         saves = self._gockpt_saves
+        saves.refuse_locked()
         if saves.calls.is_inside:  # what is to be written next, and windows, have to wait
             saves.last.hear()
             return
@@ -327,6 +330,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         script.
         """
         self._gockpt_saves.calls.refuse_waiting()
+        self._gockpt_saves.refuse_locked()
         self._gockpt_closed = True
         if self._gockpt_saves.calls.is_inside:  # Orbax's threads could not end what was interrupted
             self._gockpt_saves.last.hear()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -98,7 +97,8 @@ def _in_short(reasons: Sequence[str]) -> str:
 class PendingReport:
     """A save whose report is not complete: `save` must have returned and the commit be done.
 
-    Either may come first: the trainer's thread returns, a thread of Orbax's commits.
+    Either may come first: the trainer's thread returns, a thread of Orbax's commits. Neither holds
+    a lock: a signal handler that has interrupted the one may wait for the other.
 
     Args:
       record: What is known of the save so far.
@@ -111,9 +111,9 @@ class PendingReport:
         self.record = record
         self._entered_at = entered_at
         self._log = log
-        self._waiting_for = {"return", "commit"}
-        self._told: SaveReport | None = None
-        self._lock = threading.Lock()
+        self._place = object()  # in the log
+        # What has not come yet: of several threads one takes each of them out.
+        self._to_come = {"return", "commit", "report", "failure"}
         record.step = step
 
     @property
@@ -123,8 +123,8 @@ class PendingReport:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the report has been made."""
-        return not self._waiting_for
+        """Whether the report has been made, or is just being made."""
+        return self._to_come.isdisjoint(("return", "commit"))
 
     def returned(self, started_at: float) -> None:
         """`save`, called at `started_at`, returns to the trainer."""
@@ -147,7 +147,7 @@ class PendingReport:
 
         Also where it had failed by then: of several processes only this one knows of that.
         """
-        if error is not None:
+        if error is not None and self._comes("failure"):
             self.record.error = _in_words(error)
         self.record.kind = "superseded"
         self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
@@ -155,27 +155,29 @@ class PendingReport:
 
     def failed(self, error: BaseException) -> None:
         """There will be no checkpoint; also after `committed`, which comes before the rename."""
-        if self._told is None or self._told.error is None:
+        if self._comes("failure"):
             self.record.error = _in_words(error)
             self._tell()
 
     def _done(self, part: str) -> None:
-        with self._lock:
-            if part not in self._waiting_for:
-                return
-            self._waiting_for.remove(part)
-            if self._waiting_for:
-                return
-        self._tell()
+        if self._comes(part) and self.is_finished and self._comes("report"):
+            self._tell()
+
+    def _comes(self, what: str) -> bool:
+        """Whether it has not come before."""
+        try:
+            self._to_come.remove(what)
+        except KeyError:
+            return False
+        return True
 
     def _tell(self) -> None:
         """Makes the report, in the place of one that has turned out to be wrong."""
-        with self._lock:
-            self._waiting_for.clear()
-            wrong, self._told = self._told, self.record.report()
-        if wrong is not None:
-            self._log.forget(wrong)
-        self._log.add(self._told)
+        self._to_come.difference_update(("return", "commit", "report"))
+        report = self.record.report()
+        self._log.put(self._place, report)
+        if report.error != self.record.error:  # it has failed meanwhile, and was told of before
+            self._log.put(self._place, self.record.report())
 
 
 class ReportLog:
@@ -187,13 +189,15 @@ class ReportLog:
 
     def __init__(self) -> None:
         self.pending: PendingReport | None = None
-        self._reports: list[SaveReport] = []
-        self._lock = threading.Lock()
+        self._reports: dict[object, SaveReport] = {}
 
     def add(self, report: SaveReport) -> None:
-        """Keeps a report and tells `jax.monitoring`; one INFO line on process 0."""
-        with self._lock:
-            self._reports.append(report)
+        """Keeps the report of a save that is over."""
+        self.put(object(), report)
+
+    def put(self, place: object, report: SaveReport) -> None:
+        """Keeps the report in a place, and tells `jax.monitoring`; one INFO line on process 0."""
+        self._reports[place] = report
         jax.monitoring.record_event(_EVENTS[report.kind])
         for name, secs in (
             (events.SAVE_STALL_SECS, report.stall_secs),
@@ -206,12 +210,6 @@ class ReportLog:
         if jax.process_index() == 0:
             _log.info("%s", report)
 
-    def forget(self, report: SaveReport) -> None:
-        """Takes a report back that has turned out to be wrong."""
-        with self._lock:
-            self._reports = [kept for kept in self._reports if kept is not report]
-
     def all(self) -> tuple[SaveReport, ...]:
         """Every report so far."""
-        with self._lock:
-            return tuple(self._reports)
+        return tuple(self._reports.values())

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import jax
 
+from gockpt_jax.locks import shared_lock
+
 _T = TypeVar("_T")
 
 
@@ -43,7 +45,7 @@ class ByteBudget:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(shared_lock())
 
     def acquire(self, num_bytes: int, loan: Loan | None = None) -> None:
         """Takes bytes, waiting for room; into a loan, if they are to be repaid."""

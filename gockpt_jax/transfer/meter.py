@@ -48,22 +48,18 @@ class LinkMeter:
 
     def __init__(self) -> None:
         self._rates: collections.deque[float] = collections.deque(maxlen=_MAX_SAMPLES)
-        self._lock = threading.Lock()
         self._watched = _Watched()
 
     @property
     def bytes_per_sec(self) -> float | None:
         """The rate of one device while all send; `None` until enough has been seen."""
-        with self._lock:
-            if len(self._rates) < _MIN_SAMPLES:
-                return None
-            return statistics.median(self._rates)
+        rates = tuple(self._rates)
+        return statistics.median(rates) if len(rates) >= _MIN_SAMPLES else None
 
     def pulled(self, num_bytes: int, secs: float) -> None:
         """Told of a transfer: bytes of one device, and the time they took."""
         if num_bytes >= _MIN_SAMPLE_BYTES and secs >= _MIN_SAMPLE_SECS:
-            with self._lock:
-                self._rates.append(num_bytes / secs)
+            self._rates.append(num_bytes / secs)
 
     def begin(self, sources: Sequence[Any], is_done: bool) -> None:
         """Called on the worker thread when it comes for a pull.

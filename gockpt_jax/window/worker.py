@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from gockpt_jax.compiling import unwatched
+from gockpt_jax.locks import shared_lock
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -31,7 +32,7 @@ class Worker:
         self._name = name
         self._behind = behind
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(shared_lock())
         self._thread: threading.Thread | None = None
         self._busy = False
         self._closed = False

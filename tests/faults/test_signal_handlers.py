@@ -6,7 +6,9 @@ A handler that raises is an interrupt (`test_interrupts.py`); these call the man
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
+from gockpt_jax import locks
 from gockpt_jax.storage.saving.state_handler import StateHandler
+from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.seal import Seal
 
-from .trainer import Trainer
+from .trainer import LIMIT_SECS, Trainer
 
 PLACES = {
     "a block leaves": (OpenWindow, "leave"),
@@ -102,6 +107,72 @@ def test_a_wait_inside_waits_for_the_save_before(
         trainer.run_past_next_window()
         trainer.assert_intact()
         assert {r.kind for r in trainer.manager.reports if r.step >= 8} == {"window"}
+
+
+LOCKED = {
+    "room is had": (ByteBudget, "_fits"),
+    "what is taken is counted": (ByteBudget, "_take"),
+}
+
+
+@pytest.mark.parametrize("call", ["wait_until_finished", "close"])
+@pytest.mark.parametrize("place", LOCKED)
+def test_a_wait_inside_a_lock_that_a_save_needs_is_refused(
+    tmp_path: Path, interrupted: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch,
+    place: str, call: str,
+) -> None:  # fmt: skip
+    """It would wait for threads that wait for the line which it has interrupted."""
+    result, goes_on = Written.result, threading.Event()
+
+    def held(written: Written, timeout: float | None = None) -> None:
+        result(written, timeout)
+        assert goes_on.wait(LIMIT_SECS)
+
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(3)
+        monkeypatch.setattr(Written, "result", held)
+        trainer.run(6)
+        came_of_it = interrupted(*LOCKED[place], getattr(trainer.manager, call))
+        trainer.update()  # the window of the next save opens
+        goes_on.set()
+        assert [type(x) for x in came_of_it] == [RuntimeError]
+        assert "lock which a save needs" in str(came_of_it[0])
+        trainer.save()
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+        assert {r.kind for r in trainer.manager.reports if r.step >= 4} == {"window"}
+
+
+@pytest.mark.parametrize("place", LOCKED)
+def test_a_wait_inside_a_lock_without_a_save(
+    tmp_path: Path, interrupted: Callable[..., list[Any]], place: str
+) -> None:
+    """There is nothing to wait for, as between most saves."""
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        held: list[bool] = []
+
+        def handle() -> None:
+            held.append(locks.any_held())
+            trainer.manager.wait_until_finished()
+
+        came_of_it = interrupted(*LOCKED[place], handle)
+        trainer.run(12)
+        assert (held, came_of_it) == ([True], [None])
+        assert not locks.any_held()
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+
+
+def test_all_locks_are_known() -> None:
+    """Those that the trainer's thread never holds, beside saves that need them, are listed here."""
+    not_the_trainers = {"data_file.py", "hand_over.py", "step_room.py", "syncs.py"}
+    # These say by `is_held` that a handler is inside, or are no matter of a save.
+    asked = {"calls.py", "locks.py", "nested.py", "session.py"}
+    sources = Path(gockpt.__file__).parent.rglob("*.py")
+    made = re.compile(r"threading\.(Lock|RLock|Condition|Semaphore|Event|Barrier)\(\)")
+    found = {path.name for path in sources if made.search(path.read_text())}
+    assert found == not_the_trainers | asked
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Orbax's

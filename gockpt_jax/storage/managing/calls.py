@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from gockpt_jax import _compat
+from gockpt_jax import _compat, locks
 
 
 class Calls:
@@ -66,4 +66,18 @@ class Calls:
                 "`post_finalization_callback` runs in the middle of a save: it cannot wait for "
                 "that save, so not restore, close, or delete it. Have it set a flag, and look at "
                 "that between two steps."
+            )
+
+    def refuse_locked(self) -> None:
+        """Refuses to wait for a save whose threads may wait for what was interrupted.
+
+        Raises:
+          RuntimeError: if this is a signal handler, and it has interrupted who holds a lock.
+        """
+        if locks.any_held():
+            raise RuntimeError(
+                "A signal handler has interrupted this thread in one of the few lines that hold a "
+                "lock which a save needs, so it cannot wait for the one that is being written. "
+                "Nothing was done. Have it set a flag, and look at that between two steps; or "
+                "raise `SystemExit`, and close the manager where that arrives."
             )

@@ -230,6 +230,15 @@ class SavesInTurn:
         is_last = self.last.is_unheard and self.last.step == step
         return is_last or bool(self.unlisted)
 
+    def refuse_locked(self) -> None:
+        """Refuses to wait where that would be for ever.
+
+        Raises:
+          RuntimeError: as `Calls.refuse_locked` says, if there is a save to wait for.
+        """
+        if self.unlisted or self.last.is_writing:
+            self.calls.refuse_locked()
+
     def finish(self) -> None:
         """Waits for the last save, and for the one that waits behind it, whatever became of it.
 

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
+from gockpt_jax.locks import shared_lock
 from gockpt_jax.window.processes import Processes
 
 Barrier = Callable[..., None]
@@ -66,7 +67,7 @@ class Turn:
     def __init__(self, processes: Processes):
         self._processes = processes
         self._margin = MARGIN_CALLS if processes.several else 0
-        self._lock = threading.Lock()
+        self._lock = shared_lock()
         self._calls = 0
         self._ended: _Ended | None = None
         self._saving_on: threading.Thread | None = None
