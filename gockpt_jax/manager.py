@@ -147,8 +147,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           DeviceMemoryError: if a device has no memory for the copies of the state.
           HostBudgetError: if the host budget cannot hold the state.
           StorageError: if the storage refuses this save, or has refused the one before.
-          RuntimeError: if the manager is closed, or a signal handler calls in the middle of a step
-            or of another call.
+          RuntimeError: if the manager is closed, a signal handler calls in the middle of a step or
+            of another call, or the user's own callback of the last save does.
           TypeError: if the state is not given as `args`, or the label is no integer.
           ValueError: if the label is negative, there are no `args`, or the state has been donated
             to a later step.
@@ -161,6 +161,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
         self._gockpt_saves.calls.refuse_inside(f"save of step {step}")
+        self._gockpt_saves.calls.refuse_waiting()
         with self._gockpt_saves.calls.saving:
             self._gockpt_naming.note(args)
             asked = dict(args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)

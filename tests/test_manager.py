@@ -584,12 +584,13 @@ def test_a_restore_holds_no_state_that_the_loop_has_dropped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wait", ["restore", "restore_older", "delete", "wait_until_finished", "close"]
+    "wait", ["save", "restore", "restore_older", "delete", "wait_until_finished", "close"]
 )
 def test_the_users_own_callback_cannot_wait_for_its_save(tmp_path, wait):
     """It would wait for itself: told so at once, and the save is made."""
     told = []
     calls = {
+        "save": lambda: manager.save(2, args=GoCkptSave(fresh()), force=True),
         "restore": lambda: manager.restore(1),
         "restore_older": lambda: manager.restore(0),
         "delete": lambda: manager.delete(1),

@@ -120,9 +120,9 @@ class Session:
             self.surface_failure()
             with self._changing:
                 self._current.abandon_interrupted()
-            self.between_steps()
-            with self._changing:
-                return self._begin_update(step, args, kwargs)
+        self.between_steps()  # may wait for another thread that begins a save, and needs the lock
+        with self.lock, self._changing:
+            return self._begin_update(step, args, kwargs)
 
     def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
         start = time.perf_counter()

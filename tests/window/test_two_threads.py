@@ -136,3 +136,27 @@ def test_in_a_running_event_loop(tmp_path, on_busy):
     thread.start()
     thread.join(WAIT_SECS)
     assert ended
+
+
+def test_what_comes_between_steps_keeps_no_thread_from_saving(tmp_path, monkeypatch):
+    """It may wait for one that begins a save, and which needs the session's lock for that."""
+    loop = Loop(tmp_path, window={"steps": 3})
+    real, saved = loop.session.between_steps, []
+
+    def between_steps() -> None:
+        real()
+        if loop.label == 6 and not saved:
+            state = loop.state
+            with ThreadPoolExecutor(1) as thread:
+                saving = thread.submit(
+                    loop.manager.save, 5, args=GoCkptSave(loop.state), force=True
+                )
+                saved.append(saving.result(WAIT_SECS))
+            loop.given[5] = to_host(state)
+
+    monkeypatch.setattr(loop.session, "between_steps", between_steps)
+    with loop.manager:
+        loop.train(12)
+        loop.manager.wait_until_finished()
+        assert saved == [True]
+        loop.assert_saved(0, 4, 5, 8, 12)
