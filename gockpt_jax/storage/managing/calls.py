@@ -64,8 +64,8 @@ class Calls:
         if self._teller == threading.get_ident():
             raise RuntimeError(
                 "`post_finalization_callback` runs in the middle of a save: it cannot wait for "
-                "that save, so not save, restore, close, or delete it. Have it set a flag, and look "
-                "at that between two steps."
+                "that save, so not save, restore, close, or delete it. Have it set a flag, and "
+                "look at that between two steps."
             )
 
     def refuse_locked(self) -> None:
