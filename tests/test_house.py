@@ -21,9 +21,9 @@ every_file = pytest.mark.parametrize(
 
 # Imports run from higher to lower numbers only; rooms of one number do not know each other.
 RANKS = {
-    "errors": 0, "checks": 0, "_compat": 0, "compiling": 0, "options": 1, "telemetry": 1,
-    "training": 2, "transfer": 3, "replay": 3, "window": 4, "storage": 5, "manager": 6, "v1": 6,
-    "cli": 7, "__main__": 8,
+    "errors": 0, "checks": 0, "_compat": 0, "locks": 1, "compiling": 2, "options": 2,
+    "telemetry": 2, "training": 3, "transfer": 4, "replay": 4, "window": 5, "storage": 6,
+    "manager": 7, "v1": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 MAY_IMPORT_ORBAX = {"storage", "manager", "_compat"}
 FOREIGN = {"jax", "jaxlib", "flax", "optax", "orbax"}
