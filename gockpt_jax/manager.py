@@ -271,7 +271,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         """What is known of a step, or of the whole directory (`None`), as stock gives it.
 
         Raises:
-          NoCheckpointError: if there is no such step.
+          NoCheckpointError: if there is no such step, or its save is under way.
         """
         if step is None:
             return super().metadata()
