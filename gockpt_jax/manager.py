@@ -276,7 +276,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if step is None:
             return super().metadata()
         path = arguments.step_path(self.directory, step, self._gockpt_options)
-        if step in self.all_steps() and not path.is_dir():
+        if step in self._gockpt_saves.under_way and not path.is_dir():
             raise resume.not_yet(path)
         if self._gockpt_naming.is_unnamed(resume.items_of(path, self.directory)):
             found = unnamed.metadata(path, self._gockpt_handler, self._gockpt_options)
@@ -298,7 +298,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           NoCheckpointError: if there is no such step.
         """
         self._gockpt_saves.calls.refuse_inside(f"deletion of step {step}")
-        if self._gockpt_saves.is_under_way(step):
+        if self._gockpt_saves.is_to_be_finished(step):
             self._gockpt_saves.finish()
         try:
             super().delete(step)

@@ -123,7 +123,7 @@ class PendingReport:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the report has been made, or is just being made."""
+        """Whether all has come that is in the report, or there will be no more."""
         return self._to_come.isdisjoint(("return", "commit"))
 
     def returned(self, started_at: float) -> None:
@@ -147,17 +147,23 @@ class PendingReport:
 
         Also where it had failed by then: of several processes only this one knows of that.
         """
-        if error is not None and self._comes("failure"):
-            self.record.error = _in_words(error)
+        if error is not None:
+            self._note(error)
         self.record.kind = "superseded"
         self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
         self._tell()
 
     def failed(self, error: BaseException) -> None:
         """There will be no checkpoint; also after `committed`, which comes before the rename."""
-        if self._comes("failure"):
-            self.record.error = _in_words(error)
+        if self._note(error):
             self._tell()
+
+    def _note(self, error: BaseException) -> bool:
+        """Notes why there will be no checkpoint; whether that is new."""
+        words = _in_words(error)
+        # Before it is known to be noted: whoever is interrupted here may not come back.
+        self.record.error = self.record.error or words
+        return self._comes("failure")
 
     def _done(self, part: str) -> None:
         if self._comes(part) and self.is_finished and self._comes("report"):
@@ -173,11 +179,11 @@ class PendingReport:
 
     def _tell(self) -> None:
         """Makes the report, in the place of one that has turned out to be wrong."""
-        self._to_come.difference_update(("return", "commit", "report"))
         report = self.record.report()
         self._log.put(self._place, report)
         if report.error != self.record.error:  # it has failed meanwhile, and was told of before
             self._log.put(self._place, self.record.report())
+        self._to_come.difference_update(("return", "commit", "report"))
 
 
 class ReportLog:
@@ -212,4 +218,4 @@ class ReportLog:
 
     def all(self) -> tuple[SaveReport, ...]:
         """Every report so far."""
-        return tuple(self._reports.values())
+        return tuple(self._reports.copy().values())  # another thread may add one to its own

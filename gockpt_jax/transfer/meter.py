@@ -53,7 +53,7 @@ class LinkMeter:
     @property
     def bytes_per_sec(self) -> float | None:
         """The rate of one device while all send; `None` until enough has been seen."""
-        rates = tuple(self._rates)
+        rates = self._rates.copy()  # another thread may add one
         return statistics.median(rates) if len(rates) >= _MIN_SAMPLES else None
 
     def pulled(self, num_bytes: int, secs: float) -> None:

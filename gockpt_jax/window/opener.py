@@ -23,7 +23,10 @@ from gockpt_jax.window.resources import Resources
 _log = logging.getLogger("gockpt_jax")
 
 _ADJACENT = "the step before it was saved too, and a window takes two steps at least"
-_CHANGED = "the step had last been called in another way than it was traced for"
+_CHANGED = (
+    "the step had last been called in another way than it was traced for, or what it returned had "
+    "been changed"
+)
 _DEBUGGED = "`{}` is on: JAX would check what an armed step retains, too, or not compile the step"
 
 

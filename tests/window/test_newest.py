@@ -6,6 +6,7 @@ import concurrent.futures
 import copy
 import gc
 import logging
+import shutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.written import Written
+from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.early import EarlyChunks
 
 LEAF = 4 * SIZE
@@ -121,6 +123,58 @@ def test_one_that_is_handed_over_meanwhile_is_seen_once(start, monkeypatch, is_l
         loop.update()
         goes_on.set()
         assert found.result(WAIT_SECS) == [0, 4, 8]
+
+
+def test_while_one_takes_the_place_of_another_one_is_seen(start, monkeypatch):
+    loop = start(4)
+    assert loop.train(8)
+    real, seen = PendingReport.superseded, []
+
+    def superseded(*args: Any) -> None:
+        seen.append(on_a_thread(lambda: look(loop.manager)))
+        real(*args)
+
+    monkeypatch.setattr(PendingReport, "superseded", superseded)
+    assert loop.train(12)
+    assert seen == [(12, [0, 4, 12], True)]
+    loop.finish()
+    loop.manager.wait_until_finished()
+    assert on_disk(loop) == [0, 4, 12]
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_an_interrupt_as_a_save_that_waited_leaves(start, monkeypatch, has_left):
+    """It waits on, or its report says that it failed; nothing else is held or seen of it."""
+    loop = start(4)
+    assert loop.train(8)
+    real = waiting_room.WaitingRoom.leave
+
+    def leave(*args: Any) -> None:
+        monkeypatch.setattr(waiting_room.WaitingRoom, "leave", real)
+        if has_left:
+            real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waiting_room.WaitingRoom, "leave", leave)
+    loop.finish()
+    with pytest.raises(KeyboardInterrupt):
+        loop.manager.wait_until_finished()
+    assert loop.manager._gockpt_saves.unlisted == [8] * (not has_left)
+    loop.manager.wait_until_finished()
+    assert look(loop.manager) == ((4, [0, 4], False) if has_left else (8, [0, 4, 8], False))
+    assert (loop.report(8).error is None) != has_left
+    loop.given = {label: loop.given[label] for label in on_disk(loop)}
+    loop.assert_saved(*loop.given)
+
+
+def test_metadata_of_what_somebody_else_has_removed(start):
+    """It is not under way: nothing would come of a wait."""
+    loop = start()
+    loop.train(4)
+    loop.manager.wait_until_finished()
+    shutil.rmtree(loop.manager.directory / "4")
+    with pytest.raises(gockpt.NoCheckpointError, match="has no step `4`"):
+        loop.manager.metadata(4)
 
 
 def test_metadata_of_a_save_under_way(start):

@@ -202,18 +202,20 @@ class SavesInTurn:
     def _write_waiting(self) -> None:
         started_at = time.perf_counter()
         self._session.known.clock.pause(self._session.version)  # what follows is no step
-        with self._room.left() as waiting:
-            begun = False
-            try:
-                begun = self.last.begin(waiting.step, waiting.arguments, started_at)
-            except BaseException as error:
-                begun = self.last.is_with_orbax(waiting.step)
-                if not begun:
-                    waiting.pending.failed(error)
-                raise
-            finally:
-                if not begun:
-                    waiting.release()
+        waiting, begun = self._room.occupied, False
+        try:
+            self._room.leave(waiting)
+            begun = self.last.begin(waiting.step, waiting.arguments, started_at)
+        except BaseException as error:
+            # An interrupt may have come before it left, or after Orbax had it.
+            begun = self.waiting is waiting or self.last.is_with_orbax(waiting.step)
+            if not begun:
+                waiting.pending.failed(error)
+            raise
+        finally:
+            self._room.leaving = None
+            if not begun:
+                waiting.release()
 
     @property
     def unlisted(self) -> list[int]:
@@ -225,10 +227,14 @@ class SavesInTurn:
         leaving = None if self.calls.is_inside else self._room.leaving
         return [save.step for save in (waiting, leaving) if save is not None]
 
-    def is_under_way(self, step: int) -> bool:
-        """Whether the save of this label is not over, or one waits behind it."""
-        is_last = self.last.is_unheard and self.last.step == step
-        return is_last or bool(self.unlisted)
+    @property
+    def under_way(self) -> set[int]:
+        """Labels of saves of which it has not been heard how they ended."""
+        return {*self.unlisted, *([self.last.step] if self.last.is_unheard else [])}
+
+    def is_to_be_finished(self, step: int) -> bool:
+        """Whether the save of this label is under way, or one waits behind it."""
+        return bool(self.unlisted) or step in self.under_way
 
     def refuse_locked(self) -> None:
         """Refuses to wait where that would be for ever.

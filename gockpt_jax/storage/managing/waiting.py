@@ -6,13 +6,12 @@ be late. So a newer save takes the place of the one that waits, as in PCcheck (S
 2025), whose slots are on the storage: there several are written at once, and here one is.
 """
 
-import contextlib
 import copy
 import dataclasses
 import datetime
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -79,7 +78,8 @@ class WaitingRoom:
       manager: Alive for as long as a save waits, so that it is written at the end of the script.
 
     Attributes:
-      leaving: A save that goes to Orbax, which may not know of it yet.
+      leaving: A save that goes to Orbax, which may not know of it yet; whoever has it leave ends
+        that.
     """
 
     def __init__(self, handler: StateHandler, naming: Naming, manager: Any):
@@ -136,12 +136,14 @@ class WaitingRoom:
         items |= self._take(trees)
         now = datetime.datetime.now(tz=datetime.UTC)
         newest = WaitingSave(step, now, {**arguments, "args": ocp.args.Composite(**items)})
-        try:
-            self.supersede(step)
-        except BaseException:  # an interrupt
-            newest.release()
-            raise
-        self.occupant = newest
+        before, self.occupant = self.occupant, newest  # other threads see one of them all the time
+        if before is not None:
+            try:
+                self._drop(before, step)
+            except BaseException:  # an interrupt: the older one waits on, unless it is reported
+                self.occupant = None if before.pending.is_finished else before
+                newest.release()
+                raise
         return None
 
     def _take(self, trees: Mapping[str, Any]) -> dict[str, TakenSave]:
@@ -156,29 +158,30 @@ class WaitingRoom:
             raise
         return taken
 
-    @contextlib.contextmanager
-    def left(self) -> Iterator[WaitingSave]:
-        """The save that waits goes to be written: to other threads it stays until Orbax has it."""
-        waiting = self.leaving = self.occupied
-        try:
-            record = waiting.pending.record
-            record.waiting_secs = time.perf_counter() - record.sealed_at
-            self.occupant = None  # behind `leaving`: whoever looks in that order sees one of them
-            yield waiting
-        finally:
-            self.leaving = None
+    def leave(self, waiting: WaitingSave) -> None:
+        """The save that waits goes to be written."""
+        self.leaving = waiting
+        record = waiting.pending.record
+        record.waiting_secs = time.perf_counter() - record.sealed_at
+        self.occupant = None  # behind `leaving`: whoever looks in that order sees one of them
 
     def supersede(self, step: int) -> None:
         """Drops the save that waits, if it is older than this one; a report says so."""
         waiting = self.occupant
-        if waiting is None or waiting.step >= step:
-            return
+        if waiting is not None and waiting.step < step:
+            self.occupant = None
+            self._drop(waiting, step)
+
+    def _drop(self, waiting: WaitingSave, step: int) -> None:
+        """Ends a save that waits no more, for one of a newer step."""
         error = next((e for item in waiting.taken if (e := item.failure()) is not None), None)
-        self.occupant = None
         if error is not None:
             _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
-        waiting.pending.superseded(step, error)
-        waiting.release()
+        try:
+            waiting.pending.superseded(step, error)
+        finally:
+            if waiting.pending.is_finished:
+                waiting.release()
 
     def give_up(self, error: BaseException) -> None:
         """Drops the save that waits, if there is one: it cannot be written any more."""
