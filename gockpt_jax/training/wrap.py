@@ -85,6 +85,7 @@ class WrappedStep(StandIn):
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
         self._kinds.called()
+        self._untraced = None  # a call before this one may have failed
         self._forget()
         always = self._always and debugged_by() is None
         if always:  # now: whoever is interrupted after the step has lost its result
@@ -216,7 +217,6 @@ class WrappedStep(StandIn):
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
         """The program of a call, cut, if the step has none and one can be made."""
-        self._untraced = None
         if self.program is None:
             self.turn_to(args, kwargs)
             if self.program is not None and not self.program.has_such_a_state(args, kwargs):

@@ -481,14 +481,20 @@ def test_shapes_that_never_settle_end_in_one_warning(arm):
 
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 5])
-def test_a_call_that_the_step_refuses_says_nothing_of_others(arm, at):
-    """Before the step is traced, when it is to be traced, and later: windows are not given up."""
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_call_that_the_step_refuses_says_nothing_of_others(arm, at, restores):
+    """Before the step is traced, when it is to be traced, and later: windows are not given up.
+
+    Also where the loop restores a checkpoint after it, so that nothing is known of the last result.
+    """
     observer, state = Observer((4, 6, 7)), fresh()
     step = wrap(jax.jit(update, donate_argnums=0), observer, arm=arm)
     for n in range(8):
         if n == at:
             with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
                 step(state, X, y=X)
+            if restores:
+                step.last.let_go()
         state = step(state, X * n)
     assert step.why_not is None
     assert observer.cuts[6:] == [True, True]
