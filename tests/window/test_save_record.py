@@ -96,15 +96,16 @@ def test_nobody_waits_for_a_thread_that_is_interrupted(log, pending, pool, monke
     assert len(log.all()) == 1
 
 
-def test_many_threads_end_it_at_once(log, pending, pool):
-    calls = [pending.committed, lambda: pending.returned(0.0)] * 4
-    barrier = threading.Barrier(len(calls))
-
-    def at_once(call: Callable[[], None]) -> None:
-        barrier.wait(WAIT_SECS)
-        call()
-
-    with concurrent.futures.ThreadPoolExecutor(len(calls)) as many:
-        list(many.map(at_once, calls))
-    assert len(log.all()) == 1
+def test_both_ends_at_once_are_told_once(log, pending, pool, monkeypatch):
+    """Each finds that the other has come: of the two, one line is logged."""
+    told: list[Any] = []
+    put = ReportLog.put
+    monkeypatch.setattr(ReportLog, "put", lambda *args: (told.append(args), put(*args)))
+    held = Held(monkeypatch, PendingReport, "_comes")
+    first = pool.submit(pending.returned, 0.0)
+    assert held.has_come.wait(WAIT_SECS)
+    pool.submit(pending.committed).result(WAIT_SECS)
+    held.goes_on.set()
+    first.result(WAIT_SECS)
+    assert len(told) == len(log.all()) == 1
     assert pending.is_finished
