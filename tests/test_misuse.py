@@ -118,6 +118,20 @@ def test_honest_saves(tmp_path, name):
         assert reports[20].kind == misuse.afterwards
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_copy_is_no_window_in_the_report_of_any_save(tmp_path, is_async):
+    """A synchronous save is over, and told of, before it is known that nothing else is taken."""
+    with manager_of(tmp_path, enable_async_checkpointing=is_async) as manager:
+        step, state = manager.wrap(update), fresh()
+        for n in range(11):
+            state = step(state, BATCH)
+            manager.save(n, args=gockpt.GoCkptSave(state if n < 10 else to_host(state)))
+        manager.wait_until_finished()
+        assert [(r.kind, r.window_steps) for r in manager.reports[1:]] == [
+            ("window", K), ("snapshot", 1),
+        ]  # fmt: skip
+
+
 def test_the_state_of_the_step_before(tmp_path):
     """Without donation it is alive, and what is saved is what was given."""
     with manager_of(tmp_path) as manager:

@@ -19,6 +19,11 @@ _EVENTS: dict[SaveKind, str] = {
     "superseded": events.SAVE_SUPERSEDED,
 }
 
+_NOTHING_LEFT_EARLY = (
+    "nothing given to `save` had left early: it is not the state that the last wrapped step"
+    " returned, or a part that leaves at the save"
+)
+
 
 @dataclasses.dataclass(kw_only=True)
 class SaveRecord:
@@ -30,6 +35,7 @@ class SaveRecord:
     deferred_steps: int = 0
     step: int = -1
     state_bytes: int = 0
+    taken_bytes: int = 0  # of it on the host: an array that lies in several places is there once
     early_bytes: int = 0
     early_leaves: int = 0  # of which this process may own nothing
     gradient_bytes: int = 0
@@ -61,14 +67,6 @@ class SaveRecord:
         self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
         self.peak_device_bytes = max(self.peak_device_bytes, device_bytes)
 
-    def nothing_left_early(self) -> None:
-        """The save asked for nothing that the window had taken: it was a snapshot after all."""
-        self.kind, self.window_steps = "snapshot", 1
-        self.reason = _in_short(self.late_leaves) or (
-            "nothing given to `save` had left early: it is not the state that the last wrapped step"
-            " returned, or a part that leaves at the save"
-        )
-
     @property
     def drain_secs(self) -> float:
         """From the seal until the last chunk was final on the host."""
@@ -81,7 +79,11 @@ class SaveRecord:
 
     def report(self) -> SaveReport:
         """What is known by now, for the user: what a report tells, a record has by that name."""
-        return SaveReport(**{f.name: getattr(self, f.name) for f in dataclasses.fields(SaveReport)})
+        told = {f.name: getattr(self, f.name) for f in dataclasses.fields(SaveReport)}
+        if self.kind == "window" and not self.early_leaves:  # it was a snapshot after all
+            reason = _in_short(self.late_leaves) or _NOTHING_LEFT_EARLY
+            told |= {"kind": "snapshot", "window_steps": 1, "reason": reason}
+        return SaveReport(**told)
 
 
 def _in_words(error: BaseException) -> str:

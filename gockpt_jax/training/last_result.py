@@ -9,11 +9,14 @@ from gockpt_jax.training.returned import NewState, StateInResult
 
 
 class LastResult:
-    """Held until the next one comes.
+    """Held until the next one comes: of it the new state, or, where that is not known, all.
+
+    What a step returns beside its state may be large, and no longer in use.
 
     Attributes:
-      result: As the step returned it; `None` before the first. The user may change its containers.
+      has_come: Whether there has been one.
       new_state: In it, if it was of one of the step's programs.
+      whole: As the step returned it, if it is held. The user may change its containers.
     """
 
     def __init__(self) -> None:
@@ -21,8 +24,9 @@ class LastResult:
 
     def let_go(self) -> None:
         """Keeps no array of it."""
-        self.result: Any = None
+        self.has_come = False
         self.new_state: NewState | None = None
+        self.whole: Any = None
         self._leaves: list[Any] | None = None
 
     def keep(self, result: Any, new_state: NewState | None, *, is_to_be_traced: bool) -> None:
@@ -33,13 +37,16 @@ class LastResult:
           new_state: In it, if that is known.
           is_to_be_traced: Whether the next call may be, for which all leaves are looked at.
         """
-        self.result, self.new_state = result, new_state
+        self.has_come, self.new_state = True, new_state
+        self.whole = result if new_state is None or is_to_be_traced else None
         self._leaves = jax.tree.leaves(result) if is_to_be_traced else None
 
     @property
     def leaves(self) -> list[Any]:
-        """All of them: as they were returned, if the step is to be traced."""
-        return jax.tree.leaves(self.result) if self._leaves is None else self._leaves
+        """Those that are held, in their places: as they were returned, if a trace is to come."""
+        if self._leaves is not None:
+            return self._leaves
+        return jax.tree.leaves(self.whole) if self.new_state is None else self.new_state.in_places()
 
     def lies_like(self, result: Any, returned: StateInResult) -> bool:
         """Whether the state in another result lies as in this one, as far as it is known here.

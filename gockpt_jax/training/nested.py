@@ -238,23 +238,24 @@ class NestedStep(StandIn):
                 form.look()
             with self._wrapped_inside():
                 result = self.step(*args, **kwargs)
-            if form.looked_at is not None:  # the call itself may have asked for it
-                self._look(form.looked_at, form.states, result)
+            whole = self._inner.last.whole  # of a kind of call that is known it is not held
+            if form.looked_at is not None and whole is not None:  # or the call itself has asked
+                self._look(form.looked_at, form.states, result, whole)
         finally:
             form.states, form.looked_at = (), None  # donated
         return result
 
-    def _look(self, old: Sequence[Any], states: Any, result: Any) -> None:
-        """Notes where the state's arrays have come out."""
+    def _look(self, old: Sequence[Any], states: Any, result: Any, whole: Any) -> None:
+        """Notes where the state's arrays have come out of the jitted function."""
         found = self._inner_form.found
         new = jax.tree.leaves(states)
         try:
             if all(a is b for a, b in zip(new, old, strict=False)):  # none changed in place
                 new = self._outer_form.new_leaves_of(result, states)
         except StepMismatchError as error:  # another such call raises it, before it donates any
-            found(str(error), self._inner.last.result)
+            found(str(error), whole)
         else:
-            found(new, self._inner.last.result)
+            found(new, whole)
 
     @contextlib.contextmanager
     def _wrapped_inside(self) -> Iterator[None]:

@@ -26,6 +26,14 @@ class NewState(NamedTuple):
     parts: list[Any]
     found_by: "StateInResult"
 
+    def in_places(self) -> list[Any]:
+        """The leaves of the result, as far as they are here: `None` where it holds others."""
+        found_by = self.found_by
+        found: list[Any] = [None] * found_by.out_tree.num_leaves
+        for output, leaf in zip(found_by.outputs, found_by.leaves(self) or (), strict=False):
+            found[output] = leaf
+        return found
+
 
 class StateInResult:
     """Takes a program's new state out of results, without a look at the leaves in it.
@@ -34,6 +42,10 @@ class StateInResult:
       out_tree: The structure of the program's result.
       outputs: Which of its leaves are the state's, in the order of the state's.
       specs: What these are.
+
+    Attributes:
+      out_tree: As given.
+      outputs: As given.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -48,7 +60,7 @@ class StateInResult:
     """
 
     def __init__(self, out_tree: Any, outputs: Sequence[int], specs: Sequence[ArraySpec]):
-        self._out_tree = out_tree
+        self.out_tree, self.outputs = out_tree, outputs
         self._place, self._structures = _place_of(out_tree, set(outputs))
         rank = {output: i for i, output in enumerate(sorted(set(outputs)))}
         self._order = [rank[output] for output in outputs]
@@ -69,7 +81,7 @@ class StateInResult:
         taken = set(map(id, parts))
         beside = jax.tree.structure(result, is_leaf=lambda node: id(node) in taken)
         if self._beside is None:
-            if jax.tree.structure(result) != self._out_tree:
+            if jax.tree.structure(result) != self.out_tree:
                 return None
             self._beside = beside
         return NewState(parts, self) if beside == self._beside else None

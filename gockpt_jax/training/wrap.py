@@ -89,7 +89,7 @@ class WrappedStep(StandIn):
         self._forget()
         always = self._always and debugged_by() is None
         if always:  # now: whoever is interrupted after the step has lost its result
-            is_first = self.program is None and self.last.result is None
+            is_first = self.program is None and not self.last.has_come
             if is_first and (traced := self._trace(args, kwargs)) is not None:
                 self._kinds.traced()
                 self._take(traced)
@@ -149,7 +149,7 @@ class WrappedStep(StandIn):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, StepProgram | None]:
         """What the user's own executable returns, and a program of this call that is not kept."""
-        is_first = self.last.result is None  # its arguments seldom lie where later ones do
+        is_first = not self.last.has_come  # its arguments seldom lie where later ones do
         traced = None if is_first else self._trace(args, kwargs)
         result = self.step(*args, **kwargs)  # if it fails, that says nothing of its arguments
         if self._untraced is not None:
@@ -190,6 +190,7 @@ class WrappedStep(StandIn):
         elif unsettled is not None:
             new_state = unsettled.returned.found_in(result)
         is_to_be_traced = self.program is None and self.why_not is None
+        result = result if self.why_not is None else None  # nobody will ask for it
         self.last.keep(result, new_state, is_to_be_traced=is_to_be_traced)
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -252,7 +253,7 @@ class WrappedStep(StandIn):
             return None
         except StepMismatchError:
             # Of the first call nobody knows yet what comes back as the state.
-            if self.last.result is not None and not self.no_state_found():
+            if self.last.has_come and not self.no_state_found():
                 raise
             return None
         except Exception as error:

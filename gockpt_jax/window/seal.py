@@ -60,15 +60,16 @@ class Seal:
         to = self._resources
         self.given.update(map(id, arrays))
         owned = {id(a): to.replicas.owned_bytes(a) for a in arrays}
-        state_bytes = sum(owned[id(a)] for a in arrays)
-        to.host.admit_save(record.state_bytes + state_bytes)
+        taken_bytes = sum(owned.values())  # an array that lies in several places is taken once
+        to.host.admit_save(record.taken_bytes + taken_bytes)
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
         if self._window is not None:
             slots, audit = self._window.seal(arrays)
         try:
             record.early_leaves += len(slots)
-            record.state_bytes += state_bytes
+            record.state_bytes += sum(owned[id(a)] for a in arrays)
+            record.taken_bytes += taken_bytes
             record.early_bytes += sum(owned[id(a)] for a in arrays if id(a) in slots)
             record.host_budget_bytes = to.host.limit_bytes
             with events.span(events.SPAN_SEAL):
@@ -84,8 +85,5 @@ class Seal:
 
     def end(self) -> None:
         """All items have been taken; what the save did not ask for is forgotten."""
-        if self._window is None:
-            return
-        self._window.drop()
-        if not self._record.early_leaves:
-            self._record.nothing_left_early()
+        if self._window is not None:
+            self._window.drop()

@@ -162,7 +162,7 @@ class Session:
 
     def _open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
         """Opens a window, if it is time; before the first step, plans for snapshots."""
-        if step.last.result is None:
+        if not step.last.has_come:
             leaves = step.state_leaves(args, kwargs)
             with step.giving_up_on_errors():
                 self.planner.prepare_snapshot(leaves)

@@ -61,7 +61,7 @@ class Observer:
             return None
 
     def after_update(self, step, armed):
-        assert armed is None or step.last.result is armed.result
+        assert armed is None or step.last.new_state is not None
         self.cuts.append(armed is not None)
 
     def no_update(self, reason):
@@ -192,6 +192,29 @@ def test_the_new_state_is_found_where_the_loop_takes_it_out_of_the_result():
     found = step.program.returned.leaves(step.last.new_state)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     assert observer.cuts[3]
+
+
+@pytest.mark.parametrize("armed_at", [(), (3,)])
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_what_comes_beside_the_state_lives_as_long_as_the_loop_has_it(arm, armed_at):
+    observer, state = Observer(armed_at), fresh()
+    step = wrap(jax.jit(lambda s, x: (update(s, x), jnp.ones(8) * x[0])), observer, arm=arm)
+    for n in range(6):
+        state, beside = step(state, X * n)
+        dropped = weakref.ref(beside)
+        del beside
+        assert (dropped() is None) == (step.program is not None)
+    assert step.program is not None
+    found = step.program.returned.leaves(step.last.new_state)
+    assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
+
+
+def test_nothing_is_held_of_a_step_that_cannot_be_armed():
+    step = wrap(jax.jit(lambda s, x: update(s, x)))
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="for a test"):
+        step.give_up("for a test")
+    dropped = [weakref.ref(x) for x in jax.tree.leaves(step(fresh(), X))]
+    assert [x() for x in dropped] == [None] * len(dropped)
 
 
 def test_changed_call_falls_back_to_the_users_step():

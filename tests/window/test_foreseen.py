@@ -156,6 +156,32 @@ def test_what_is_asked_ahead_is_told_of_the_last_save():
     assert told[7:] == [(20, 10), (15, 10)]
 
 
+def test_a_function_that_does_not_know_labels_to_come(tmp_path):
+    """It looks up what the loop finds out until then: asked ahead, it has no answer."""
+    due = {}
+
+    def find_out(n):
+        due[n] = n % 5 == 0
+        return True
+
+    options = Options(should_save_fn=lambda label, last: due[label])
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(18), call=find_out)
+        assert kinds(manager) == expected([0, 5, 10, 15], [])
+        check(manager, saved)
+        with pytest.raises(KeyError):
+            manager.save(100, args=GoCkptSave(fresh()))
+
+
+def test_a_function_that_knows_labels_up_to_the_last_one(tmp_path):
+    due = [label % 5 == 0 for label in range(18)]
+    options = Options(should_save_fn=lambda label, last: due[label])
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+        saved = run(manager, range(18))
+        assert kinds(manager) == expected([0], [5, 10, 15])
+        check(manager, saved)
+
+
 class EveryFifth:
     """A policy of a user's own, of whose labels nobody knows before."""
 
@@ -210,6 +236,20 @@ def test_a_start_driven_policy_saves_what_no_wrapped_step_has_made(tmp_path):
             assert manager.save(label, args=GoCkptSave({"x": jnp.full(3, label)}))
             manager.wait_until_finished()
         assert kinds(manager) == expected(range(2), [])
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_policy_by_time_saves_once_in_its_time(tmp_path, wraps):
+    """Whatever the version does: none is made, or several labels come with each."""
+    policy = managers.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)
+    stock = ocp.CheckpointManager(tmp_path / "stock", options=Options(save_decision_policy=policy))
+    ours = GoCkptManager(tmp_path / "ours", options=Options(save_decision_policy=policy))
+    with stock, ours:
+        step, state, said = ours.wrap(update) if wraps else update, fresh(), []
+        for label in range(6):
+            state = step(state, BATCH) if label % 2 == 0 else state
+            said.append([m.save(label, args=ocp.args.StandardSave(state)) for m in (stock, ours)])
+        assert said == [[True, True], *[[False, False]] * 5]
 
 
 def test_a_start_driven_policy_beside_labels(tmp_path):

@@ -360,8 +360,9 @@ def test_what_left_early_is_given_back_if_its_save_fails(tmp_path, monkeypatch, 
     assert loop.report(12).kind == "window"
 
 
-def test_an_array_that_is_saved_twice_is_counted_once(tmp_path):
-    loop = Loop(tmp_path)
+@pytest.mark.parametrize("budget", [None, 3 * LEAF // 2])
+def test_an_array_that_is_saved_twice_is_counted_once(tmp_path, budget):
+    loop = Loop(tmp_path, host_budget_bytes=budget)
     loop.state = {"a": loop.state["params"]["w"], "b": loop.state["params"]["w"]}
     save_and_wait(loop)
     loop.given[1] = to_host(loop.state)

@@ -40,6 +40,7 @@ from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.telemetry.save_record import PendingReport
+from gockpt_jax.window import seal
 from gockpt_jax.window.early import EarlyChunks
 
 LEAF = 4 * SIZE
@@ -614,6 +615,34 @@ def test_without_room_it_is_skipped(start, monkeypatch):
     loop.manager.close()
 
 
+def test_an_array_that_a_save_holds_twice_takes_room_once(start):
+    """And as much comes free where such a save is superseded."""
+    budget = 2 * LEAF + 100  # one that is being written, and one that waits
+    loop = start(4, window={"host_budget_bytes": budget, "audit": None})
+    host = loop.session.host
+
+    def save(label: int, *names: str) -> bool:
+        array = jax.numpy.full(SIZE, float(label))
+        loop.given[label] = dict.fromkeys(names, np.asarray(array))
+        return loop.manager.save(label, args=GoCkptSave(dict.fromkeys(names, array)))
+
+    loop.update()
+    assert save(4, "a")
+    assert loop.written[4].wait(WAIT_SECS)
+    host.add(LEAF)  # as if it were still being written
+    assert save(8, "a", "b")
+    assert save(12, "a", "b"), "room is made by the one that it supersedes"
+    loop.settle()
+    assert host.used_bytes == 2 * LEAF
+    host.add(200)  # something else has come
+    assert not save(16, "a", "b")
+    host.release(200 + LEAF)
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(4, 12)
+    loop.manager.close()
+
+
 @pytest.mark.parametrize("heard_by", ["step", "save", "wait_until_finished", "close"])
 def test_the_previous_save_fails_and_the_waiting_one_is_written(start, monkeypatch, heard_by):
     loop = start(4)
@@ -685,6 +714,23 @@ def test_a_warning_is_enough_if_so_asked(start, monkeypatch):
         loop.update()
     loop.manager.close()
     assert on_disk(loop) == [0, 8]
+
+
+def test_one_that_cannot_be_taken_is_told_of_once(start, monkeypatch):
+    """A warning is enough for it, too: it is not skipped besides."""
+    loop = start(4, window={"on_save_error": "warn"})
+    loop.train(7)
+    with monkeypatch.context() as context:
+        full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+        context.setattr(seal, "take_now", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.warns(gockpt.SaveFailedWarning, match="injected"):
+            assert not loop.train(8)
+    assert ["injected" in r.error for r in loop.manager.reports if r.step == 8] == [True]
+    loop.train(12)
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 12)
+    loop.manager.close()
 
 
 def test_orbax_refuses_the_waiting_save(start, monkeypatch):

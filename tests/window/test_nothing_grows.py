@@ -95,5 +95,5 @@ def test_a_closed_manager_holds_no_state_and_no_threads(tmp_path: Path) -> None:
     loop.state = None
     started = {t.name for t in set(threading.enumerate()) - threads}
     assert not started & {"gockpt-worker", "gockpt-replayer", "gockpt-steps"}
-    assert loop.step.last.result is loop.step.last.new_state is None
+    assert loop.step.last.whole is loop.step.last.new_state is None
     assert not [x.shape for x in jax.live_arrays() if id(x) not in before and x.size > 1]

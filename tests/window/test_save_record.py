@@ -109,3 +109,15 @@ def test_both_ends_at_once_are_told_once(log, pending, pool, monkeypatch):
     first.result(WAIT_SECS)
     assert len(told) == len(log.all()) == 1
     assert pending.is_finished
+
+
+@pytest.mark.parametrize("late", [(), ("a: it was edited", "b: it was edited")])
+def test_a_window_of_which_the_save_took_nothing_was_a_snapshot(late):
+    """Whenever it is told: the items may not all have been taken by then."""
+    record = SaveRecord(kind="window", reason="as planned", window_steps=3, late_leaves=late)
+    told = record.report()
+    assert (told.kind, told.window_steps) == ("snapshot", 1)
+    assert told.reason.startswith(late[0] if late else "nothing given to `save` had left early")
+    record.early_leaves = 1
+    told = record.report()
+    assert (told.kind, told.window_steps, told.reason) == ("window", 3, "as planned")

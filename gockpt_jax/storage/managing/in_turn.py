@@ -138,25 +138,31 @@ class SavesInTurn:
         self, step: int, arguments: Mapping[str, Any], busy: str, started_at: float
     ) -> bool:
         """Has a save wait for its turn, if it may; leaves it out if not, and says so."""
-        session, waits = self._session, False
+        session, became = self._session, "skipped"
         if self._on_busy == "newest":
+            became = "failed"
             with self.last.attempt(step):
                 why_not = self._room.take(step, arguments)
-                waits = why_not is None
-                busy = busy if waits else f"{busy}, and {why_not}"
-        session.predictor.observe(session.version, step, accepted=True)
-        if waits:
+                became = "waits" if why_not is None else "skipped"
+                busy = f"{busy}, and {why_not}"
+        session.predictor.observe(session.version, step, accepted=became != "failed")
+        if became == "waits":
             self._room.occupied.pending.add_stall(started_at)
-            return True
-        session.abandon(f"its save was skipped: {busy}")
+        elif became == "skipped":
+            self._skip(step, busy, started_at)
+        else:  # which is warned of
+            session.surface_failure()
+        return became == "waits"
+
+    def _skip(self, step: int, why: str, started_at: float) -> None:
+        self._session.abandon(f"its save was skipped: {why}")
         secs = time.perf_counter() - started_at
         self._log.add(
             SaveReport(
-                step=step, kind="skipped", reason=busy, window_steps=1,
+                step=step, kind="skipped", reason=why, window_steps=1,
                 stall_secs=secs, barrier_secs=secs,
             )
         )  # fmt: skip
-        return False
 
     # The save that waits.
 

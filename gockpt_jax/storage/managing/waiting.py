@@ -47,7 +47,7 @@ class WaitingSave:
     @property
     def num_bytes(self) -> int:
         """What it holds on the host."""
-        return self.pending.record.state_bytes
+        return self.pending.record.taken_bytes
 
     @property
     def taken(self) -> list[TakenSave]:
@@ -208,8 +208,8 @@ class WaitingRoom:
         session = self._handler._gockpt_session
         if session.has_due_window:  # was admitted when the window opened
             return None
-        leaves = jax.tree.leaves([args.item for args in trees.values()])
-        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        flat = [{id(x): x for x in jax.tree.leaves(args.item)} for args in trees.values()]
+        arrays = [x for leaves in flat for x in leaves.values() if isinstance(x, jax.Array)]
         num_bytes = sum(session.replicas.owned_bytes(a) for a in arrays if not a.is_deleted())
         return session.host.why_no_room(num_bytes, freed_bytes=freed_bytes)
 

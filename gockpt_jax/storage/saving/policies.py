@@ -99,10 +99,13 @@ class AskedAhead:
         self._last_saved: int | None = None
 
     def will_save(self, label: int) -> bool:
-        """The answer for a label that has not come yet."""
+        """The answer for a label that has not come yet; no, as long as the function has none."""
         if label not in self._answers:
             accepted = [x for x, (yes, _) in self._answers.items() if yes and x < label]
-            self._ask(label, max(accepted, default=self._last_saved))
+            try:
+                self._ask(label, max(accepted, default=self._last_saved))
+            except Exception:  # it may look up what the loop finds out until then
+                return False
         return self._answers[label][0]
 
     def _ask(self, label: int, last_saved: int | None) -> None:
@@ -139,10 +142,8 @@ class StartsWindow:
         """As Orbax asks it; may be asked more than once at a step."""
         version = self._session.version
         predictor = self._session.predictor
-        if self._until is not None and version <= self._until:
-            return version == self._until
         if self._until is not None and not predictor.has_saved_since(self._until):
-            return True
+            return version >= self._until
         if not self._policy.should_save(step, previous_steps, context=context):
             return False
         self._until = self._end_of_window(version)  # who asks again is told the same
