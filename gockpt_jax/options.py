@@ -165,7 +165,8 @@ class WindowOptions:
         at once and waits on the host, `save` returns True, and it is written when the previous one
         is; a newer save that finds it still waiting takes its place, and a report says so. Without
         room in the host budget it is skipped. Several processes do the same, a few calls of the
-        wrapped step or of `save` after the previous one has ended. `GoCkptManager` alone can.
+        wrapped step or of `save` after the previous one has ended. Only a `GoCkptManager` can do
+        other than wait.
       on_save_error: What becomes of a save that failed, of which nothing is visible: `"raise"` at
         the next call of the manager or of the wrapped step, or `"warn"` (`SaveFailedWarning`) and
         go on training. What the caller did wrong is always raised.

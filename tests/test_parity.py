@@ -59,6 +59,13 @@ def options(rng: random.Random) -> ocp.CheckpointManagerOptions:
             policies.AnySavePolicy(
                 [policies.SpecificStepsPolicy((1, 4)), policies.InitialSavePolicy()]
             ),
+            policies.ContinuousCheckpointingPolicy(minimum_interval_secs=3600),
+            policies.AnySavePolicy(
+                [
+                    policies.SpecificStepsPolicy((2, 5)),
+                    policies.ContinuousCheckpointingPolicy(minimum_interval_secs=3600),
+                ]
+            ),
         ],
     }.items():  # fmt: skip
         if rng.random() < 0.3:

@@ -59,7 +59,8 @@ class SaveReport:
       state_bytes: Bytes that this process wrote or replayed of the state.
       early_bytes: Those of them that left before the save step and were replayed.
       gradient_bytes: Bytes of retained values that followed them.
-      late_leaves: Paths of leaves that were planned early and became late, with the reason.
+      late_leaves: Of each group (leaves that are updated together) that was planned early and
+        became late, the path of the leaf that it was found at, and the reason.
       stall_secs: Time the trainer's thread spent in our hooks during the window and in `save`,
         waits for budgets, barriers and the previous save included. Device contention is not in it:
         step-time inflation, which a benchmark measures, is the whole cost.

@@ -91,9 +91,9 @@ def _in_words(error: BaseException) -> str:
 
 
 def _in_short(reasons: Sequence[str]) -> str:
-    """The first of them, and how many more there are: a state has hundreds of leaves."""
+    """The first of them, and how many more there are: they may be hundreds."""
     more = len(reasons) - 1
-    return "; ".join([*reasons[:1], *([f"and {more} leaves more"] if more > 0 else [])])
+    return "; ".join([*reasons[:1], *([f"and {more} more"] if more > 0 else [])])
 
 
 class PendingReport:

@@ -253,8 +253,10 @@ class WrappedStep(StandIn):
             return None
         except StepMismatchError:
             # Of the first call nobody knows yet what comes back as the state.
-            if self.last.has_come and not self.no_state_found():
-                raise
+            if self.last.has_come:
+                if self._found is None:
+                    raise  # the user has to say where the state is
+                self.program = self._found  # of other calls: this one is an evaluation
             return None
         except Exception as error:
             if not self._kinds.are_any:
@@ -265,16 +267,6 @@ class WrappedStep(StandIn):
             return None
         _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
         return program
-
-    def no_state_found(self) -> bool:
-        """Told of a call that returns no new state, of which the loop has others: an evaluation.
-
-        Returns:
-          Whether it has: there has been a program, which stays. If not, the user has to say where
-          the state is.
-        """
-        self.program = self._found
-        return self._found is not None
 
     def arm(self) -> None:
         """Starts compiling the armed step, unless that has been done."""

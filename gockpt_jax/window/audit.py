@@ -62,7 +62,7 @@ class Auditor:
         self._host = resources.host
         self._replicas = resources.replicas
         self._turns: collections.Counter[Any] = collections.Counter()  # by what is saved together
-        self._demoted: dict[str, str] = {}  # reasons, by path; the worker thread writes
+        self._demoted: dict[str, str] = {}  # reasons, by path; the replayer writes
 
     @property
     def has_demoted(self) -> bool:
@@ -152,7 +152,7 @@ class Auditor:
 
 
 class PendingAudit:
-    """A sample on its way, and the figures that come of it. All but its making is the worker's.
+    """A sample on its way, and the figures that come of it. All but its making is the replayer's.
 
     Attributes:
       metadata: The figures as JSON; empty until `check` has returned.

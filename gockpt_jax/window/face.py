@@ -119,7 +119,8 @@ class WindowFace:
     def reports(self) -> tuple[SaveReport, ...]:
         """A report for every save that has ended: committed, failed, skipped or superseded.
 
-        Oldest first. That of a save comes when it is visible, or has failed.
+        But for those of which our handler took no tree of arrays (`JsonSave` alone). Oldest first.
+        That of a save comes when it is visible, or has failed.
         """
         return self._gockpt_log.all()
 

@@ -58,7 +58,7 @@ def as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.a
     """The same arguments for the stock tree handler, with another tree of the same structure.
 
     The audit's figures go beside the user's metadata, where that is a dictionary. They are not
-    known yet: Orbax writes metadata after the last chunk, when the worker has filled them in.
+    known yet: Orbax writes metadata after the last chunk, when the replayer has filled them in.
     """
     metadata = copy.deepcopy(args.custom_metadata)  # stock writes it later
     if audit is not None and isinstance(metadata, dict | None):
