@@ -48,7 +48,7 @@ class Trainer:
 
     def __init__(self, group: Group, index: int):
         self.processes = Member(group, index)
-        self.turn = Turn(self.processes)
+        self.turn = Turn(self.processes, lambda: self.calls)
         self.barrier = self.turn.told_at(lambda **_: None)
         self.calls = 0
         self._orbax = ThreadPoolExecutor(1)
@@ -120,6 +120,17 @@ def test_a_save_that_came_late_finds_the_turn_gone_by():
     assert [t.call() for t in trainers] == [True, True]
     for each in ended:
         each.result(WAIT_SECS)
+
+
+def test_a_call_that_is_made_again_is_the_same():
+    """It has failed, on one process alone, before it reached a device."""
+    first, second = group_of(2)
+    for ended in [trainer.end_save() for trainer in (first, second)]:
+        ended.result(WAIT_SECS)
+    for n in range(MARGIN_CALLS):
+        made = [trainer.call() for trainer in (first, second)]
+        assert first.turn.has_come(anyone_waits=True) == made[0]
+        assert made == [n == MARGIN_CALLS - 1] * 2
 
 
 def test_whatever_else_begins_a_save_makes_the_turn_void():

@@ -44,8 +44,10 @@ class SavesInTurn:
         self._handler, self._log = handler, handler._gockpt_log
         self._naming = naming
         self._on_busy = session.options.on_busy
+        self._label: int | None = None  # that `save` was called with last
+        self._labels = 0  # how many so far, one after the other
         self._room = room = WaitingRoom(handler, naming, manager)
-        self._turn = turn = Turn(session.processes)
+        self._turn = turn = Turn(session.processes, lambda: session.version + self._labels)
         self.calls = Calls(session.lock)
         self.last = LastSave(manager, handler, turn, room)
         options = arrange(options, session, lambda: room.occupant, self._is_refused)
@@ -67,6 +69,8 @@ class SavesInTurn:
           started_at: When the trainer's call began, for the report.
         """
         session, last = self._session, self.last
+        if step != self._label:
+            self._label, self._labels = step, self._labels + 1
         # Beside other processes the last save is asked how it ended where all of them do: in the
         # next accepted save, or in a wait. One that raised alone would be waited for.
         if last.is_unheard and not session.processes.several and not last.is_writing:

@@ -2,7 +2,8 @@
 
 That the save before it has ended, each process hears by itself, on a thread of Orbax's; but a save
 meets all others, so all must begin it at the same place of the program. Calls of the wrapped steps
-and of `save` are such places: every process makes them in the same order.
+and of `save` are such places: every process makes them in the same order, and one that has failed
+on one of them, and is made again there, is the same place.
 """
 
 import concurrent.futures
@@ -42,7 +43,7 @@ class _Ended:
 
 
 class Turn:
-    """Counts calls, and says at which of them the save that waits has its turn.
+    """Says at which call the save that waits has its turn.
 
     When a save has ended, each process tells how many calls it has made, n, and the turn is at call
     max(n) + margin. Nobody makes its own call n + margin before it has heard the others, and none
@@ -52,9 +53,11 @@ class Turn:
 
     Args:
       processes: Those that save together; alone, the turn comes with the next call.
+      count_calls: The number of the call that is being made, or was last: never less than before.
+        Each has one number on every process; two that follow each other may have the same.
 
     Example:
-      >>> turn = Turn(Processes())
+      >>> turn = Turn(Processes(), lambda: 7)
       >>> barrier = turn.told_at(lambda **_: None)
       >>> turn.has_come(anyone_waits=True)
       False
@@ -64,16 +67,16 @@ class Turn:
       True
     """
 
-    def __init__(self, processes: Processes):
+    def __init__(self, processes: Processes, count_calls: Callable[[], int]):
         self._processes = processes
+        self._count_calls = count_calls
         self._margin = MARGIN_CALLS if processes.several else 0
         self._lock = shared_lock()
-        self._calls = 0
         self._ended: _Ended | None = None
         self._saving_on: threading.Thread | None = None
 
     def has_come(self, *, anyone_waits: bool) -> bool:
-        """Counts a call; on the trainer's thread, at the same calls on every process.
+        """Whether it is now; on the trainer's thread, at every call.
 
         Args:
           anyone_waits: Whether a save does, the same everywhere. If not, this returns at once; else
@@ -86,11 +89,10 @@ class Turn:
           ProcessError: if a process is gone.
         """
         with self._lock:
-            self._calls += 1
-            ended = self._ended
-        if not anyone_waits or ended is None or self._calls < ended.known_by:
+            call, ended = self._count_calls(), self._ended
+        if not anyone_waits or ended is None or call < ended.known_by:
             return False
-        return self._calls >= ended.turn.result()
+        return call >= ended.turn.result()
 
     def begin(self) -> None:
         """This thread goes to begin a save."""
@@ -118,10 +120,10 @@ class Turn:
         """Settles with the other processes, which have come here too, when the turn is."""
         turn: concurrent.futures.Future[int] = concurrent.futures.Future()
         with self._lock:
-            calls = self._calls
-            self._ended = _Ended(calls + self._margin, turn)
+            call = self._count_calls()
+            self._ended = _Ended(call + self._margin, turn)
         try:
-            told = self._processes.gather("turn", str(calls))
+            told = self._processes.gather("turn", str(call))
             turn.set_result(max(map(int, told.values())) + self._margin)
         except ProcessError as error:  # no fault of the save that has ended
             turn.set_exception(error)
