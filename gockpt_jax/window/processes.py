@@ -12,6 +12,7 @@ same version however its own were taken, and it keeps running the armed step bes
 
 import collections
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -25,7 +26,7 @@ from gockpt_jax.errors import ProcessError
 PATIENCE_SECS = 300.0
 """How long one process waits for the others on the trainer's thread, as Orbax's barriers do."""
 
-_made: collections.Counter[frozenset[int]] = collections.Counter()
+_asking: collections.Counter[frozenset[int]] = collections.Counter()
 
 
 class Processes:
@@ -58,22 +59,32 @@ class Processes:
         self.members = frozenset(range(count) if members is None else members)
         self.several = len(self.members) > 1
         self.is_one_missing = False
-        self.prefix = f"gockpt_{'_'.join(map(str, sorted(members))) if members else 'all'}"
+        self._name = f"gockpt_{'_'.join(map(str, sorted(members))) if members else 'all'}"
         self._index = jax.process_index()
         self._lead = min(self.members)
         self._asked: collections.Counter[str] = collections.Counter()
         self._client: Any = None
         self._are_alike = False
         if self.several:
-            # Managers are made in the same order everywhere, as their barriers demand.
-            self.prefix += f"_{_made[self.members]}"
-            _made[self.members] += 1
             self._client = _compat.coordination_client()
             if self._client is None:
                 raise RuntimeError(
                     f"{len(self.members)} processes save together, and nothing connects them. Call "
                     "`jax.distributed.initialize()` at the start of the program."
                 )
+
+    @functools.cached_property
+    def prefix(self) -> str:
+        """A name that these have on every process, and no others of the same members.
+
+        Managers ask in the same order everywhere, as their barriers demand. One that is made on one
+        process alone, to read, asks nothing, and is not counted.
+        """
+        if not self.several:
+            return self._name
+        number = _asking[self.members]
+        _asking[self.members] += 1
+        return f"{self._name}_{number}"
 
     @property
     def share(self) -> tuple[int, int]:

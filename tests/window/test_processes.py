@@ -67,17 +67,19 @@ class Job:
     """Processes of which each does its part on a thread."""
 
     def __init__(self, patch: pytest.MonkeyPatch, count: int):
-        self.service, self._patch, self._count = Service(), patch, count
+        self.service, self.patch, self._count = Service(), patch, count
         patch.setattr(jax, "process_count", lambda: count)
         patch.setattr(processes._compat, "coordination_client", lambda: self.service)
 
     def made(self, members: set[int] | None = None, before: int = 0) -> dict[int, Processes]:
-        """What the processes make, each after so many others of these members."""
+        """What the processes make, each after so many others of these members have asked."""
         found = {}
         for index in range(self._count) if members is None else members:
-            self._patch.setattr(jax, "process_index", lambda index=index: index)
-            self._patch.setattr(processes, "_made", collections.Counter())
-            found[index] = [Processes(members) for _ in range(before + 1)][-1]
+            self.patch.setattr(jax, "process_index", lambda index=index: index)
+            self.patch.setattr(processes, "_asking", collections.Counter())
+            made = [Processes(members) for _ in range(before + 1)]
+            assert len({part.prefix for part in made}) == len(made)
+            found[index] = made[-1]
         return found
 
 
@@ -136,6 +138,17 @@ def test_subjects_members_and_managers_are_apart(job: Job) -> None:
         assert set(everywhere(parts, lambda i, part: part.objection("facts", None))) == {0, 1, 2}
         assert len({part.prefix for part in parts.values()}) == 1
     everywhere(all_of_them, lambda _, part: part.barrier("other"))
+
+
+def test_what_one_process_makes_alone_and_asks_nothing_of_is_not_counted(job: Job) -> None:
+    """A manager that only reads, or a handler of which it wants the metadata."""
+    asking = {}
+    for index in range(3):
+        job.patch.setattr(jax, "process_index", lambda index=index: index)
+        job.patch.setattr(processes, "_asking", collections.Counter())
+        _, asking[index] = Processes() if index == 0 else None, Processes()
+        assert asking[index].prefix == "gockpt_all_0"
+    assert everywhere(asking, lambda i, part: part.least("room", i)) == dict.fromkeys(range(3), 0)
 
 
 def test_settings_are_compared_once(job: Job) -> None:

@@ -52,7 +52,6 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
     Attributes:
       primary_host: The process that merges what all have written; `None`: each has storage of its
         own.
-      writers: Names the processes that write one directory together.
       begun: What has begun of the save that came last, and its label.
       votes: At the commit, if a manager of ours takes them.
       wait_for_metadata: Returns when the manager has noted that of the step, if it does.
@@ -76,9 +75,6 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         replicas = Replicas(ReplicaLayout.pop_from(dict(options)).write_shape)
         self._open_windows(window, processes or Processes(together.active_processes), replicas)
         session = self._gockpt_session
-        self.writers = session.processes.prefix
-        if self.primary_host is None:
-            self.writers += f"_{jax.process_index()}"
         limit, host = session.options.write_limit_bytes, session.host
         self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
         self._look_up = look_up(options.get("type_handler_registry"))
@@ -90,6 +86,12 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         self.votes: CommitVotes | None = None
         self.wait_for_metadata: Callable[[], None] | None = None
         self._taking: PendingReport | None = None  # of the save that was taken last
+
+    @property
+    def writers(self) -> str:
+        """Names the processes that write one directory together."""
+        name = self._gockpt_session.processes.prefix
+        return name if self.primary_host is not None else f"{name}_{jax.process_index()}"
 
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
         """Seals the window (or takes a snapshot) and starts writing what becomes final.
