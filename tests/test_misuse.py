@@ -151,9 +151,9 @@ def test_save_before_any_step(tmp_path, capsys):
         assert manager.save(0, args=gockpt.GoCkptSave(state))
         assert_same(manager.restore(0), to_host(state))
         assert manager.last_report.kind == "snapshot"
-        assert "no wrapped step has run: call what `wrap" in manager.last_report.reason
+        assert "no wrapped step has run; if steps have, call what" in manager.last_report.reason
         manager.explain()
-        assert "no wrapped step has run: call what `wrap" in capsys.readouterr().out
+        assert "no wrapped step has run; if steps have, call what" in capsys.readouterr().out
 
 
 def test_a_save_at_every_step(tmp_path):

@@ -46,7 +46,7 @@ class LateGroups:
         for j, g in left.items():
             if old[j] is not state[j]:
                 path = self._cut.paths[j]
-                why = f"{path}: replaced between two steps of the window, outside them"
+                why = f"{path}: not what the step before returned: replaced, or of another state"
                 self._reasons.setdefault(g, why)
 
     def look_for_host_arrays(self, groups: Iterable[int], old: Sequence[Any]) -> None:

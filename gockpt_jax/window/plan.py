@@ -216,11 +216,14 @@ def warn_of_late(size: StateBytes) -> bool:
 def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int, unknown: str) -> Plan:
     """The smallest K that keeps within the device budget: more is not known yet."""
     budget = f"the device budget of {describe_bytes(budget_bytes)}"
+    peaks = []
     for steps in range(2, max_steps + 1):
         plan = fill_blocks(size.units, steps, f"{steps} steps keep within {budget}")
-        if peak_device_bytes(plan, size) <= budget_bytes:
+        peaks.append(peak_device_bytes(plan, size))
+        if peaks[-1] <= budget_bytes:
             return plan
-    why = f"no window of at most {max_steps} steps fits {budget}"
+    least = f": {describe_bytes(min(peaks))} would do" if peaks else ""
+    why = f"no window of at most {max_steps} steps fits {budget}{least}"
     return Plan((), f"{why}; not known yet: {unknown}")
 
 

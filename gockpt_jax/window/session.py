@@ -50,7 +50,7 @@ _log = logging.getLogger("gockpt_jax")
 
 _NOT_PREDICTED = "the save was not predicted, so no window was open"
 _NOT_OURS = "no windows: the handlers given to the manager took all items of the last save"
-_NOT_WRAPPED = "no wrapped step has run: call what `wrap(train_step)` returned"
+_NOT_WRAPPED = "no wrapped step has run; if steps have, call what `wrap(train_step)` returned"
 _UNUSED = (
     "Two saves have come, and no wrapped step has run, so all saves are snapshots. Call what "
     "`wrap` returned, as in `train_step = manager.wrap(train_step)`."

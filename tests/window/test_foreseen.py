@@ -524,7 +524,7 @@ def test_edited_leaves_become_late(tmp_path, edit, path, at):
         check(manager, saved)
         report = next(r for r in manager.reports if r.step == 10)
         assert report.kind == "window"
-        late = (f"{path}: replaced between two steps of the window, outside them",)
+        late = (f"{path}: not what the step before returned: replaced, or of another state",)
         assert report.late_leaves == (late if path and at == 10 else ())
         assert manager.last_report.late_leaves == ()
 

@@ -108,7 +108,11 @@ def test_reasons_tell_why():
     assert "no leaf may leave early" in reason(state_of((250,), []), 1)
     assert "one device copy of the state fits" in reason(size, 250)
     assert "3 steps keep within the device budget of 120 B" in reason(size, 120)
-    assert "no window of at most 8 steps fits" in reason(size, 100)
+    least = min(peak_device_bytes(fill_blocks(size.units, k, ""), size) for k in range(2, 9))
+    fits = f"no window of at most 8 steps fits the device budget of 100 B: {least} B would do"
+    assert fits in reason(size, 100)
+    assert "no window of at most 1 steps fits the device" in reason(size, 100, max_steps=1)
+    assert "steps keep within the device budget" in reason(size, least)
     assert "not known yet: step time and link" in reason(size, 100)
     assert reason(size, 100, 1.0).endswith("not known yet: link")
     assert reason(size, 120, steps=3) == reason(size, None, steps=3) == "`steps=3`"
