@@ -27,12 +27,16 @@ class Deleter:
       stock: Orbax's `CheckpointDeleter`.
       root: Of the checkpoints.
       options: The user's.
+
+    Attributes:
+      failure: Why some that were not to be kept are not gone; for whoever tells of it to forget.
     """
 
     def __init__(self, stock: Any, root: Any, options: ocp.CheckpointManagerOptions):
         self._stock = stock
         self._root = epath.Path(root)
         self._options = options
+        self.failure: Exception | None = None
         self._thread: Any = _compat.deleting_thread(stock)  # with `enable_background_delete`
         self._leaving: dict[int, Any] = {}  # where it found, or will find, each step's files
 
@@ -42,9 +46,16 @@ class Deleter:
         self._stock.delete(step)
 
     def delete_steps(self, steps: Sequence[int]) -> None:
-        """Deletes some; none of them is listed while the first one goes."""
-        self._hide_all(steps)
-        self._stock.delete_steps(steps)
+        """Deletes what is not to be kept; none of them is listed while the first one goes.
+
+        It raises nothing, for the save that they make way for is visible: that one has not failed,
+        and other processes wait for the end of it.
+        """
+        try:
+            self._hide_all(steps)
+            self._stock.delete_steps(steps)
+        except Exception as error:
+            self.failure = error
 
     def make_way(self, step: int) -> None:
         """Waits until a deleted step's files have gone; those of its next save would go too."""

@@ -9,8 +9,9 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from gockpt_jax import _compat
-from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError
+from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError, warn
 from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.managing.waiting import WaitingRoom
@@ -165,6 +166,22 @@ class LastSave:
             self._manager.reload()
             self._was_dropped = False
         self._handler.committed()
+        self._tell_of_deletions()
+
+    def _tell_of_deletions(self) -> None:
+        """Warns of old checkpoints that this save's commit was to delete, and are not gone."""
+        failure, self.deleter.failure = self.deleter.failure, None
+        if failure is None:
+            return
+        if not self._session.processes.several:
+            with contextlib.suppress(OSError):  # what is still listed goes with the next save
+                self._manager.reload()
+        warn(
+            f"the save of step {self.step} is complete, but checkpoints that are not to be kept "
+            f"could not be deleted: {failure!r}. Look at the storage, and remove "
+            f"{self._manager.directory}/*{TEMPORARY} yourself.",
+            UserWarning,
+        )
 
     def _has_failed(self, error: BaseException) -> None:
         if self._pending is not None:
