@@ -203,3 +203,31 @@ def test_after_all_that_saves_go_on(manager: gockpt.GoCkptManager) -> None:
     restored = manager.restore(1, verify=True)
     np.testing.assert_array_equal(restored["w"], STATE["w"])
     manager.delete(1)
+
+
+@jax.tree_util.register_pytree_node_class
+class ArraysOnly:
+    """As `jmp.DynamicLossScale` does, it looks at what it is given."""
+
+    def __init__(self, value: Any):
+        self.value, self.kind = value, jax.eval_shape(lambda: value).dtype
+
+    def tree_flatten(self) -> Any:
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+def test_a_node_that_takes_arrays_only(tmp_path: Path) -> None:
+    """Stock refuses it, too. What it holds can be saved."""
+    node = ArraysOnly(jnp.ones(3))
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        with pytest.raises(TypeError, match="a node whose class looks at its leaves"):
+            manager.save(0, args=gockpt.GoCkptSave({"scale": node}))
+        manager._gockpt_session.resources.worker.wait_until_idle()
+        assert manager._gockpt_session.host.used_bytes == 0
+        assert manager.save(0, args=gockpt.GoCkptSave({"scale": node.value}))
+        manager.wait_until_finished()
+        assert manager.restore(0)["scale"].tolist() == [1, 1, 1]

@@ -22,7 +22,13 @@ from gockpt_jax.storage.restoring.restore import GoCkptRestore, require_whole, r
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
-from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save, host_array, leaves_to_save
+from gockpt_jax.storage.saving.taken import (
+    TakenSave,
+    as_tree_save,
+    host_array,
+    leaves_to_save,
+    put_together,
+)
 from gockpt_jax.storage.saving.written import Voting, Written
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.storage.writing.host_array import HostArray
@@ -168,8 +174,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
             for i, promised in enumerate(slots):
                 account = host if owners[id(promised)] == i else None
                 leaves[positions[i]] = host_array(leaves[positions[i]], promised, account)
-            stock = as_tree_save(args, jax.tree.unflatten(tree, leaves), audit)
-            return TakenSave(stock, self._taking)
+            return TakenSave(as_tree_save(args, put_together(tree, leaves), audit), self._taking)
         except BaseException:  # an interrupt, or metadata that cannot be copied
             give_back([slot for promised in slots for slot in promised], host)
             raise

@@ -54,6 +54,23 @@ class TakenSave(ocp.args.CheckpointArgs):  # type: ignore[misc]
             array.release()
 
 
+def put_together(structure: Any, leaves: Sequence[Any]) -> Any:
+    """A tree of what stands for its arrays.
+
+    Raises:
+      TypeError: if a node takes nothing but arrays.
+    """
+    try:
+        return jax.tree.unflatten(structure, leaves)
+    except Exception as error:
+        raise TypeError(
+            "the state given to `save` has a node whose class looks at its leaves as it is made, "
+            "and takes arrays only; nothing of the state was saved. As JAX asks of custom "
+            "pytrees, have `tree_unflatten` take any object, or save the node's fields, as in "
+            f"`{{'scale': state.scale.value}}`. The class says: {error}"
+        ) from error
+
+
 def as_tree_save(args: Any, item: Any, audit: Mapping[str, Any] | None) -> ocp.args.PyTreeSave:
     """The same arguments for the stock tree handler, with another tree of the same structure.
 
