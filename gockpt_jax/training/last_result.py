@@ -43,7 +43,7 @@ class LastResult:
 
     @property
     def leaves(self) -> list[Any]:
-        """Those that are held, in their places: as they were returned, if a trace is to come."""
+        """As they were returned, if the step is to be traced; `None` for what is gone."""
         if self._leaves is not None:
             return self._leaves
         return jax.tree.leaves(self.whole) if self.new_state is None else self.new_state.in_places()

@@ -4,6 +4,7 @@ A loop may change the containers that it is given: it adds the time of the step 
 takes the state out. A result that is looked at later is then not what the step has returned.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,17 +22,19 @@ class NewState(NamedTuple):
     Attributes:
       parts: The trees that are it together.
       found_by: Who knows how they do.
+      nodes: The result, flattened down to them. Of what lies beside them weak references: it may be
+        large, and the loop has no more use for it.
     """
 
     parts: list[Any]
     found_by: "StateInResult"
+    nodes: list[Any]
 
     def in_places(self) -> list[Any]:
-        """The leaves of the result, as far as they are here: `None` where it holds others."""
-        found_by = self.found_by
-        found: list[Any] = [None] * found_by.out_tree.num_leaves
-        for output, leaf in zip(found_by.outputs, found_by.leaves(self) or (), strict=False):
-            found[output] = leaf
+        """All leaves in their order; `None` for what lay beside the state and is gone."""
+        found: list[Any] = []
+        for node in self.nodes:
+            found += [node()] if isinstance(node, weakref.ref) else jax.tree.leaves(node)
         return found
 
 
@@ -42,10 +45,6 @@ class StateInResult:
       out_tree: The structure of the program's result.
       outputs: Which of its leaves are the state's, in the order of the state's.
       specs: What these are.
-
-    Attributes:
-      out_tree: As given.
-      outputs: As given.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -60,7 +59,7 @@ class StateInResult:
     """
 
     def __init__(self, out_tree: Any, outputs: Sequence[int], specs: Sequence[ArraySpec]):
-        self.out_tree, self.outputs = out_tree, outputs
+        self._out_tree = out_tree
         self._place, self._structures = _place_of(out_tree, set(outputs))
         rank = {output: i for i, output in enumerate(sorted(set(outputs)))}
         self._order = [rank[output] for output in outputs]
@@ -79,12 +78,14 @@ class StateInResult:
         except LookupError:
             return None
         taken = set(map(id, parts))
-        beside = jax.tree.structure(result, is_leaf=lambda node: id(node) in taken)
+        nodes, beside = jax.tree.flatten(result, is_leaf=lambda node: id(node) in taken)
         if self._beside is None:
-            if jax.tree.structure(result) != self.out_tree:
+            if jax.tree.structure(result) != self._out_tree:
                 return None
             self._beside = beside
-        return NewState(parts, self) if beside == self._beside else None
+        if beside != self._beside:
+            return None
+        return NewState(parts, self, [n if id(n) in taken else _weakly(n) for n in nodes])
 
     def leaves(self, new: NewState | None) -> list[Any] | None:
         """The leaves of a new state; `None` if they have come to be others.
@@ -104,6 +105,10 @@ class StateInResult:
         leaves = [flat[i] for i in new.found_by._order]
         are_ours = all(map(_is_of, leaves, self._specs))
         return leaves if are_ours else None
+
+
+def _weakly(leaf: Any) -> Any:
+    return weakref.ref(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _is_of(x: Any, spec: ArraySpec) -> bool:

@@ -209,6 +209,20 @@ def test_what_comes_beside_the_state_lives_as_long_as_the_loop_has_it(arm, armed
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_what_comes_beside_the_state_may_turn_out_to_be_it(arm):
+    """Of parts that are alike the loop's own calls tell, of whatever kind: it still has them."""
+
+    def train(s, x):
+        return {"average": jax.tree.map(lambda a: a * 0.5, s), "state": update(s, x)}
+
+    step, state = wrap(jax.jit(train), arm=arm), fresh()
+    for n in range(6):
+        state = step(state, (X[:1] if n == 0 else X) * n)["state"]
+    found = step.program.returned.leaves(step.last.new_state)
+    assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
+
+
 def test_nothing_is_held_of_a_step_that_cannot_be_armed():
     step = wrap(jax.jit(lambda s, x: update(s, x)))
     with pytest.warns(gockpt.SnapshotOnlyWarning, match="for a test"):
