@@ -148,7 +148,7 @@ def replace_one(state: Any, path: str) -> Any:
 
 def named(report: gockpt.SaveReport) -> set[str]:
     """Paths of the leaves that the report calls late."""
-    return {line.partition(": replaced between")[0] for line in report.late_leaves}
+    return {line.partition(": not what the step before returned")[0] for line in report.late_leaves}
 
 
 @harness.on_both("ema")
