@@ -79,11 +79,14 @@ class SaveRecord:
 
     def report(self) -> SaveReport:
         """What is known by now, for the user: what a report tells, a record has by that name."""
-        told = {f.name: getattr(self, f.name) for f in dataclasses.fields(SaveReport)}
-        if self.kind == "window" and not self.early_leaves:  # it was a snapshot after all
-            reason = _in_short(self.late_leaves) or _NOTHING_LEFT_EARLY
-            told |= {"kind": "snapshot", "window_steps": 1, "reason": reason}
-        return SaveReport(**told)
+        self.look_back()
+        return SaveReport(**{f.name: getattr(self, f.name) for f in dataclasses.fields(SaveReport)})
+
+    def look_back(self) -> None:
+        """A window of which the save has taken nothing was a snapshot after all."""
+        if self.kind == "window" and not self.early_leaves:
+            self.kind, self.window_steps = "snapshot", 1
+            self.reason = _in_short(self.late_leaves) or _NOTHING_LEFT_EARLY
 
 
 def _in_words(error: BaseException) -> str:
@@ -151,6 +154,7 @@ class PendingReport:
         """
         if error is not None:
             self._note(error)
+        self.record.look_back()
         self.record.kind = "superseded"
         self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
         self._tell()

@@ -14,7 +14,7 @@ class LastResult:
     What a step returns beside its state may be large, and no longer in use.
 
     Attributes:
-      has_come: Whether there has been one.
+      has_come: Whether there has been one, in which something came.
       new_state: In it, if it was of one of the step's programs.
       whole: As the step returned it, if it is held. The user may change its containers.
     """
@@ -37,7 +37,7 @@ class LastResult:
           new_state: In it, if that is known.
           is_to_be_traced: Whether the next call may be, for which all leaves are looked at.
         """
-        self.has_come, self.new_state = True, new_state
+        self.has_come, self.new_state = result is not None, new_state
         self.whole = result if new_state is None or is_to_be_traced else None
         self._leaves = jax.tree.leaves(result) if is_to_be_traced else None
 

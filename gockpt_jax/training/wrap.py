@@ -190,8 +190,9 @@ class WrappedStep(StandIn):
         elif unsettled is not None:
             new_state = unsettled.returned.found_in(result)
         is_to_be_traced = self.program is None and self.why_not is None
-        result = result if self.why_not is None else None  # nobody will ask for it
         self.last.keep(result, new_state, is_to_be_traced=is_to_be_traced)
+        if self.why_not is not None:
+            self.last.whole = None  # nobody will ask for it
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the state in a call, arrays or not; traced or not."""

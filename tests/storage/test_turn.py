@@ -48,14 +48,14 @@ class Trainer:
 
     def __init__(self, group: Group, index: int):
         self.processes = Member(group, index)
-        self.turn = Turn(self.processes, lambda: self.calls)
+        self.turn = Turn(self.processes)
         self.barrier = self.turn.told_at(lambda **_: None)
         self.calls = 0
         self._orbax = ThreadPoolExecutor(1)
 
     def call(self, *, anyone_waits: bool = True) -> bool:
         self.calls += 1
-        return self.turn.has_come(anyone_waits=anyone_waits)
+        return self.turn.has_come(self.calls, anyone_waits=anyone_waits)
 
     def end_save(self) -> Future[None]:
         """The save has ended here; returns when this process has told so."""
@@ -129,7 +129,7 @@ def test_a_call_that_is_made_again_is_the_same():
         ended.result(WAIT_SECS)
     for n in range(MARGIN_CALLS):
         made = [trainer.call() for trainer in (first, second)]
-        assert first.turn.has_come(anyone_waits=True) == made[0]
+        assert first.turn.has_come(first.calls, anyone_waits=True) == made[0]
         assert made == [n == MARGIN_CALLS - 1] * 2
 
 

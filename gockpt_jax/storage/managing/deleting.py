@@ -1,6 +1,7 @@
 """A checkpoint that is deleted goes out of sight at once, and then its files go one by one."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -51,9 +52,18 @@ class Deleter:
         It raises nothing, for the save that they make way for is visible: that one has not failed,
         and other processes wait for the end of it.
         """
+        hidden = []
+        for step in steps:
+            with self._noting_failures():
+                self._hide_all([step])
+                hidden.append(step)
+        with self._noting_failures():
+            self._stock.delete_steps(hidden)
+
+    @contextlib.contextmanager
+    def _noting_failures(self) -> Iterator[None]:
         try:
-            self._hide_all(steps)
-            self._stock.delete_steps(steps)
+            yield
         except Exception as error:
             self.failure = error
 

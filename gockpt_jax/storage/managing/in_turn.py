@@ -44,10 +44,9 @@ class SavesInTurn:
         self._handler, self._log = handler, handler._gockpt_log
         self._naming = naming
         self._on_busy = session.options.on_busy
-        self._label: int | None = None  # that `save` was called with last
-        self._labels = 0  # how many so far, one after the other
+        self._answered = 0  # calls of `save` that have returned
         self._room = room = WaitingRoom(handler, naming, manager)
-        self._turn = turn = Turn(session.processes, lambda: session.version + self._labels)
+        self._turn = turn = Turn(session.processes)
         self.calls = Calls(session.lock)
         self.last = LastSave(manager, handler, turn, room)
         options = arrange(options, session, lambda: room.occupant, self._is_refused)
@@ -68,14 +67,17 @@ class SavesInTurn:
           arguments: Of `ocp.CheckpointManager.save`.
           started_at: When the trainer's call began, for the report.
         """
+        accepted = self._save(step, arguments, started_at)
+        self._answered += 1
+        return accepted
+
+    def _save(self, step: int, arguments: dict[str, Any], started_at: float) -> bool:
         session, last = self._session, self.last
-        if step != self._label:
-            self._label, self._labels = step, self._labels + 1
         # Beside other processes the last save is asked how it ended where all of them do: in the
         # next accepted save, or in a wait. One that raised alone would be waited for.
         if last.is_unheard and not session.processes.several and not last.is_writing:
             last.hear()  # at once: that save may not have ended well
-        self.hand_over()
+        self.hand_over(label=step)
         # The policy is asked once, before anything is made for a save.
         if not (arguments.get("force") or self._manager.should_save(step)):
             session.predictor.observe(session.version, step, accepted=False)
@@ -142,31 +144,30 @@ class SavesInTurn:
         self, step: int, arguments: Mapping[str, Any], busy: str, started_at: float
     ) -> bool:
         """Has a save wait for its turn, if it may; leaves it out if not, and says so."""
-        session, became = self._session, "skipped"
+        session, waits = self._session, False
         if self._on_busy == "newest":
-            became = "failed"
+            why_not: str | None = ""
             with self.last.attempt(step):
                 why_not = self._room.take(step, arguments)
-                became = "waits" if why_not is None else "skipped"
-                busy = f"{busy}, and {why_not}"
-        session.predictor.observe(session.version, step, accepted=became != "failed")
-        if became == "waits":
+                waits = why_not is None
+            if why_not == "":  # the attempt has failed, which is reported, and warned of
+                session.predictor.observe(session.version, step, accepted=False)
+                session.surface_failure()
+                return False
+            busy = f"{busy}, and {why_not}"
+        session.predictor.observe(session.version, step, accepted=True)
+        if waits:
             self._room.occupied.pending.add_stall(started_at)
-        elif became == "skipped":
-            self._skip(step, busy, started_at)
-        else:  # which is warned of
-            session.surface_failure()
-        return became == "waits"
-
-    def _skip(self, step: int, why: str, started_at: float) -> None:
-        self._session.abandon(f"its save was skipped: {why}")
+            return True
+        session.abandon(f"its save was skipped: {busy}")
         secs = time.perf_counter() - started_at
         self._log.add(
             SaveReport(
-                step=step, kind="skipped", reason=why, window_steps=1,
+                step=step, kind="skipped", reason=busy, window_steps=1,
                 stall_secs=secs, barrier_secs=secs,
             )
         )  # fmt: skip
+        return False
 
     # The save that waits.
 
@@ -175,16 +176,20 @@ class SavesInTurn:
         """An accepted save that Orbax does not know of yet."""
         return self._room.occupant
 
-    def hand_over(self) -> None:
+    def hand_over(self, label: int | None = None) -> None:
         """Gives the save that waits to Orbax if it has its turn; on every call of a step or `save`.
+
+        Args:
+          label: That `save` is called with; `None`: it is a step.
 
         Raises:
           StorageError: if the previous one has failed. The save that waits goes on waiting.
           ProcessError: if another process is gone. The save that waits is given up.
         """
         started_at, waiting = time.perf_counter(), self.waiting
+        place = self._session.version, self._answered, label
         try:
-            has_come = self._turn.has_come(anyone_waits=waiting is not None)
+            has_come = self._turn.has_come(place, anyone_waits=waiting is not None)
         except ProcessError as error:
             self._room.give_up(error)
             self.last.surface(error)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,13 +12,14 @@ import orbax.checkpoint as ocp
 from gockpt_jax import _compat
 from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError, warn
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.managing.waiting import WaitingRoom
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.telemetry.save_record import PendingReport
 from gockpt_jax.window.failures import named, surface
+
+_log = logging.getLogger("gockpt_jax")
 
 Stock = ocp.CheckpointManager
 """`Stock.save(manager)` is what stock does, whatever that manager's own `save` adds to it."""
@@ -173,15 +175,17 @@ class LastSave:
         failure, self.deleter.failure = self.deleter.failure, None
         if failure is None:
             return
-        if not self._session.processes.several:
-            with contextlib.suppress(OSError):  # what is still listed goes with the next save
-                self._manager.reload()
-        warn(
-            f"the save of step {self.step} is complete, but checkpoints that are not to be kept "
-            f"could not be deleted: {failure!r}. Look at the storage, and remove "
-            f"{self._manager.directory}/*{TEMPORARY} yourself.",
-            UserWarning,
+        told = (
+            f"the save of step {self.step} is complete, but not all checkpoints that are not to be "
+            f"kept could be deleted: {failure!r}. Look at the storage, and delete what is left of "
+            f"them in {self._manager.directory} yourself, while no save is under way."
         )
+        if self._session.processes.several:  # no error, whatever the user makes of warnings
+            _log.warning("%s", told)
+            return
+        with contextlib.suppress(OSError):  # what is still listed goes with the next save
+            self._manager.reload()
+        warn(told, UserWarning)
 
     def _has_failed(self, error: BaseException) -> None:
         if self._pending is not None:

@@ -2,14 +2,15 @@
 
 That the save before it has ended, each process hears by itself, on a thread of Orbax's; but a save
 meets all others, so all must begin it at the same place of the program. Calls of the wrapped steps
-and of `save` are such places: every process makes them in the same order, and one that has failed
-on one of them, and is made again there, is the same place.
+and of `save` are such places: every process makes them in the same order. One that fails on one of
+them counts once, whether it is made again there or left out.
 """
 
 import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import orbax.checkpoint as ocp
 
@@ -43,7 +44,7 @@ class _Ended:
 
 
 class Turn:
-    """Says at which call the save that waits has its turn.
+    """Counts calls, and says at which of them the save that waits has its turn.
 
     When a save has ended, each process tells how many calls it has made, n, and the turn is at call
     max(n) + margin. Nobody makes its own call n + margin before it has heard the others, and none
@@ -53,32 +54,32 @@ class Turn:
 
     Args:
       processes: Those that save together; alone, the turn comes with the next call.
-      count_calls: The number of the call that is being made, or was last: never less than before.
-        Each has one number on every process; two that follow each other may have the same.
 
     Example:
-      >>> turn = Turn(Processes(), lambda: 7)
+      >>> turn = Turn(Processes())
       >>> barrier = turn.told_at(lambda **_: None)
-      >>> turn.has_come(anyone_waits=True)
+      >>> turn.has_come("save 7", anyone_waits=True)
       False
       >>> with concurrent.futures.ThreadPoolExecutor() as orbax:
       ...     orbax.submit(barrier, key="x.set_value_end", timeout_ms=1000).result()
-      >>> turn.has_come(anyone_waits=True)
+      >>> turn.has_come("step 8", anyone_waits=True)
       True
     """
 
-    def __init__(self, processes: Processes, count_calls: Callable[[], int]):
+    def __init__(self, processes: Processes):
         self._processes = processes
-        self._count_calls = count_calls
         self._margin = MARGIN_CALLS if processes.several else 0
         self._lock = shared_lock()
+        self._calls = 0
+        self._place: Any = None  # of the last one
         self._ended: _Ended | None = None
         self._saving_on: threading.Thread | None = None
 
-    def has_come(self, *, anyone_waits: bool) -> bool:
-        """Whether it is now; on the trainer's thread, at every call.
+    def has_come(self, place: Any, *, anyone_waits: bool) -> bool:
+        """Counts a call; on the trainer's thread, at the same calls on every process.
 
         Args:
+          place: Of the call in the program: that of the one before, if that is made again.
           anyone_waits: Whether a save does, the same everywhere. If not, this returns at once; else
             it may wait until the other processes have told how far they are.
 
@@ -89,10 +90,11 @@ class Turn:
           ProcessError: if a process is gone.
         """
         with self._lock:
-            call, ended = self._count_calls(), self._ended
-        if not anyone_waits or ended is None or call < ended.known_by:
+            self._calls += place != self._place
+            self._place, ended = place, self._ended
+        if not anyone_waits or ended is None or self._calls < ended.known_by:
             return False
-        return call >= ended.turn.result()
+        return self._calls >= ended.turn.result()
 
     def begin(self) -> None:
         """This thread goes to begin a save."""
@@ -120,10 +122,10 @@ class Turn:
         """Settles with the other processes, which have come here too, when the turn is."""
         turn: concurrent.futures.Future[int] = concurrent.futures.Future()
         with self._lock:
-            call = self._count_calls()
-            self._ended = _Ended(call + self._margin, turn)
+            calls = self._calls
+            self._ended = _Ended(calls + self._margin, turn)
         try:
-            told = self._processes.gather("turn", str(call))
+            told = self._processes.gather("turn", str(calls))
             turn.set_result(max(map(int, told.values())) + self._margin)
         except ProcessError as error:  # no fault of the save that has ended
             turn.set_exception(error)
