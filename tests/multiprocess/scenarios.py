@@ -778,6 +778,11 @@ def alone(directory: Path) -> None:
             ):
                 call()
 
+    if jax.process_index() == 0:  # it only looks, and asks nothing of the others
+        read_only = ocp.CheckpointManagerOptions(read_only=True, save_root_metadata=False)
+        with gockpt.GoCkptManager(directory.parent, options=read_only) as looks:
+            assert looks.latest_step() is None
+        ocp.Checkpointer(gockpt.GoCkptHandler()).close()
     loop = Loop(directory / "run", save_decision_policy=Told([0, 1]))
     assert run(loop, 0) == {0: "snapshot"}
     alone(lambda: loop.manager.should_save(1))
