@@ -43,7 +43,7 @@ class Deleter:
 
     def delete(self, step: int) -> None:
         """Deletes a step, on this thread or on one of stock's."""
-        self._hide_all([step])
+        self._hide(step)
         self._stock.delete(step)
 
     def delete_steps(self, steps: Sequence[int]) -> None:
@@ -55,7 +55,7 @@ class Deleter:
         hidden = []
         for step in steps:
             with self._noting_failures():
-                self._hide_all([step])
+                self._hide(step)
                 hidden.append(step)
         with self._noting_failures():
             self._stock.delete_steps(hidden)
@@ -78,15 +78,16 @@ class Deleter:
         """Waits for stock's thread, if there is one."""
         self._stock.close()
 
-    def _hide_all(self, steps: Sequence[int]) -> None:
+    def _hide(self, step: int) -> None:
+        """Takes a step out of sight; one process does so for all."""
         primary = self._options.multiprocessing_options.primary_host
         if ocp.multihost.is_primary_host(primary):
-            hidden = {step: self._hide(step) for step in steps}
-            if self._thread is not None:  # if one could not be hidden, it is told of none
-                self._leaving |= hidden
+            path = self._hidden(step)
+            if self._thread is not None:  # what cannot be hidden it is not told of
+                self._leaving[step] = path
 
-    def _hide(self, step: int) -> Any:
-        """Takes a step out of sight; returns where its files are then."""
+    def _hidden(self, step: int) -> Any:
+        """Where the files of a step are, once it is out of sight."""
         options = self._options
         path = step_path(self._root, step, options)
         is_moved = options.todelete_subdir is not None or options.todelete_full_path is not None
