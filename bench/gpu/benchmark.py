@@ -38,6 +38,7 @@ from bench.record import (
 _START_SECS = 12.0  # of a process, before its clock runs
 _GRACE_SECS = 15.0  # after its time, before it is killed
 _SIXTH = 1 / 6
+_SHARES = max(1, min(6, len(os.sched_getaffinity(0)) // 2))  # of the optimizers, in processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,8 @@ PARTS = (
     Part("train", 5.0, ("bench", "train"), (
         *_TOY_TRAINING, "--modes", "ideal,gockpt_k2,gockpt,orbax_async",
     )),
-    Part("exact", 1.2, ("bench.gpu.part", "exact")),
+    Part("exact", 1.2, ("bench.gpu.part", "exact", "--shares", str(_SHARES)),
+         ("--toy", "--shares", "1")),
     # A sixth of the state has no room for a step's gradients in fp32: four fifths is the window.
     Part("sixth", 1.6, (
         "bench", "train", "--modes", "ideal,gockpt_b80,gockpt", *_SMALLER,

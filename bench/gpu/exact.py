@@ -8,6 +8,7 @@ that accepts rounding lets parameters leave early too, and here is by how much t
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,8 +44,9 @@ NOTES = [
 
 
 def run(
-    record: Record, *, toy: bool, is_over: Callable[[], bool], saved: Callable[[], None]
-) -> None:
+    record: Record, *, toy: bool, is_over: Callable[[], bool], saved: Callable[[], None],
+    share: tuple[int, int] = (0, 1),
+) -> None:  # fmt: skip
     """Measures optimizer after optimizer.
 
     Args:
@@ -52,13 +54,17 @@ def run(
       toy: A tiny model and one optimizer.
       is_over: Whether the time is.
       saved: Called after each optimizer.
+      share: Which share of the optimizers, of how many; other processes measure the others.
     """
     record.notes += NOTES
-    names = FIRST[:1] if toy else (*FIRST, *(name for name in OPTIMIZERS if name not in FIRST))
+    first, count = share
+    everything = (*FIRST, *(name for name in OPTIMIZERS if name not in FIRST))
+    names = (everything[:count] if toy else everything)[first::count]
     record.details |= {"histograms": {}, "failures": {}}
     for name in names:
         if is_over():
-            record.notes.append(f"not measured, the time was over: {name} and what follows it.")
+            left = "; ".join(names[names.index(name) :])
+            record.notes.append(f"not measured, the time was over: {left}.")
             return
         for what in (_replay, _through_the_library):
             try:
@@ -68,6 +74,25 @@ def run(
         record.samples["exact/tried"] = [float(names.index(name) + 1)]
         record.samples["exact/failures"] = [float(len(record.details["failures"]))]
         saved()
+
+
+def gather(record: Record, shares: Sequence[Mapping[str, Any]]) -> None:
+    """Makes one record of those of several processes, each of which had a share of the optimizers.
+
+    Args:
+      record: Takes them; what it had of them before is replaced.
+      shares: The records, as JSON.
+    """
+    counts = ("exact/tried", "exact/failures")
+    record.notes[:] = dict.fromkeys(note for share in shares for note in share["notes"])
+    record.samples.clear()
+    for share in shares:
+        record.samples |= share["samples"]
+    for name in counts:
+        record.samples[name] = [sum(sum(share["samples"].get(name, ())) for share in shares)]
+    for name in ("histograms", "failures"):
+        found = [share.get("details", {}).get(name, {}) for share in shares]
+        record.details[name] = {key: value for part in found for key, value in part.items()}
 
 
 def _replay(record: Record, name: str, model: str) -> None:

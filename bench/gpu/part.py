@@ -1,6 +1,7 @@
 """One part of `bench gpu`, in a process of its own: `python -m bench.gpu.part PART --out FILE`."""
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from bench.record import Record, use_device_memory, without_paths
 
 _BESIDE = "overlap,donated"
 """The questions that depend on how the runtime dispatches; asked both ways."""
+_LATE_SECS = 8.0  # for what has begun before the end of the time
 
 
 def _transfer(record: Record, arguments: argparse.Namespace, left: Callable[[], float]) -> None:
@@ -105,10 +107,45 @@ def _exact(record: Record, arguments: argparse.Namespace, left: Callable[[], flo
     """How near replay on the host is to this device."""
     from bench.gpu import exact
 
+    if arguments.shares > 1 and not arguments.share:
+        _exact_in_shares(record, arguments, left)
+        return
+    share = tuple(map(int, arguments.share.split("/"))) if arguments.share else (0, 1)
     exact.run(
-        record, toy=arguments.toy, is_over=lambda: left() < 0,
+        record, toy=arguments.toy, is_over=lambda: left() < 0, share=share,
         saved=lambda: record.write(arguments.out),
     )  # fmt: skip
+
+
+def _exact_in_shares(
+    record: Record, arguments: argparse.Namespace, left: Callable[[], float]
+) -> None:
+    """The optimizers shared out to processes: most of the time is their compilers'."""
+    from bench.gpu import exact
+
+    count = arguments.shares
+    environment = dict(os.environ)
+    use_device_memory(0.5 / count, environment)
+    use_device_memory(0.05)  # of this process, which only asks what the hardware is
+    words = [sys.executable, "-m", "bench.gpu.part", "exact", *(["--toy"] if arguments.toy else [])]
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as started:
+        files = [Path(scratch, f"{n}.json") for n in range(count)]
+        children = []
+        for n, file in enumerate(files):
+            more = ["--share", f"{n}/{count}", "--out", str(file)]
+            more += ["--minutes", f"{left() / 60:.3f}"]
+            children.append(started.enter_context(subprocess.Popen(words + more, env=environment)))
+            started.callback(children[-1].kill)
+        running = True
+        while running:
+            running = any(child.poll() is None for child in children) and left() > -_LATE_SECS
+            time.sleep(1.0 if running else 0.0)
+            done = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+            exact.gather(record, done)
+            record.write(arguments.out)
+    failed = [child.returncode for child in children if child.returncode]
+    if failed:
+        record.notes.append(f"{len(failed)} of {count} processes failed, see the log.")
 
 
 def _torch(record: Record, arguments: argparse.Namespace, left: Callable[[], float]) -> None:
@@ -135,6 +172,8 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--questions", help="of the transfer; all if left out")
+    parser.add_argument("--shares", type=int, default=1, help="processes that measure exactness")
+    parser.add_argument("--share", help="which of them this is: number/count")
     arguments = parser.parse_args()
     end = time.perf_counter() + 60 * arguments.minutes
     record = Record(f"gpu {arguments.part}")
