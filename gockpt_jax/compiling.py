@@ -8,7 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ REMEMBERED = 4096
 """Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
 has hundreds at most; only a loop that saves other shapes each time comes by more."""
 
+_GPUS = ("gpu", "cuda", "rocm")
+_WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 
 _Compile = Callable[[], Any]
@@ -28,6 +30,25 @@ _Job = tuple[_Compile, concurrent.futures.Future[Any]]
 def debugged_by() -> str | None:
     """The setting, if there is one, by which the user has JAX run or check programs one by one."""
     return next((name for name in _DEBUGGING if getattr(jax.config, name)), None)
+
+
+def options_beside_others(places: Iterable[Any]) -> dict[str, Any]:
+    """Compiler options of a program that runs now and then, among those that run at every step.
+
+    XLA makes a GPU run a program as CUDA graphs, which hold the addresses of its arrays. Ours finds
+    its arrays elsewhere each time, and updating a graph makes the host wait for the device.
+    The kernels, and so the results, are the same without.
+
+    Args:
+      places: Shardings or formats of its arguments; `None` where JAX chooses.
+
+    Example:
+      >>> options_beside_others([None])
+      {}
+    """
+    shardings = [getattr(place, "sharding", place) for place in places if place is not None]
+    devices = [*shardings[0].device_set] if shardings else jax.local_devices()
+    return dict(_WITHOUT_GRAPHS) if devices[0].platform in _GPUS else {}
 
 
 @contextlib.contextmanager

@@ -143,9 +143,11 @@ def _exact_in_shares(
             done = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
             exact.gather(record, done)
             record.write(arguments.out)
-    failed = [child.returncode for child in children if child.returncode]
-    if failed:
-        record.notes.append(f"{len(failed)} of {count} processes failed, see the log.")
+    codes = [child.returncode for child in children if child.returncode]
+    if codes:
+        record.notes.append(
+            f"{len(codes)} of {count} processes were ended in an optimizer, or failed."
+        )
 
 
 def _torch(record: Record, arguments: argparse.Namespace, left: Callable[[], float]) -> None:

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-gib", type=float, help="host memory, where the system does not tell all of it")
     add("--directory", type=Path, help="for checkpoints; disk or memory, what suits, if left out")
     add("--alone", action="store_true", help="one saving mode only: its growth of host memory")
+    add("--profile", help="a mode: JAX's profiler watches a phase of its warm-up")
 
 
 def run(quick: bool, **options: Any) -> Record:

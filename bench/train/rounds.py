@@ -4,12 +4,16 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import shutil
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from bench.record import Record, resident_bytes, without_paths
 from bench.train.figures import add_host_memory, add_phase
@@ -22,6 +26,7 @@ _PART_OF_HOST = 0.75  # for gockpt's chunks, where the host's memory was given
 _UNSETTLED = ("compiling", "traced", "not known yet", "keep within")
 """In reasons of saves that a longer run would have seen once, in its beginning."""
 _LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this
+_FEW_MINUTES = 5.0  # in which one round must do
 CORE_PHASES = 4 * (1 + _LEAST_ROUNDS)
 """Phases with saves of the four modes that matter most, warm-up included."""
 
@@ -152,7 +157,9 @@ class Interval:
         """Whether one more mode leaves time for rounds; it may be as slow as the slowest so far."""
         saving = [secs for name, secs in self.expected_secs.items() if name != "ideal"]
         longest = max(saving, default=0.0)
-        rounds_secs = _LEAST_ROUNDS * (sum(self.expected_secs.values()) + longest)
+        few = (self.shared.options.minutes or _FEW_MINUTES) < _FEW_MINUTES
+        rounds = 1 if few else _LEAST_ROUNDS
+        rounds_secs = rounds * (sum(self.expected_secs.values()) + longest)
         return not saving or rounds_secs + 2 * longest <= self.shared.left_secs
 
     def _warm_up(self, name: str) -> Phase:
@@ -162,7 +169,8 @@ class Interval:
         pinned memory.
         """
         for number in range(3):
-            phase = self._phase(name, self.lead + 3)
+            with self._profiled(name, number):
+                phase = self._phase(name, self.lead + 3)
             self.modes[name].settle()
             reasons = [report["reason"] for report in phase.reports]
             is_settled = not any(word in reason for reason in reasons for word in _UNSETTLED)
@@ -176,6 +184,24 @@ class Interval:
         training_secs = self.step_secs * self.steps + saves * stall_secs
         self.expected_secs[name] = max(training_secs, phase.wall_secs + saves * phase.drain_secs)
         return phase
+
+    @contextlib.contextmanager
+    def _profiled(self, name: str, number: int) -> Iterator[None]:
+        """Has JAX's profiler watch a mode's second phase, if that was asked for."""
+        options = self.shared.options
+        if number != 1 or name != getattr(options, "profile", None):
+            yield
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            watched = jax.profiler.ProfileOptions()
+            watched.python_tracer_level = 0
+            jax.profiler.start_trace(scratch, profiler_options=watched)
+            try:
+                yield
+            finally:
+                jax.profiler.stop_trace()
+                for file in Path(scratch).rglob("*.xplane.pb"):
+                    shutil.copy(file, Path(options.out).with_name(f"{name}.xplane.pb"))
 
     def _rounds(self) -> None:
         done = 0
