@@ -278,10 +278,11 @@ def _commit() -> str:
         except OSError:
             return ""
 
-    changed = (
-        " with changes" if git("status", "--porcelain", "--", "gockpt_jax", "bench/*.py") else ""
-    )
-    return (git("rev-parse", "--short", "HEAD") or f"sources {sources_digest()}") + changed
+    head, digest = git("rev-parse", "--short", "HEAD"), f"sources {sources_digest()}"
+    if not head:
+        return digest
+    changed = git("status", "--porcelain", "--", "gockpt_jax", "bench/*.py")
+    return f"{head} with changes, {digest}" if changed else head
 
 
 def sources_digest() -> str:

@@ -7,13 +7,16 @@ mesh's. Called there, a compiled program does not look at it.
 import collections
 import concurrent.futures
 import contextlib
+import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from gockpt_jax.locks import shared_lock
+
+_log = logging.getLogger("gockpt_jax")
 
 REMEMBERED = 4096
 """Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
@@ -32,23 +35,35 @@ def debugged_by() -> str | None:
     return next((name for name in _DEBUGGING if getattr(jax.config, name)), None)
 
 
-def options_beside_others(places: Iterable[Any]) -> dict[str, Any]:
-    """Compiler options of a program that runs now and then, among those that run at every step.
+def compile_for_elsewhere(
+    lowered: Any, places: Iterable[Any], options: Mapping[str, Any] | None = None
+) -> Any:
+    """Compiles a program that finds its arrays in other memory each time it runs.
 
-    XLA makes a GPU run a program as CUDA graphs, which hold the addresses of its arrays. Ours finds
-    its arrays elsewhere each time, and updating a graph makes the host wait for the device.
-    The kernels, and so the results, are the same without.
+    XLA has a GPU run programs as CUDA graphs, which hold addresses: where these change it updates
+    the graphs, which took the host longer than to launch the kernels one by one
+    (docs/decisions/0035). The kernels, and so the results, are the same without.
 
     Args:
+      lowered: The program, as `jax.jit(...).lower` returns it.
       places: Shardings or formats of its arguments; `None` where JAX chooses.
-
-    Example:
-      >>> options_beside_others([None])
-      {}
+      options: Compiler options of the user's, which come before ours.
     """
+    ours = _WITHOUT_GRAPHS if _are_on_gpus(places) else {}
+    wanted = {**ours, **(options or {})}
+    try:
+        return lowered.compile(compiler_options=wanted or None)
+    except jax.errors.JaxRuntimeError as error:
+        if not any(name in str(error) for name in ours):
+            raise
+        _log.debug("this compiler does not know %s: %s", [*ours], error)
+        return lowered.compile(compiler_options=dict(options or {}) or None)
+
+
+def _are_on_gpus(places: Iterable[Any]) -> bool:
     shardings = [getattr(place, "sharding", place) for place in places if place is not None]
     devices = [*shardings[0].device_set] if shardings else jax.local_devices()
-    return dict(_WITHOUT_GRAPHS) if devices[0].platform in _GPUS else {}
+    return devices[0].platform in _GPUS
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import linecache
 import sys
 import threading
 
+import jax
 import pytest
 
 from gockpt_jax import compiling
@@ -188,3 +189,67 @@ def test_whoever_is_interrupted_as_they_ask_may_ask_again(before, then, compile_
         if interrupted.lines_left >= 0:
             return
     pytest.fail("it takes more lines than that")
+
+
+class Device:
+    def __init__(self, platform):
+        self.platform = platform
+
+
+class Place:
+    def __init__(self, platform):
+        self.device_set = {Device(platform)}
+
+
+class Lowered:
+    """Compiles with the options that it knows."""
+
+    def __init__(self, *known):
+        self.known = known
+        self.tried = []
+
+    def compile(self, compiler_options=None):
+        self.tried.append(compiler_options)
+        for name in compiler_options or {}:
+            if name not in self.known:
+                raise jax.errors.JaxRuntimeError(f"INVALID_ARGUMENT: No such option: '{name}'")
+        return "compiled"
+
+
+GRAPHS = "xla_gpu_enable_command_buffer"
+
+
+def test_on_a_gpu_programs_of_ours_run_without_graphs():
+    for platform in ("gpu", "cuda", "rocm"):
+        lowered = Lowered(GRAPHS)
+        assert compiling.compile_for_elsewhere(lowered, [None, Place(platform)]) == "compiled"
+        assert lowered.tried == [{GRAPHS: ""}]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_elsewhere_there_are_none(platform):
+    lowered = Lowered("mine")
+    compiling.compile_for_elsewhere(lowered, [Place(platform)])
+    compiling.compile_for_elsewhere(lowered, [Place(platform)], {"mine": 1})
+    compiling.compile_for_elsewhere(lowered, [None])  # JAX chooses, and has CPUs here
+    assert lowered.tried == [None, {"mine": 1}, None]
+
+
+def test_the_users_options_come_first():
+    lowered = Lowered(GRAPHS, "mine")
+    compiling.compile_for_elsewhere(lowered, [Place("gpu")], {GRAPHS: "FUSION", "mine": 1})
+    assert lowered.tried == [{GRAPHS: "FUSION", "mine": 1}]
+
+
+def test_a_compiler_that_does_not_know_our_option_goes_without():
+    lowered = Lowered("mine")
+    compiling.compile_for_elsewhere(lowered, [Place("gpu")], {"mine": 1})
+    assert lowered.tried == [{GRAPHS: "", "mine": 1}, {"mine": 1}]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="'other'"):  # the user's, not ours
+        compiling.compile_for_elsewhere(Lowered(GRAPHS), [Place("gpu")], {"other": 1})
+
+
+def test_the_real_compilers_option_is_known():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    compiling.compile_for_elsewhere(lowered, [Place("gpu")])
+    lowered.compile(compiler_options={GRAPHS: ""})

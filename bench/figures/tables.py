@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.figures import train
+from bench.figures import accelerator, train
 
 _KS = range(2, 9)
 _MISSING = ": not measured"
@@ -213,6 +213,7 @@ TABLES: dict[
     "bench/README.md": (train.has_prediction, prediction_table),
     "bench/README.md#memory": (_is_memory, memory_table),
     "README.md": (train.has_throughput, throughput_lines),
+    **accelerator.TABLES,
 }
 """By page, from the repository's root, and mark in it: which records suit, and what one makes."""
 

@@ -2,11 +2,13 @@
 
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bench.record import Record
 from bench.train.phases import Phase
 
+AROUND = 8
+"""Steps on either side of a save in which it may cost something: no window is longer."""
 _MTBF_HOURS = (1, 24)
 _RESTART_SECS = 60.0
 # The planner says what it expects in the reason of its choice.
@@ -20,6 +22,9 @@ NOTES = [
     "inflation_secs_per_save: (wall - wall of undisturbed steps) / saves, without the wait at the"
     " end; inflation_with_drain_secs_per_save: with it. inflation_vs_stock_async: over that of"
     " orbax_async in the same round.",
+    f"around_save_secs: what the steps from {AROUND} before a save to {AROUND} behind it took over"
+    " the median of the phase's other steps, of which there must be as many: of a drift between"
+    " phases nothing is in it.",
     "hook_secs_per_save: time in calls of the step and of `save`, over that of undisturbed steps;"
     " blocked_gb_per_sec: the state's bytes over it. link_gb_per_sec: of what crosses the link"
     " while it is watched, as the library learns it for its plans.",
@@ -104,11 +109,38 @@ def _of_saves(
         "visible_secs": visible,
         "drain_over_interval": visible / interval_secs,
     }
+    around = around_saves(phase.step_secs, phase.saved_at)
+    if around is not None:
+        figures["around_save_secs"] = around
     for hours in _MTBF_HOURS:
         lost = interval_secs / 2 + visible + _RESTART_SECS
         cost = 1 + max(inflation, 0.0) / interval_secs + lost / (hours * 3600)
         figures[f"ettr_mtbf_{hours}h"] = 1 / cost
     return figures
+
+
+def around_saves(step_secs: Sequence[float], saved_at: Sequence[int]) -> float | None:
+    """What the steps around saves took over the median of the others, in seconds per save.
+
+    Args:
+      step_secs: Of each step; the first is not counted, for it waits for none before it.
+      saved_at: Which of them had a save.
+
+    Returns:
+      `None` if fewer are left than are around saves, or there is no save.
+
+    Example:
+      >>> secs = [1.0] * 60
+      >>> secs[20], secs[21] = 1.5, 0.75
+      >>> around_saves(secs, [20])
+      0.25
+    """
+    near = {n for at in saved_at for n in range(at - AROUND, at + AROUND + 1)}
+    inside = [secs for n, secs in enumerate(step_secs) if n and n in near]
+    others = [secs for n, secs in enumerate(step_secs) if n and n not in near]
+    if not inside or len(others) < len(inside):
+        return None
+    return (sum(inside) - len(inside) * statistics.median(others)) / len(saved_at)
 
 
 def _of_reports(phase: Phase, state_bytes: int) -> Iterator[tuple[str, float]]:

@@ -56,6 +56,7 @@ class Phase:
       visible_secs: From a save's acceptance until it was visible, as far as the loop saw it.
       peaks: Memory.
       reports: What the library said of the saves of this phase.
+      saved_at: Which steps had an accepted save.
     """
 
     mode: str
@@ -68,6 +69,7 @@ class Phase:
     visible_secs: list[float]
     peaks: Peaks
     reports: list[dict[str, Any]]
+    saved_at: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def secs(self) -> float:
@@ -82,6 +84,7 @@ class Phase:
             self.step_secs + other.step_secs, self.hook_secs + other.hook_secs,
             self.visible_secs + other.visible_secs, self.peaks.plus(other.peaks),
             self.reports + other.reports,
+            self.saved_at + [self.steps + n for n in other.saved_at],
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
@@ -122,7 +125,7 @@ class Loop:
         self._next_label = first + steps
         seen = len(mode.reports())
         watch = _Watch(mode)
-        step_secs, hook_secs, saves = [], [], 0
+        step_secs, hook_secs, saved_at = [], [], []
         batches = self._job.batches
         # The mode before may still hold the state that it returned; donated, it is gone for all.
         self.state, _ = self._job.donating(self.state, batches[0])
@@ -133,7 +136,7 @@ class Loop:
             for n in range(steps):
                 self.state, loss = mode.step(self.state, batches[n % len(batches)])
                 if mode.save(first + n, self.state):
-                    saves += 1
+                    saved_at.append(n)
                     watch.saved()
                 hook_secs.append(time.perf_counter() - last)
                 if before is not None:
@@ -149,8 +152,8 @@ class Loop:
             end = time.perf_counter()
             watch.look()
         return Phase(
-            name, steps, trained - start, end - trained, saves, step_secs, hook_secs,
-            watch.visible_secs, peaks, mode.reports()[seen:],
+            name, steps, trained - start, end - trained, len(saved_at), step_secs, hook_secs,
+            watch.visible_secs, peaks, mode.reports()[seen:], saved_at,
         )  # fmt: skip
 
 

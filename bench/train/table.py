@@ -9,6 +9,7 @@ _COST = {
     "throughput_ratio": "through-put",
     "job_throughput_ratio": "with drain",
     "inflation_secs_per_save": "inflation s",
+    "around_save_secs": "around it s",
     "inflation_vs_stock_async": "of stock's",
     "hook_secs_per_save": "hooks s",
     "step_median_secs": "step s",

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import options_beside_others
+from gockpt_jax.compiling import compile_for_elsewhere
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.returned import StateInResult
@@ -129,9 +129,10 @@ class StepProgram:
         with warnings.catch_warnings():  # the user's own step tells of it, if it is so
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             lowered = armed.lower(*self._in_specs)
-        options = options_beside_others(self._in_formats) | (settings.compiler_options or {})
         thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")
-        compiling = thread.submit(lowered.compile, compiler_options=options or None)
+        compiling = thread.submit(
+            compile_for_elsewhere, lowered, self._in_formats, settings.compiler_options
+        )
         thread.shutdown(wait=False)  # it ends when that is done
         self._executable = compiling
         del self._jaxpr, self._in_specs  # they hold constants, and what the user may change

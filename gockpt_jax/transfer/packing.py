@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import options_beside_others
+from gockpt_jax.compiling import compile_for_elsewhere
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
 from gockpt_jax.transfer.layout import Buffer, place_of
 
@@ -50,8 +50,7 @@ def compile_packing(
     # Not donating, and every result is computed, so every result is a new buffer.
     with _compat.wide_numbers(b.dtype for b in buffers):
         lowered = jax.jit(_copy).lower(*specs)
-        options = options_beside_others(spec.sharding for spec in specs)
-        return lowered.compile(compiler_options=options or None)
+        return compile_for_elsewhere(lowered, [spec.sharding for spec in specs])
 
 
 def on_its_devices(source: Source) -> bool:

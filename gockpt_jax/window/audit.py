@@ -106,18 +106,25 @@ class Auditor:
         return pending
 
     def _next_boxes(self, leaves: Mapping[str, jax.Array], fraction: float) -> list[_Pair]:
-        """What has its turn: first one piece of each leaf, on different devices, then another."""
-        order: list[tuple[int, int, str, int]] = []
+        """What has its turn: first one piece of each leaf, on different devices, then another.
+
+        And of leaves that are alike the others last: the first save runs a program for each kind of
+        them. A GPU that loads a program waits until it is idle, so later saves should load none.
+        """
+        order: list[tuple[int, int, int, str, int]] = []
+        alike: collections.Counter[Any] = collections.Counter()
         for i, (path, array) in enumerate(leaves.items()):
             owned = len(self._replicas.boxes(array))
-            order += [((n - i) % owned, i, path, n) for n in range(owned)]
+            kind = (array.shape, array.dtype, array.sharding)
+            order += [((n - i) % owned, alike[kind], i, path, n) for n in range(owned)]
+            alike[kind] += 1
         order.sort()
         number, part = share_out(len(order), fraction)
         first = self._turns[frozenset(leaves)]
         self._turns[frozenset(leaves)] += number
         pairs = []
         for at in range(first, first + number):
-            _, _, path, n = order[at % len(order)]
+            *_, path, n = order[at % len(order)]
             piece = self._replicas.pieces(leaves[path])[n]
             grid = grid_of(piece.shape, piece.shard.dtype.itemsize, part)
             # Each time round, the box is the next one.

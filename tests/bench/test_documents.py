@@ -11,6 +11,7 @@ import re
 
 import pytest
 
+from bench.gpu.table import aims_of
 from bench.record import ROOT
 
 RESULTS = ROOT / "bench" / "results"
@@ -134,6 +135,101 @@ def hooks(figures):
 def save_calls(figures):
     ratio = figures["save_call_ratio"]
     yield f"`save_call_stock_ms`): {ratio:.2f} of stock's, with windows, at 300 leaves"
+
+
+def profiled_window(figures, samples):
+    least, most = (f(samples["user_step_call_ms"]) for f in (min, max))
+    first = samples["user_step_call_ms/first_after_the_window"][0]
+    yield f"took {least:.0f} to {most:.0f} ms of the trainer's thread for a call"
+    yield f"and {first:.0f} ms at the first step after the window"
+    idle = sorted(samples["compute_idle_ms/behind_the_save_step"])[:-3:-1]
+    yield f"first sample took {figures['sample_call_ms/first']:.0f} ms of the trainer's thread"
+    yield f"idle for {idle[0]:.0f} ms of it"
+    yield f"again for {idle[1]:.0f} ms while"
+    busy = (
+        figures["compute_busy_ratio/armed_steps"],
+        figures["compute_busy_ratio/before_the_window"],
+    )
+    yield f"busy for {busy[0]:.2f} of the armed steps' time ({busy[1]:.2f} before the window)"
+
+
+def measured_windows(figures, samples):
+    low, high = (1000 * f(samples["gockpt_k4/50/around_save_secs"]) for f in (min, max))
+    yield f"a window's {low:.0f} and {high:.0f} ms (of {figures['state_gb']:.1f} GB"
+
+
+def windows_with_graphs(figures, samples):
+    steps = figures["gockpt_k4/50/window_steps"]
+    yield f"{figures['state_gb']:.1f} GB of state, a window of {steps:.0f})"
+
+
+def counts_of_a_gpu(figures, samples):
+    run, failed = figures["tests/invariants/run"], figures["tests/invariants/failed"]
+    yield f"`tests/gpu` passed ({figures['tests/gpu/passed']:.0f})"
+    yield f"{figures['tests/invariants/passed']:.0f} of the {run:.0f} of `tests/invariants`"
+    assert figures["failed_ones/passed_with_deterministic_ops"] == failed
+    yield f"The other {failed:.0f} compare with a run without checkpoints: they passed with"
+
+
+def link_of_a_gpu(figures, samples):
+    assert 0.88 < figures["pull_link_ratio"] < 0.94
+    yield "nine tenths of the driver's own rate for a block of 1 GiB"
+    slow = [figures[f"pull_gbps/{w}/1024MiB/warm"] for w in ("copy_to_host_async", "asarray")]
+    assert 30 < figures["pull_gbps/library/1024MiB/warm"] / max(slow) < 36
+    yield "thirty times as slow"
+    for figure in ("overlap_ratio", "async_dispatch/overlap_ratio"):
+        assert figures[figure] > 0.98
+    assert (
+        figures["donated_step_secs/pulled_buffer"] > 20 * figures["donated_step_secs/other_buffer"]
+    )
+    assert figures["same_memory/pinned_to_numpy"] == figures["same_memory/numpy_to_cpu"] == 1
+
+
+def aims_on_a_gpu(figures, samples):
+    ours, window, stock = (
+        figures[f"{mode}/50/around_save_secs"] for mode in ("gockpt", "gockpt_k4", "orbax_async")
+    )
+    yield f"at {ours / stock:.2f} of it and the window at {window / stock:.2f} ("
+    yield f"with {figures['state_gb']:.1f} GB, all that was measured of them is met but two"
+    aims = {text: met for text, _, met in aims_of(samples) if met != "-"}
+    of_others = {text for text in aims if text.startswith(("state", "optimizers", "measurements"))}
+    missed = {text for text, met in aims.items() if met == "NO"} - of_others
+    assert missed == {"window of 4 steps, inflation per save: at most 0.02 of stock async's"}
+
+
+def replay_on_a_gpu(figures, samples):
+    yield f"there was time for {figures['exact/tried']:.0f} of 33, all exact"
+    exact = [x for name, x in figures.items() if re.fullmatch("exact/.*/max_ulps", name)]
+    assert len(exact) > 22
+    assert max(exact) == figures["exact/failures"] == 0
+
+
+H200 = "h200-2026-11-27"
+
+
+@pytest.mark.parametrize(
+    ("page", "result", "sentences"),
+    [
+        ("docs/decisions/0032-programs-that-run-now-and-then-on-a-gpu.md", *found)
+        for found in (
+            (f"{H200}/window.json", profiled_window),
+            (f"{H200}/train.json", measured_windows),
+            (f"{H200}/train-300m.json", windows_with_graphs),
+        )
+    ]
+    + [
+        ("docs/accelerators.md", f"{H200}/tests.json", counts_of_a_gpu),
+        ("docs/accelerators.md", f"{H200}/transfer.json", link_of_a_gpu),
+        ("bench/README.md", f"{H200}/train.json", aims_on_a_gpu),
+        ("bench/README.md", f"{H200}/exact.json", replay_on_a_gpu),
+    ],
+)
+def test_prose_tells_what_a_gpu_showed(page, result, sentences):
+    text = words(ROOT / page)
+    assert f"bench/results/{result}" in text or f"`{result.partition('/')[2]}`" in text
+    record = json.loads((RESULTS / result).read_text(encoding="utf-8"))
+    for sentence in sentences(record["figures"], record["samples"]):
+        assert sentence in text
 
 
 @pytest.mark.parametrize(

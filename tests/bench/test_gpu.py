@@ -18,7 +18,7 @@ import pytest
 
 from bench.gpu import benchmark as gpu
 from bench.gpu import exact
-from bench.gpu.part import _ask_with_async_dispatch
+from bench.gpu.part import _ask_with_async_dispatch, main
 from bench.gpu.table import AIMS, aims_of, show
 from bench.record import ROOT, Record, use_device_memory
 
@@ -241,6 +241,40 @@ def test_a_process_beside_that_hangs_costs_its_own_answers_only(monkeypatch):
     _ask_with_async_dispatch(record, argparse.Namespace(toy=True), 1.0)
     assert record.samples == {"overlap_ratio": [1.0]}
     assert record.notes == ["async_dispatch: TimeoutExpired, see the log."]
+
+
+def test_the_optimizers_are_shared_out_to_processes(tmp_path, monkeypatch):
+    """Two processes, an optimizer each, and one record of both."""
+    out = tmp_path / "exact.json"
+    words = ["part", "exact", "--toy", "--shares", "2", "--minutes", "5", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")  # set by it, and given back here
+    main()
+    record = json.loads(out.read_text())
+    tried = [name for name in record["samples"] if name.startswith("perturbed/")]
+    assert sorted(tried) == ["perturbed/adam", "perturbed/adamw"]
+    assert record["samples"]["exact/tried"] == [2.0]
+    assert record["samples"]["exact/failures"] == [0.0]
+    assert record["details"]["histograms"].keys() >= {"exact/adam/moments", "exact/adamw/moments"}
+    assert record["notes"] == exact.NOTES
+    assert "failure" not in record["details"]
+
+
+def test_what_a_share_has_not_done_is_told():
+    record = Record("exact", {"exact/tried": [1.0]}, ["what was told of an earlier look"])
+    details = {"histograms": {"exact/a": [1]}, "failures": {"_replay a": "why"}}
+    one = {
+        "samples": {"perturbed/a": [0.0], "exact/tried": [1.0], "exact/failures": [1.0]},
+        "notes": ["both", "not measured, the time was over: b."], "details": details,
+    }  # fmt: skip
+    begun = {"samples": {}, "notes": ["both"], "details": {}}
+    exact.gather(record, [one, begun])
+    assert record.samples == {
+        "perturbed/a": [0.0], "exact/tried": [1.0], "exact/failures": [1.0],
+    }  # fmt: skip
+    assert record.notes == ["both", "not measured, the time was over: b."]
+    assert record.details == one["details"]
 
 
 def test_histograms_count_every_element_once():

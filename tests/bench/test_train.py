@@ -55,6 +55,19 @@ def test_inflation_is_what_a_save_adds_to_undisturbed_steps():
     assert figures["orbax_async/5/ettr_mtbf_1h"] == pytest.approx(1 / (1 + 2 / 5 + lost))
 
 
+def test_around_a_save_is_what_no_drift_is_in():
+    record, ideal = Record("train"), phase("ideal", 10.0, saves=0)
+    slow = phase("gockpt", 120.0, steps=60)  # all of it twice as slow as the undisturbed one
+    slow.saved_at = [12]
+    slow.step_secs[0], slow.step_secs[12], slow.step_secs[13] = 9.0, 2.75, 1.5
+    add_phase(record, slow, interval=50, ideal=ideal, state_bytes=1, async_inflation=None)
+    assert record.figures["gockpt/50/around_save_secs"] == pytest.approx(0.25)
+    short = phase("gockpt", 12.0, steps=20)
+    short.saved_at = [12]
+    add_phase(record, short, interval=20, ideal=ideal, state_bytes=1, async_inflation=None)
+    assert "gockpt/20/around_save_secs" not in record.figures
+
+
 def test_reports_give_what_the_planner_expected():
     report = {
         "reason": "3 steps: predicted stall 0.125 s, of a snapshot 2.500 s; at most ...",
@@ -213,7 +226,7 @@ def test_what_was_measured_stays_if_the_process_ends(tmp_path):
     assert [p["mode"] for p in phases] == ["ideal", "gockpt"]
 
 
-def scripted(tmp_path, monkeypatch, *, secs, first, left_secs):
+def scripted(tmp_path, monkeypatch, *, secs, first, left_secs, minutes=5.0):
     """The modes that are measured when phases take `secs`, and `gockpt`'s first one `first`."""
     now, phases = [0.0], []
     monkeypatch.setattr(
@@ -234,7 +247,7 @@ def scripted(tmp_path, monkeypatch, *, secs, first, left_secs):
 
     record = Record("train", details={"failures": {}, "phases": []})
     options = argparse.Namespace(
-        minutes=1, out=None, alone=False, device_budget_fraction=None, host_gib=None
+        minutes=minutes, out=None, alone=False, device_budget_fraction=None, host_gib=None
     )
     names = ["gockpt", "orbax_async", "gockpt_k4"]
     job = types.SimpleNamespace(batches=[])
@@ -257,6 +270,24 @@ def test_rounds_and_modes_are_as_many_as_the_time_allows(tmp_path, monkeypatch):
     assert min(counts["gockpt"], counts["orbax_async"]) >= 2
     assert counts["gockpt_k4"] == 0
     assert end <= 27
+
+
+def test_in_few_minutes_all_modes_have_one_round_rather_than_few_of_them_two(tmp_path, monkeypatch):
+    counts, end = scripted(tmp_path, monkeypatch, secs=2.5, first=2.5, left_secs=27.0, minutes=4.9)
+    assert min(counts.values()) == 1
+    assert end <= 27
+
+
+def test_a_mode_is_profiled_in_its_second_phase(tmp_path):
+    options = argparse.Namespace(profile="gockpt", out=tmp_path / "train.json", minutes=None)
+    job = types.SimpleNamespace(batches=[])
+    shared = Shared(options, Record("train"), 1.0, job, None, 1, ["gockpt"], 3, on_cpu=True)
+    interval = Interval(shared, 20, tmp_path)
+    for name, number in (("gockpt", 0), ("orbax_async", 1), ("gockpt", 1)):
+        assert not [*tmp_path.glob("*.pb")]
+        with interval._profiled(name, number):
+            jnp.ones(8).block_until_ready()
+    assert [path.name for path in tmp_path.glob("*.pb")] == ["gockpt.xplane.pb"]
 
 
 def test_warm_up_waits_for_the_armed_step(tmp_path, monkeypatch):

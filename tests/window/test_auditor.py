@@ -86,6 +86,18 @@ def test_more_shards_than_boxes_take_turns(worker):
     assert min(s.min() for s in seen.values()) >= 1
 
 
+def test_the_first_save_runs_a_program_for_each_kind_of_leaf(worker):
+    """A GPU that loads a program waits until it is idle: later saves shall load none."""
+    leaves = {f"alike {n}": jnp.zeros((8, 256)) for n in range(30)}
+    leaves |= {"wide": jnp.zeros((4, 512)), "half": jnp.zeros((8, 256), jnp.bfloat16)}
+    auditor, _, _ = audit_of(worker)
+    first = [box.path for box, _ in auditor._next_boxes(leaves, 1 / 16)]
+    assert first[:3] == ["alike 0", "wide", "half"]
+    assert first[3:] == [f"alike {n}" for n in range(1, FEW_BOXES - 2)]
+    second = [box.path for box, _ in auditor._next_boxes(leaves, 1 / 16)]
+    assert second == [f"alike {n}" for n in range(FEW_BOXES - 2, 30)]
+
+
 def test_error_names_the_worst_and_counts_the_others(worker):
     _, pending, record = audit_of(worker, max_ulps=4)
     worker.wait_until_idle()

@@ -1,0 +1,166 @@
+"""Tables of what ran on an accelerator: its link, its training beside checkpoints, its replay."""
+
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench.figures import train
+
+Record = Mapping[str, Any]
+
+_WAYS = {
+    "library": "this library: a staged copy into pinned memory, seen as an array",
+    "pinned_put": "`device_put` into pinned memory",
+    "host_output": "a program whose result lies in pinned memory",
+    "copy_to_host_async": "`copy_to_host_async`, `np.asarray`",
+    "asarray": "`np.asarray`",
+    "put_on_cpu": "`device_put` to the CPU backend",
+}
+_SIZES = ("0.0625", "1", "16", "64", "256", "1024")  # MiB
+_MODES = {
+    "orbax_async": "stock Orbax, asynchronous",
+    "device_copy": "a device copy by hand",
+    "gockpt": "gockpt_jax, as it plans",
+    "gockpt_k4": "gockpt_jax, a window of 4 steps",
+}
+
+
+def _is_on_accelerator(record: Record) -> bool:
+    devices = record["hardware"].get("devices", ())
+    return any(device != "cpu" for device in devices) and "--toy" not in record["command"]
+
+
+def is_link(record: Record) -> bool:
+    """Whether a record holds the answers of an accelerator's link."""
+    return record["name"] == "gpu transfer" and _is_on_accelerator(record)
+
+
+def is_training(record: Record) -> bool:
+    """Whether a record holds training on an accelerator, stock beside ours."""
+    measured = train.has_stall(record) and train.of_figure(record, "around_save_secs")
+    return bool(measured) and record["name"] == "train" and _is_on_accelerator(record)
+
+
+def is_replay(record: Record) -> bool:
+    """Whether a record holds replay of an accelerator's updates."""
+    return record["name"] == "gpu exact" and _is_on_accelerator(record)
+
+
+def link_table(record: Record) -> list[str]:
+    """GB/s of each way to the host by size, warm, below the link's own."""
+    figures = record["figures"]
+    lines = [
+        "| way to the host | " + " | ".join(_size(mib) for mib in _SIZES) + " |",
+        "|---|" + "---:|" * len(_SIZES),
+    ]
+    rows = {"the driver's own copy, without JAX": "raw_link_gbps/{}MiB"} | {
+        said: f"pull_gbps/{way}/{{}}MiB/warm" for way, said in _WAYS.items()
+    }
+    for said, name in rows.items():
+        cells = [_gbps(figures.get(name.format(mib))) for mib in _SIZES]
+        lines.append(f"| {said} | {' | '.join(cells)} |")
+    return [*lines, "", f"GB/s, medians, on {_where(record)}."]
+
+
+def training_table(record: Record) -> list[str]:
+    """What a save costs training on an accelerator, each way beside the others."""
+    samples = record["samples"]
+    (interval,) = train.of_figure(record, "inflation_secs_per_save")["gockpt"]
+    lines = [
+        "| way to save | a save costs, ms (each round) | in the wall time of its interval, ms "
+        "| throughput, of undisturbed | device memory, of undisturbed | visible after, s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for mode, said in _MODES.items():
+        of = {
+            name.rpartition("/")[2]: values
+            for name, values in samples.items()
+            if name.startswith(f"{mode}/{interval}/")
+        }
+        if not of:
+            continue
+        around, wall = of["around_save_secs"], of["inflation_secs_per_save"]
+        middle = {name: statistics.median(values) for name, values in of.items()}
+        lines.append(
+            f"| {said} (`{mode}`) | {_ms(around)} | {_ms(wall)} | "
+            f"{middle['throughput_ratio']:.3f} | {middle['device_memory_ratio']:.2f} | "
+            f"{middle['visible_secs']:.1f} |"
+        )
+    return [*lines, "", *textwrap.wrap(_said_of_training(record, interval), 118)]
+
+
+def _ms(secs: Sequence[float]) -> str:
+    return ", ".join(f"{1000 * x:.0f}" for x in secs)
+
+
+def _said_of_training(record: Record, interval: int) -> str:
+    samples, notes = record["samples"], " ".join(record["notes"])
+    state = statistics.median(samples["state_gb"])
+    step = statistics.median(samples[f"ideal/{interval}/step_median_secs"])
+    again = samples[f"ideal/{interval}/throughput_ratio"]
+    gpt = re.search(r"GPT \S+: ([\d.]+) M parameters", notes)
+    place = re.search(r"Checkpoints went to .*?\.(?= |$)", notes)
+    assert gpt is not None
+    assert place is not None
+    drift = 1000 * step * interval * (max(again) - min(again))
+    return (
+        f"On {_where(record)}, Orbax {record['versions']['orbax-checkpoint']}: a GPT of "
+        f"{float(gpt[1]):.0f} M parameters, {state:.1f} GB of state, a save every {interval} steps "
+        f"of {step:.2f} s, {len(again)} rounds in which the ways take turns. A save costs what "
+        "the steps around it take over the median of the others. In the wall time is the "
+        f"machine's drift, too: training without checkpoints, over itself, gave {min(again):.3f} "
+        f"to {max(again):.3f}, which is {drift:.0f} ms of an interval. {place[0]}"
+    )
+
+
+def replay_table(record: Record) -> list[str]:
+    """How near replay is to an accelerator's own updates, per optimizer."""
+    figures = record["figures"]
+    lines = [
+        "| optimizer | replayed exactly: moments and the like, ULPs | parameters, ULPs "
+        "| rounding accepted: parameters, of the leaf's largest value "
+        "| through a manager, audited whole, ULPs | the armed step's state otherwise than the "
+        "user's, of all elements |",
+        "|---|" + "---:|" * 5,
+    ]
+    columns = (
+        "exact/{}/moments/max_ulps", "exact/{}/params/max_ulps", "rounded/{}/params/relative",
+        "library/{}/audit_max_ulps", "perturbed/{}",
+    )  # fmt: skip
+    names = [name.partition("/")[2] for name in figures if name.startswith("perturbed/")]
+    for name in sorted(names):
+        cells = [_number(figures.get(column.format(name))) for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    tried, failed = (figures[f"exact/{what}"] for what in ("tried", "failures"))
+    return [
+        *lines, "",
+        f"On {_where(record)}. {tried:.0f} optimizers in the time that there was; {failed:.0f} "
+        "measurements failed.",
+    ]  # fmt: skip
+
+
+def _where(record: Record) -> str:
+    devices = ", ".join(record["hardware"]["devices"])
+    return f"one {devices} ({record['hardware']['cores']} cores, jax {record['versions']['jax']})"
+
+
+def _size(mib: str) -> str:
+    return f"{float(mib) * 1024:.0f} KiB" if float(mib) < 1 else f"{mib} MiB"
+
+
+def _gbps(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+TABLES: dict[str, tuple[Callable[[Record], bool], Callable[[Record], list[str]]]] = {
+    "README.md#accelerator": (is_training, training_table),
+    "docs/accelerators.md#link": (is_link, link_table),
+    "docs/accelerators.md#replay": (is_replay, replay_table),
+}
+"""As in `bench.figures.tables`."""
