@@ -36,7 +36,7 @@ def debugged_by() -> str | None:
 
 
 def compile_for_elsewhere(
-    lowered: Any, places: Iterable[Any], options: Mapping[str, Any] | None = None
+    lowered: Any, places: Iterable[Any], compiler_options: Mapping[str, Any] | None = None
 ) -> Any:
     """Compiles a program that finds its arrays in other memory each time it runs.
 
@@ -47,17 +47,17 @@ def compile_for_elsewhere(
     Args:
       lowered: The program, as `jax.jit(...).lower` returns it.
       places: Shardings or formats of its arguments; `None` where JAX chooses.
-      options: Compiler options of the user's, which come before ours.
+      compiler_options: The user's, which come before ours.
     """
     ours = _WITHOUT_GRAPHS if _are_on_gpus(places) else {}
-    wanted = {**ours, **(options or {})}
+    wanted = {**ours, **(compiler_options or {})}
     try:
         return lowered.compile(compiler_options=wanted or None)
     except jax.errors.JaxRuntimeError as error:
         if not any(name in str(error) for name in ours):
             raise
         _log.debug("this compiler does not know %s: %s", [*ours], error)
-        return lowered.compile(compiler_options=dict(options or {}) or None)
+        return lowered.compile(compiler_options=dict(compiler_options or {}) or None)
 
 
 def _are_on_gpus(places: Iterable[Any]) -> bool:

@@ -73,7 +73,7 @@ def test_a_program_that_jax_refuses_to_call_is_compiled_once(tmp_path, monkeypat
         raise ValueError("Argument flat[0] lies otherwise")
 
     armed, arm = [], StepProgram.arm
-    monkeypatch.setattr(StepProgram, "arm", lambda program: armed.append(arm(program)))
+    monkeypatch.setattr(StepProgram, "arm", lambda program, **_: armed.append(arm(program)))
     monkeypatch.setattr(StepProgram, "executable", lambda program: refuse)
     alone = fresh()
     for label in range(25):

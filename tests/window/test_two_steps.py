@@ -126,10 +126,10 @@ def test_a_window_ends_with_a_step_that_is_not_armed(tmp_path, monkeypatch, earl
         plain = manager.wrap(jax.jit(update.__wrapped__, donate_argnums=0))
         extra = manager.wrap(jax.jit(norm_too, donate_argnums=0))
 
-        def arm_plain(program):
+        def arm_plain(program, **how):
             if program is not plain.program:
                 raise RuntimeError("injected")
-            arm(program)
+            arm(program, **how)
 
         monkeypatch.setattr(StepProgram, "arm", arm_plain)
         state, saved = jax.tree.map(jnp.array, fresh()), {}
