@@ -40,9 +40,9 @@ def compile_for_elsewhere(
 ) -> Any:
     """Compiles a program that finds its arrays in other memory each time it runs.
 
-    XLA has a GPU run programs as CUDA graphs, which hold addresses: where these change it updates
-    the graphs, which took the host longer than to launch the kernels one by one
-    (docs/decisions/0035). The kernels, and so the results, are the same without.
+    XLA has a GPU run programs as CUDA graphs, which hold addresses and are updated where these have
+    changed. Without, the kernels are launched one by one: the same ones
+    (docs/decisions/0032).
 
     Args:
       lowered: The program, as `jax.jit(...).lower` returns it.
@@ -61,9 +61,12 @@ def compile_for_elsewhere(
 
 
 def _are_on_gpus(places: Iterable[Any]) -> bool:
-    shardings = [getattr(place, "sharding", place) for place in places if place is not None]
-    devices = [*shardings[0].device_set] if shardings else jax.local_devices()
-    return devices[0].platform in _GPUS
+    for place in places:
+        # `None` has no devices, and a sharding on an abstract mesh does not know them.
+        with contextlib.suppress(AttributeError, ValueError):
+            devices = getattr(place, "sharding", place).device_set
+            return any(device.platform in _GPUS for device in devices)
+    return jax.local_devices()[0].platform in _GPUS
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from gockpt_jax.training.cut import find_cut
 FIRST = ("adamw", "adam", "sgd, momentum", "lion", "adafactor", "lamb", "adamw, clipped", "rmsprop",
          "adam, l2", "adagrad", "amsgrad", "nadam", "yogi", "adamax", "muon")  # fmt: skip
 """Measured in this order; the rest of `OPTIMIZERS` after them."""
+_LEFT = "not measured, or failed, when the time was over: "
 BINS = (0, 1, 2, 4, 8, 16, 64, 1024)
 """Upper ends, in ULPs; a last bin has all beyond, and what no number of ULPs is between."""
 
@@ -58,13 +59,11 @@ def run(
     """
     record.notes += NOTES
     first, count = share
-    everything = (*FIRST, *(name for name in OPTIMIZERS if name not in FIRST))
-    names = (everything[:count] if toy else everything)[first::count]
+    names = names_of(count, toy=toy)[first::count]
     record.details |= {"histograms": {}, "failures": {}}
     for name in names:
         if is_over():
-            left = "; ".join(names[names.index(name) :])
-            record.notes.append(f"not measured, the time was over: {left}.")
+            record.notes += _not_measured(record.samples, names)
             return
         for what in (_replay, _through_the_library):
             try:
@@ -76,18 +75,32 @@ def run(
         saved()
 
 
-def gather(record: Record, shares: Sequence[Mapping[str, Any]]) -> None:
+def names_of(shares: int, *, toy: bool) -> tuple[str, ...]:
+    """The optimizers to measure, in order; of toys one for each share."""
+    everything = (*FIRST, *(name for name in OPTIMIZERS if name not in FIRST))
+    return everything[:shares] if toy else everything
+
+
+def _not_measured(samples: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    left = "; ".join(name for name in names if f"perturbed/{name}" not in samples)
+    return [f"{_LEFT}{left}."] if left else []
+
+
+def gather(record: Record, shares: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Makes one record of those of several processes, each of which had a share of the optimizers.
 
     Args:
       record: Takes them; what it had of them before is replaced.
       shares: The records, as JSON.
+      names: Of all optimizers that they were to measure.
     """
     counts = ("exact/tried", "exact/failures")
-    record.notes[:] = dict.fromkeys(note for share in shares for note in share["notes"])
+    notes = (note for share in shares for note in share["notes"] if not note.startswith(_LEFT))
+    record.notes[:] = dict.fromkeys(notes)
     record.samples.clear()
     for share in shares:
         record.samples |= share["samples"]
+    record.notes += _not_measured(record.samples, names)
     for name in counts:
         record.samples[name] = [sum(sum(share["samples"].get(name, ())) for share in shares)]
     for name in ("histograms", "failures"):

@@ -141,13 +141,14 @@ def _exact_in_shares(
             running = any(child.poll() is None for child in children) and left() > -_LATE_SECS
             time.sleep(1.0 if running else 0.0)
             done = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
-            exact.gather(record, done)
+            exact.gather(record, done, exact.names_of(count, toy=arguments.toy))
             record.write(arguments.out)
-    codes = [child.returncode for child in children if child.returncode]
-    if codes:
-        record.notes.append(
-            f"{len(codes)} of {count} processes were ended in an optimizer, or failed."
-        )
+        codes = [child.poll() for child in children]  # of those that are still at work, `None`
+    ended, failed = codes.count(None), sum(map(bool, codes))
+    if ended:
+        record.notes.append(f"{ended} of {count} processes were ended with the time.")
+    if failed:
+        record.notes.append(f"{failed} of {count} processes failed, see the log.")
 
 
 def _torch(record: Record, arguments: argparse.Namespace, left: Callable[[], float]) -> None:

@@ -92,6 +92,12 @@ class _Bench:
         default = "10" if self.on_cpu else "50"
         self.intervals = [int(i) for i in (options.intervals or default).split(",")]
         self.rounds = options.rounds or (3 if quick else 5)
+        watched = getattr(options, "profile", None)
+        if watched and not (options.out and watched in self.modes):
+            raise SystemExit(
+                f"--profile {watched}: it needs --out, beside which the profile is left, "
+                f"and one of the ways to save that are measured: {', '.join(self.modes)}."
+            )
         self.size_name = options.size or ("3m" if quick else "10m" if self.on_cpu else "")
         secs = options.minutes * 60 if options.minutes else float("inf")
         self.until = time.perf_counter() + secs

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from bench.record import Record
 from bench.train.phases import Phase
 
-AROUND = 8
-"""Steps on either side of a save in which it may cost something: no window is longer."""
+AROUND = 10
+"""Steps on either side of a save that count as around it: the longest window that is measured."""
 _MTBF_HOURS = (1, 24)
 _RESTART_SECS = 60.0
 # The planner says what it expects in the reason of its choice.
@@ -23,8 +23,8 @@ NOTES = [
     " end; inflation_with_drain_secs_per_save: with it. inflation_vs_stock_async: over that of"
     " orbax_async in the same round.",
     f"around_save_secs: what the steps from {AROUND} before a save to {AROUND} behind it took over"
-    " the median of the phase's other steps, of which there must be as many: of a drift between"
-    " phases nothing is in it.",
+    " the median of the phase's other steps, of which there must be as many. Of a drift between"
+    " phases nothing is in it; nor of how writing slows the steps beside it, which inflation has.",
     "hook_secs_per_save: time in calls of the step and of `save`, over that of undisturbed steps;"
     " blocked_gb_per_sec: the state's bytes over it. link_gb_per_sec: of what crosses the link"
     " while it is watched, as the library learns it for its plans.",

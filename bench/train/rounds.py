@@ -25,8 +25,8 @@ from bench.train.phases import Loop, Phase, system_bytes
 _PART_OF_HOST = 0.75  # for gockpt's chunks, where the host's memory was given
 _UNSETTLED = ("compiling", "traced", "not known yet", "keep within")
 """In reasons of saves that a longer run would have seen once, in its beginning."""
-_LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this
-_FEW_MINUTES = 5.0  # in which one round must do
+_LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this; but
+_FEW_MINUTES = 5.0  # in fewer than these, one of all modes rather than two of few
 CORE_PHASES = 4 * (1 + _LEAST_ROUNDS)
 """Phases with saves of the four modes that matter most, warm-up included."""
 
@@ -176,6 +176,7 @@ class Interval:
             is_settled = not any(word in reason for reason in reasons for word in _UNSETTLED)
             stall_secs = max(0.0, phase.wall_secs - self.step_secs * phase.steps)
             is_usual = number > 0 or stall_secs < self.step_secs * phase.steps
+            is_usual = is_usual and not (self._is_watched(name) and number == 0)
             if (is_settled and is_usual) or self.shared.left_secs < self.expected_secs[name]:
                 break
         self._keep(phase, "warm_up")
@@ -188,8 +189,7 @@ class Interval:
     @contextlib.contextmanager
     def _profiled(self, name: str, number: int) -> Iterator[None]:
         """Has JAX's profiler watch a mode's second phase, if that was asked for."""
-        options = self.shared.options
-        if number != 1 or name != getattr(options, "profile", None):
+        if number != 1 or not self._is_watched(name):
             yield
             return
         with tempfile.TemporaryDirectory() as scratch:
@@ -201,7 +201,10 @@ class Interval:
             finally:
                 jax.profiler.stop_trace()
                 for file in Path(scratch).rglob("*.xplane.pb"):
-                    shutil.copy(file, Path(options.out).with_name(f"{name}.xplane.pb"))
+                    shutil.copy(file, self.shared.options.out.with_name(f"{name}.xplane.pb"))
+
+    def _is_watched(self, name: str) -> bool:
+        return getattr(self.shared.options, "profile", None) == name
 
     def _rounds(self) -> None:
         done = 0

@@ -108,14 +108,15 @@ class Auditor:
     def _next_boxes(self, leaves: Mapping[str, jax.Array], fraction: float) -> list[_Pair]:
         """What has its turn: first one piece of each leaf, on different devices, then another.
 
-        And of leaves that are alike the others last: the first save runs a program for each kind of
-        them. A GPU that loads a program waits until it is idle, so later saves should load none.
+        And of leaves that are alike the others last: so the first save runs a program for each kind
+        of them, if it has boxes enough and there is one device. A GPU waits until it is idle where
+        it loads a program: later saves should load none.
         """
         order: list[tuple[int, int, int, str, int]] = []
         alike: collections.Counter[Any] = collections.Counter()
         for i, (path, array) in enumerate(leaves.items()):
             owned = len(self._replicas.boxes(array))
-            kind = (array.shape, array.dtype, array.sharding)
+            kind = (array.shape, array.dtype)
             order += [((n - i) % owned, alike[kind], i, path, n) for n in range(owned)]
             alike[kind] += 1
         order.sort()

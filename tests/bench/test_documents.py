@@ -154,15 +154,16 @@ def profiled_window(figures, samples):
     rest = figures["trainer_ms/from_there_to_the_next_steps_call"] - 142.3  # as its notes say
     yield f"took {rest:.0f} ms without the program that was loaded, and {first:.0f} ms"
     assert 1700 < figures["kernels_per_armed_step"] < 2000  # nearly twice a thousand
+    assert 90 < ahead < 110  # half of a step of 0.2 s
 
 
 def measured_windows(figures, samples):
     ways = ("gockpt_k4", "gockpt", "orbax_async")
     window, copy, stock = ([1000 * x for x in samples[f"{w}/50/around_save_secs"]] for w in ways)
     yield f"A window cost training {min(window):.0f} and {max(window):.0f} ms ("
-    assert f"{min(copy):.0f}" == f"{max(copy):.0f}"
     yield f"{figures['state_gb']:.1f} GB, `bench/results/"
-    yield f"a device copy {min(copy):.0f}, stock {min(stock):.0f} and {max(stock):.0f}"
+    yield f"a device copy {min(copy):.0f} and {max(copy):.0f}, stock {min(stock):.0f} and"
+    yield f"stock {min(stock):.0f} and {max(stock):.0f}; a window's cost did not grow"
 
 
 def windows_with_graphs(figures, samples):
@@ -182,8 +183,10 @@ def link_of_a_gpu(figures, samples):
     assert 0.88 < figures["pull_link_ratio"] < 0.94
     yield "nine tenths of the driver's own rate for a block of 1 GiB"
     slow = [figures[f"pull_gbps/{w}/1024MiB/warm"] for w in ("copy_to_host_async", "asarray")]
-    assert 30 < figures["pull_gbps/library/1024MiB/warm"] / max(slow) < 36
-    yield "thirty times as slow"
+    slow.append(figures["pull_gbps/put_on_cpu/1024MiB/warm"])
+    ours = figures["pull_gbps/library/1024MiB/warm"]
+    assert 30 < ours / max(slow) < ours / min(slow) < 75
+    yield "thirty to seventy times as slow"
     for figure in ("overlap_ratio", "async_dispatch/overlap_ratio"):
         assert figures[figure] > 0.98
     assert (
@@ -197,15 +200,19 @@ def aims_on_a_gpu(figures, samples):
         figures[f"{mode}/50/around_save_secs"] for mode in ("gockpt", "gockpt_k4", "orbax_async")
     )
     yield f"at {ours / stock:.2f} of it and the window at {window / stock:.2f} ("
-    yield f"with {figures['state_gb']:.1f} GB, all that was measured of them is met but two"
-    aims = {text: met for text, _, met in aims_of(samples) if met != "-"}
-    of_others = {text for text in aims if text.startswith(("state", "optimizers", "measurements"))}
-    missed = {text for text, met in aims.items() if met == "NO"} - of_others
-    assert missed == {"window of 4 steps, inflation per save: at most 0.02 of stock async's"}
+    yield f"with {figures['state_gb']:.1f} GB, all that was measured of them is met but three"
+    assert {text for text, _, met in aims_of(samples) if met == "NO"} == {
+        "state: at least 20 GB",
+        "window of 4 steps, inflation per save: at most 0.02 of stock async's",
+    }
 
 
 def replay_on_a_gpu(figures, samples):
-    yield f"there was time for {figures['exact/tried']:.0f} of 33, all exact"
+    yield f"{figures['exact/tried']:.0f} of 33"
+    assert (
+        max(x for name, x in figures.items() if re.fullmatch("rounded/.*/params/relative", name))
+        < 2.1e-7
+    )
     exact = [x for name, x in figures.items() if re.fullmatch("exact/.*/max_ulps", name)]
     assert len(exact) > 22
     assert max(exact) == figures["exact/failures"] == 0
@@ -229,6 +236,7 @@ H200 = "h200-2026-11-27"
         ("docs/accelerators.md", f"{H200}/transfer.json", link_of_a_gpu),
         ("bench/README.md", f"{H200}/train.json", aims_on_a_gpu),
         ("bench/README.md", f"{H200}/exact.json", replay_on_a_gpu),
+        ("docs/accelerators.md", f"{H200}/exact.json", replay_on_a_gpu),
     ],
 )
 def test_prose_tells_what_a_gpu_showed(page, result, sentences):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.figures import make, tables, timeline, train
+from bench.figures import accelerator, make, tables, timeline, train
 from bench.record import ROOT
 from bench.timeline.spans import LANES, ORIGIN, Span, read_spans
 from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats
@@ -136,6 +136,46 @@ def test_an_accelerator_comes_before_a_cpu(tmp_path):
     results = write(tmp_path, **{"a-h100/train": training(devices=["H100"]), "train": training()})
     list(make.make(results, tmp_path / "out", root_with_marks(tmp_path)))
     assert source(tmp_path / "out" / "stall.svg").startswith("a-h100/train.json")
+
+
+def on_a_gpu(**more):
+    """Training at one interval, with what a save costs without drift."""
+    samples = {"state_gb": [2.0]}
+    for mode, cost in (("ideal", 0.0), ("orbax_async", 0.5), ("gockpt", 0.01)):
+        of = {"throughput_ratio": [1.0, 0.99], "step_median_secs": [0.2], "visible_secs": [3.0],
+              "device_memory_ratio": [1.25], "hook_secs_per_save": [0.1]}  # fmt: skip
+        if mode != "ideal":
+            of |= {"inflation_secs_per_save": [cost, 0.0], "around_save_secs": [cost, cost / 2]}
+        samples |= {f"{mode}/50/{name}": values for name, values in of.items()}
+    notes = ["GPT 2b: 2000.4 M parameters, much else.", "Checkpoints went to disk, in haste."]
+    versions = {"jax": "1", "orbax-checkpoint": "2"}
+    hardware = {"devices": ["H100"], "cores": 4}
+    return record("train", samples) | {"notes": notes, "versions": versions, "hardware": hardware}
+
+
+def test_what_a_save_costs_on_a_gpu_is_told_with_its_drift():
+    content = on_a_gpu()
+    assert accelerator.is_training(content)
+    lines = accelerator.training_table(content)
+    assert lines[2].startswith("| stock Orbax, asynchronous (`orbax_async`) | 500, 250 | 500, 0 |")
+    assert lines[3].startswith("| gockpt_jax, as it plans (`gockpt`) | 10, 5 | 10, 0 | 0.995 |")
+    said = " ".join(lines[4:])
+    assert "On one H100 (4 cores, jax 1), Orbax 2: a GPT of 2000 M parameters" in said
+    assert "gave 0.990 to 1.000, which is 100 ms of an interval. Checkpoints went to disk" in said
+
+
+@pytest.mark.parametrize(
+    "left_out", ["gockpt/50/around_save_secs", "orbax_async/50/around_save_secs"]
+)
+def test_a_record_without_what_the_table_needs_is_not_its_own(left_out):
+    content = on_a_gpu()
+    del content["samples"][f"{left_out}/50/around_save_secs"]
+    assert not accelerator.is_training(content)
+    content = on_a_gpu()
+    content["samples"]["gockpt/10/around_save_secs"] = [0.1]
+    assert not accelerator.is_training(content)
+    content = on_a_gpu() | {"hardware": {"devices": ["cpu"]}}
+    assert not accelerator.is_training(content)
 
 
 def drawn(draw, content):

@@ -263,17 +263,18 @@ def test_the_optimizers_are_shared_out_to_processes(tmp_path, monkeypatch):
 
 def test_what_a_share_has_not_done_is_told():
     record = Record("exact", {"exact/tried": [1.0]}, ["what was told of an earlier look"])
+    left = "not measured, or failed, when the time was over: "
     details = {"histograms": {"exact/a": [1]}, "failures": {"_replay a": "why"}}
     one = {
         "samples": {"perturbed/a": [0.0], "exact/tried": [1.0], "exact/failures": [1.0]},
-        "notes": ["both", "not measured, the time was over: b."], "details": details,
+        "notes": ["both", f"{left}b."], "details": details,
     }  # fmt: skip
     begun = {"samples": {}, "notes": ["both"], "details": {}}
-    exact.gather(record, [one, begun])
+    exact.gather(record, [one, begun], ["a", "b", "c"])
     assert record.samples == {
         "perturbed/a": [0.0], "exact/tried": [1.0], "exact/failures": [1.0],
     }  # fmt: skip
-    assert record.notes == ["both", "not measured, the time was over: b."]
+    assert record.notes == ["both", f"{left}b; c."]
     assert record.details == one["details"]
 
 

@@ -290,6 +290,13 @@ def test_a_mode_is_profiled_in_its_second_phase(tmp_path):
     assert [path.name for path in tmp_path.glob("*.pb")] == ["gockpt.xplane.pb"]
 
 
+@pytest.mark.parametrize(("out", "mode"), [(None, "gockpt"), (Path("x"), "ideal")])
+def test_a_profile_has_a_mode_and_a_place(out, mode):
+    options = dict.fromkeys(("modes", "intervals", "rounds", "size", "minutes"))
+    with pytest.raises(SystemExit, match=f"--profile {mode}: it needs --out"):
+        train._Bench(True, argparse.Namespace(**options, out=out, profile=mode))
+
+
 def test_warm_up_waits_for_the_armed_step(tmp_path, monkeypatch):
     settled = []
 
