@@ -7,7 +7,7 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hurry
@@ -119,6 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What is asked for by its name is run.
     """
     items.sort(key=lambda item: item.path.name not in _FIRST)
+    if not _ON_CPUS:
+        _leave_out(config, items, _needs_a_mesh)
     if "GOCKPT_THOROUGH" in os.environ or any("::" in arg for arg in config.args):
         return
     seen: set[tuple[str, str, int]] = set()
@@ -133,6 +135,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left[is_left].append(item)
     config.hook.pytest_deselected(items=left[True])
     items[:] = left[False]
+
+
+def _leave_out(
+    config: pytest.Config, items: list[pytest.Item], is_left: Callable[[pytest.Item], bool]
+) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if is_left(item)])
+    items[:] = [item for item in items if not is_left(item)]
+
+
+def _needs_a_mesh(item: pytest.Item) -> bool:
+    """Whether a test is of several devices: a borrowed machine has one."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return params.get("devices", 1) != 1 or params.get("placement", "single") != "single"
 
 
 def pytest_collection_finish() -> None:

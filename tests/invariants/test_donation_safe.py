@@ -115,7 +115,7 @@ PLACEMENTS = {
 
 def make_array(dtype: str, placement: str, shape: tuple[int, ...]) -> jax.Array:
     spec = PLACEMENTS[placement]
-    sharding: Any = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    sharding: Any = jax.sharding.SingleDeviceSharding(jax.devices()[:4][-1])
     if spec is not None:
         mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
         sharding = NamedSharding(mesh, spec if shape else PartitionSpec())
