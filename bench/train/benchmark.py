@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-gib", type=float, help="host memory, where the system does not tell all of it")
     add("--directory", type=Path, help="for checkpoints; disk or memory, what suits, if left out")
     add("--alone", action="store_true", help="one saving mode only: its growth of host memory")
-    add("--profile", help="a mode: JAX's profiler watches a phase of its warm-up")
+    add("--profile", help="of this mode's warm-up, as MODE.xplane.pb beside --out")
 
 
 def run(quick: bool, **options: Any) -> Record:
@@ -93,10 +93,12 @@ class _Bench:
         self.intervals = [int(i) for i in (options.intervals or default).split(",")]
         self.rounds = options.rounds or (3 if quick else 5)
         watched = getattr(options, "profile", None)
-        if watched and not (options.out and watched in self.modes):
+        if watched and not options.out:
+            raise SystemExit(f"--profile {watched} needs --out: the profile is left beside it.")
+        if watched and watched not in self.modes:
             raise SystemExit(
-                f"--profile {watched}: it needs --out, beside which the profile is left, "
-                f"and one of the ways to save that are measured: {', '.join(self.modes)}."
+                f"--profile {watched}: it is none of the ways to save that are measured: "
+                f"{', '.join(self.modes)}."
             )
         self.size_name = options.size or ("3m" if quick else "10m" if self.on_cpu else "")
         secs = options.minutes * 60 if options.minutes else float("inf")

@@ -171,7 +171,7 @@ def predicted_stall_secs(reason: str) -> float | None:
     Example:
       >>> predicted_stall_secs("3 steps: predicted stall 0.125 s, of a snapshot 2.500 s; at ...")
       0.125
-      >>> why = "no window gains: predicted stall at least 3.000 s"
+      >>> why = "no window gains 0.03 s: predicted stall at least 3.000 s"
       >>> predicted_stall_secs(f"{why}; predicted stall of a snapshot 2.500 s")
       2.5
       >>> predicted_stall_secs("one device copy of the state fits: 1 GB, no device budget")

@@ -201,7 +201,9 @@ class Interval:
             finally:
                 jax.profiler.stop_trace()
                 for file in Path(scratch).rglob("*.xplane.pb"):
-                    shutil.copy(file, self.shared.options.out.with_name(f"{name}.xplane.pb"))
+                    kept = self.shared.options.out.with_name(f"{name}.xplane.pb")
+                    shutil.copy(file, kept)
+                    self.record.notes.append(f"{name}: a phase of its warm-up is in {kept.name}.")
 
     def _is_watched(self, name: str) -> bool:
         return getattr(self.shared.options, "profile", None) == name

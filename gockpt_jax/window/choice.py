@@ -11,6 +11,9 @@ _LEVELS = 8
 """Of what may leave early, plans let 1/8, 2/8, ... leave: the rest is late and needs no replay."""
 _RESOLUTION_SECS = 1e-3
 """Stalls that differ by less are taken for equal; fewer bytes then decide."""
+LEAST_GAIN_SECS = 0.03
+"""Of a window over a snapshot. So much more than a device copy one took on an H200 where neither
+waited for the link (docs/decisions/0033): what is not on the link no plan counts."""
 _LEAST_SHRINKING = 0.05
 
 
@@ -30,8 +33,9 @@ class Choice:
 def choose(terms: Terms) -> Choice:
     """The plan with the least stall, then the fewest bytes, then the smallest K.
 
-    Which plans are compared depends neither on the budgets nor on the link: so a larger budget or a
-    faster link never leads to a worse one, and since the snapshot is among them, none is worse.
+    A window only if it gains `LEAST_GAIN_SECS`; but for that much the following holds. Which plans
+    are compared depends neither on the budgets nor on the link: so a larger budget or a faster link
+    never leads to a worse one, and since the snapshot is among them, none is worse.
     """
     snapshot, budget = play(terms, ()), terms.device_budget_bytes
     if (copy := why_one_copy(terms.state_bytes, budget)) is not None:
@@ -39,7 +43,7 @@ def choose(terms: Terms) -> Choice:
     assert budget is not None, "without a budget one copy fits"
     windows = windows_of(terms)
     best = min([snapshot, *windows], key=_rank)
-    if best.steps > 1:
+    if best.steps > 1 and snapshot.stall_secs - best.stall_secs >= LEAST_GAIN_SECS:
         peak = f"{describe_bytes(best.peak_bytes)} of {describe_bytes(budget)}"
         reason = (
             f"{best.steps} steps: predicted stall {best.stall_secs:.3f} s, of a snapshot "
@@ -52,9 +56,9 @@ def choose(terms: Terms) -> Choice:
         why = f"no window fits the {_too_small(terms, budget)}"
     else:
         least = min(w.stall_secs for w in windows)
-        why = f"no window gains: predicted stall at least {least:.3f} s"
+        why = f"no window gains {LEAST_GAIN_SECS} s: predicted stall at least {least:.3f} s"
     reason = f"{why}; predicted stall of a snapshot {snapshot.stall_secs:.3f} s"
-    return Choice(cost=best, reason=reason)
+    return Choice(cost=snapshot, reason=reason)
 
 
 def _too_small(terms: Terms, budget_bytes: int) -> str:

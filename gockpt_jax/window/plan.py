@@ -164,7 +164,7 @@ def plan_window(
 
     Returns:
       The plan; `steps` is 1 if nothing may leave early, if one device copy fits the budget, or if
-      no window gains anything.
+      no window gains enough.
     """
     if not size.units:
         return Plan((), "no leaf may leave early")

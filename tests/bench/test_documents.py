@@ -151,23 +151,25 @@ def profiled_window(figures, samples):
     yield f"busy for {busy[0]:.2f} of the armed steps' time ({busy[1]:.2f} before the window)"
     ahead = figures["ahead_ms/at_the_end_of_the_last_armed_call"]
     yield f"the device had {ahead:.0f} ms more to do"
-    rest = figures["trainer_ms/from_there_to_the_next_steps_call"] - 142.3  # as its notes say
-    yield f"took {rest:.0f} ms without the program that was loaded, and {first:.0f} ms"
-    assert 1700 < figures["kernels_per_armed_step"] < 2000  # nearly twice a thousand
+    rest = figures["trainer_ms/from_there_to_the_next_steps_call"] - sample
+    yield f"the trainer took {rest:.0f} ms beside that first sample; the call itself"
+    yield f"the call itself took {first:.0f} ms."
+    yield f"for an armed step had {figures['kernels_per_armed_step']:.0f}, and"
     assert 90 < ahead < 110  # half of a step of 0.2 s
 
 
 def measured_windows(figures, samples):
     ways = ("gockpt_k4", "gockpt", "orbax_async")
     window, copy, stock = ([1000 * x for x in samples[f"{w}/50/around_save_secs"]] for w in ways)
-    yield f"A window cost training {min(window):.0f} and {max(window):.0f} ms ("
+    yield f"A window cost training {window[0]:.0f} and {window[1]:.0f} ms ("
     yield f"{figures['state_gb']:.1f} GB, `bench/results/"
-    yield f"a device copy {min(copy):.0f} and {max(copy):.0f}, stock {min(stock):.0f} and"
-    yield f"stock {min(stock):.0f} and {max(stock):.0f}; a window's cost did not grow"
+    yield f"a device copy {copy[0]:.0f} and {copy[1]:.0f}, stock {stock[0]:.0f} and {stock[1]:.0f}."
 
 
 def windows_with_graphs(figures, samples):
     steps = figures["gockpt_k4/50/window_steps"]
+    cost = [1000 * x for x in samples["gockpt_k4/50/around_save_secs"]]
+    yield f"a window cost {cost[0]:.0f} and {cost[1]:.0f} ms. What of it is what"
     yield f"{figures['state_gb']:.1f} GB of state, a window of {steps:.0f})"
 
 
@@ -199,7 +201,7 @@ def aims_on_a_gpu(figures, samples):
     ours, window, stock = (
         figures[f"{mode}/50/around_save_secs"] for mode in ("gockpt", "gockpt_k4", "orbax_async")
     )
-    yield f"at {ours / stock:.2f} of it and the window at {window / stock:.2f} ("
+    yield f"at {ours / stock:.2f} of it and the window at {window / stock:.2f};"
     yield f"with {figures['state_gb']:.1f} GB, all that was measured of them is met but three"
     assert {text for text, _, met in aims_of(samples) if met == "NO"} == {
         "state: at least 20 GB",

@@ -161,12 +161,11 @@ def test_what_a_save_costs_on_a_gpu_is_told_with_its_drift():
     assert lines[3].startswith("| gockpt_jax, as it plans (`gockpt`) | 10, 5 | 10, 0 | 0.995 |")
     said = " ".join(lines[4:])
     assert "On one H100 (4 cores, jax 1), Orbax 2: a GPT of 2000 M parameters" in said
-    assert "gave 0.990 to 1.000, which is 100 ms of an interval. Checkpoints went to disk" in said
+    assert "gave 0.990 to 1.000, which is 100 ms of an interval." in said
+    assert said.endswith("Checkpoints went to disk, in haste.")
 
 
-@pytest.mark.parametrize(
-    "left_out", ["gockpt/50/around_save_secs", "orbax_async/50/around_save_secs"]
-)
+@pytest.mark.parametrize("left_out", ["gockpt", "orbax_async"])
 def test_a_record_without_what_the_table_needs_is_not_its_own(left_out):
     content = on_a_gpu()
     del content["samples"][f"{left_out}/50/around_save_secs"]

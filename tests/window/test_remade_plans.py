@@ -103,7 +103,7 @@ def test_a_window_of_fewer_steps_than_planned_keeps_the_device_budget(tmp_path, 
 def test_a_window_that_stopped_to_gain_is_a_snapshot(tmp_path, monkeypatch):
     (_, window, snapshot), _ = run(tmp_path, [Facts(), Facts(1e-4, RATE)], monkeypatch)
     assert (window.kind, snapshot.kind) == ("window", "snapshot")
-    assert "no window gains: predicted stall at least" in snapshot.reason
+    assert "no window gains 0.03 s: predicted stall at least" in snapshot.reason
 
 
 def test_a_window_that_begins_to_gain_is_armed(tmp_path, monkeypatch):
