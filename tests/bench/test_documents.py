@@ -209,6 +209,14 @@ def aims_on_a_gpu(figures, samples):
     }
 
 
+def pauses_on_a_gpu(figures, samples):
+    stock, link = figures["orbax_async/50/around_save_secs"], figures["state_gb"] / 55.1
+    yield f"stopped training for {stock:.2f} s, where the link alone would take {link:.2f}"
+    hooks = [figures[f"{mode}/50/hook_secs_per_save"] for mode in ("gockpt_k4", "orbax_async")]
+    yield f"{hooks[0]:.2f} s in all (stock: {hooks[1]:.2f}, a device copy "
+    yield f"a device copy {figures['gockpt/50/hook_secs_per_save']:.2f}; `hook_secs_per_save`)"
+
+
 def replay_on_a_gpu(figures, samples):
     yield f"{figures['exact/tried']:.0f} of 33"
     assert (
@@ -239,6 +247,7 @@ H200 = "h200-2026-11-27"
         ("bench/README.md", f"{H200}/train.json", aims_on_a_gpu),
         ("bench/README.md", f"{H200}/exact.json", replay_on_a_gpu),
         ("docs/accelerators.md", f"{H200}/exact.json", replay_on_a_gpu),
+        ("docs/accelerators.md", f"{H200}/train.json", pauses_on_a_gpu),
     ],
 )
 def test_prose_tells_what_a_gpu_showed(page, result, sentences):
