@@ -162,5 +162,5 @@ def _spread(values: Sequence[float]) -> str:
     if not values:
         return "not measured"
     if min(values) == max(values):
-        return f"{values[0]:.3g}"
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+        return f"{values[0]:.4g}"
+    return f"{statistics.median(values):.4g} ({min(values):.4g} to {max(values):.4g})"
