@@ -101,7 +101,10 @@ def show(summary: Mapping[str, Any]) -> None:
         }
         show_modes(f"training {prefix.strip('/')}".strip(), chosen)
     beside = [(text, _spread(_all(samples, figures))) for text, figures in _BESIDE.items()]
-    print_table("beside the aims", ("what", "measured"), beside, summary["notes"])
+    notes = list(summary["notes"])
+    if summary.get("hardware", {}).get("devices") == ["cpu"]:
+        notes.append("No accelerator ran: it is a rehearsal, and its figures mean nothing.")
+    print_table("beside the aims", ("what", "measured"), beside, notes)
     print_table("aims", ("aim", "measured", "met"), [*aims_of(samples)])
 
 

@@ -181,6 +181,7 @@ def test_some_optimizers_are_not_all(rehearsal):
     assert json.loads(files["gpu.json"])["samples"]["exact/tried"] == [1.0]
     assert re.search(r"replay was tried of: all \d+ +1 +NO", printed)
     assert re.search(r"measurements of replay that failed: none +0 +yes", printed)
+    assert "No accelerator ran: it is a rehearsal" in printed
 
 
 def test_a_gpu_beside_the_cpu_backend_with_most_of_its_memory(monkeypatch):

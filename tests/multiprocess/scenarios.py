@@ -406,7 +406,7 @@ def unarmed(directory: Path) -> None:
 def planned(directory: Path) -> None:
     """Processes that have measured other times, rates and free memory make one plan."""
     is_slow = jax.process_index() == 0
-    secs, rate, free = (1.0, 1e4, 10220) if is_slow else (10.0, 1e9, 10**9)
+    secs, rate, free = (10.0, 1e3, 10220) if is_slow else (100.0, 1e9, 10**9)
     here = jax.process_index()
     with (
         replaced(clock.StepClock, "secs", property(lambda _: secs), only_on=here),
@@ -451,7 +451,7 @@ def reviewed(directory: Path) -> None:
     """A plan that was made anew is the first to arm the step, and one process cannot: none does."""
     here, rate = jax.process_index(), [1e12]
     with (
-        replaced(clock.StepClock, "secs", property(lambda _: 1.0), only_on=here),
+        replaced(clock.StepClock, "secs", property(lambda _: 10.0), only_on=here),
         replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: rate[0]), only_on=here),
         replaced(budget, "device_headroom_bytes", lambda: 10220, only_on=here),
         replaced(units, "LARGE_BYTES", 0, only_on=here),
@@ -461,7 +461,7 @@ def reviewed(directory: Path) -> None:
         loop.run(INTERVAL)
         assert loop.session.window_steps == 1
         assert "snapshots only" not in loop.session.explain()
-        rate[0] = 1e4
+        rate[0] = 1e3
         loop.run(2 * INTERVAL)
     loop.keep()
     assert loop.report(2 * INTERVAL).kind == "snapshot", loop.manager.reports
@@ -473,8 +473,8 @@ def partly(directory: Path) -> None:
     """Windows carry what saves take, of which one process has not seen all."""
     here = jax.process_index()
     with (
-        replaced(clock.StepClock, "secs", property(lambda _: 1.0), only_on=here),
-        replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: 1e4), only_on=here),
+        replaced(clock.StepClock, "secs", property(lambda _: 10.0), only_on=here),
+        replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: 1e3), only_on=here),
         replaced(budget, "device_headroom_bytes", lambda: 10220, only_on=here),
         replaced(units, "LARGE_BYTES", 0, only_on=here),
     ):
