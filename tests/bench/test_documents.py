@@ -217,6 +217,13 @@ def pauses_on_a_gpu(figures, samples):
     yield f"a device copy {figures['gockpt/50/hook_secs_per_save']:.2f}; `hook_secs_per_save`)"
 
 
+def predictions_on_a_gpu(figures, samples):
+    assert figures["gockpt/50/predicted_stall_secs"] == 0
+    copy, window = (samples[f"{mode}/50/around_save_secs"] for mode in ("gockpt", "gockpt_k4"))
+    yield f"a save cost {copy[0]:.2f} and {copy[1]:.2f} s by that copy, {window[0]:.2f} and"
+    yield f"{window[0]:.2f} and {window[1]:.2f} s by a window of four steps"
+
+
 def replay_on_a_gpu(figures, samples):
     yield f"{figures['exact/tried']:.0f} of 33"
     assert (
@@ -245,6 +252,7 @@ H200 = "h200-2026-11-27"
         ("docs/accelerators.md", f"{H200}/tests.json", counts_of_a_gpu),
         ("docs/accelerators.md", f"{H200}/transfer.json", link_of_a_gpu),
         ("bench/README.md", f"{H200}/train.json", aims_on_a_gpu),
+        ("bench/README.md", f"{H200}/train.json", predictions_on_a_gpu),
         ("bench/README.md", f"{H200}/exact.json", replay_on_a_gpu),
         ("docs/accelerators.md", f"{H200}/exact.json", replay_on_a_gpu),
         ("docs/accelerators.md", f"{H200}/train.json", pauses_on_a_gpu),
