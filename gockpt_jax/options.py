@@ -84,8 +84,9 @@ class Audit:
         windows. The default adds 1.6% to the bytes that leave early.
       max_ulps: Units in the last place by which a replayed element may differ. Replay repeats what
         IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides. Where
-        rounding is to be accepted, give thousands: an element that the updates take past zero is
-        many of its own units off, and still far below the leaf's scale (`max_relative_error`).
+        rounding is to be accepted, give millions: an element that the updates take past zero is
+        many of its own units off (a million, of Adam's parameters on an H200), and still far below
+        the leaf's scale (`max_relative_error`).
       on_failure: `"demote"`: the leaf and those it is updated with are late from then on, so that
         later saves are right. `"raise"`: later windows try again, unless it was replayed up to
         rounding, which would fail again. Programs of several processes always try again.

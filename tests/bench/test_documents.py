@@ -232,6 +232,7 @@ def replay_on_a_gpu(figures, samples):
     )
     exact = [x for name, x in figures.items() if re.fullmatch("exact/.*/max_ulps", name)]
     assert len(exact) > 22
+    assert figures["rounded/adam/params/max_ulps"] == pytest.approx(1e6, rel=0.1)  # `Audit` says it
     assert max(exact) == figures["exact/failures"] == 0
 
 
