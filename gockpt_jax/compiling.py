@@ -22,7 +22,9 @@ REMEMBERED = 4096
 """Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
 has hundreds at most; only a loop that saves other shapes each time comes by more."""
 
-_GPUS = ("gpu", "cuda", "rocm")
+GPUS = ("gpu", "cuda", "rocm")
+"""Platforms, as devices name them."""
+
 _WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 
@@ -65,8 +67,8 @@ def _are_on_gpus(places: Iterable[Any]) -> bool:
         # `None` has no devices, and a sharding on an abstract mesh does not know them.
         with contextlib.suppress(AttributeError, ValueError):
             devices = getattr(place, "sharding", place).device_set
-            return any(device.platform in _GPUS for device in devices)
-    return jax.local_devices()[0].platform in _GPUS
+            return any(device.platform in GPUS for device in devices)
+    return jax.local_devices()[0].platform in GPUS
 
 
 @contextlib.contextmanager

@@ -90,7 +90,8 @@ class Block:
         self._donatable = donatable
         # Shardings that were found to be those of the chunks, by their ids; alive, so are these.
         self._alike: dict[tuple[int, ...], list[Any]] = {}
-        buffers = [b for b in lay_out(chunks) if donatable or not _needs_no_copy(b, chunks)]
+        laid_out = lay_out(chunks, copied=donatable)
+        buffers = [b for b in laid_out if donatable or not _needs_no_copy(b, chunks)]
         # Two meshes of the same devices are two: shards of one are not those of the other.
         by_mesh: dict[Any, list[Buffer]] = collections.defaultdict(list)
         for buffer in buffers:

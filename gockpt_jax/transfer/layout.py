@@ -1,23 +1,25 @@
 """The flat buffers in which chunks travel, laid out from global facts alone.
 
 Chunks that lie alike on the devices (cut over the same axes of one mesh) and have one dtype share a
-buffer, each starting at a multiple of 64 bytes; large ones have one of their own. R replicas share
-the transfer: each moves a slice of about 1 / R of a large chunk, unless that is less than 1 MiB,
-and the buffers of small ones in turn. Only replicas within a process do: what a process writes is
-what Orbax has it write.
+buffer, each starting at a multiple of 64 bytes; large ones have one of their own, unless they are
+many, and on a GPU. R replicas share the transfer: each moves a slice of about 1 / R of a large
+chunk, unless that is less than 1 MiB, and the buffers of small ones in turn. Only replicas within a
+process do: what a process writes is what Orbax has it write.
 """
 
 import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from gockpt_jax.compiling import GPUS
+from gockpt_jax.transfer.budget import batches
 from gockpt_jax.transfer.chunks import MAX_CHUNK_BYTES, Chunk, can_be_cut
 
 ALIGNMENT_BYTES = 64
@@ -25,6 +27,18 @@ ALIGNMENT_BYTES = 64
 
 LARGE_BYTES = 8 * 2**20
 """From here on a chunk has a buffer of its own."""
+
+PAGE_BYTES = 4096
+"""Where large chunks share a buffer, each starts at a multiple of this: files are written from
+there without another copy."""
+
+_FEW_ON = dict.fromkeys(GPUS, 16)
+"""About how many buffers a block that is copied has, where each costs more than its bytes: behind a
+step that has not run yet, a GPU's driver takes some fifty transfers, and for the next one it holds
+the trainer's thread until the step has run (docs/decisions/0034)."""
+
+_SHARED_BYTES = 2**30
+"""No buffer that large chunks share is larger: its memory is free when the last of them is."""
 
 MIN_SLICE_BYTES = 2**20
 """Replicas do not share a transfer in smaller slices."""
@@ -122,43 +136,57 @@ class Buffer:
         return min(number * self.slice_size, self.size - self.slice_size)
 
 
-def lay_out(chunks: Sequence[Chunk]) -> list[Buffer]:
+def lay_out(chunks: Sequence[Chunk], *, copied: bool = True) -> list[Buffer]:
     """Assigns chunks to buffers, in order.
 
     Args:
       chunks: That can be cut; the positions of the others are in no buffer.
+      copied: Whether all of them are in any case; else a large one that is alone need not be.
     """
     alike: dict[tuple[Place, Any], list[int]] = defaultdict(list)
     for n, chunk in enumerate(chunks):
         if can_be_cut(chunk.source):
             place = place_of(chunk.source.placed, everywhere=chunk.everywhere)
             alike[place, np.dtype(chunk.source.stored_dtype)].append(n)
+    shared_bytes = _shared_bytes(chunks, alike) if copied else 0
     return [
         _buffer(place, dtype, chunks, positions, turn)
         for (place, dtype), together in alike.items()
-        for turn, positions in enumerate(_fill(chunks, together, place.replicas))
+        for turn, positions in enumerate(_fill(chunks, together, place.replicas, shared_bytes))
     ]
 
 
-def _fill(chunks: Sequence[Chunk], positions: Sequence[int], replicas: int) -> list[list[int]]:
-    """Those that share a buffer; large ones stand alone."""
+def padded_bytes(chunk: Chunk) -> int:
+    """What a chunk takes on one device, at most."""
+    unit = PAGE_BYTES if chunk.num_bytes >= LARGE_BYTES else ALIGNMENT_BYTES
+    return _padded(chunk.num_bytes, unit)
+
+
+def _shared_bytes(chunks: Sequence[Chunk], alike: Mapping[tuple[Place, Any], Sequence[int]]) -> int:
+    """Up to which size chunks share buffers, though they are large; 0 where they do not."""
+    positions = [n for together in alike.values() for n in together]
+    platforms = {place.devices[0].platform for place, _ in alike}
+    few = min((_FEW_ON.get(platform, len(positions)) for platform in platforms), default=0)
+    if len(positions) <= few:
+        return 0
+    total = sum(padded_bytes(chunks[n]) for n in positions)
+    return min(_SHARED_BYTES, -(-total // few))
+
+
+def _fill(
+    chunks: Sequence[Chunk], positions: Sequence[int], replicas: int, shared_bytes: int
+) -> list[list[int]]:
+    """Those that share a buffer: small ones, and large ones up to `shared_bytes`."""
     large_bytes = min(LARGE_BYTES, MIN_SLICE_BYTES * replicas) if replicas > 1 else LARGE_BYTES
-    weights = {n: _padded(chunks[n].num_bytes, ALIGNMENT_BYTES) for n in positions}
-    large = [[n] for n in positions if weights[n] >= large_bytes]
+    weights = {n: padded_bytes(chunks[n]) for n in positions}
+    large = [n for n in positions if weights[n] >= large_bytes]
     small = [n for n in positions if weights[n] < large_bytes]
-    limit = MAX_CHUNK_BYTES
+    limit = max(MAX_CHUNK_BYTES, shared_bytes)
     if replicas > 1:  # a buffer for each of them
         total = sum(weights[n] for n in small)
         limit = min(limit, max(MIN_SLICE_BYTES, -(-total // replicas)))
-    filled: list[list[int]] = []
-    room = 0
-    for n in small:
-        if not filled or weights[n] > room:
-            filled.append([])
-            room = limit
-        filled[-1].append(n)
-        room -= weights[n]
-    return [*large, *filled]
+    of_large = batches(large, weights.__getitem__, shared_bytes if replicas == 1 else 0)
+    return [*of_large, *batches(small, weights.__getitem__, limit)]
 
 
 def _buffer(
@@ -168,7 +196,7 @@ def _buffer(
     offsets, size = [], 0
     for n in positions:
         offsets.append(size)
-        size += _padded(chunks[n].size, unit)
+        size += padded_bytes(chunks[n]) // dtype.itemsize
     slice_size = size
     if len(positions) == 1:
         slice_size = size = chunks[positions[0]].size  # nothing follows it

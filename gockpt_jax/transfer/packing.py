@@ -90,15 +90,20 @@ def _pack(
     """What one device does: its shards' rows, one after another in each buffer."""
     platform = buffers[0].place.devices[0].platform
     rows = iter([_take(chunk, shards[number], platform) for chunk, number in parts])
-    together = [[next(rows) for _ in buffer.chunks] for buffer in buffers]
-    if platform in _ARITHMETIC_BYTES:
-        together = [_as_they_are(of_buffer) for of_buffer in together]
+    together = [_as_they_are([next(rows) for _ in b.chunks], platform) for b in buffers]
     return tuple(map(_fill, buffers, together))
 
 
-def _as_they_are(rows: list[jax.Array]) -> list[jax.Array]:
+def joined(flat: Sequence[jax.Array], platform: str) -> jax.Array:
+    """Flat arrays of one dtype, one after another in a new one, bit for bit."""
+    rows = _as_they_are([_as_bits(x, platform) for x in flat], platform)
+    together, dtype = jnp.concatenate(rows), flat[0].dtype
+    return together if together.dtype == dtype else lax.bitcast_convert_type(together, dtype)
+
+
+def _as_they_are(rows: list[jax.Array], platform: str) -> list[jax.Array]:
     """Rows to be joined: a compiler may join the floats first, and take the whole for integers."""
-    return lax.optimization_barrier(rows) if len(rows) > 1 else rows
+    return lax.optimization_barrier(rows) if platform in _ARITHMETIC_BYTES and rows[1:] else rows
 
 
 def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:

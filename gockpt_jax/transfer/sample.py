@@ -19,28 +19,15 @@ from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
+from gockpt_jax.transfer.budget import batches
 from gockpt_jax.transfer.chunks import is_key_type
+from gockpt_jax.transfer.packing import joined
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.transfer.replicas import Piece, Replicas
+from gockpt_jax.transfer.turns import FEW_BOXES, Turn, Turns
 
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
-
-FEW_BOXES = 16
-"""How many boxes a sample has at most, unless its fraction demands more. Each is a program, and a
-device has room for 32 in flight: more would hold the trainer's thread until the steps before them
-have run. Shards that are more than this take turns, with larger boxes."""
-
-
-def share_out(shards: int, fraction: float) -> tuple[int, float]:
-    """How many of the shards give a box to one sample, and which part of its shard a box is.
-
-    Example:
-      >>> share_out(10, 1 / 64), share_out(640, 1 / 64), share_out(640, 0.5)
-      ((10, 0.015625), (16, 0.625), (320, 1.0))
-    """
-    boxes = min(shards, max(FEW_BOXES, math.ceil(shards * fraction)))
-    return boxes, min(1.0, fraction * shards / max(1, boxes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,31 +94,56 @@ Probe = tuple[Piece, Grid, int]
 """What is written as one, alive; how it is cut; which box is taken."""
 
 
+def kind_of(piece: Piece) -> tuple[int, Any]:
+    """On which device a piece is, and what the program that copies a box of it is made from."""
+    spec = _spec(piece.shard)
+    return _device(piece.shard).id, (spec.shape, spec.dtype, spec.format, piece.shape)
+
+
+def grid_at(piece: Piece, turn: Turn) -> Grid:
+    """How a piece is cut at its turn."""
+    return grid_of(piece.shape, piece.shard.dtype.itemsize, turn.part)
+
+
 def sample_bytes(probes: Sequence[Probe]) -> int:
     """Bytes of the boxes, on the device that holds the most of them."""
     by_device: dict[Any, int] = defaultdict(int)
-    for piece, grid, _ in probes:
-        by_device[_device(piece.shard)] += math.prod(grid.sizes) * piece.shard.dtype.itemsize
+    for probe in probes:
+        by_device[_device(probe[0].shard)] += _box_bytes(probe)
     return max(by_device.values(), default=0)
+
+
+def _box_bytes(probe: Probe) -> int:
+    piece, grid, _ = probe
+    return math.prod(grid.sizes) * int(piece.shard.dtype.itemsize)
+
+
+def in_batches(probes: Sequence[Probe], limit_bytes: int | None) -> list[list[Probe]]:
+    """All at once, unless the device budget is smaller than that."""
+    if limit_bytes is not None and sample_bytes(probes) <= limit_bytes:
+        limit_bytes = None
+    return list(batches(probes, _box_bytes, limit_bytes))
 
 
 def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
     """Copies boxes on their devices and starts moving them to the host; returns at once.
 
+    One program copies those of a device, and they travel as one array of each dtype: a GPU's driver
+    holds the trainer's thread where too much waits for the step before (docs/decisions/0034).
+
     Returns:
       The transfer: of the elements of each, flat, in the order asked for.
     """
-    starts = [np.add(p.start, grid.start(box)).astype(np.int32) for p, grid, box in probes]
+    together = _together(probes)
+    sizes = [(p.shard.dtype, math.prod(grid.sizes)) for p, grid, _ in probes]
     with unwatched():
-        # Where a box starts goes to the device with the call: a `device_put` of all took longer.
-        boxes = [
-            _programs.needed(*_program(p.shard, grid))(p.shard, start)
-            for (p, grid, _), start in zip(probes, starts, strict=True)
-        ]
-        return Pull.start(boxes, list)
+        sent = [x for numbers in together for x in _copied([probes[n] for n in numbers])]
+        return Pull.start(sent, functools.partial(_taken_apart, together, sizes))
 
 
-def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float, replicas: Replicas) -> None:
+def compile_samples_ahead(
+    arrays: Sequence[jax.Array], fraction: float, replicas: Replicas, limit_bytes: int | None
+) -> None:
     """Compiles what `start_sample` will need for these arrays, on a thread of its own.
 
     Args:
@@ -139,36 +151,89 @@ def compile_samples_ahead(arrays: Sequence[jax.Array], fraction: float, replicas
         If another step has donated them, their programs are compiled when they are needed.
       fraction: Of all their bytes.
       replicas: How they share the arrays.
+      limit_bytes: The device budget.
     """
     if any(a.is_deleted() for a in arrays):
         return
     pieces = [p for a in arrays if can_be_sampled(a) for p in replicas.pieces(a)]
-    _, part = share_out(len(pieces), fraction)
-    for piece in pieces:
-        grid = grid_of(piece.shape, piece.shard.dtype.itemsize, part)
-        _programs.wanted(*_program(piece.shard, grid))
+    turns = Turns([kind_of(piece) for piece in pieces], fraction)
+    for number in range(turns.programs):
+        probes = [(pieces[t.piece], grid_at(pieces[t.piece], t), 0) for t in turns.of(number)]
+        for batch in in_batches(probes, limit_bytes):
+            for numbers in _together(batch):
+                _programs.wanted(*_program([batch[n] for n in numbers]))
 
 
-# Leaves of one shape share a program. One for many boxes would take seconds to compile: 26 ms per
-# box on the CPU backend.
+def _together(probes: Sequence[Probe]) -> list[list[int]]:
+    """Positions of those that one program copies: of one device, and few."""
+    by_device: dict[Any, list[int]] = defaultdict(list)
+    for n, (piece, _, _) in enumerate(probes):
+        by_device[_device(piece.shard)].append(n)
+    return [few for on in by_device.values() for few in batches(on, lambda _: 0, None, FEW_BOXES)]
+
+
+def _copied(probes: Sequence[Probe]) -> list[jax.Array]:
+    """Boxes of one device, one after another in an array for each dtype."""
+    shards = [piece.shard for piece, _, _ in probes]
+    starts = np.zeros((len(probes), max(x.ndim for x in shards)), np.int32)
+    for row, (piece, grid, box) in zip(starts, probes, strict=True):
+        row[: len(piece.start)] = np.add(piece.start, grid.start(box))
+    # Where boxes start goes to the device with the call: by a `device_put` it would take longer.
+    return list(_programs.needed(*_program(probes))(starts, *shards))
+
+
+def _taken_apart(
+    together: Sequence[Sequence[int]], sizes: Sequence[tuple[Any, int]], found: list[np.ndarray]
+) -> list[np.ndarray]:
+    """What has arrived, box by box."""
+    boxes, arrived = {}, iter(found)
+    for numbers in together:
+        for of_dtype in _by_dtype([sizes[n][0] for n in numbers]).values():
+            flat, start = next(arrived), 0
+            for n in of_dtype:
+                stop = start + sizes[numbers[n]][1]
+                boxes[numbers[n]], start = flat[start:stop], stop
+    return [boxes[n] for n in range(len(sizes))]
+
+
+def _by_dtype(dtypes: Sequence[Any]) -> dict[Any, list[int]]:
+    """Positions of the boxes in each array that a program returns."""
+    found: dict[Any, list[int]] = defaultdict(list)
+    for n, dtype in enumerate(dtypes):
+        found[dtype].append(n)
+    return found
+
+
+# One for hundreds of boxes would take seconds to compile: some 10 ms for each on the CPU backend.
 _programs = Programs("gockpt-compile-samples")
 
 
-def _program(shard: jax.Array, grid: Grid) -> tuple[Any, Any]:
-    """The program that copies a box of an array like this one: its key, and how it is made."""
-    spec = _spec(shard)
-    key = (spec.shape, spec.dtype, spec.format, grid.sizes)
-    return key, functools.partial(_compile, spec, grid)
+def _program(probes: Sequence[Probe]) -> tuple[Any, Any]:
+    """The program that copies such boxes of such arrays: its key, and how it is made."""
+    cuts = [(_spec(piece.shard), grid.sizes) for piece, grid, _ in probes]
+    key = tuple((spec.shape, spec.dtype, spec.format, sizes) for spec, sizes in cuts)
+    return key, functools.partial(_compile, cuts)
 
 
-def _compile(shard: jax.ShapeDtypeStruct, grid: Grid) -> Any:
-    def cut(x: jax.Array, start: jax.Array) -> jax.Array:
-        box = lax.dynamic_slice(x, [start[n] for n in range(x.ndim)], grid.sizes)
-        return lax.reshape(box, (math.prod(grid.sizes),))
+def _compile(cuts: Sequence[tuple[jax.ShapeDtypeStruct, tuple[int, ...]]]) -> Any:
+    specs = [spec for spec, _ in cuts]
+    beside = _beside(specs[0])
+    device: Any = next(iter(beside.device_set))
 
-    start = jax.ShapeDtypeStruct((len(grid.shape),), np.int32, sharding=_beside(shard))
-    with _compat.wide_numbers([shard.dtype]):
-        return jax.jit(cut).lower(shard, start).compile()
+    def cut(starts: jax.Array, *shards: jax.Array) -> list[jax.Array]:
+        boxes = [
+            lax.dynamic_slice(x, [starts[n, axis] for axis in range(x.ndim)], sizes)
+            for n, (x, (_, sizes)) in enumerate(zip(shards, cuts, strict=True))
+        ]
+        together = _by_dtype([spec.dtype for spec in specs]).values()
+        return [
+            joined([boxes[n].reshape(-1) for n in found], device.platform) for found in together
+        ]
+
+    shape = (len(specs), max(len(spec.shape) for spec in specs))
+    starts = jax.ShapeDtypeStruct(shape, np.int32, sharding=beside)
+    with _compat.wide_numbers(spec.dtype for spec in specs):
+        return jax.jit(cut).lower(starts, *specs).compile()
 
 
 def _spec(array: Any) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,5 @@
 """The audit of a window: samples at the sealed version, against what replay made of them."""
 
-import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,18 +13,20 @@ from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import SaveRecord
-from gockpt_jax.transfer.budget import ByteBudget, batches
+from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk, Pull
 from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
     Grid,
     Probe,
     can_be_sampled,
-    grid_of,
+    grid_at,
+    in_batches,
+    kind_of,
     sample_bytes,
-    share_out,
     start_sample,
 )
+from gockpt_jax.transfer.turns import Turn, Turns
 from gockpt_jax.window.resources import Resources
 
 
@@ -43,8 +44,22 @@ _Pair = tuple[_Box, Piece]
 _NAMED = 5  # leaves in an error's text
 
 
-def _probes(pairs: Sequence[_Pair]) -> list[Probe]:
-    return [(piece, box.grid, box.box) for box, piece in pairs]
+class _Rota:
+    """Whose turn it is, of leaves that are saved together.
+
+    Attributes:
+      pieces: The path of each one's leaf, and its number among the leaf's.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[str, int]], turns: Turns):
+        self.pieces = pieces
+        self._turns = turns
+        self._samples = 0
+
+    def next(self) -> list[Turn]:
+        """What the next sample takes."""
+        self._samples += 1
+        return self._turns.of(self._samples - 1)
 
 
 class Auditor:
@@ -61,7 +76,7 @@ class Auditor:
         self._device = resources.device
         self._host = resources.host
         self._replicas = resources.replicas
-        self._turns: collections.Counter[Any] = collections.Counter()  # by what is saved together
+        self._rotas: dict[Any, _Rota] = {}
         self._demoted: dict[str, str] = {}  # reasons, by path; the replayer writes
 
     @property
@@ -98,50 +113,41 @@ class Auditor:
         pairs = self._next_boxes(sampled, options.fraction)
         try:
             with events.span(events.SPAN_AUDIT):
-                for batch in self._batches(pairs):
-                    self._send(batch, pending)
+                probes = [(piece, box.grid, box.box) for box, piece in pairs]
+                boxes = iter([box for box, _ in pairs])  # the worker must not keep the state alive
+                for batch in in_batches(probes, self._device.limit_bytes):
+                    self._send(batch, [next(boxes) for _ in batch], pending)
         except BaseException:
             self._worker.submit(pending.drop)
             raise
         return pending
 
     def _next_boxes(self, leaves: Mapping[str, jax.Array], fraction: float) -> list[_Pair]:
-        """What has its turn: first one piece of each leaf, on different devices, then another.
-
-        And of leaves that are alike the others last: so the first save runs a program for each kind
-        of them, if it has boxes enough and there is one device. A GPU waits until it is idle where
-        it loads a program: later saves should load none.
-        """
-        order: list[tuple[int, int, int, str, int]] = []
-        alike: collections.Counter[Any] = collections.Counter()
-        for i, (path, array) in enumerate(leaves.items()):
-            owned = len(self._replicas.boxes(array))
-            kind = (array.shape, array.dtype)
-            order += [((n - i) % owned, alike[kind], i, path, n) for n in range(owned)]
-            alike[kind] += 1
-        order.sort()
-        number, part = share_out(len(order), fraction)
-        first = self._turns[frozenset(leaves)]
-        self._turns[frozenset(leaves)] += number
+        """What has its turn, of those that are saved together."""
+        together = frozenset((path, a.shape, a.dtype, a.sharding) for path, a in leaves.items())
+        if together not in self._rotas:
+            self._rotas[together] = self._rota(leaves, fraction)
+        rota = self._rotas[together]
         pairs = []
-        for at in range(first, first + number):
-            *_, path, n = order[at % len(order)]
+        for turn in rota.next():
+            path, n = rota.pieces[turn.piece]
             piece = self._replicas.pieces(leaves[path])[n]
-            grid = grid_of(piece.shape, piece.shard.dtype.itemsize, part)
-            # Each time round, the box is the next one.
-            pairs.append((_Box(path, n, grid, at // len(order) % grid.count), piece))
+            grid = grid_at(piece, turn)
+            # Each time the box is the next one.
+            pairs.append((_Box(path, n, grid, turn.time % grid.count), piece))
         return pairs
 
-    def _batches(self, pairs: Sequence[_Pair]) -> list[list[_Pair]]:
-        """All at once, unless the device budget is smaller than that."""
-        limit = self._device.limit_bytes
-        if limit is not None and sample_bytes(_probes(pairs)) <= limit:
-            limit = None
-        return list(batches(pairs, lambda pair: sample_bytes(_probes([pair])), limit))
+    def _rota(self, leaves: Mapping[str, jax.Array], fraction: float) -> "_Rota":
+        pieces = {
+            (path, n): kind_of(piece)
+            for path, array in leaves.items()
+            for n, piece in enumerate(self._replicas.pieces(array))
+        }
+        return _Rota([*pieces], Turns([*pieces.values()], fraction))
 
-    def _send(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
-        probes = _probes(pairs)
-        boxes = [box for box, _ in pairs]  # the worker must not keep the state alive
+    def _send(
+        self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit"
+    ) -> None:
         with self._device.lent(sample_bytes(probes)) as give_back:
             sample = start_sample(probes)
 

@@ -195,7 +195,8 @@ class Planner:
             self._compile_rest(planned, leaves)
             if self._options.audit is not None:
                 sampled = [leaves[j] for j in sorted(planned.early_leaves())]
-                compile_samples_ahead(sampled, self._options.audit.fraction, self._replicas)
+                fraction, limit_bytes = self._options.audit.fraction, self._device.limit_bytes
+                compile_samples_ahead(sampled, fraction, self._replicas, limit_bytes)
         return found
 
     def _compile_rest(self, planned: Planned, leaves: Sequence[jax.Array]) -> None:

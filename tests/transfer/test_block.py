@@ -303,6 +303,31 @@ def test_small_arrays_share_a_buffer_and_start_at_multiples_of_64_bytes(monkeypa
     assert sizes == [64, 5]
 
 
+@pytest.mark.parametrize("spec", [P(("a", "b")), P("a"), P()], ids=str)
+def test_many_large_chunks_share_few_buffers_on_a_gpu(spec, monkeypatch):
+    """A transfer costs more than its bytes there: too many would hold the trainer's thread."""
+    monkeypatch.setitem(layout._FEW_ON, "cpu", 4)
+    monkeypatch.setattr(layout, "PAGE_BYTES", 1024)
+    arrays = [
+        put(RNG.standard_normal((64, n)).astype(np.float32), spec) for n in (90, 18, 24, 50, 21) * 5
+    ]
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    (packing,) = block._packings
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+    apart = layout.lay_out(block.chunks, copied=False)
+    assert len(apart) == len(arrays), "what is not copied if it is alone stays alone"
+    if spec != P(("a", "b")):  # replicas move a slice each
+        assert packing.buffers == tuple(apart)
+        return
+    assert 4 <= len(packing.buffers) <= 8
+    assert all(offset * 4 % 1024 == 0 for buffer in packing.buffers for offset in buffer.offsets)
+    few = layout.lay_out(block.chunks[:4])
+    assert [len(buffer.chunks) for buffer in few] == [1] * 4
+    monkeypatch.setattr(layout, "_SHARED_BYTES", 2048)
+    assert len(layout.lay_out(block.chunks)) > len(packing.buffers)
+
+
 def test_retained_values_need_no_copy_where_they_are_whole_large_and_in_place(monkeypatch):
     monkeypatch.setattr(pull, "host_memory_kind", lambda device: None)
     rows, replicated = (

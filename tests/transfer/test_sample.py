@@ -128,12 +128,12 @@ def test_what_was_compiled_ahead_is_used(monkeypatch):
     programs = Programs("gockpt-compile-samples")
     monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7)), jax.random.key(0)]
-    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE)
+    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
     for thread in threading.enumerate():
         if thread.name == "gockpt-compile-samples":
             thread.join()
     before = dict(programs._found)
-    assert len(before) == 2
+    assert len(before) == 1
     start_sample(probes_of(arrays[:2], 1 / 2, turn=1)).result()
     assert programs._found == before
 
@@ -145,5 +145,5 @@ def test_of_what_has_been_donated_nothing_is_compiled_ahead(monkeypatch, donated
     monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7))]
     arrays[donated].delete()
-    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE)
+    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
     assert not programs._found

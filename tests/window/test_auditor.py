@@ -16,7 +16,7 @@ from gockpt_jax import Audit, AuditError, WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk, Pull
-from gockpt_jax.transfer.sample import FEW_BOXES
+from gockpt_jax.transfer.turns import FEW_BOXES
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.resources import Resources
@@ -86,16 +86,33 @@ def test_more_shards_than_boxes_take_turns(worker):
     assert min(s.min() for s in seen.values()) >= 1
 
 
-def test_the_first_save_runs_a_program_for_each_kind_of_leaf(worker):
-    """A GPU that loads a program waits until it is idle: later saves shall load none."""
+def test_saves_take_boxes_of_the_same_kinds(worker):
+    """A GPU that loads a program waits until it is idle: each save shall run those of the first."""
     leaves = {f"alike {n}": jnp.zeros((8, 256)) for n in range(30)}
     leaves |= {"wide": jnp.zeros((4, 512)), "half": jnp.zeros((8, 256), jnp.bfloat16)}
     auditor, _, _ = audit_of(worker)
-    first = [box.path for box, _ in auditor._next_boxes(leaves, 1 / 16)]
-    assert first[:3] == ["alike 0", "wide", "half"]
-    assert first[3:] == [f"alike {n}" for n in range(1, FEW_BOXES - 2)]
-    second = [box.path for box, _ in auditor._next_boxes(leaves, 1 / 16)]
-    assert second == [f"alike {n}" for n in range(FEW_BOXES - 2, 30)]
+    saves = [auditor._next_boxes(leaves, 1 / 16) for _ in range(4)]
+    for pairs in saves:
+        assert [(p.shape, p.shard.dtype, box.grid) for box, p in pairs] == [
+            (p.shape, p.shard.dtype, box.grid) for box, p in saves[0]
+        ]
+    paths = [[box.path for box, _ in pairs] for pairs in saves]
+    assert {"wide", "half"} <= set(paths[0]) & set(paths[1])
+    alike = [path for of_save in paths for path in of_save if path.startswith("alike")]
+    assert len(alike) == 4 * (FEW_BOXES - 2)
+    assert sorted(alike[:30]) == sorted(leaves.keys() - {"wide", "half"})
+
+
+def test_leaves_that_lie_elsewhere_now_begin_again(worker):
+    """The same paths: what was worked out for them would not be true of these."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    auditor, _, _ = audit_of(worker)
+    for spec in (PartitionSpec("a"), PartitionSpec()):
+        array = jax.device_put(jnp.zeros((8, 8192)), NamedSharding(mesh, spec))
+        seen = {box.number for box, _ in auditor._next_boxes({"leaf": array}, 1 / 16)}
+        assert seen == (set(range(8)) if spec == PartitionSpec("a") else {0})
+    other = auditor._next_boxes({"leaf": jnp.zeros(5)}, 1 / 16)
+    assert [p.shape for _, p in other] == [(5,)]
 
 
 def test_error_names_the_worst_and_counts_the_others(worker):
