@@ -10,6 +10,7 @@ from pathlib import Path
 # its own has `add_arguments(parser)`, and `run(quick, **options)`, `out` among them.
 BENCHMARKS = {
     "aot": "bench.aot.benchmark",
+    "around": "bench.around.benchmark",
     "compiled": "bench.compiled.benchmark",
     "cut": "bench.cut.benchmark",
     "cut_growth": "bench.cut.growth",

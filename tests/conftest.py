@@ -62,12 +62,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _pretend_accelerators() -> None:
-    """The CPU devices are pulled from by way of pinned memory, and replay fences products off.
+    """CPU devices are pulled from by way of pinned memory, in few buffers; replay fences products.
 
     Which is all that the library does otherwise on an accelerator, but for the number of threads.
     """
     from gockpt_jax.replay import engine
-    from gockpt_jax.transfer import pull
+    from gockpt_jax.transfer import layout, pull
 
     begin = engine.Replayer.__init__
 
@@ -76,6 +76,7 @@ def _pretend_accelerators() -> None:
         begin(replayer, "pretended", 1)
 
     pull.host_memory_kind = lambda device: "pinned_host"
+    layout._FEW_ON["cpu"] = 2
     engine.Replayer.__init__ = begin_fenced  # type: ignore[method-assign]
 
 

@@ -22,7 +22,7 @@ from bench.record import DEVICE_MEMORY, Record, has_nvidia, use_device_memory, w
 from bench.train.cores import device_cores
 from bench.train.figures import NOTES
 from bench.train.model import AXIS, SIZES, make_job
-from bench.train.modes import DEFAULT
+from bench.train.modes import DEFAULT, refuse_unknown
 from bench.train.place import LADDER, choose, places
 from bench.train.rounds import CORE_PHASES, Interval, Shared, saves_per_phase
 from bench.train.table import TrainRecord
@@ -86,6 +86,8 @@ class _Bench:
         self.options = options
         self.on_cpu = jax.default_backend() == "cpu"
         modes = options.modes.split(",") if options.modes else list(DEFAULT)
+        for mode in modes:
+            refuse_unknown(mode)
         self.modes = [m for m in modes if m != "ideal"]
         if quick and not options.modes:
             self.modes = ["gockpt", "orbax_async", "device_copy", "gockpt_k4"]

@@ -62,6 +62,7 @@ SIZES = {
     "10m": Size(8, 320, 4, 64),
     "100m": Size(12, 832, 8, 512),
     "300m": Size(24, 1024, 8, 1024),
+    "340m_apart": Size(12, 1536, 8, 1024, segments=12),  # 4.1 GB, each layer's arrays by themselves
     "800m": Size(16, 2048, 8, 1024),  # 9.7 GB of state
     "1.2b": Size(24, 2048, 8, 1024),
     "1.7b": Size(30, 2176, 8, 1024, segments=5),  # 20.5 GB: what the aims ask for, at 80 GB

@@ -57,27 +57,34 @@ class Setting:
     step_secs: float | None = None
 
 
+def refuse_unknown(name: str) -> None:
+    """Raises `ValueError` if there is no such mode."""
+    if not (name == "ideal" or _STOCK.fullmatch(name) or _GOCKPT.fullmatch(name)):
+        raise ValueError(
+            f"there is no mode {name!r}; give some of {', '.join(DEFAULT)}, stock's with _plain, "
+            "gockpt_k<K>, or gockpt_b<percent of the state that may be staged and retained on the "
+            "device>."
+        )
+
+
 def make_mode(name: str, setting: Setting) -> "Mode":
     """Makes a mode.
 
     Raises:
       ValueError: if there is no such mode.
     """
+    refuse_unknown(name)
     if name == "ideal":
         return Mode(setting)
     if found := _STOCK.fullmatch(name):
         stock = DeviceCopy if found["way"] == "device_copy" else Stock
         return stock(setting, name)
-    if found := _GOCKPT.fullmatch(name):
-        budget_bytes = setting.device_budget_bytes
-        if found["percent"]:
-            budget_bytes = setting.state_bytes * int(found["percent"]) // 100
-        return GoCkpt(setting, name, int(found["steps"]) if found["steps"] else None, budget_bytes)
-    raise ValueError(
-        f"there is no mode {name!r}; give some of {', '.join(DEFAULT)}, stock's with _plain, "
-        "gockpt_k<K>, or gockpt_b<percent of the state that may be staged and retained on the "
-        "device>."
-    )
+    found = _GOCKPT.fullmatch(name)
+    assert found is not None, "it would have been refused"
+    budget_bytes = setting.device_budget_bytes
+    if found["percent"]:
+        budget_bytes = setting.state_bytes * int(found["percent"]) // 100
+    return GoCkpt(setting, name, int(found["steps"]) if found["steps"] else None, budget_bytes)
 
 
 class Mode:

@@ -25,8 +25,8 @@ from bench.train.phases import Loop, Phase, system_bytes
 _PART_OF_HOST = 0.75  # for gockpt's chunks, where the host's memory was given
 _UNSETTLED = ("compiling", "traced", "not known yet", "keep within")
 """In reasons of saves that a longer run would have seen once, in its beginning."""
-_LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this; but
-_FEW_MINUTES = 5.0  # in fewer than these, one of all modes rather than two of few
+_LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this; but one round of all modes
+_FEW_MINUTES = 5.0  # in fewer than these, or if the modes were asked for by name
 CORE_PHASES = 4 * (1 + _LEAST_ROUNDS)
 """Phases with saves of the four modes that matter most, warm-up included."""
 
@@ -157,8 +157,9 @@ class Interval:
         """Whether one more mode leaves time for rounds; it may be as slow as the slowest so far."""
         saving = [secs for name, secs in self.expected_secs.items() if name != "ideal"]
         longest = max(saving, default=0.0)
-        few = (self.shared.options.minutes or _FEW_MINUTES) < _FEW_MINUTES
-        rounds = 1 if few else _LEAST_ROUNDS
+        options = self.shared.options
+        one = options.modes or (options.minutes or _FEW_MINUTES) < _FEW_MINUTES
+        rounds = 1 if one else _LEAST_ROUNDS
         rounds_secs = rounds * (sum(self.expected_secs.values()) + longest)
         return not saving or rounds_secs + 2 * longest <= self.shared.left_secs
 

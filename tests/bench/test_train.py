@@ -226,7 +226,7 @@ def test_what_was_measured_stays_if_the_process_ends(tmp_path):
     assert [p["mode"] for p in phases] == ["ideal", "gockpt"]
 
 
-def scripted(tmp_path, monkeypatch, *, secs, first, left_secs, minutes=5.0):
+def scripted(tmp_path, monkeypatch, *, secs, first, left_secs, minutes=5.0, modes=None):
     """The modes that are measured when phases take `secs`, and `gockpt`'s first one `first`."""
     now, phases = [0.0], []
     monkeypatch.setattr(
@@ -247,7 +247,12 @@ def scripted(tmp_path, monkeypatch, *, secs, first, left_secs, minutes=5.0):
 
     record = Record("train", details={"failures": {}, "phases": []})
     options = argparse.Namespace(
-        minutes=minutes, out=None, alone=False, device_budget_fraction=None, host_gib=None
+        minutes=minutes,
+        out=None,
+        alone=False,
+        device_budget_fraction=None,
+        host_gib=None,
+        modes=modes,
     )
     names = ["gockpt", "orbax_async", "gockpt_k4"]
     job = types.SimpleNamespace(batches=[])
@@ -272,8 +277,11 @@ def test_rounds_and_modes_are_as_many_as_the_time_allows(tmp_path, monkeypatch):
     assert end <= 27
 
 
-def test_in_few_minutes_all_modes_have_one_round_rather_than_few_of_them_two(tmp_path, monkeypatch):
-    counts, end = scripted(tmp_path, monkeypatch, secs=2.5, first=2.5, left_secs=27.0, minutes=4.9)
+@pytest.mark.parametrize("asked", [{"minutes": 4.9}, {"modes": "gockpt,orbax_async,gockpt_k4"}])
+def test_few_minutes_or_modes_by_name_have_one_round_of_all_rather_than_two_of_few(
+    asked, tmp_path, monkeypatch
+):
+    counts, end = scripted(tmp_path, monkeypatch, secs=2.5, first=2.5, left_secs=27.0, **asked)
     assert min(counts.values()) == 1
     assert end <= 27
 
@@ -298,6 +306,12 @@ def test_a_profile_has_a_mode_and_a_place(out, mode, why):
     options = dict.fromkeys(("modes", "intervals", "rounds", "size", "minutes"))
     with pytest.raises(SystemExit, match=f"--profile {mode}.* {why}"):
         train._Bench(True, argparse.Namespace(**options, out=out, profile=mode))
+
+
+def test_a_mode_that_there_is_not_is_refused_before_anything_is_measured():
+    options = dict.fromkeys(("intervals", "rounds", "size", "minutes", "out", "profile"))
+    with pytest.raises(ValueError, match=r"no mode 'gockpt_4'; give some of ideal, gockpt"):
+        train._Bench(True, argparse.Namespace(**options, modes="ideal,gockpt_4"))
 
 
 def test_warm_up_waits_for_the_armed_step(tmp_path, monkeypatch):

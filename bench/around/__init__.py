@@ -1,0 +1,1 @@
+"""What a save costs the steps around it."""

@@ -1,0 +1,222 @@
+"""What a save costs the steps around it, and what the trainer's thread waits for: in a minute.
+
+`bench train` measures whole intervals; this, many saves close together, one mode after another, to
+tell one way from another, or what one thing that the library does is worth (`EXPERIMENTS`).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import gc
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from bench.record import Record, has_nvidia, use_device_memory, without_fma
+from bench.train.model import AXIS, SIZES, Job, make_job
+from bench.train.modes import Mode, Setting, make_mode, refuse_unknown
+from gockpt_jax import compiling
+from gockpt_jax.transfer import block, layout
+
+_WARM = 2  # saves that do not count: programs are made and loaded, pinned memory is had
+_MODES = "ideal,orbax_async,gockpt_k1,gockpt_k4"
+_DEVICE_MEMORY = 0.8
+_LEAD, _TAIL = 5, 4  # steps before a save and behind it that a profile has
+_WINDOW = re.compile(r"gockpt_k(\d+)")
+
+NOTES = [
+    "MODE/around_save_ms: what the steps from a third of an interval before a save to a third "
+    "behind it took over as many medians of the steps between; step_ms: that median. For `ideal`, "
+    "which saves nothing, likewise: what is chance. save_call_ms, step_call_ms/in_window, "
+    "step_call_ms/behind: the trainer's thread in the call of `save`, of the step in the K - 1 "
+    "steps before it, and in the first behind. It waits for each step's loss a step later.",
+    f"Excluded: compilation, and the first {_WARM} saves of each mode.",
+]
+
+
+def _with_graphs() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.dict(compiling.__dict__, {"_WITHOUT_GRAPHS": {}})
+
+
+@contextlib.contextmanager
+def _large_apart() -> Iterator[None]:
+    with (
+        mock.patch.dict(layout.__dict__, {"_FEW_ON": {}}),
+        mock.patch.dict(block.__dict__, {"_made": functools.cache(block.Block)}),
+    ):
+        yield
+
+
+EXPERIMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "graphs": _with_graphs,
+    "apart": _large_apart,
+}
+"""Behind a mode's name and a `+`. graphs: on a GPU, the armed step with CUDA graphs (decision 32);
+apart: large arrays travel one by one, however many they are (decision 34)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be chosen."""
+    add = parser.add_argument
+    add("--size", help="of bench/train/model.py; several, comma-separated; 10m on a CPU, else 800m")
+    add("--modes", default=_MODES, help="of `bench train`, and MODE+EXPERIMENT: graphs, apart")
+    add("--interval", type=int, default=20, help="steps between saves (20)")
+    add("--saves", type=int, default=4, help="that count (4)")
+    add("--directory", type=Path, help="for checkpoints")
+    add("--profile", help="MODE: one save more, as SIZE-MODE.xplane.pb beside --out")
+
+
+def run(quick: bool, **options: Any) -> Record:
+    """Runs the benchmark.
+
+    Args:
+      quick: A tiny model.
+      **options: As in `add_arguments`; `out`: where the record is written after each mode.
+    """
+    chosen = argparse.Namespace(**options)
+    modes = chosen.modes.split(",")
+    for name in modes:
+        _refuse_unknown(name)
+    if chosen.profile and not (chosen.out and chosen.profile in modes):
+        raise SystemExit(f"--profile {chosen.profile} needs --out, and to be one of {modes}.")
+    if has_nvidia():
+        use_device_memory(_DEVICE_MEMORY, unless_said=True)
+    else:
+        without_fma()
+    on_cpu = jax.default_backend() == "cpu"
+    record = Record("around", notes=[*NOTES])
+    axes = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), (AXIS,), axis_types=axes, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
+        for size in (chosen.size or ("toy" if quick else "10m" if on_cpu else "800m")).split(","):
+            of_size = _OfSize(chosen, record, size, Path(scratch, size), on_cpu=on_cpu)
+            for name in modes:
+                of_size.measure(name)
+            del of_size
+            gc.collect()  # the next state has the room
+    return record
+
+
+def _refuse_unknown(name: str) -> None:
+    mode, plus, experiment = name.partition("+")
+    refuse_unknown(mode)
+    if plus and experiment not in EXPERIMENTS:
+        raise ValueError(f"there is no experiment {experiment!r}; give one of {[*EXPERIMENTS]}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """What one step took, in milliseconds.
+
+    Attributes:
+      call: Of the step.
+      save: The call of `save`.
+      all: With the wait for the loss of the step before.
+    """
+
+    call: float
+    save: float
+    all: float
+
+
+class _OfSize:
+    """All modes on one model, one after another."""
+
+    def __init__(
+        self, chosen: argparse.Namespace, record: Record, size: str, directory: Path, *,
+        on_cpu: bool,
+    ):  # fmt: skip
+        self._chosen, self._record, self._size = chosen, record, size
+        self._job: Job = make_job(SIZES[size], jnp.float32 if on_cpu else jnp.bfloat16)
+        self._state = self._job.init()
+        state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
+        leaves = len(jax.tree.leaves(self._state))
+        record.notes.append(f"{size}: {state_bytes / 1e9:.2f} GB of state in {leaves} arrays.")
+        self._setting = Setting(self._job, chosen.interval, directory, None, state_bytes)
+
+    def measure(self, name: str) -> None:
+        """Trains in one mode, through all of its saves."""
+        mode_name, _, experiment = name.partition("+")
+        with EXPERIMENTS[experiment]() if experiment else contextlib.nullcontext():
+            mode = make_mode(mode_name, self._setting)
+            try:
+                steps = self._train(name, mode)
+                reports = mode.reports()
+            finally:
+                mode.close()
+        self._add(name, steps)
+        details = self._record.details.setdefault(f"{self._size}/{name}", {})
+        details |= {"steps_ms": [dataclasses.astuple(step) for step in steps], "reports": reports}
+        if self._chosen.out:
+            self._record.write(self._chosen.out)
+
+    def _train(self, name: str, mode: Mode) -> list[_Step]:
+        interval, saves = self._chosen.interval, _WARM + self._chosen.saves
+        steps: list[_Step] = []
+        before = None
+        with contextlib.ExitStack() as profiling:
+            watched = saves * interval if name == self._chosen.profile else None
+            for n in range((saves - 1 + (watched is not None)) * interval + interval // 2):
+                if watched is not None and n == watched - _LEAD:
+                    jax.block_until_ready(self._state)
+                    profiling.enter_context(self._profiled(name))
+                elif watched is not None and n == watched + _TAIL:
+                    jax.block_until_ready(self._state)
+                    profiling.close()
+                start = time.perf_counter()
+                self._state, loss = mode.step(self._state, self._job.batches[n % 16])
+                called = time.perf_counter()
+                mode.save(n, self._state)
+                saved = time.perf_counter()
+                if before is not None:
+                    before.block_until_ready()
+                before, end = loss, time.perf_counter()
+                took = (called - start, saved - called, end - start)
+                steps.append(_Step(*(round(1e3 * secs, 3) for secs in took)))
+                if n == interval:
+                    mode.settle()
+        jax.block_until_ready(self._state)
+        mode.finish()
+        mode.clean()
+        return steps
+
+    @contextlib.contextmanager
+    def _profiled(self, name: str) -> Iterator[None]:
+        with tempfile.TemporaryDirectory() as scratch:
+            watched = jax.profiler.ProfileOptions()
+            watched.python_tracer_level = 0
+            jax.profiler.start_trace(scratch, profiler_options=watched)
+            try:
+                yield
+            finally:
+                jax.profiler.stop_trace()
+                for file in Path(scratch).rglob("*.xplane.pb"):
+                    shutil.copy(file, self._chosen.out.with_name(f"{self._size}-{name}.xplane.pb"))
+
+    def _add(self, name: str, steps: Sequence[_Step]) -> None:
+        interval, label = self._chosen.interval, f"{self._size}/{name}"
+        near = interval // 3
+        saves = [n * interval for n in range(_WARM, _WARM + self._chosen.saves)]
+        around = [steps[at - near : at + near + 1] for at in saves]
+        between = [steps[at + near + 1 : at + interval - near] for at in saves[:-1]]
+        usual = statistics.median(step.all for rest in between for step in rest)
+        add = self._record.add
+        add(f"{label}/step_ms", *(step.all for rest in between for step in rest))
+        for at, of_save in zip(saves, around, strict=True):
+            add(f"{label}/around_save_ms", sum(step.all for step in of_save) - len(of_save) * usual)
+            add(f"{label}/save_call_ms", steps[at].save)
+            add(f"{label}/step_call_ms/behind", steps[at + 1].call)
+            if (found := _WINDOW.search(name)) and (k := int(found[1])) > 1:
+                add(
+                    f"{label}/step_call_ms/in_window", *(s.call for s in steps[at - k + 2 : at + 1])
+                )

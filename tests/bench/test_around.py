@@ -1,0 +1,57 @@
+"""The benchmark of the steps around a save: what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from bench.around import benchmark as around
+from bench.record import Record
+
+CHOSEN = {
+    "size": None, "modes": "ideal,gockpt_k3+apart", "interval": 12, "saves": 2, "directory": None,
+    "profile": None, "out": None,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_it_measures_modes_and_experiments(tmp_path):
+    out = tmp_path / "around.json"
+    around.run(True, **CHOSEN | {"out": out, "profile": "gockpt_k3+apart"})
+    found = json.loads(out.read_text())
+    assert len(found["samples"]["toy/ideal/around_save_ms"]) == 2
+    assert len(found["samples"]["toy/gockpt_k3+apart/step_call_ms/in_window"]) == 4
+    kinds = [r["kind"] for r in found["details"]["toy/gockpt_k3+apart"]["reports"]]
+    assert kinds[2:] == ["window"] * 3, "two that count and the one that is profiled"
+    assert [path.name for path in tmp_path.glob("*.pb")] == ["toy-gockpt_k3+apart.xplane.pb"]
+
+
+def test_a_save_costs_what_its_steps_took_over_the_others():
+    record = Record("around")
+    bench = object.__new__(around._OfSize)
+    bench._chosen, bench._record, bench._size = argparse.Namespace(**CHOSEN), record, "toy"
+    steps = [around._Step(1.0, 0.5, 10.0) for _ in range(48)]
+    for at, more in ((24, 7.0), (26, 2.0), (36, 5.0), (40, 1.0)):
+        steps[at] = around._Step(3.0, 4.0, 10.0 + more)
+    steps[25] = steps[37] = around._Step(6.0, 0.5, 10.0)
+    bench._add("gockpt_k4", steps)
+    assert record.samples["toy/gockpt_k4/around_save_ms"] == [9.0, 6.0]
+    assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 3
+    assert record.samples["toy/gockpt_k4/save_call_ms"] == [4.0, 4.0]
+    assert record.samples["toy/gockpt_k4/step_call_ms/behind"] == [6.0, 6.0]
+    assert record.samples["toy/gockpt_k4/step_call_ms/in_window"] == [1, 1, 3, 1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "why"),
+    [
+        ({"modes": "gockpt_k4+graph"}, ValueError, r"no experiment 'graph'; give one of \['graphs"),
+        ({"modes": "gockpt_4"}, ValueError, "no mode 'gockpt_4'"),
+        ({"profile": "gockpt"}, SystemExit, "--profile gockpt needs --out, and to be one of"),
+    ],
+)
+def test_what_there_is_not_is_refused(wrong, error, why):
+    with pytest.raises(error, match=why):
+        around.run(True, **CHOSEN | wrong)
