@@ -173,6 +173,43 @@ def windows_with_graphs(figures, samples):
     yield f"{figures['state_gb']:.1f} GB of state, a window of {steps:.0f})"
 
 
+def graphs_side_by_side(figures, samples):
+    graphs, without = (samples[f"800m/gockpt_k4{x}/around_save_ms"] for x in ("+graphs", ""))
+    middle = [figures[f"800m/gockpt_k4{x}/around_save_ms"] for x in ("+graphs", "")]
+    cost = f"{min(graphs):.0f} to {max(graphs):.0f} ms (median {middle[0]:.0f})"
+    yield f"with graphs a save cost {cost}"
+    yield f"without {min(without):.0f} to {max(without):.0f} ({middle[1]:.0f}). With graphs"
+    calls = sorted(samples["800m/gockpt_k4+graphs/step_call_ms/in_window"][3:])
+    assert calls[6] > 200
+    took = f"{calls[0]:.0f} to {calls[5]:.0f} ms once"
+    yield f"two of three calls of the armed step took {took}"
+    saves = samples["800m/gockpt_k4+graphs/save_call_ms"]
+    yield f"`save` took {min(saves):.0f} to {max(saves):.0f} ms, why is not known"
+
+
+def what_a_window_cost(figures, samples):
+    for mode, words_for in (("gockpt_k4", "a window cost"), ("gockpt_k1", "a device copy cost")):
+        cost = samples[f"800m/{mode}/around_save_ms"]
+        middle = figures[f"800m/{mode}/around_save_ms"]
+        unit = " ms" if mode == "gockpt_k4" else ""
+        yield f"{words_for} {middle:.0f}{unit} ({min(cost):.0f} to {max(cost):.0f}"
+
+
+def held_by_the_driver(figures, samples):
+    held, free = (
+        samples[f"callbacks_outstanding/{x}"] for x in ("when_one_was_held", "when_none_was")
+    )
+    yield f"With {min(held)} to {max(held)} of them outstanding the next one did not"
+    yield f"(four times); with up to {max(free)} none was held (three times)"
+    assert (len(held), len(free)) == (4, 3)
+    copies, idle = (
+        samples[x]
+        for x in ("late_copy_call_ms", "compute_idle_ms/behind_the_save_step_until_the_next_call")
+    )
+    yield f"took {copies[0]:.0f} and {copies[1]:.0f} ms of the trainer's thread: until the device"
+    yield f"waited for it: {idle[0]:.0f} and {idle[1]:.0f} ms"
+
+
 def counts_of_a_gpu(figures, samples):
     run, failed = figures["tests/invariants/run"], figures["tests/invariants/failed"]
     yield f"`tests/gpu` passed ({figures['tests/gpu/passed']:.0f})"
@@ -217,6 +254,22 @@ def pauses_on_a_gpu(figures, samples):
     yield f"a device copy {figures['gockpt/50/hook_secs_per_save']:.2f}; `hook_secs_per_save`)"
 
 
+def little_memory(figures, samples):
+    window, snapshot = "gockpt_b80/50", "gockpt/50"
+    assert figures[f"{window}/window_steps"] == 2
+    staged = figures[f"{window}/staged_bytes_ratio"] * figures["state_gb"]
+    yield f"a save cost {figures[f'{window}/around_save_secs']:.2f} s, with {staged:.1f} GB staged"
+    yield f"and throughput was {figures[f'{window}/throughput_ratio']:.3f} of undisturbed"
+    yield f"in parts: {figures[f'{snapshot}/around_save_secs']:.2f} s each, as stock's, and"
+    yield f"as stock's, and {figures[f'{snapshot}/throughput_ratio']:.3f}."
+    peaks = [figures[f"{mode}/device_memory_over_plan"] for mode in (window, snapshot)]
+    yield f"The device's peak was {peaks[0]:.2f} and {peaks[1]:.2f} of what was planned"
+
+
+def memory_of_the_host(figures, samples):
+    yield f"grew by {figures['gockpt/50/host_memory_ratio']:.2f} times the state"
+
+
 def predictions_on_a_gpu(figures, samples):
     assert figures["gockpt/50/predicted_stall_secs"] == 0
     copy, window = (samples[f"{mode}/50/around_save_secs"] for mode in ("gockpt", "gockpt_k4"))
@@ -247,6 +300,14 @@ H200 = "h200-2026-11-27"
             (f"{H200}/window.json", profiled_window),
             (f"{H200}/train.json", measured_windows),
             (f"{H200}/train-300m.json", windows_with_graphs),
+            (f"{H200}/around.json", graphs_side_by_side),
+        )
+    ]
+    + [
+        ("docs/decisions/0034-few-transfers-behind-a-step.md", *found)
+        for found in (
+            (f"{H200}/seal.json", held_by_the_driver),
+            (f"{H200}/around.json", what_a_window_cost),
         )
     ]
     + [
@@ -257,6 +318,8 @@ H200 = "h200-2026-11-27"
         ("bench/README.md", f"{H200}/exact.json", replay_on_a_gpu),
         ("docs/accelerators.md", f"{H200}/exact.json", replay_on_a_gpu),
         ("docs/accelerators.md", f"{H200}/train.json", pauses_on_a_gpu),
+        ("docs/accelerators.md", f"{H200}/sixth.json", little_memory),
+        ("docs/accelerators.md", f"{H200}/memory.json", memory_of_the_host),
     ],
 )
 def test_prose_tells_what_a_gpu_showed(page, result, sentences):
