@@ -94,10 +94,9 @@ def _pack(
     return tuple(map(_fill, buffers, together))
 
 
-def joined(flat: Sequence[jax.Array], platform: str) -> jax.Array:
-    """Flat arrays of one dtype, one after another in a new one, bit for bit."""
-    rows = _as_they_are([_as_bits(x, platform) for x in flat], platform)
-    together, dtype = jnp.concatenate(rows), flat[0].dtype
+def joined(rows: Sequence[jax.Array], dtype: Any, platform: str) -> jax.Array:
+    """Flat arrays, as `as_bits` has made them of one dtype's, one after another in a new one."""
+    together = jnp.concatenate(_as_they_are([*rows], platform))
     return together if together.dtype == dtype else lax.bitcast_convert_type(together, dtype)
 
 
@@ -131,10 +130,10 @@ def _take(chunk: Chunk, shard: jax.Array, platform: str) -> jax.Array:
         axis = next(a for a in range(shard.ndim + 1) if math.prod(shard.shape[a:]) == row)
         shard = lax.reshape(shard, (shard.size // row, *shard.shape[axis:]))
         shard = lax.slice_in_dim(shard, chunk.start // row, chunk.stop // row)
-    return lax.reshape(_as_bits(shard, platform), (chunk.size,))
+    return lax.reshape(as_bits(shard, platform), (chunk.size,))
 
 
-def _as_bits(x: jax.Array, platform: str) -> jax.Array:
+def as_bits(x: jax.Array, platform: str) -> jax.Array:
     """Floats as integers, where a backend would join them by arithmetic."""
     by_arithmetic = _ARITHMETIC_BYTES.get(platform, 2)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > by_arithmetic:

@@ -21,7 +21,7 @@ from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.budget import batches
 from gockpt_jax.transfer.chunks import is_key_type
-from gockpt_jax.transfer.packing import joined
+from gockpt_jax.transfer.packing import as_bits, joined
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.transfer.replicas import Piece, Replicas
 from gockpt_jax.transfer.turns import FEW_BOXES, Turn, Turns
@@ -219,16 +219,15 @@ def _compile(cuts: Sequence[tuple[jax.ShapeDtypeStruct, tuple[int, ...]]]) -> An
     specs = [spec for spec, _ in cuts]
     beside = _beside(specs[0])
     device: Any = next(iter(beside.device_set))
+    platform: str = device.platform
 
     def cut(starts: jax.Array, *shards: jax.Array) -> list[jax.Array]:
-        boxes = [
-            lax.dynamic_slice(x, [starts[n, axis] for axis in range(x.ndim)], sizes)
-            for n, (x, (_, sizes)) in enumerate(zip(shards, cuts, strict=True))
-        ]
-        together = _by_dtype([spec.dtype for spec in specs]).values()
-        return [
-            joined([boxes[n].reshape(-1) for n in found], device.platform) for found in together
-        ]
+        boxes = []
+        for n, (x, (_, sizes)) in enumerate(zip(shards, cuts, strict=True)):
+            start = [starts[n, axis] for axis in range(x.ndim)]
+            boxes.append(lax.dynamic_slice(as_bits(x, platform), start, sizes).reshape(-1))
+        together = _by_dtype([spec.dtype for spec in specs])
+        return [joined([boxes[n] for n in of], dtype, platform) for dtype, of in together.items()]
 
     shape = (len(specs), max(len(spec.shape) for spec in specs))
     starts = jax.ShapeDtypeStruct(shape, np.int32, sharding=beside)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from typing import Any
 
 import jax
@@ -36,6 +37,8 @@ from bench.compiled.step import (
 from gockpt_jax.compiling import compile_for_elsewhere
 from gockpt_jax.training import exact, graph, walk
 from gockpt_jax.training.step_cut import StepCut
+from gockpt_jax.transfer import layout, packing, sample
+from gockpt_jax.transfer.chunks import Chunk, Source
 
 TOPOLOGIES = {"h100": "h100:8", "v5e": "v5e:2x4"}
 ASKED = os.environ.get("GOCKPT_COMPILED", "")
@@ -237,3 +240,25 @@ def test_without_graphs_it_is_the_same_program(devices):
     text = compile_for_elsewhere(lowered, [place]).as_text()
     assert "fusion" in text
     assert text == lowered.compile().as_text()
+
+
+def test_what_travels_together_is_moved_and_not_computed(devices, monkeypatch):
+    """Samples, and large chunks that share buffers: on a GPU without scratch memory, too."""
+    platform = devices[0].platform
+    monkeypatch.setitem(layout._FEW_ON, platform, 4)
+    place = SingleDeviceSharding(devices[0])
+    shapes = [(4, 512, 2048), (4, 2048, 512), (4, 512), (1024,), (), (2048, 1100)]
+    dtypes = [jnp.float32, jnp.bfloat16, jnp.float32, jnp.int32]
+    specs = [jax.ShapeDtypeStruct(s, d, sharding=place) for d in dtypes for s in shapes]
+    sampled = sample._compile([(x, sample.grid_of(x.shape, 4, 1 / 8).sizes) for x in specs])
+    chunks = [Chunk.whole(Source(x.shape, x.dtype, place, place)) for x in specs]
+    buffers = layout.lay_out(chunks)
+    assert max(len(buffer.chunks) for buffer in buffers if buffer.size > 2**21) > 1
+    taken = [chunks[n] for buffer in buffers for n in buffer.chunks]
+    parts = [(chunk, n) for n, chunk in enumerate(taken)]
+    packed = packing.compile_packing([chunk.source for chunk in taken], parts, buffers)
+    for program in (sampled, packed):
+        computed = re.findall(r" = b?f\d+\[.*\]\S* (?:maximum|add|convert)\(.*", program.as_text())
+        assert not computed
+        scratch_bytes = program.memory_analysis().temp_size_in_bytes
+        assert scratch_bytes < 1024 or platform != "gpu"
