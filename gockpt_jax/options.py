@@ -23,16 +23,18 @@ def _count(advice: str, *, least: int = 1, most: int | None = None) -> Rule:
     return lambda name, value: as_count(name, value, advice, least=least, most=most)
 
 
-def _number(advice: str, *, most: float | None = None) -> Rule:
-    """Above 0, and one that Python can reckon with."""
-    expected = "a number above 0" if most is None else f"above 0 and at most {most:g}"
+def _number(advice: str, *, most: float | None = None, or_zero: bool = False) -> Rule:
+    """Above 0 (or 0 itself), and one that Python can reckon with."""
+    least = "at least 0" if or_zero else "above 0"
+    expected = f"a number {least}" if most is None else f"{least} and at most {most:g}"
 
     def rule(name: str, value: Any) -> float:
         try:
             number = math.nan if is_flag(value) or isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if not (0 < number < math.inf and (most is None or number <= most)):
+        is_meant = 0 < number < math.inf or (or_zero and number == 0)
+        if not (is_meant and (most is None or number <= most)):
             raise ValueError(f"`{name}` must be {expected}, got {told(value)}. {advice}")
         return number
 
@@ -83,10 +85,12 @@ class Audit:
         4 KiB. They move on with every window, so all is looked at once in about `1 / fraction`
         windows. The default adds 1.6% to the bytes that leave early.
       max_ulps: Units in the last place by which a replayed element may differ. Replay repeats what
-        IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides. Where
-        rounding is to be accepted, give millions: an element that the updates take past zero is
-        many of its own units off (a million, of Adam's parameters on an H200), and still far below
-        the leaf's scale (`max_relative_error`).
+        IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides.
+      max_relative_error: By how much elements of a chunk may differ all the same, over the largest
+        value of the replayed shard. It is the bound for rounding: an element that the updates take
+        past zero is many of its own units off, and far below the leaf's scale (of Adam's parameters
+        on an H200 up to a million units, and 2e-7). What is no rounding (integers, NaN and numbers)
+        it does not excuse.
       on_failure: `"demote"`: the leaf and those it is updated with are late from then on, so that
         later saves are right. `"raise"`: later windows try again, unless it was replayed up to
         rounding, which would fail again. Programs of several processes always try again.
@@ -105,6 +109,7 @@ class Audit:
 
     fraction: float = 1 / 64
     max_ulps: int = 0
+    max_relative_error: float = 0.0
     on_failure: OnFailure = "raise"
 
     def __post_init__(self) -> None:
@@ -113,8 +118,14 @@ class Audit:
             self,
             fraction=_number("Use `audit=None` for no audit.", most=1),
             max_ulps=_count("Use 0 for equality.", least=0),
+            max_relative_error=_number("Use 0 for equality.", most=1, or_zero=True),
             on_failure=_one_of(OnFailure),
         )
+
+    @property
+    def accepts_rounding(self) -> bool:
+        """Whether replay may differ from the device at all."""
+        return self.max_ulps > 0 or self.max_relative_error > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,8 +167,9 @@ class WindowOptions:
         for every step, so that one executable defines the run.
       exact: Forbid replay of arithmetic that the host cannot repeat bit for bit: divisions, roots,
         transcendentals (of Adam's parameters, not of its moments). It is done only where no exact
-        window fits the device budget and the audit accepts rounding (`max_ulps` above 0, or
-        `audit=None`); the report then says so, and the audit how far it went.
+        window fits the device budget and the audit accepts rounding (`max_relative_error` or
+        `max_ulps` above 0, or `audit=None`); the report then says so, and the audit how far it
+        went.
       audit: What is compared with the device at every seal, and what a difference leads to; `None`:
         nothing.
       on_busy: What an accepted save does that finds the previous one still being written. `"wait"`,
@@ -201,7 +213,7 @@ class WindowOptions:
     @property
     def must_be_exact(self) -> bool:
         """Whether nothing may be replayed up to rounding."""
-        return self.exact or (self.audit is not None and self.audit.max_ulps == 0)
+        return self.exact or (self.audit is not None and not self.audit.accepts_rounding)
 
     @property
     def of_the_job(self) -> dict[str, Any]:

@@ -87,6 +87,10 @@ def test_bad_choice_names_the_choices(value):
             for v in (0, -0.5, 1.5, True, "1", None, math.nan, math.inf)
         ),
         *(("max_ulps", v, "Use 0 for equality.") for v in (-1, 0.5, True, None)),
+        *(
+            ("max_relative_error", v, "Use 0 for equality.")
+            for v in (-1e-9, 1.5, True, None, "0", math.nan, math.inf)
+        ),
         *(("on_failure", v, "got") for v in ("ignore", None, True)),
     ],
 )
@@ -104,6 +108,10 @@ def test_audit_is_options_or_none(value):
         WindowOptions(audit=value)
     assert WindowOptions(audit=None).audit is None
     assert Audit(fraction=1, max_ulps=3, on_failure="demote").fraction == 1
+    accepting = (Audit(max_ulps=1), Audit(max_relative_error=1e-6), None)
+    assert not any(WindowOptions(audit=audit).must_be_exact for audit in accepting)
+    assert all(WindowOptions(audit=audit, exact=True).must_be_exact for audit in accepting)
+    assert WindowOptions().must_be_exact
 
 
 @pytest.mark.parametrize("value", [0, "no", None])
@@ -126,7 +134,7 @@ def test_least_values_and_defaults_are_accepted():
     assert WindowOptions() == WindowOptions(
         max_steps=8, steps=None, device_budget_bytes=None, host_budget_bytes=None,
         write_limit_bytes=256 * 2**20, replay_threads=None, arm="window", exact=False,
-        audit=Audit(fraction=1 / 64, max_ulps=0, on_failure="raise"),
+        audit=Audit(fraction=1 / 64, max_ulps=0, max_relative_error=0, on_failure="raise"),
     )  # fmt: skip
 
 

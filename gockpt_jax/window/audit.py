@@ -228,12 +228,16 @@ class PendingAudit:
         found = difference(flat[box.grid.run(box.box)], true)
         if not found.elements:
             return AuditFigures(chunks=1, compared_bytes=true.nbytes), None
-        relative = found.max_absolute / (scale_of(flat) or 1.0)
+        scale = scale_of(flat)
+        relative = found.max_absolute / (scale or 1.0)
         figures = AuditFigures(
             chunks=1, compared_bytes=true.nbytes, max_ulps=found.max_ulps,
             max_relative_error=relative, worst_leaf=box.path,
         )  # fmt: skip
-        if found.max_ulps <= self._options.max_ulps:
+        is_rounding = found.max_ulps != UNEQUAL and scale > 0  # of zeros nothing was replayed
+        if found.max_ulps <= self._options.max_ulps or (
+            is_rounding and relative <= self._options.max_relative_error
+        ):
             return figures, None
         ulps = "unlike values" if found.max_ulps == UNEQUAL else f"{found.max_ulps} ULPs"
         return figures, (
@@ -254,11 +258,13 @@ class PendingAudit:
             follows = "Programs of several processes do not demote: the next window tries again."
             if all([self._demote(path) for path in paths]):
                 follows = "They leave late from now on, so later saves will be right."
+        options = self._options
         return AuditError(
-            f"replay differs from the device: {worst}{others}; `max_ulps={self._options.max_ulps}` "
-            "is the bound. Nothing of this save is visible, earlier checkpoints are intact, and "
-            f"training can go on. {follows} If all of it is rounding, pass "
-            "`audit=gockpt.Audit(max_ulps=...)`."
+            f"replay differs from the device: {worst}{others}; `max_ulps={options.max_ulps}` and "
+            f"`max_relative_error={options.max_relative_error:g}` are the bounds. Nothing of this "
+            "save is visible, earlier checkpoints are intact, and training can go on. "
+            f"{follows} If all of it is rounding, pass "
+            "`audit=gockpt.Audit(max_relative_error=...)`."
         )
 
 

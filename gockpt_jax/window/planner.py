@@ -37,7 +37,7 @@ _log = logging.getLogger("gockpt_jax")
 _CONTRACTS = (
     "on this CPU backend XLA contracts multiply-adds, each program in its own way, so replay would "
     "not be exact; set `XLA_FLAGS=--xla_cpu_max_isa=AVX` (x86) before JAX starts, or accept "
-    "rounding with `audit=gockpt_jax.Audit(max_ulps=...)`"
+    "rounding with `audit=gockpt_jax.Audit(max_relative_error=...)`"
 )
 _NONE_SAVED = "no leaf that the last saves took may leave early"
 

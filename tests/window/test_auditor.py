@@ -129,7 +129,7 @@ def test_error_names_the_worst_and_counts_the_others(worker):
     assert "by up to 1000 ULPs" in text
     assert "1 more chunk" in text
     assert "leaf 3" in text
-    assert "`max_ulps=4`" in text
+    assert "`max_ulps=4` and `max_relative_error=0` are the bounds" in text
     assert isinstance(raised.value, RuntimeError)
 
 
@@ -142,9 +142,55 @@ def test_relative_error_is_of_the_leafs_scale(worker):
     assert pending.metadata["max_relative_error"] == record.audit.max_relative_error
 
 
+@pytest.mark.parametrize(
+    ("bounds", "is_right"),
+    [
+        ({}, False),
+        ({"max_relative_error": 1e-9}, False),
+        ({"max_relative_error": 1e-7}, True),
+        ({"max_ulps": 10**6}, False),
+        ({"max_ulps": 10**10}, True),
+    ],
+    ids=str,
+)
+def test_what_is_near_zero_is_bound_by_the_leafs_scale(worker, bounds, is_right):
+    """A tiny number of the wrong sign is billions of units off, and nothing beside the others."""
+    _, pending, record = audit_of(worker, **bounds)
+    worker.wait_until_idle()
+    chunks = off_by(0, "leaf 0")  # 0.0, 1.0, ... 255.0
+    chunks["leaf 0"][0].data[0] = -1e-6
+    if is_right:
+        pending.check(chunks)
+    else:
+        with pytest.raises(AuditError, match="leaf 0"):
+            pending.check(chunks)
+    assert record.audit.max_relative_error == pytest.approx(1e-6 / 255)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_no_rounding_is_not_excused(worker, value):
+    _, pending, _ = audit_of(worker, max_relative_error=1.0)
+    worker.wait_until_idle()
+    chunks = off_by(0)
+    chunks["leaf 3"][0].data[5] = value
+    with pytest.raises(AuditError, match="by up to unlike values"):
+        pending.check(chunks)
+
+
+def test_what_is_no_number_is_bound_by_equality(worker):
+    auditor = Auditor(Audit(max_relative_error=1.0), resources_of(worker))
+    counts = {"count": jnp.arange(9)}
+    pending = auditor.sample(counts, SaveRecord(kind="window", reason="a test"))
+    worker.wait_until_idle()
+    with pytest.raises(AuditError, match=r"`count`.* by up to unlike values"):
+        pending.check(
+            {"count": [HostChunk((slice(None),), np.arange(9) + np.eye(9, dtype=int)[1])]}
+        )
+
+
 def test_a_leaf_of_zeros_has_no_scale(worker):
-    """As where nothing was replayed: it differs all the same."""
-    _, pending, record = audit_of(worker)
+    """As where nothing was replayed: it differs all the same, whatever the bound."""
+    _, pending, record = audit_of(worker, max_relative_error=1.0)
     worker.wait_until_idle()
     zeros = [HostChunk((slice(None),), np.zeros(256, np.float32))]
     with pytest.raises(AuditError, match=r"`leaf 3`.* 256 of 256 elements differ"):
