@@ -188,6 +188,14 @@ def test_what_is_no_number_is_bound_by_equality(worker):
         )
 
 
+def test_zeros_in_the_place_of_small_numbers_are_not_rounding(worker):
+    auditor = Auditor(Audit(max_relative_error=1e-3), resources_of(worker))
+    pending = auditor.sample({"w": jnp.full(9, 1e-9)}, SaveRecord(kind="window", reason="a test"))
+    worker.wait_until_idle()
+    with pytest.raises(AuditError, match=r"`w`.* 9 of 9 elements differ"):
+        pending.check({"w": [HostChunk((slice(None),), np.zeros(9, np.float32))]})
+
+
 def test_a_leaf_of_zeros_has_no_scale(worker):
     """As where nothing was replayed: it differs all the same, whatever the bound."""
     _, pending, record = audit_of(worker, max_relative_error=1.0)
