@@ -101,6 +101,7 @@ class Interval:
         try:
             with slow_pulls(setting.link):
                 self._warm_up_all(setting)
+                self._tell_of_no_profile()
                 if not self.shared.options.alone:
                     self._rounds()
                 for mode in self.modes.values():
@@ -205,6 +206,11 @@ class Interval:
                     kept = self.shared.options.out.with_name(f"{name}.xplane.pb")
                     shutil.copy(file, kept)
                     self.record.notes.append(f"{name}: a phase of its warm-up is in {kept.name}.")
+
+    def _tell_of_no_profile(self) -> None:
+        watched = getattr(self.shared.options, "profile", None)
+        if watched and not any(f"{watched}.xplane.pb" in note for note in self.record.notes):
+            self.record.notes.append(f"{watched}: no profile, the time did not suffice.")
 
     def _is_watched(self, name: str) -> bool:
         return getattr(self.shared.options, "profile", None) == name

@@ -330,6 +330,16 @@ def test_prose_tells_what_a_gpu_showed(page, result, sentences):
         assert sentence in text
 
 
+def test_prose_tells_what_the_first_saves_of_a_process_took():
+    details = json.loads((RESULTS / H200 / "around.json").read_text(encoding="utf-8"))["details"]
+    firsts = [details[f"800m/gockpt_k{k}"]["reports"][n] for k, n in ((1, 0), (4, 1))]
+    assert [report["kind"] for report in firsts] == ["snapshot", "window"]
+    snapshot, window = (report["stall_secs"] for report in firsts)
+    assert 0.9 < window / snapshot < 1.1
+    told = f"{snapshot:.0f} s for {firsts[0]['state_bytes'] / 1e9:.1f} GB, and again as much in the"
+    assert told in words(ROOT / "docs" / "accelerators.md")
+
+
 @pytest.mark.parametrize(
     ("page", "result", "sentences"),
     [

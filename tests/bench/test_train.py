@@ -295,7 +295,12 @@ def test_a_mode_is_profiled_in_its_second_phase(tmp_path):
         assert not [*tmp_path.glob("*.pb")]
         with interval._profiled(name, number):
             jnp.ones(8).block_until_ready()
+    interval._tell_of_no_profile()
     assert [path.name for path in tmp_path.glob("*.pb")] == ["gockpt.xplane.pb"]
+    assert shared.record.notes == ["gockpt: a phase of its warm-up is in gockpt.xplane.pb."]
+    shared.record.notes.clear()
+    interval._tell_of_no_profile()
+    assert shared.record.notes == ["gockpt: no profile, the time did not suffice."]
 
 
 @pytest.mark.parametrize(
