@@ -338,6 +338,7 @@ def test_prose_tells_what_the_first_saves_of_a_process_took():
     assert 0.9 < window / snapshot < 1.1
     told = f"{snapshot:.0f} s for {firsts[0]['state_bytes'] / 1e9:.1f} GB, and again as much in the"
     assert told in words(ROOT / "docs" / "accelerators.md")
+    assert f"it took {snapshot:.0f} s, in which the system pins" in words(ROOT / "README.md")
 
 
 @pytest.mark.parametrize(
