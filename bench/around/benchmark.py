@@ -9,12 +9,11 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import re
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +31,7 @@ _WARM = 2  # saves that do not count: programs are made and loaded, pinned memor
 _MODES = "ideal,orbax_async,gockpt_k1,gockpt_k4"
 _DEVICE_MEMORY = 0.8
 _LEAD, _TAIL = 5, 4  # steps before a save and behind it that a profile has
-_WINDOW = re.compile(r"gockpt_k(\d+)")
+_LEAST_INTERVAL = 6
 
 NOTES = [
     "MODE/around_save_ms: what the steps from a third of an interval before a save to a third "
@@ -45,14 +44,14 @@ NOTES = [
 
 
 def _with_graphs() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.dict(compiling.__dict__, {"_WITHOUT_GRAPHS": {}})
+    return mock.patch.object(compiling, "_WITHOUT_GRAPHS", {})
 
 
 @contextlib.contextmanager
 def _large_apart() -> Iterator[None]:
     with (
-        mock.patch.dict(layout.__dict__, {"_FEW_ON": {}}),
-        mock.patch.dict(block.__dict__, {"_made": functools.cache(block.Block)}),
+        mock.patch.object(layout, "_FEW_ON", {}),
+        mock.patch.object(block, "_made", functools.cache(block.Block)),
     ):
         yield
 
@@ -85,8 +84,8 @@ def run(quick: bool, **options: Any) -> Record:
     """
     chosen = argparse.Namespace(**options)
     modes = chosen.modes.split(",")
-    for name in modes:
-        _refuse_unknown(name)
+    sizes = chosen.size.split(",") if chosen.size else []
+    _refuse(modes, sizes, chosen.interval, chosen.saves)
     if chosen.profile and not (chosen.out and chosen.profile in modes):
         raise SystemExit(f"--profile {chosen.profile} needs --out, and to be one of {modes}.")
     if has_nvidia():
@@ -98,7 +97,7 @@ def run(quick: bool, **options: Any) -> Record:
     axes = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), (AXIS,), axis_types=axes, devices=jax.devices()[:1])
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
-        for size in (chosen.size or ("toy" if quick else "10m" if on_cpu else "800m")).split(","):
+        for size in sizes or ["toy" if quick else "10m" if on_cpu else "800m"]:
             of_size = _OfSize(chosen, record, size, Path(scratch, size), on_cpu=on_cpu)
             for name in modes:
                 of_size.measure(name)
@@ -107,11 +106,23 @@ def run(quick: bool, **options: Any) -> Record:
     return record
 
 
-def _refuse_unknown(name: str) -> None:
-    mode, plus, experiment = name.partition("+")
-    refuse_unknown(mode)
-    if plus and experiment not in EXPERIMENTS:
-        raise ValueError(f"there is no experiment {experiment!r}; give one of {[*EXPERIMENTS]}.")
+def _refuse(modes: Sequence[str], sizes: Sequence[str], interval: int, saves: int) -> None:
+    """Before anything is measured."""
+    for name in modes:
+        mode, plus, experiment = name.partition("+")
+        refuse_unknown(mode)
+        if plus and experiment not in EXPERIMENTS:
+            raise ValueError(
+                f"there is no experiment {experiment!r}; give one of {[*EXPERIMENTS]}."
+            )
+    for size in sizes:
+        if size not in SIZES:
+            raise ValueError(f"there is no size {size!r}; give some of {', '.join(SIZES)}.")
+    if interval < _LEAST_INTERVAL or saves < 1:
+        raise ValueError(
+            f"--interval must be at least {_LEAST_INTERVAL}, so that there are steps between those "
+            f"around the saves, and --saves at least 1; got {interval} and {saves}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +165,7 @@ class _OfSize:
                 reports = mode.reports()
             finally:
                 mode.close()
-        self._add(name, steps)
+        self._add(name, steps, {report["step"]: report["window_steps"] for report in reports})
         details = self._record.details.setdefault(f"{self._size}/{name}", {})
         details |= {"steps_ms": [dataclasses.astuple(step) for step in steps], "reports": reports}
         if self._chosen.out:
@@ -203,12 +214,13 @@ class _OfSize:
                 for file in Path(scratch).rglob("*.xplane.pb"):
                     shutil.copy(file, self._chosen.out.with_name(f"{self._size}-{name}.xplane.pb"))
 
-    def _add(self, name: str, steps: Sequence[_Step]) -> None:
+    def _add(self, name: str, steps: Sequence[_Step], windows: Mapping[int, int]) -> None:
+        """Adds figures; `windows`: of each save the K, if it was by a window."""
         interval, label = self._chosen.interval, f"{self._size}/{name}"
         near = interval // 3
         saves = [n * interval for n in range(_WARM, _WARM + self._chosen.saves)]
         around = [steps[at - near : at + near + 1] for at in saves]
-        between = [steps[at + near + 1 : at + interval - near] for at in saves[:-1]]
+        between = [steps[at - interval + near + 1 : at - near] for at in saves]
         usual = statistics.median(step.all for rest in between for step in rest)
         add = self._record.add
         add(f"{label}/step_ms", *(step.all for rest in between for step in rest))
@@ -216,7 +228,7 @@ class _OfSize:
             add(f"{label}/around_save_ms", sum(step.all for step in of_save) - len(of_save) * usual)
             add(f"{label}/save_call_ms", steps[at].save)
             add(f"{label}/step_call_ms/behind", steps[at + 1].call)
-            if (found := _WINDOW.search(name)) and (k := int(found[1])) > 1:
+            if (k := windows.get(at, 1)) > 1:
                 add(
                     f"{label}/step_call_ms/in_window", *(s.call for s in steps[at - k + 2 : at + 1])
                 )

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from gockpt_jax import _compat
 
 MAX_CHUNK_BYTES = 64 * 2**20
-"""No part of a leaf that is cut is larger, and no buffer of small chunks."""
+"""No part of a leaf that is cut is larger, and no buffer of small chunks, but on a GPU."""
 
 MIN_CHUNK_BYTES = 2**20
 """A leaf is not cut into smaller ones: each costs a transfer."""

@@ -38,7 +38,8 @@ step that has not run yet, a GPU's driver takes some fifty transfers, and for th
 the trainer's thread until the step has run (docs/decisions/0034)."""
 
 _SHARED_BYTES = 2**30
-"""No buffer that large chunks share is larger: its memory is free when the last of them is."""
+"""A buffer of large chunks takes no more of them from here on: its memory is free when the last of
+them is."""
 
 MIN_SLICE_BYTES = 2**20
 """Replicas do not share a transfer in smaller slices."""
@@ -156,37 +157,52 @@ def lay_out(chunks: Sequence[Chunk], *, copied: bool = True) -> list[Buffer]:
     ]
 
 
-def padded_bytes(chunk: Chunk) -> int:
-    """What a chunk takes on one device, at most."""
+def _padded_bytes(chunk: Chunk) -> int:
+    """What a chunk takes of a buffer that it shares."""
     unit = PAGE_BYTES if chunk.num_bytes >= LARGE_BYTES else ALIGNMENT_BYTES
     return _padded(chunk.num_bytes, unit)
 
 
 def _shared_bytes(chunks: Sequence[Chunk], alike: Mapping[tuple[Place, Any], Sequence[int]]) -> int:
-    """Up to which size chunks share buffers, though they are large; 0 where they do not."""
+    """How full a buffer of large chunks is to be; 0 where each has one of its own."""
     positions = [n for together in alike.values() for n in together]
     platforms = {place.devices[0].platform for place, _ in alike}
     few = min((_FEW_ON.get(platform, len(positions)) for platform in platforms), default=0)
     if len(positions) <= few:
         return 0
-    total = sum(padded_bytes(chunks[n]) for n in positions)
+    total = sum(_padded_bytes(chunks[n]) for n in positions)
     return min(_SHARED_BYTES, -(-total // few))
 
 
 def _fill(
     chunks: Sequence[Chunk], positions: Sequence[int], replicas: int, shared_bytes: int
 ) -> list[list[int]]:
-    """Those that share a buffer: small ones, and large ones up to `shared_bytes`."""
+    """Those that share a buffer: small ones, and large ones until they are `shared_bytes`."""
     large_bytes = min(LARGE_BYTES, MIN_SLICE_BYTES * replicas) if replicas > 1 else LARGE_BYTES
-    weights = {n: padded_bytes(chunks[n]) for n in positions}
+    weights = {n: _padded_bytes(chunks[n]) for n in positions}
     large = [n for n in positions if weights[n] >= large_bytes]
     small = [n for n in positions if weights[n] < large_bytes]
     limit = max(MAX_CHUNK_BYTES, shared_bytes)
     if replicas > 1:  # a buffer for each of them
         total = sum(weights[n] for n in small)
         limit = min(limit, max(MIN_SLICE_BYTES, -(-total // replicas)))
-    of_large = batches(large, weights.__getitem__, shared_bytes if replicas == 1 else 0)
+    of_large = _until_full(large, weights, shared_bytes if replicas == 1 else 0)
     return [*of_large, *batches(small, weights.__getitem__, limit)]
+
+
+def _until_full(
+    positions: Sequence[int], weights: Mapping[int, int], full_bytes: int
+) -> list[list[int]]:
+    """Neighbours, each time until they are that many bytes."""
+    filled: list[list[int]] = []
+    room = 0
+    for n in positions:
+        if room <= 0:
+            filled.append([])
+            room = full_bytes
+        filled[-1].append(n)
+        room -= weights[n]
+    return filled
 
 
 def _buffer(
@@ -196,7 +212,7 @@ def _buffer(
     offsets, size = [], 0
     for n in positions:
         offsets.append(size)
-        size += padded_bytes(chunks[n]) // dtype.itemsize
+        size += _padded_bytes(chunks[n]) // dtype.itemsize
     slice_size = size
     if len(positions) == 1:
         slice_size = size = chunks[positions[0]].size  # nothing follows it

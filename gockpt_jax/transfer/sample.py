@@ -29,6 +29,8 @@ from gockpt_jax.transfer.turns import FEW_BOXES, Turn, Turns
 MIN_BOX_BYTES = 4096
 """Below this a sample costs what its dispatch costs."""
 
+_MOST_BYTES = 2**30  # of what one program copies, so that its array has not too many elements
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
@@ -119,10 +121,14 @@ def _box_bytes(probe: Probe) -> int:
 
 
 def in_batches(probes: Sequence[Probe], limit_bytes: int | None) -> list[list[Probe]]:
-    """All at once, unless the device budget is smaller than that."""
-    if limit_bytes is not None and sample_bytes(probes) <= limit_bytes:
-        limit_bytes = None
-    return list(batches(probes, _box_bytes, limit_bytes))
+    """All at once, unless the device budget is smaller than that: then device by device."""
+    if limit_bytes is None or sample_bytes(probes) <= limit_bytes:
+        return [[*probes]] if probes else []
+    return [
+        batch
+        for on in _by_device(probes)
+        for batch in batches([probes[n] for n in on], _box_bytes, limit_bytes)
+    ]
 
 
 def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
@@ -156,20 +162,28 @@ def compile_samples_ahead(
     if any(a.is_deleted() for a in arrays):
         return
     pieces = [p for a in arrays if can_be_sampled(a) for p in replicas.pieces(a)]
-    turns = Turns([kind_of(piece) for piece in pieces], fraction)
-    for number in range(turns.programs):
-        probes = [(pieces[t.piece], grid_at(pieces[t.piece], t), 0) for t in turns.of(number)]
+    for cast in Turns([kind_of(piece) for piece in pieces], fraction).casts():
+        probes = [(pieces[turn.piece], grid_at(pieces[turn.piece], turn), 0) for turn in cast]
         for batch in in_batches(probes, limit_bytes):
             for numbers in _together(batch):
                 _programs.wanted(*_program([batch[n] for n in numbers]))
 
 
+def _by_device(probes: Sequence[Probe]) -> list[list[int]]:
+    """Positions of those on each device."""
+    found: dict[Any, list[int]] = defaultdict(list)
+    for n, (piece, _, _) in enumerate(probes):
+        found[_device(piece.shard)].append(n)
+    return [*found.values()]
+
+
 def _together(probes: Sequence[Probe]) -> list[list[int]]:
     """Positions of those that one program copies: of one device, and few."""
-    by_device: dict[Any, list[int]] = defaultdict(list)
-    for n, (piece, _, _) in enumerate(probes):
-        by_device[_device(piece.shard)].append(n)
-    return [few for on in by_device.values() for few in batches(on, lambda _: 0, None, FEW_BOXES)]
+    return [
+        few
+        for on in _by_device(probes)
+        for few in batches(on, lambda n: _box_bytes(probes[n]), _MOST_BYTES, FEW_BOXES)
+    ]
 
 
 def _copied(probes: Sequence[Probe]) -> list[jax.Array]:

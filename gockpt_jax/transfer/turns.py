@@ -1,12 +1,14 @@
 """Turns: which boxes of which pieces a sample takes. Pure arithmetic on what lies alike.
 
-Other pieces each time, but of the same kinds: so a device runs the same program at every save.
+A device takes as many at each save, other pieces each time, so that all have their turn before any
+has a second one. What lies alike is together in the order, so one save runs the same program as the
+next, nearly always.
 """
 
 import collections
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 FEW_BOXES = 16
 """How many boxes a sample has, unless its fraction demands more or devices are as many. Each costs
@@ -20,7 +22,7 @@ class Turn:
     Attributes:
       piece: Its number.
       part: Of the piece, what a box should have.
-      time: How often it has had its turn.
+      time: Which time round it is.
     """
 
     piece: int
@@ -29,91 +31,80 @@ class Turn:
 
 
 class Turns:
-    """The order in which pieces have their turns.
-
-    A device's pieces of one kind are looked at one after another, each time as many, so that all is
-    looked at once in about 1 / fraction samples. With more kinds than boxes the kinds take turns.
+    """The order in which pieces have their turns: all of them once in about 1 / fraction samples.
 
     Args:
-      kinds: Of each piece, its device, by which devices can be ordered, and what its program is
-        made from.
+      kinds: Of each piece, its device, by which devices can be ordered, and what the program is
+        made from that copies a box of it.
       fraction: Of all bytes, in a sample.
 
     Example:
-      >>> turns = Turns([(0, "wide"), (0, "tall"), (0, "wide"), (0, "wide")], fraction=1 / 2)
-      >>> [turn.piece for turn in turns.of(0)], turns.programs
-      ([1, 0, 2, 3], 1)
+      >>> turns = Turns([(0, "wide"), (0, "tall"), (0, "wide")], fraction=1 / 64)
+      >>> [turn.piece for turn in turns.of(0)]
+      [1, 0, 2]
     """
 
     def __init__(self, kinds: Sequence[tuple[int, Hashable]], fraction: float):
-        by_device: dict[int, dict[Hashable, list[int]]] = collections.defaultdict(dict)
-        for n, (device, kind) in enumerate(kinds):
-            by_device[device].setdefault(kind, []).append(n)
-        few = max(1, FEW_BOXES // max(1, len(by_device)))
+        by_device: dict[int, list[int]] = collections.defaultdict(list)
+        for n, (device, _) in enumerate(kinds):
+            by_device[device].append(n)
+        boxes = _shared_out({device: len(on) for device, on in by_device.items()})
         self._devices = [
-            _Device([alike[kind] for kind in sorted(alike, key=str)], fraction, few, number)
-            for number, (_, alike) in enumerate(sorted(by_device.items()))
+            _Device(sorted(on, key=lambda n: str(kinds[n][1])), kinds, fraction, boxes[device])
+            for device, on in sorted(by_device.items())
         ]
-
-    @property
-    def programs(self) -> int:
-        """After how many samples a device's kinds come again."""
-        return max((len(device.groups) for device in self._devices), default=0)
+        for number, on in enumerate(self._devices):
+            # Devices hold shards of the same leaves: at a time they look at different ones.
+            on.phase = number * on.period // len(self._devices)
 
     def of(self, sample: int) -> list[Turn]:
-        """What a sample takes: device by device, what is alike together.
+        """What a sample takes, device by device.
 
         Args:
           sample: Its number, from 0.
         """
         return [turn for device in self._devices for turn in device.of(sample)]
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Alike:
-    """Pieces of one kind on one device.
-
-    Attributes:
-      pieces: Their numbers.
-      boxes: How many of them a sample looks at.
-      part: Of each.
-    """
-
-    pieces: Sequence[int]
-    boxes: int
-    part: float
+    def casts(self) -> Iterator[list[Turn]]:
+        """For each program that a device will run, turns that it would copy."""
+        for device in self._devices:
+            yield from device.casts()
 
 
 class _Device:
-    def __init__(self, alike: Sequence[Sequence[int]], fraction: float, few: int, number: int):
-        self._number = number
-        pieces = sum(map(len, alike))
-        boxes = max(min(pieces, few), math.ceil(pieces * fraction))
-        count = math.ceil(len(alike) / boxes)
-        part = min(1.0, fraction * count)  # of what is in a group, at its turn
-        self.groups = [_shared_out(alike[n::count], part, boxes) for n in range(count)]
+    """Turns on one device. A box wanders through a section of the pieces, which are in order.
+
+    Attributes:
+      period: Samples, after which all have had their turn.
+      phase: Samples that it is ahead.
+    """
+
+    def __init__(
+        self, pieces: Sequence[int], kinds: Sequence[tuple[int, Hashable]], fraction: float,
+        boxes: int,
+    ):  # fmt: skip
+        boxes = max(boxes, math.ceil(len(pieces) * fraction))
+        self._pieces, self._kinds = pieces, kinds
+        self.period, self.phase = math.ceil(len(pieces) / boxes), 0
+        self._sections = [n * len(pieces) // boxes for n in range(boxes)]
+        self._part = min(1.0, fraction * self.period)
 
     def of(self, sample: int) -> list[Turn]:
-        sample, group = divmod(sample, len(self.groups))
-        found = []
-        for alike in self.groups[group]:
-            for n in range(sample * alike.boxes, (sample + 1) * alike.boxes):
-                time, at = divmod(n, len(alike.pieces))
-                # Devices hold shards of the same leaves: each begins with another.
-                at = (at + self._number * alike.boxes) % len(alike.pieces)
-                found.append(Turn(alike.pieces[at], alike.part, time))
-        return found
+        time, at = divmod(sample + self.phase, self.period)
+        taken = sorted((start + at) % len(self._pieces) for start in self._sections)
+        return [Turn(self._pieces[n], self._part, time) for n in taken]
+
+    def casts(self) -> list[list[Turn]]:
+        samples = map(self.of, range(self.period))
+        return [*{tuple(self._kinds[t.piece] for t in turns): turns for turns in samples}.values()]
 
 
-def _shared_out(alike: Sequence[Sequence[int]], part: float, boxes: int) -> list[_Alike]:
-    """Gives each kind the boxes that it needs, and what is left to those with the most pieces."""
-    found = [max(1, math.ceil(part * len(pieces))) for pieces in alike]
-    for _ in range(boxes - sum(found)):
-        more = max(range(len(alike)), key=lambda n: len(alike[n]) / found[n])
-        if found[more] == len(alike[more]):
+def _shared_out(pieces: Mapping[int, int]) -> dict[int, int]:
+    """Of few boxes one for each device, and the others where there is the most to look at."""
+    boxes = dict.fromkeys(pieces, 1)
+    for _ in range(FEW_BOXES - len(boxes)):
+        most = max(boxes, key=lambda device: pieces[device] / boxes[device], default=None)
+        if most is None or boxes[most] == pieces[most]:
             break
-        found[more] += 1
-    return [
-        _Alike(pieces, number, min(1.0, part * len(pieces) / number))
-        for pieces, number in zip(alike, found, strict=True)
-    ]
+        boxes[most] += 1
+    return boxes

@@ -42,6 +42,7 @@ class _Box:
 
 _Pair = tuple[_Box, Piece]
 _NAMED = 5  # leaves in an error's text
+_ROTAS = 64  # of so many sets of leaves it is known whose turn it is
 
 
 class _Rota:
@@ -76,7 +77,7 @@ class Auditor:
         self._device = resources.device
         self._host = resources.host
         self._replicas = resources.replicas
-        self._rotas: dict[Any, _Rota] = {}
+        self._rotas: dict[Any, _Rota] = {}  # by what is saved together; that of the last save last
         self._demoted: dict[str, str] = {}  # reasons, by path; the replayer writes
 
     @property
@@ -125,9 +126,10 @@ class Auditor:
     def _next_boxes(self, leaves: Mapping[str, jax.Array], fraction: float) -> list[_Pair]:
         """What has its turn, of those that are saved together."""
         together = frozenset((path, a.shape, a.dtype, a.sharding) for path, a in leaves.items())
-        if together not in self._rotas:
-            self._rotas[together] = self._rota(leaves, fraction)
-        rota = self._rotas[together]
+        rota = self._rotas.pop(together, None) or self._rota(leaves, fraction)
+        self._rotas[together] = rota  # the last
+        if len(self._rotas) > _ROTAS:
+            del self._rotas[next(iter(self._rotas))]
         pairs = []
         for turn in rota.next():
             path, n = rota.pieces[turn.piece]

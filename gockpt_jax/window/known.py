@@ -3,7 +3,7 @@
 import collections
 import json
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 
@@ -45,6 +45,9 @@ class Known:
         self._left_out: weakref.WeakKeyDictionary[
             StepProgram, collections.deque[frozenset[int]]
         ] = weakref.WeakKeyDictionary()
+        self._items: weakref.WeakKeyDictionary[StepProgram, Sequence[frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def facts(self, program: StepProgram, leaf_bytes: int, num_devices: int) -> Facts:
         """What the user said, else what has been measured; for a plan, on all processes.
@@ -75,18 +78,25 @@ class Known:
         least = {name: min(told, default=None) for name, told in known.items()}
         return Facts(**least, unsaved=unsaved.intersection(*(x for _, x in answers)))
 
-    def has_saved(self, step: WrappedStep, given: Collection[int]) -> None:
+    def has_saved(self, step: WrappedStep, items: Sequence[Collection[int]]) -> None:
         """Told of each save: windows carry what one of the last two has taken.
 
         Args:
           step: The last that ran.
-          given: Ids of the arrays that were saved.
+          items: Of each item, the ids of the arrays that were saved.
         """
         program = step.program
         leaves = None if program is None else program.returned.leaves(step.last.new_state)
         if program is not None and leaves is not None:
-            left_out = frozenset(j for j, a in enumerate(leaves) if id(a) not in given)
+            number = {id(a): j for j, a in enumerate(leaves)}
+            of_items = [frozenset(number[i] for i in ids if i in number) for ids in items]
+            left_out = frozenset(range(len(leaves))).difference(*of_items)
             self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)
+            self._items[program] = of_items
+
+    def items(self, program: StepProgram) -> Sequence[frozenset[int]]:
+        """Positions of the leaves in each item of the last save; nothing before the first."""
+        return self._items.get(program, ())
 
     def limit_device(self, *, stepped: bool) -> None:
         """Sets the device budget: what the user said, else what the steps leave free everywhere.

@@ -130,7 +130,7 @@ class Opener:
         device.reset_peak()
         host.reset_peak()
         window = OpenWindow(
-            program, planned, target, self._planner.departures(planned, leaves),
+            program, planned, target, self._planner.departures(program, planned, leaves),
             replayer=self._planner.replayer(leaves), auditor=self._auditor,
             resources=self._resources,
         )  # fmt: skip

@@ -62,6 +62,7 @@ class Planner:
         self._plans: weakref.WeakKeyDictionary[StepProgram, Planned] = weakref.WeakKeyDictionary()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # is compiled, or being so
         self._timed: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # whose plans rest on time
+        self._sampled_for: weakref.WeakKeyDictionary[StepProgram, Any] = weakref.WeakKeyDictionary()
 
     def prepare(self, step: WrappedStep) -> bool:
         """Plans for a new program, long before its first window: arming it takes long.
@@ -179,11 +180,13 @@ class Planner:
         step.arm()
         if not program.is_armed:  # nor can it be now, but by a call of its own
             return
-        self.departures(planned, leaves)
+        self.departures(program, planned, leaves)
         specs = replay_specs(planned.cut, planned.size.units)
         replayer.compile_ahead(specs, planned.plan.steps - 1)
 
-    def departures(self, planned: Planned, leaves: Sequence[jax.Array]) -> list[Departure]:
+    def departures(
+        self, program: StepProgram, planned: Planned, leaves: Sequence[jax.Array]
+    ) -> list[Departure]:
         """Those of a plan; all that its windows stage is compiled from now on.
 
         If it is a shorter one than was made ready, the trainer waits for what is staged first, and
@@ -193,11 +196,32 @@ class Planner:
         found = planned.departures(leaves)
         if not was_ready:
             self._compile_rest(planned, leaves)
-            if self._options.audit is not None:
-                sampled = [leaves[j] for j in sorted(planned.early_leaves())]
-                fraction, limit_bytes = self._options.audit.fraction, self._device.limit_bytes
-                compile_samples_ahead(sampled, fraction, self._replicas, limit_bytes)
+            self._compile_samples(program, planned, leaves)
         return found
+
+    def has_saved(self, step: WrappedStep) -> None:
+        """Told of each save, after `Known`: its items are sampled each by itself."""
+        program = step.program
+        planned = None if program is None else self._plans.get(program)
+        if program is None or planned is None or not planned.is_ready:
+            return
+        if (leaves := program.returned.leaves(step.last.new_state)) is not None:
+            self._compile_samples(program, planned, leaves)
+
+    def _compile_samples(
+        self, program: StepProgram, planned: Planned, leaves: Sequence[jax.Array]
+    ) -> None:
+        """What the audit will copy of each item; before the first save there is one, of all."""
+        audit, items = self._options.audit, self._known.items(program)
+        sampled_for = planned.plan.blocks, items
+        if audit is None or self._sampled_for.get(program) == sampled_for:
+            return
+        self._sampled_for[program] = sampled_for
+        early = planned.early_leaves()
+        for item in items or (early,):
+            sampled = [leaves[j] for j in sorted(early.intersection(item))]
+            limit_bytes = self._device.limit_bytes
+            compile_samples_ahead(sampled, audit.fraction, self._replicas, limit_bytes)
 
     def _compile_rest(self, planned: Planned, leaves: Sequence[jax.Array]) -> None:
         """What is staged at the sealed version: late leaves, and rows of early ones."""

@@ -26,14 +26,14 @@ class Seal:
       resources: The session's.
 
     Attributes:
-      given: The arrays of all items so far, by their ids.
+      items: Of each item so far, its arrays, by their ids.
     """
 
     def __init__(self, window: OpenWindow | None, record: SaveRecord, resources: Resources):
         self._window = window
         self._record = record
         self._resources = resources
-        self.given: set[int] = set()
+        self.items: list[set[int]] = []
         device, host = resources.device, resources.host
         if window is None:  # a window's peaks are measured from its opening on
             device.reset_peak()
@@ -58,7 +58,7 @@ class Seal:
         """
         record = self._record
         to = self._resources
-        self.given.update(map(id, arrays))
+        self.items.append(set(map(id, arrays)))
         owned = {id(a): to.replicas.owned_bytes(a) for a in arrays}
         taken_bytes = sum(owned.values())  # an array that lies in several places is taken once
         to.host.admit_save(record.taken_bytes + taken_bytes)

@@ -297,9 +297,10 @@ class Session:
         with self._changing:  # another thread's save may end in the meantime
             if self._seal is not None:
                 self._seal.end()  # again, if it is interrupted
-                given, self._seal = self._seal.given, None
-                if self._last_step is not None and given:
-                    self.known.has_saved(self._last_step, given)
+                items, self._seal = self._seal.items, None
+                if self._last_step is not None and any(items):
+                    self.known.has_saved(self._last_step, items)
+                    self.planner.has_saved(self._last_step)
 
     # What policies and the face ask.
 

@@ -36,12 +36,12 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
     for at, more in ((24, 7.0), (26, 2.0), (36, 5.0), (40, 1.0)):
         steps[at] = around._Step(3.0, 4.0, 10.0 + more)
     steps[25] = steps[37] = around._Step(6.0, 0.5, 10.0)
-    bench._add("gockpt_k4", steps)
+    bench._add("gockpt_k4", steps, {24: 4, 36: 3})
     assert record.samples["toy/gockpt_k4/around_save_ms"] == [9.0, 6.0]
-    assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 3
+    assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 6
     assert record.samples["toy/gockpt_k4/save_call_ms"] == [4.0, 4.0]
     assert record.samples["toy/gockpt_k4/step_call_ms/behind"] == [6.0, 6.0]
-    assert record.samples["toy/gockpt_k4/step_call_ms/in_window"] == [1, 1, 3, 1, 1, 3]
+    assert record.samples["toy/gockpt_k4/step_call_ms/in_window"] == [1, 1, 3, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,9 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
     [
         ({"modes": "gockpt_k4+graph"}, ValueError, r"no experiment 'graph'; give one of \['graphs"),
         ({"modes": "gockpt_4"}, ValueError, "no mode 'gockpt_4'"),
+        ({"size": "toy,toyy"}, ValueError, "no size 'toyy'; give some of toy, 3m"),
+        ({"saves": 0}, ValueError, "--saves at least 1; got 12 and 0"),
+        ({"interval": 5}, ValueError, "--interval must be at least 6"),
         ({"profile": "gockpt"}, SystemExit, "--profile gockpt needs --out, and to be one of"),
     ],
 )

@@ -86,21 +86,38 @@ def test_more_shards_than_boxes_take_turns(worker):
     assert min(s.min() for s in seen.values()) >= 1
 
 
-def test_saves_take_boxes_of_the_same_kinds(worker):
-    """A GPU that loads a program waits until it is idle: each save shall run those of the first."""
+def test_saves_take_boxes_of_the_same_kinds_again(worker):
+    """A GPU that loads a program waits until it is idle: later saves shall run what has run."""
     leaves = {f"alike {n}": jnp.zeros((8, 256)) for n in range(30)}
     leaves |= {"wide": jnp.zeros((4, 512)), "half": jnp.zeros((8, 256), jnp.bfloat16)}
     auditor, _, _ = audit_of(worker)
-    saves = [auditor._next_boxes(leaves, 1 / 16) for _ in range(4)]
-    for pairs in saves:
-        assert [(p.shape, p.shard.dtype, box.grid) for box, p in pairs] == [
-            (p.shape, p.shard.dtype, box.grid) for box, p in saves[0]
-        ]
-    paths = [[box.path for box, _ in pairs] for pairs in saves]
-    assert {"wide", "half"} <= set(paths[0]) & set(paths[1])
-    alike = [path for of_save in paths for path in of_save if path.startswith("alike")]
-    assert len(alike) == 4 * (FEW_BOXES - 2)
-    assert sorted(alike[:30]) == sorted(leaves.keys() - {"wide", "half"})
+    saves = [auditor._next_boxes(leaves, 1 / 16) for _ in range(6)]
+    kinds = [[(p.shape, p.shard.dtype, box.grid.sizes) for box, p in pairs] for pairs in saves]
+    assert kinds[2:4] == kinds[:2]
+    assert kinds[4:6] == kinds[:2]
+    paths = [box.path for pairs in saves[:2] for box, _ in pairs]
+    assert sorted(paths) == sorted(leaves)
+    assert [box.path for pairs in saves[2:4] for box, _ in pairs] == paths
+
+
+def test_of_many_sets_of_leaves_those_saved_last_are_known(worker, monkeypatch):
+    monkeypatch.setattr("gockpt_jax.window.audit._ROTAS", 2)
+    auditor, _, _ = audit_of(worker)
+    sets = [{f"{n} {i}": jnp.zeros(9) for i in range(32)} for n in range(3)]
+
+    def paths(leaves):
+        return [box.path for box, _ in auditor._next_boxes(leaves, 1 / 16)]
+
+    first, second = paths(sets[0]), paths(sets[0])
+    assert not set(first) & set(second)
+    paths(sets[1])
+    assert paths(sets[0]) == first, "it is known that this is the third"
+    paths(sets[2])
+    assert paths(sets[0]) == second, "it was among the last two"
+    paths(sets[1])
+    paths(sets[2])
+    assert paths(sets[0]) == first, "it begins again"
+    assert len(auditor._rotas) == 2
 
 
 def test_leaves_that_lie_elsewhere_now_begin_again(worker):

@@ -245,7 +245,7 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypat
         for _ in range(2):
             state = step(fresh(), BATCH)
         leaves = jax.tree.leaves(state)
-        known.has_saved(step, set(map(id, leaves[2:])))
+        known.has_saved(step, [set(map(id, leaves[2:]))])
         others = [
             ({"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40}, [0, 1, 2]),
             ({"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None}, [1, 5]),
