@@ -125,12 +125,21 @@ def _fill(buffer: Buffer, rows: Sequence[jax.Array]) -> jax.Array:
 def _take(chunk: Chunk, shard: jax.Array, platform: str) -> jax.Array:
     if chunk.source.is_key:
         shard = jax.random.key_data(shard)
+    shard = to_be_cut(shard, platform)
     if not chunk.is_whole:
         row = row_size(shard.shape, chunk.start, chunk.stop)
         axis = next(a for a in range(shard.ndim + 1) if math.prod(shard.shape[a:]) == row)
         shard = lax.reshape(shard, (shard.size // row, *shard.shape[axis:]))
         shard = lax.slice_in_dim(shard, chunk.start // row, chunk.stop // row)
     return lax.reshape(as_bits(shard, platform), (chunk.size,))
+
+
+def to_be_cut(x: jax.Array, platform: str) -> jax.Array:
+    """Floats as integers, where a backend cuts by arithmetic, too.
+
+    The CPU's does. A TPU's would make a copy of the whole array for it.
+    """
+    return x if platform in _ARITHMETIC_BYTES else as_bits(x, platform)
 
 
 def as_bits(x: jax.Array, platform: str) -> jax.Array:

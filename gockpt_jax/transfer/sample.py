@@ -21,7 +21,7 @@ from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.budget import batches
 from gockpt_jax.transfer.chunks import is_key_type
-from gockpt_jax.transfer.packing import as_bits, joined
+from gockpt_jax.transfer.packing import as_bits, joined, to_be_cut
 from gockpt_jax.transfer.pull import Pull
 from gockpt_jax.transfer.replicas import Piece, Replicas
 from gockpt_jax.transfer.turns import FEW_BOXES, Turn, Turns
@@ -239,7 +239,8 @@ def _compile(cuts: Sequence[tuple[jax.ShapeDtypeStruct, tuple[int, ...]]]) -> An
         boxes = []
         for n, (x, (_, sizes)) in enumerate(zip(shards, cuts, strict=True)):
             start = [starts[n, axis] for axis in range(x.ndim)]
-            boxes.append(lax.dynamic_slice(as_bits(x, platform), start, sizes).reshape(-1))
+            box = lax.dynamic_slice(to_be_cut(x, platform), start, sizes)
+            boxes.append(as_bits(box.reshape(-1), platform))
         together = _by_dtype([spec.dtype for spec in specs])
         return [joined([boxes[n] for n in of], dtype, platform) for dtype, of in together.items()]
 

@@ -155,6 +155,18 @@ def test_every_nan_stays_the_nan_it_is(spec, monkeypatch):
     assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2])
+def test_every_nan_stays_the_nan_it_is_in_rows_of_one_argument(dtype):
+    itemsize = np.dtype(dtype).itemsize
+    patterns = np.arange(2 ** min(16, 8 * itemsize)).astype(f"u{itemsize}").view(dtype)
+    array = jnp.asarray(patterns.reshape(64, -1))
+    pairs = parts_of(array, 4)
+    block = block_of([chunk for _, chunk in pairs], [0] * len(pairs))
+    found = block.start_pull(block.stage([array] * len(pairs))).result()
+    bits = np.concatenate([part.data.view(f"u{itemsize}") for (part,) in found])
+    np.testing.assert_array_equal(bits, patterns.view(bits.dtype))
+
+
 def test_where_joining_is_arithmetic_wider_floats_are_joined_as_integers(monkeypatch):
     """As by a TPU's compiler, which pads arrays and takes the larger."""
     monkeypatch.setitem(packing._ARITHMETIC_BYTES, "cpu", 4)
