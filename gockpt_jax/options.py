@@ -90,7 +90,7 @@ class Audit:
         value of the replayed shard. It is the bound for rounding: an element that the updates take
         past zero is many of its own units off, and far below the leaf's scale (of Adam's parameters
         on an H200 up to a million units, and 2e-7). What is no rounding (integers, NaN and numbers)
-        it does not excuse.
+        it does not excuse, nor fp8, which is compared bit by bit.
       on_failure: `"demote"`: the leaf and those it is updated with are late from then on, so that
         later saves are right. `"raise"`: later windows try again, unless it was replayed up to
         rounding, which would fail again. Programs of several processes always try again.

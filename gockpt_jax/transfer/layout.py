@@ -157,10 +157,16 @@ def lay_out(chunks: Sequence[Chunk], *, copied: bool = True) -> list[Buffer]:
     ]
 
 
-def _padded_bytes(chunk: Chunk) -> int:
-    """What a chunk takes of a buffer that it shares."""
-    unit = PAGE_BYTES if chunk.num_bytes >= LARGE_BYTES else ALIGNMENT_BYTES
-    return _padded(chunk.num_bytes, unit)
+def padded_bytes(chunk: Chunk) -> int:
+    """What a chunk takes of a buffer that it may share."""
+    is_page = chunk.num_bytes >= LARGE_BYTES and _platform(chunk.source.placed) in _FEW_ON
+    return _padded(chunk.num_bytes, PAGE_BYTES if is_page else ALIGNMENT_BYTES)
+
+
+@functools.cache
+def _platform(sharding: jax.sharding.Sharding) -> str:
+    device: Any = next(iter(sharding.device_set))
+    return str(device.platform)
 
 
 def _shared_bytes(chunks: Sequence[Chunk], alike: Mapping[tuple[Place, Any], Sequence[int]]) -> int:
@@ -170,7 +176,7 @@ def _shared_bytes(chunks: Sequence[Chunk], alike: Mapping[tuple[Place, Any], Seq
     few = min((_FEW_ON.get(platform, len(positions)) for platform in platforms), default=0)
     if len(positions) <= few:
         return 0
-    total = sum(_padded_bytes(chunks[n]) for n in positions)
+    total = sum(padded_bytes(chunks[n]) for n in positions)
     return min(_SHARED_BYTES, -(-total // few))
 
 
@@ -179,7 +185,7 @@ def _fill(
 ) -> list[list[int]]:
     """Those that share a buffer: small ones, and large ones until they are `shared_bytes`."""
     large_bytes = min(LARGE_BYTES, MIN_SLICE_BYTES * replicas) if replicas > 1 else LARGE_BYTES
-    weights = {n: _padded_bytes(chunks[n]) for n in positions}
+    weights = {n: padded_bytes(chunks[n]) for n in positions}
     large = [n for n in positions if weights[n] >= large_bytes]
     small = [n for n in positions if weights[n] < large_bytes]
     limit = max(MAX_CHUNK_BYTES, shared_bytes)
@@ -212,7 +218,7 @@ def _buffer(
     offsets, size = [], 0
     for n in positions:
         offsets.append(size)
-        size += _padded_bytes(chunks[n]) // dtype.itemsize
+        size += padded_bytes(chunks[n]) // dtype.itemsize
     slice_size = size
     if len(positions) == 1:
         slice_size = size = chunks[positions[0]].size  # nothing follows it

@@ -161,9 +161,12 @@ def compile_samples_ahead(
     """
     if any(a.is_deleted() for a in arrays):
         return
-    pieces = [p for a in arrays if can_be_sampled(a) for p in replicas.pieces(a)]
-    for cast in Turns([kind_of(piece) for piece in pieces], fraction).casts():
-        probes = [(pieces[turn.piece], grid_at(pieces[turn.piece], turn), 0) for turn in cast]
+    found = [replicas.pieces(a) for a in arrays if can_be_sampled(a)]
+    leaves = [pieces for pieces in found if pieces]
+    turns = Turns([[kind_of(piece) for piece in pieces] for pieces in leaves], fraction)
+    for cast in turns.casts():
+        looked_at = [(leaves[turn.leaf][turn.piece], turn) for turn in cast]
+        probes = [(piece, grid_at(piece, turn), 0) for piece, turn in looked_at]
         for batch in in_batches(probes, limit_bytes):
             for numbers in _together(batch):
                 _programs.wanted(*_program([batch[n] for n in numbers]))

@@ -49,11 +49,11 @@ class _Rota:
     """Whose turn it is, of leaves that are saved together.
 
     Attributes:
-      pieces: The path of each one's leaf, and its number among the leaf's.
+      paths: Of the leaves, by their numbers.
     """
 
-    def __init__(self, pieces: Sequence[tuple[str, int]], turns: Turns):
-        self.pieces = pieces
+    def __init__(self, paths: Sequence[str], turns: Turns):
+        self.paths = paths
         self._turns = turns
         self._samples = 0
 
@@ -132,20 +132,17 @@ class Auditor:
             del self._rotas[next(iter(self._rotas))]
         pairs = []
         for turn in rota.next():
-            path, n = rota.pieces[turn.piece]
-            piece = self._replicas.pieces(leaves[path])[n]
+            path = rota.paths[turn.leaf]
+            piece = self._replicas.pieces(leaves[path])[turn.piece]
             grid = grid_at(piece, turn)
             # Each time the box is the next one.
-            pairs.append((_Box(path, n, grid, turn.time % grid.count), piece))
+            pairs.append((_Box(path, turn.piece, grid, turn.time % grid.count), piece))
         return pairs
 
     def _rota(self, leaves: Mapping[str, jax.Array], fraction: float) -> "_Rota":
-        pieces = {
-            (path, n): kind_of(piece)
-            for path, array in leaves.items()
-            for n, piece in enumerate(self._replicas.pieces(array))
-        }
-        return _Rota([*pieces], Turns([*pieces.values()], fraction))
+        kinds = {p: [*map(kind_of, self._replicas.pieces(a))] for p, a in leaves.items()}
+        paths = [path for path, of_leaf in kinds.items() if of_leaf]
+        return _Rota(paths, Turns([kinds[path] for path in paths], fraction))
 
     def _send(
         self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit"

@@ -15,7 +15,7 @@ from gockpt_jax.transfer.chunks import (
     in_host_memory,
     row_ranges,
 )
-from gockpt_jax.transfer.layout import ALIGNMENT_BYTES
+from gockpt_jax.transfer.layout import padded_bytes
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.landing import Landing
@@ -145,7 +145,7 @@ def _staged_bytes(chunk: Chunk) -> int:
     """At most, on one device; copies of what the host holds are made there."""
     if in_host_memory(chunk.source.given):
         return 0
-    return -(-chunk.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return padded_bytes(chunk)
 
 
 def late_chunks(

@@ -62,7 +62,10 @@ class Planner:
         self._plans: weakref.WeakKeyDictionary[StepProgram, Planned] = weakref.WeakKeyDictionary()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # is compiled, or being so
         self._timed: weakref.WeakSet[StepProgram] = weakref.WeakSet()  # whose plans rest on time
-        self._sampled_for: weakref.WeakKeyDictionary[StepProgram, Any] = weakref.WeakKeyDictionary()
+        # Sets of leaves for whose samples all is compiled, or being so.
+        self._sampled: weakref.WeakKeyDictionary[StepProgram, set[frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def prepare(self, step: WrappedStep) -> bool:
         """Plans for a new program, long before its first window: arming it takes long.
@@ -206,22 +209,22 @@ class Planner:
         if program is None or planned is None or not planned.is_ready:
             return
         if (leaves := program.returned.leaves(step.last.new_state)) is not None:
-            self._compile_samples(program, planned, leaves)
+            with step.giving_up_on_errors():
+                self._compile_samples(program, planned, leaves)
 
     def _compile_samples(
         self, program: StepProgram, planned: Planned, leaves: Sequence[jax.Array]
     ) -> None:
         """What the audit will copy of each item; before the first save there is one, of all."""
-        audit, items = self._options.audit, self._known.items(program)
-        sampled_for = planned.plan.blocks, items
-        if audit is None or self._sampled_for.get(program) == sampled_for:
+        audit = self._options.audit
+        if audit is None or any(leaf.is_deleted() for leaf in leaves):
             return
-        self._sampled_for[program] = sampled_for
-        early = planned.early_leaves()
-        for item in items or (early,):
-            sampled = [leaves[j] for j in sorted(early.intersection(item))]
-            limit_bytes = self._device.limit_bytes
-            compile_samples_ahead(sampled, audit.fraction, self._replicas, limit_bytes)
+        early, seen = frozenset(planned.early_leaves()), self._sampled.setdefault(program, set())
+        for item in self._known.items(program) or (early,):
+            if (sampled := early & item) not in seen:
+                seen.add(sampled)
+                arrays, limit_bytes = [leaves[j] for j in sorted(sampled)], self._device.limit_bytes
+                compile_samples_ahead(arrays, audit.fraction, self._replicas, limit_bytes)
 
     def _compile_rest(self, planned: Planned, leaves: Sequence[jax.Array]) -> None:
         """What is staged at the sealed version: late leaves, and rows of early ones."""

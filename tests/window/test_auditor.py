@@ -75,7 +75,8 @@ def test_more_shards_than_boxes_take_turns(worker):
     for turn in range(24):
         pairs = auditor._next_boxes(leaves, 1 / 16)
         assert len(pairs) == FEW_BOXES
-        assert sum(math.prod(box.grid.sizes) for box, _ in pairs) == 20 * 8 * 8192 // 16
+        elements = sum(math.prod(box.grid.sizes) for box, _ in pairs)
+        assert 1 <= elements / (20 * 8 * 8192 // 16) <= 1.25
         devices = collections.Counter(d for _, p in pairs for d in p.shard.devices())
         assert set(devices.values()) <= {1, 2, 3}
         if not turn:
