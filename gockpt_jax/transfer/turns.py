@@ -71,7 +71,7 @@ class Turns:
     Example:
       >>> wide, tall = [(0, "wide"), (1, "wide")], [(0, "tall")]
       >>> [(turn.leaf, turn.piece) for turn in Turns([wide, tall, wide], 1 / 64).of(0)]
-      [(1, 0), (0, 0), (2, 1)]
+      [(1, 0), (0, 0), (2, 0), (0, 1), (2, 1)]
     """
 
     def __init__(self, leaves: Sequence[Leaf], fraction: float):
