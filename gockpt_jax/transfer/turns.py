@@ -187,7 +187,7 @@ class _Order:
 
 def _shared_out(looks: Mapping[int, int]) -> dict[int, int]:
     """Of few boxes one for each device, and the others where there is the most to look at."""
-    boxes = dict.fromkeys(looks, 1)
+    boxes = dict.fromkeys(sorted(looks), 1)
     for _ in range(FEW_BOXES - len(boxes) if boxes else 0):
         boxes[max(boxes, key=lambda device: looks[device] / boxes[device])] += 1
     return boxes
