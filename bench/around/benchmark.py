@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import shutil
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from bench.profiled import profiled
 from bench.record import Record, has_nvidia, use_device_memory, without_fma
 from bench.train.model import AXIS, SIZES, Job, make_job
 from bench.train.modes import Mode, Setting, make_mode, refuse_unknown
@@ -180,7 +180,7 @@ class _OfSize:
             for n in range((saves - 1 + (watched is not None)) * interval + interval // 2):
                 if watched is not None and n == watched - _LEAD:
                     jax.block_until_ready(self._state)
-                    profiling.enter_context(self._profiled(name))
+                    profiling.enter_context(profiled(self._profile(name)))
                 elif watched is not None and n == watched + _TAIL:
                     jax.block_until_ready(self._state)
                     profiling.close()
@@ -201,18 +201,9 @@ class _OfSize:
         mode.clean()
         return steps
 
-    @contextlib.contextmanager
-    def _profiled(self, name: str) -> Iterator[None]:
-        with tempfile.TemporaryDirectory() as scratch:
-            watched = jax.profiler.ProfileOptions()
-            watched.python_tracer_level = 0
-            jax.profiler.start_trace(scratch, profiler_options=watched)
-            try:
-                yield
-            finally:
-                jax.profiler.stop_trace()
-                for file in Path(scratch).rglob("*.xplane.pb"):
-                    shutil.copy(file, self._chosen.out.with_name(f"{self._size}-{name}.xplane.pb"))
+    def _profile(self, name: str) -> Path:
+        out: Path = self._chosen.out
+        return out.with_name(f"{self._size}-{name}.xplane.pb")
 
     def _add(self, name: str, steps: Sequence[_Step], windows: Mapping[int, int]) -> None:
         """Adds figures; `windows`: of each save the K, if it was by a window."""

@@ -4,17 +4,14 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from bench.profiled import profiled
 from bench.record import Record, resident_bytes, without_paths
 from bench.train.figures import add_host_memory, add_phase
 from bench.train.link import Link, slow_pulls
@@ -194,18 +191,10 @@ class Interval:
         if number != 1 or not self._is_watched(name):
             yield
             return
-        with tempfile.TemporaryDirectory() as scratch:
-            watched = jax.profiler.ProfileOptions()
-            watched.python_tracer_level = 0
-            jax.profiler.start_trace(scratch, profiler_options=watched)
-            try:
-                yield
-            finally:
-                jax.profiler.stop_trace()
-                for file in Path(scratch).rglob("*.xplane.pb"):
-                    kept = self.shared.options.out.with_name(f"{name}.xplane.pb")
-                    shutil.copy(file, kept)
-                    self.record.notes.append(f"{name}: a phase of its warm-up is in {kept.name}.")
+        kept = self.shared.options.out.with_name(f"{name}.xplane.pb")
+        with profiled(kept):
+            yield
+        self.record.notes.append(f"{name}: a phase of its warm-up is in {kept.name}.")
 
     def _tell_of_no_profile(self) -> None:
         watched = getattr(self.shared.options, "profile", None)
