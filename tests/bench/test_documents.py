@@ -254,6 +254,41 @@ def pauses_on_a_gpu(figures, samples):
     yield f"a device copy {figures['gockpt/50/hook_secs_per_save']:.2f}; `hook_secs_per_save`)"
 
 
+def twenty_gigabytes(figures, samples):
+    stock, copy, window = (
+        samples[f"{mode}/50/around_save_secs"] for mode in ("orbax_async", "gockpt", "gockpt_k4")
+    )
+    yield f"({figures['state_gb']:.1f} GB, steps of {figures['ideal/50/step_median_secs']:.2f} s, two"
+    yield f"a save cost {stock[0]:.2f} and {stock[1]:.2f} s by stock's asynchronous saving"
+    yield f"{copy[0]:.2f} s by the device copy, and {window[0]:.2f} and"
+    yield f"{window[0]:.2f} and {window[1]:.2f} s by a window of four steps"
+
+
+def many_arrays(figures, samples):
+    together, apart = (samples[f"340m_apart/gockpt_k1{x}/around_save_ms"] for x in ("", "+apart"))
+    yield f"cost {min(together):.0f} to {max(together):.0f} ms with shared buffers, and"
+    yield f"and {min(apart):.0f} to {max(apart):.0f} without"
+
+
+def a_window_since(figures, samples):
+    saves, costs = (samples[f"800m/gockpt_k4/{x}_ms"] for x in ("save_call", "around_save"))
+    yield f"`save_call_ms` was {min(saves):.0f}, 136 to 147 before; it cost {min(costs):.0f} ms"
+
+
+def all_optimizers(figures, samples):
+    assert figures["exact/tried"] == 33
+    exact = [x for name, x in figures.items() if re.match("exact/.*/max_ulps|library/", name)]
+    assert {x for x in exact if x < 100} == {0}
+    assert figures["exact/failures"] == 0
+    perturbed = {name for name, x in figures.items() if name.startswith("perturbed/") and x > 0}
+    assert perturbed == {"perturbed/fromage", "perturbed/novograd"}
+    yield "Later all 33 were tried"
+
+
+def torchs_stall(figures, samples):
+    yield f"returned after {figures['torch/stall_in_transfers']:.0f} times its transfer"
+
+
 def little_memory(figures, samples):
     window, snapshot = "gockpt_b80/50", "gockpt/50"
     assert figures[f"{window}/window_steps"] == 2
@@ -319,6 +354,15 @@ H200 = "h200-2026-11-27"
         ("docs/accelerators.md", f"{H200}/exact.json", replay_on_a_gpu),
         ("docs/accelerators.md", f"{H200}/train.json", pauses_on_a_gpu),
         ("docs/accelerators.md", f"{H200}/sixth.json", little_memory),
+        ("docs/accelerators.md", f"{H200}/train-1.7b.json", twenty_gigabytes),
+        ("docs/accelerators.md", f"{H200}/exact-33.json", all_optimizers),
+        ("docs/decisions/0034-few-transfers-behind-a-step.md", f"{H200}/apart.json", many_arrays),
+        (
+            "docs/decisions/0034-few-transfers-behind-a-step.md",
+            f"{H200}/around-few.json",
+            a_window_since,
+        ),
+        ("bench/README.md", f"{H200}/torch.json", torchs_stall),
         ("docs/accelerators.md", f"{H200}/memory.json", memory_of_the_host),
     ],
 )
