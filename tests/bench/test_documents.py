@@ -258,7 +258,8 @@ def twenty_gigabytes(figures, samples):
     stock, copy, window = (
         samples[f"{mode}/50/around_save_secs"] for mode in ("orbax_async", "gockpt", "gockpt_k4")
     )
-    yield f"({figures['state_gb']:.1f} GB, steps of {figures['ideal/50/step_median_secs']:.2f} s, two"
+    step = figures["ideal/50/step_median_secs"]
+    yield f"({figures['state_gb']:.1f} GB, steps of {step:.2f} s, two"
     yield f"a save cost {stock[0]:.2f} and {stock[1]:.2f} s by stock's asynchronous saving"
     yield f"{copy[0]:.2f} s by the device copy, and {window[0]:.2f} and"
     yield f"{window[0]:.2f} and {window[1]:.2f} s by a window of four steps"
