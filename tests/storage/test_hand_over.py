@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
+from gockpt_jax.storage.saving.begun import BegunSave
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written
@@ -71,6 +73,51 @@ def test_save_returns_before_stock_has_looked_at_the_tree(tmp_path, gate):
         assert len(restored["list"]) == 2
         manager.close()
     assert threading.main_thread() not in gate.asked_by
+
+
+def test_stock_is_asked_when_save_has_returned(tmp_path, monkeypatch):
+    """Beside a thread that runs Python the trainer's would wait wherever it gives that away."""
+    stock, was_held, asked = ocp.PyTreeCheckpointHandler.async_save, [], threading.Event()
+
+    async def asking(self, *args, **kwargs):
+        asked.set()
+        return await stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "async_save", asking)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        held_back = manager._gockpt_handler.begun.held_back
+
+        @contextlib.contextmanager
+        def watched(is_asynchronous):
+            with held_back(is_asynchronous):
+                yield
+                was_held.append(not asked.wait(0.5))  # it would have been asked by now
+
+        monkeypatch.setattr(manager._gockpt_handler.begun, "held_back", watched)
+        assert manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
+        assert asked.wait(WAIT_SECS)
+    assert was_held == [True]
+
+
+def test_who_writes_in_save_is_not_held_back():
+    begun = BegunSave()
+    assert begun.may_be_written.is_set()
+    for is_asynchronous in (True, False):
+        with begun.held_back(is_asynchronous):
+            while_inside = begun.may_be_written
+            assert while_inside.is_set() != is_asynchronous
+        assert while_inside.is_set()
+
+
+def test_what_is_never_let_go_begins_all_the_same(monkeypatch):
+    """Should Orbax wait in `save` for what it was given, the trainer does not wait for ever."""
+    monkeypatch.setattr("gockpt_jax.storage.saving.hand_over._HELD_SECS", 0.01)
+
+    async def begin():
+        return ocp.future.NoopFuture()
+
+    with _compat.own_operation("one without a directory"):
+        HandedOver(begin, threading.Event()).result(WAIT_SECS)
 
 
 def test_items_of_one_save_are_handed_over_side_by_side(tmp_path, gate):
@@ -244,7 +291,8 @@ def test_whether_writes_have_ended_where_nobody_has_waited_for_them(tmp_path):
 
 
 def test_what_is_cancelled_does_not_begin_and_what_has_begun_goes_on(monkeypatch):
-    may_begin, began = threading.Event(), []
+    may_begin, now, began = threading.Event(), threading.Event(), []
+    now.set()
 
     async def begin():
         began.append(threading.current_thread())
@@ -255,7 +303,7 @@ def test_what_is_cancelled_does_not_begin_and_what_has_begun_goes_on(monkeypatch
             "orbax.checkpoint._src.futures.future.wait_for_signals",
             lambda *_, **__: may_begin.wait(WAIT_SECS),
         )
-        waits = HandedOver(begin)
+        waits = HandedOver(begin, now)
         assert waits.may_begin
         waits.cancel()
         assert (waits.may_begin, waits.will_not_begin) == (False, True)
@@ -265,10 +313,19 @@ def test_what_is_cancelled_does_not_begin_and_what_has_begun_goes_on(monkeypatch
             waits.result()
     assert began == []
     with _compat.own_operation("one without a directory"):
-        writes = HandedOver(begin)
+        writes = HandedOver(begin, now)
+        later = threading.Event()
+        held, given_up = (HandedOver(begin, later) for _ in range(2))
     writes.result()
     writes.cancel()
     assert (writes.may_begin, writes.will_not_begin, len(began)) == (False, False, 1)
+    given_up.cancel()
+    assert (held.may_begin, given_up.will_not_begin, len(began)) == (True, True, 1)
+    later.set()
+    held.result()
+    with pytest.raises(RuntimeError, match="its save has failed"):
+        given_up.result()
+    assert len(began) == 2
 
 
 class Counter:

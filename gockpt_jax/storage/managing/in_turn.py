@@ -48,9 +48,10 @@ class SavesInTurn:
         self._room = room = WaitingRoom(handler, naming, manager)
         self._turn = turn = Turn(session.processes)
         self.calls = Calls(session.lock)
-        self.last = LastSave(manager, handler, turn, room)
+        is_asynchronous = options.enable_async_checkpointing
+        self.last = LastSave(manager, handler, turn, room, is_asynchronous=is_asynchronous)
         options = arrange(options, session, lambda: room.occupant, self._is_refused)
-        if options.enable_async_checkpointing and not options.read_only:
+        if is_asynchronous and not options.read_only:
             options, handler.votes = with_word_of_commits(
                 options, session.processes, handler.committed, self.calls.telling
             )

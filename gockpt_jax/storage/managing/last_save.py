@@ -38,6 +38,7 @@ class LastSave:
       handler: Of their states; knows what has begun of a save that goes to Orbax.
       turn: Is told that one begins.
       room: Who waits there cannot be written any more where a process is gone.
+      is_asynchronous: Whether saves are written when `save` has returned.
 
     Attributes:
       step: Its label.
@@ -48,7 +49,10 @@ class LastSave:
 
     deleter: Deleter
 
-    def __init__(self, manager: Any, handler: StateHandler, turn: Turn, room: WaitingRoom):
+    def __init__(
+        self, manager: Any, handler: StateHandler, turn: Turn, room: WaitingRoom, *,
+        is_asynchronous: bool,
+    ):  # fmt: skip
         self.step = -1
         self.is_unheard = False
         self._pending: PendingReport | None = None  # of its tree of arrays, if it has one
@@ -58,6 +62,7 @@ class LastSave:
         self._turn = turn
         self._room = room
         self._session, self._log = handler._gockpt_session, handler._gockpt_log
+        self._is_asynchronous = is_asynchronous
 
     @property
     def is_writing(self) -> bool:
@@ -83,7 +88,8 @@ class LastSave:
         """
         before, begun = self._log.pending, False
         with self.attempt(step):
-            begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
+            with self._handler.begun.held_back(self._is_asynchronous):
+                begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
             if begun and (pending := self._now_with_orbax(step, before)) is not None:
                 pending.returned(started_at)
                 if _compat.commit_thread(self._manager) is None:  # Orbax saves on this thread

@@ -7,7 +7,8 @@ begun to be written never is, what has stops at its next chunk, and the next sav
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -107,11 +108,14 @@ class BegunSave:
     Attributes:
       label: Of the save, or of one that is about to begin.
       number: Of saves that have come so far that items of theirs were to be taken.
+      may_be_written: Set, but while `save` has still to return: what it hands over begins then.
     """
 
     def __init__(self) -> None:
         self.label = -1
         self.number = 0
+        self.may_be_written = threading.Event()
+        self.may_be_written.set()
         self._folder = ""
         self._manager = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
@@ -122,6 +126,24 @@ class BegunSave:
     def expect(self, label: int) -> None:
         """What comes next is another save, also where it has the label of one that was deleted."""
         self.label, self._folder = label, ""
+
+    @contextlib.contextmanager
+    def held_back(self, is_asynchronous: bool) -> Iterator[None]:
+        """What is handed over inside begins to be written when this has ended.
+
+        Else two threads run Python, and the one that is the trainer's waits for the interpreter
+        wherever it gives it away: in each file that Orbax touches, each thread that it starts.
+
+        Args:
+          is_asynchronous: Whether `save` returns before it has been written.
+        """
+        self.may_be_written = threading.Event()  # not that of the save before: it is waited for
+        if not is_asynchronous:
+            self.may_be_written.set()
+        try:
+            yield
+        finally:
+            self.may_be_written.set()
 
     def enter(self, folder: str, item: str) -> bool:
         """An item comes; says whether it begins another save than that of the one before.

@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax import _compat
 from gockpt_jax.storage.writing.host_array import HostArray
 
+_HELD_SECS = 1.0  # bounded: whatever Orbax waits for in `save`, it is not for ever
 _numbers = itertools.count()
 _KNOWN = (HostArray, bool, int, float, str, np.generic)  # no caller can change them
 
@@ -32,9 +33,15 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
 
     Args:
       begin: Begins the writing; what it results in resolves when all is written.
+      after: Until it is set, nothing begins, but for long. Who never sets it has a slower save.
     """
 
-    def __init__(self, begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]]):
+    def __init__(
+        self,
+        begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]],
+        after: threading.Event,
+    ):
+        self._after = after
         self._has_begun = self._is_cancelled = False
         self._deciding = threading.Lock()  # which of them it is
         self._thread = f"gockpt_hand_over_{next(_numbers)}"
@@ -47,6 +54,7 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         self, operation: str | None, begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]]
     ) -> ocp.future.Future:
         """As a part of its own operation, whichever save has begun meanwhile."""
+        self._after.wait(_HELD_SECS)
         with self._deciding:
             if self._is_cancelled:
                 raise RuntimeError("its save has failed, so this item is not written")

@@ -188,7 +188,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
             return await self._begin_writing(directory, taken, begun)
         settled_save = dataclasses.replace(taken, save=save)
         begin = functools.partial(self._begin_writing, directory, settled_save, begun)
-        begun.handed_over = HandedOver(begin)
+        begun.handed_over = HandedOver(begin, self.begun.may_be_written)
         return begun.handed_over
 
     async def _begin_writing(

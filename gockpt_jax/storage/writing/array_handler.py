@@ -112,8 +112,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         budget = WriteBudget(self._write_limit_bytes, stats, self._host)
         files = DirectFiles(item.folder, self._write_limit_bytes)
         try:
-            for info in infos:
-                await _directory_exists(info)
+            await _directory_exists(infos[0])
             stats.require_wanted()
             layout = functools.partial(
                 array_layout, item=item, replica_layout=self._replica_layout,
