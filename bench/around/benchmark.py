@@ -31,7 +31,7 @@ _WARM = 2  # saves that do not count: programs are made and loaded, pinned memor
 _MODES = "ideal,orbax_async,gockpt_k1,gockpt_k4"
 _DEVICE_MEMORY = 0.8
 _LEAD, _TAIL = 5, 4  # steps before a save and behind it that a profile has
-_LEAST_INTERVAL = 6
+_LEAST_INTERVAL = 9
 
 NOTES = [
     "MODE/around_save_ms: what the steps from a third of an interval before a save to a third "
@@ -39,7 +39,8 @@ NOTES = [
     "which saves nothing, likewise: what is chance. save_call_ms, step_call_ms/in_window, "
     "step_call_ms/behind: the trainer's thread in the call of `save`, of the step in the K - 1 "
     "steps before it, and in the first behind. It waits for each step's loss a step later.",
-    f"Excluded: compilation, and the first {_WARM} saves of each mode.",
+    f"Excluded: compilation, the first {_WARM} saves of each mode, and what a save waits for the "
+    "one before: that one is waited for two steps before the steps around the next.",
 ]
 
 
@@ -194,6 +195,8 @@ class _OfSize:
                 before, end = loss, time.perf_counter()
                 took = (called - start, saved - called, end - start)
                 steps.append(_Step(*(round(1e3 * secs, 3) for secs in took)))
+                if n % interval == interval - interval // 3 - 2:
+                    mode.finish()  # and one more step is between, in which the device has work anew
                 if n == interval:
                     mode.settle()
         jax.block_until_ready(self._state)
@@ -211,7 +214,7 @@ class _OfSize:
         near = interval // 3
         saves = [n * interval for n in range(_WARM, _WARM + self._chosen.saves)]
         around = [steps[at - near : at + near + 1] for at in saves]
-        between = [steps[at - interval + near + 1 : at - near] for at in saves]
+        between = [steps[at - interval + near + 1 : at - near - 1] for at in saves]
         usual = statistics.median(step.all for rest in between for step in rest)
         add = self._record.add
         add(f"{label}/step_ms", *(step.all for rest in between for step in rest))

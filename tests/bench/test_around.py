@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import types
 
+import jax.numpy as jnp
 import pytest
 
 from bench.around import benchmark as around
 from bench.record import Record
+from bench.train.modes import Mode
 
 CHOSEN = {
     "size": None, "modes": "ideal,gockpt_k3+apart", "interval": 12, "saves": 2, "directory": None,
@@ -28,6 +31,32 @@ def test_it_measures_modes_and_experiments(tmp_path):
     assert [path.name for path in tmp_path.glob("*.pb")] == ["toy-gockpt_k3+apart.xplane.pb"]
 
 
+class Endless(Mode):
+    """Its saves go on until they are waited for."""
+
+    def __init__(self):
+        self.under_way, self.found_one = False, []
+
+    def step(self, state, batch):
+        return state, jnp.zeros(())
+
+    def save(self, label, state):
+        if label % 12 == 0:
+            self.found_one.append(self.under_way)
+            self.under_way = True
+
+    def finish(self):
+        self.under_way = False
+
+
+def test_no_save_waits_for_the_one_before():
+    bench, mode = object.__new__(around._OfSize), Endless()
+    bench._chosen, bench._state = argparse.Namespace(**CHOSEN), None
+    bench._job = types.SimpleNamespace(batches=[None] * 16)
+    assert len(bench._train("endless", mode)) == 12 * 3 + 6
+    assert mode.found_one == [False] * 4
+
+
 def test_a_save_costs_what_its_steps_took_over_the_others():
     record = Record("around")
     bench = object.__new__(around._OfSize)
@@ -38,7 +67,7 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
     steps[25] = steps[37] = around._Step(6.0, 0.5, 10.0)
     bench._add("gockpt_k4", steps, {24: 4, 36: 3})
     assert record.samples["toy/gockpt_k4/around_save_ms"] == [9.0, 6.0]
-    assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 6
+    assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 4
     assert record.samples["toy/gockpt_k4/save_call_ms"] == [4.0, 4.0]
     assert record.samples["toy/gockpt_k4/step_call_ms/behind"] == [6.0, 6.0]
     assert record.samples["toy/gockpt_k4/step_call_ms/in_window"] == [1, 1, 3, 1, 3]
@@ -51,7 +80,7 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
         ({"modes": "gockpt_4"}, ValueError, "no mode 'gockpt_4'"),
         ({"size": "toy,toyy"}, ValueError, "no size 'toyy'; give some of toy, 3m"),
         ({"saves": 0}, ValueError, "--saves at least 1; got 12 and 0"),
-        ({"interval": 5}, ValueError, "--interval must be at least 6"),
+        ({"interval": 8}, ValueError, "--interval must be at least 9"),
         ({"profile": "gockpt"}, SystemExit, "--profile gockpt needs --out, and to be one of"),
     ],
 )

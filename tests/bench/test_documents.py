@@ -183,8 +183,6 @@ def graphs_side_by_side(figures, samples):
     assert calls[6] > 200
     took = f"{calls[0]:.0f} to {calls[5]:.0f} ms once"
     yield f"two of three calls of the armed step took {took}"
-    saves = samples["800m/gockpt_k4+graphs/save_call_ms"]
-    yield f"`save` took {min(saves):.0f} to {max(saves):.0f} ms, why is not known"
 
 
 def what_a_window_cost(figures, samples):
@@ -267,7 +265,7 @@ def twenty_gigabytes(figures, samples):
 
 def many_arrays(figures, samples):
     together, apart = (samples[f"340m_apart/gockpt_k1{x}/around_save_ms"] for x in ("", "+apart"))
-    yield f"cost {min(together):.0f} to {max(together):.0f} ms with shared buffers, and"
+    yield f"{min(together):.0f} to {max(together):.0f} with shared buffers"
     yield f"and {min(apart):.0f} to {max(apart):.0f} without"
 
 
@@ -373,6 +371,42 @@ def test_prose_tells_what_a_gpu_showed(page, result, sentences):
     record = json.loads((RESULTS / result).read_text(encoding="utf-8"))
     for sentence in sentences(record["figures"], record["samples"]):
         assert sentence in text
+
+
+def waits_of(record, mode):
+    """Of the saves that count: what each waited for the one before, and held the trainer beside."""
+    details = json.loads((RESULTS / H200 / record).read_text(encoding="utf-8"))["details"][mode]
+    found = {report["step"]: report for report in details["reports"]}
+    for step in sorted(found)[2:]:
+        waited = found[step]["barrier_secs"]
+        yield step, waited, 1e3 * (found[step]["stall_secs"] - waited)
+
+
+def test_prose_tells_which_saves_waited_for_the_one_before():
+    folder = ROOT / "docs" / "decisions"
+    text = words(folder / "0032-programs-that-run-now-and-then-on-a-gpu.md")
+    graphs, without = (
+        [each for each in waits_of("around.json", f"800m/gockpt_k4{x}") if each[0] <= 100]
+        for x in ("+graphs", "")
+    )
+    assert len(graphs) == len(without) == 4
+    long = [f"{1e3 * waited:.0f}" for _, waited, _ in graphs if waited > 0.1]
+    assert f"before, for {long[0]}, {long[1]} and {long[2]} ms (" in text
+    assert len(long) == 3
+    assert max(waited for _, waited, _ in without) < 0.01
+    held, freer = ([round(beside) for _, _, beside in saves] for saves in (graphs, without))
+    assert f"for {min(held)} to {max(held)} ms with graphs" in text
+    assert f"and for {min(freer)} to {max(freer)} without" in text
+
+    text = words(folder / "0034-few-transfers-behind-a-step.md")
+    apart = [[*waits_of("apart.json", f"340m_apart/gockpt_k1{x}")] for x in ("", "+apart")]
+    waits = [1e3 * waited for saves in apart for _, waited, _ in saves]
+    assert f"for {min(waits):.0f} to {max(waits):.0f} ms (" in text
+    together, alone = ([beside for _, _, beside in saves] for saves in apart)
+    assert f"held the trainer for {min(together):.0f} to {max(together):.0f} ms with" in text
+    assert f"and for {min(alone):.0f} to {max(alone):.0f} without" in text
+    waited = [secs for _, secs, _ in waits_of("around-few.json", "800m/gockpt_k4") if secs > 0.1]
+    assert f"waited for the one before, {waited[0]:.1f} and {waited[1]:.1f} s" in text
 
 
 def test_prose_tells_what_the_first_saves_of_a_process_took():
