@@ -4,7 +4,9 @@ All save the same tree, at the same steps of the same training; each call finds 
 committed, so none waits for storage.
 """
 
+import contextlib
 import dataclasses
+import gc
 import tempfile
 import time
 from pathlib import Path
@@ -72,11 +74,18 @@ def measure(record: Record, model: Any, saves: int) -> None:
     """
     with tempfile.TemporaryDirectory() as directory:
         trainers = {name: _trainer(name, Path(directory) / name, *model()) for name in _NAMES}
-        for label in range(_STEPS * (_WARM_UP + saves)):
+        labels = _STEPS * (_WARM_UP + saves)
+        for label in range(labels):
             for trainer in trainers.values():
                 trainer.run(label)
-        for trainer in trainers.values():
+        _add(record, trainers)
+        for name, trainer in trainers.items():
+            alone = range(labels, labels + _STEPS * saves)
+            _add_collections(record, _NAMES[name], trainer, alone)
             trainer.manager.close()
+
+
+def _add(record: Record, trainers: dict[str, _Trainer]) -> None:
     leaves = len(jax.tree.leaves(trainers["stock"].state))
     kinds = {r.kind for r in trainers["window"].manager.reports[_WARM_UP:]}
     assert kinds == {"window"}, kinds
@@ -87,15 +96,48 @@ def measure(record: Record, model: Any, saves: int) -> None:
         record.samples[f"save_idle{suffix}_us"] = [1e6 * secs for secs in trainer.idle]
     stock = trainers["stock"].calls
     record.samples["save_call_ratio"] = ratios(trainers["window"].calls, stock)
+    held_back = ratios(trainers["snapshot"].calls, trainers["beside"].calls)
+    record.samples["held_back_ratio"] = held_back
     record.notes.append(
         f"save_call_ms: a call of `save` that ends a window of {_STEPS} steps, of {leaves} leaves;"
         " save_call_snapshot_ms: one without a window; save_call_stock_ms: asynchronous stock"
         " Orbax, same tree, in turns; save_call_ratio: the first over stock's; save_call_cpu: of"
-        " it, the thread's own processor time; save_idle: a call that saves nothing."
+        " it, the thread's own processor time; save_idle: a call that saves nothing;"
+        " save_call_beside_ms: a snapshot whose writing begins before `save` has returned, not"
+        " when it has; held_back_ratio: save_call_snapshot_ms over that."
     )
 
 
-_NAMES = {"window": "", "snapshot": "_snapshot", "stock": "_stock"}
+def _add_collections(record: Record, suffix: str, trainer: _Trainer, labels: range) -> None:
+    """Counts the collections of all garbage while one of them trains alone."""
+    secs, started = [], [0.0]
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2 and phase == "start":
+            started[0] = time.perf_counter()
+        elif info["generation"] == 2:
+            secs.append(time.perf_counter() - started[0])
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        for label in labels:
+            trainer.run(label)
+    finally:
+        gc.callbacks.remove(note)
+    per_save = len(secs) * _STEPS / len(labels)
+    record.samples[f"full_collections_per_save{suffix}"] = [per_save]
+    if secs:
+        record.samples.setdefault("full_collection_ms", []).extend(1e3 * each for each in secs)
+    if not suffix:
+        record.notes.append(
+            "full_collections_per_save: how often Python's garbage collector looked at all objects "
+            f"of the process, of which there were {len(gc.get_objects())}, while that way trained "
+            f"alone, {_STEPS} steps for a save; full_collection_ms: each of these, of all ways."
+        )
+
+
+_NAMES = {"window": "", "snapshot": "_snapshot", "beside": "_beside", "stock": "_stock"}
 
 
 def _trainer(name: str, directory: Path, state: Any, update: Any) -> _Trainer:
@@ -106,4 +148,7 @@ def _trainer(name: str, directory: Path, state: Any, update: Any) -> _Trainer:
     steps = _STEPS if name == "window" else 1
     window = gockpt.WindowOptions(steps=steps)
     ours = gockpt.GoCkptManager(directory, options=options, window=window)
+    if name == "beside":
+        begun = ours._gockpt_handler.begun
+        begun.held_back = lambda _: contextlib.nullcontext()  # type: ignore[method-assign]
     return _Trainer(ours, gockpt.GoCkptSave, ours.wrap(update), state)

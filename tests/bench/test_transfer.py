@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from bench.record import Record
@@ -10,7 +12,7 @@ from bench.transfer.asked import Scale
 from bench.transfer.benchmark import _model
 from bench.transfer.gpu import QUESTIONS, answer
 from bench.transfer.raw_link import raw_link_secs
-from bench.transfer.save_call import measure
+from bench.transfer.save_call import _add_collections, measure
 
 
 def test_every_question_is_answered_or_says_why_not(monkeypatch):
@@ -58,10 +60,23 @@ def test_nothing_is_asked_after_the_time():
 def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
     record = Record("transfer")
     measure(record, lambda: _model(8, leaves=6), saves=2)
-    for kind in ("", "_snapshot", "_stock"):
+    for kind in ("", "_snapshot", "_beside", "_stock"):
         assert len(record.samples[f"save_call{kind}_ms"]) == 2
         assert len(record.samples[f"save_idle{kind}_us"]) == 6
-    assert len(record.samples["save_call_ratio"]) == 2
+        assert len(record.samples[f"full_collections_per_save{kind}"]) == 1
+    assert len(record.samples["save_call_ratio"]) == len(record.samples["held_back_ratio"]) == 2
+
+
+def test_full_collections_are_counted_by_save():
+    class Collecting:
+        def run(self, label):
+            for generation in (0, 2, 2):
+                gc.collect(generation)
+
+    record = Record("transfer")
+    _add_collections(record, "_stock", Collecting(), range(8))
+    assert record.samples["full_collections_per_save_stock"] == [8]
+    assert len(record.samples["full_collection_ms"]) == 16
 
 
 def test_hooks_are_timed_outside_windows_where_one_opens_and_inside(monkeypatch):
