@@ -79,9 +79,15 @@ def measure(record: Record, model: Any, saves: int) -> None:
             for trainer in trainers.values():
                 trainer.run(label)
         _add(record, trainers)
+        alone = range(labels, labels + _STEPS * saves)
         for name, trainer in trainers.items():
-            alone = range(labels, labels + _STEPS * saves)
             _add_collections(record, _NAMES[name], trainer, alone)
+        gc.collect()
+        gc.freeze()
+        later = range(alone.stop, alone.stop + len(alone))
+        _add_collections(record, "_frozen", trainers["snapshot"], later)
+        gc.unfreeze()
+        for trainer in trainers.values():
             trainer.manager.close()
 
 
@@ -127,13 +133,16 @@ def _add_collections(record: Record, suffix: str, trainer: _Trainer, labels: ran
         gc.callbacks.remove(note)
     per_save = len(secs) * _STEPS / len(labels)
     record.samples[f"full_collections_per_save{suffix}"] = [per_save]
+    frozen = "_frozen" if suffix == "_frozen" else ""
     if secs:
-        record.samples.setdefault("full_collection_ms", []).extend(1e3 * each for each in secs)
+        took = record.samples.setdefault(f"full_collection{frozen}_ms", [])
+        took.extend(1e3 * each for each in secs)
     if not suffix:
         record.notes.append(
             "full_collections_per_save: how often Python's garbage collector looked at all objects "
             f"of the process, of which there were {len(gc.get_objects())}, while that way trained "
-            f"alone, {_STEPS} steps for a save; full_collection_ms: each of these, of all ways."
+            f"alone, {_STEPS} steps for a save; full_collection_ms: each of these, of all ways; "
+            "..._frozen: a snapshot's, after `gc.freeze()`."
         )
 
 
