@@ -137,6 +137,22 @@ def save_calls(figures):
     yield f"`save_call_stock_ms`): {ratio:.2f} of stock's, with windows, at 300 leaves"
 
 
+def save_calls_held_back(figures):
+    yield f"and {figures['save_call_ratio']:.2f} since it is held back"
+    yield f"the call takes {figures['held_back_ratio']:.2f} of what it takes without"
+
+
+def collections_of_garbage(figures):
+    names = ("", "_snapshot", "_stock")
+    (often,) = {figures[f"full_collections_per_save{name}"] for name in names}
+    assert round(1 / often) == 6
+    took, frozen = figures["full_collection_ms"], figures["full_collection_frozen_ms"]
+    yield f"once in six saves, ours or stock's, for {took:.0f} ms"
+    yield f"makes it {frozen:.1f} ms"
+    ours, stock = figures["save_call_cpu_ms"], figures["save_call_cpu_stock_ms"]
+    yield f"of 300 it took {ours:.0f} ms of processor time (stock's {stock:.0f}"
+
+
 def profiled_window(figures, samples):
     least, most = (f(samples["user_step_call_ms"]) for f in (min, max))
     first = figures["user_step_call_ms/first_after_the_window"]
@@ -448,6 +464,12 @@ def test_prose_tells_what_the_first_saves_of_a_process_took():
             "transfer-cpu-2026-11-22.json",
             save_calls,
         ),
+        (
+            "docs/decisions/0024-stock-is-asked-off-the-trainers-thread.md",
+            "transfer-cpu-2026-11-28.json",
+            save_calls_held_back,
+        ),
+        ("docs/scale.md", "transfer-cpu-2026-11-28.json", collections_of_garbage),
         (
             "docs/decisions/0026-what-follows-travels-as-one.md",
             "transfer-cpu-2026-11-22.json",
