@@ -20,6 +20,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from bench.garbage import frozen, full_collections
 from bench.profiled import profiled
 from bench.record import Record, has_nvidia, use_device_memory, without_fma
 from bench.train.model import AXIS, SIZES, Job, make_job
@@ -38,7 +39,9 @@ NOTES = [
     "behind it took over as many medians of the steps between; step_ms: that median. For `ideal`, "
     "which saves nothing, likewise: what is chance. save_call_ms, step_call_ms/in_window, "
     "step_call_ms/behind: the trainer's thread in the call of `save`, of the step in the K - 1 "
-    "steps before it, and in the first behind. It waits for each step's loss a step later.",
+    "steps before it, and in the first behind. It waits for each step's loss a step later. "
+    "full_collection_ms: in steps in which Python's garbage collector looked at all objects, what "
+    "that took.",
     f"Excluded: compilation, the first {_WARM} saves of each mode, and what a save waits for the "
     "one before: that one is waited for two steps before the steps around the next.",
 ]
@@ -60,16 +63,22 @@ def _large_apart() -> Iterator[None]:
 EXPERIMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "graphs": _with_graphs,
     "apart": _large_apart,
+    "frozen": frozen,
 }
 """Behind a mode's name and a `+`. graphs: on a GPU, the armed step with CUDA graphs (decision 32);
-apart: large arrays travel one by one, however many they are (decision 34)."""
+apart: large arrays travel one by one, however many they are (decision 34); frozen: after
+`gc.freeze()`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be chosen."""
     add = parser.add_argument
     add("--size", help="of bench/train/model.py; several, comma-separated; 10m on a CPU, else 800m")
-    add("--modes", default=_MODES, help="of `bench train`, and MODE+EXPERIMENT: graphs, apart")
+    add(
+        "--modes",
+        default=_MODES,
+        help="of `bench train`, and MODE+EXPERIMENT: graphs, apart, frozen",
+    )
     add("--interval", type=int, default=20, help="steps between saves (20)")
     add("--saves", type=int, default=4, help="that count (4)")
     add("--directory", type=Path, help="for checkpoints")
@@ -134,11 +143,13 @@ class _Step:
       call: Of the step.
       save: The call of `save`.
       all: With the wait for the loss of the step before.
+      collecting: Python's garbage collector, in collections of all objects.
     """
 
     call: float
     save: float
     all: float
+    collecting: float = 0.0
 
 
 class _OfSize:
@@ -176,7 +187,7 @@ class _OfSize:
         interval, saves = self._chosen.interval, _WARM + self._chosen.saves
         steps: list[_Step] = []
         before = None
-        with contextlib.ExitStack() as profiling:
+        with contextlib.ExitStack() as profiling, full_collections() as collected:
             watched = saves * interval if name == self._chosen.profile else None
             for n in range((saves - 1 + (watched is not None)) * interval + interval // 2):
                 if watched is not None and n == watched - _LEAD:
@@ -193,7 +204,8 @@ class _OfSize:
                 if before is not None:
                     before.block_until_ready()
                 before, end = loss, time.perf_counter()
-                took = (called - start, saved - called, end - start)
+                took = (called - start, saved - called, end - start, sum(collected))
+                collected.clear()
                 steps.append(_Step(*(round(1e3 * secs, 3) for secs in took)))
                 if n % interval == interval - interval // 3 - 2:
                     mode.finish()  # and one more step is between, in which the device has work anew
@@ -218,6 +230,8 @@ class _OfSize:
         usual = statistics.median(step.all for rest in between for step in rest)
         add = self._record.add
         add(f"{label}/step_ms", *(step.all for rest in between for step in rest))
+        if collected := [step.collecting for step in steps if step.collecting]:
+            add(f"{label}/full_collection_ms", *collected)
         for at, of_save in zip(saves, around, strict=True):
             add(f"{label}/around_save_ms", sum(step.all for step in of_save) - len(of_save) * usual)
             add(f"{label}/save_call_ms", steps[at].save)

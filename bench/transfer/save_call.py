@@ -16,6 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 import gockpt_jax as gockpt
+from bench.garbage import frozen, full_collections
 from bench.record import Record, ratios
 
 _STEPS = 4  # from save to save, and K of the windows
@@ -82,11 +83,9 @@ def measure(record: Record, model: Any, saves: int) -> None:
         alone = range(labels, labels + _STEPS * saves)
         for name, trainer in trainers.items():
             _add_collections(record, _NAMES[name], trainer, alone)
-        gc.collect()
-        gc.freeze()
         later = range(alone.stop, alone.stop + len(alone))
-        _add_collections(record, "_frozen", trainers["snapshot"], later)
-        gc.unfreeze()
+        with frozen():
+            _add_collections(record, "_frozen", trainers["snapshot"], later)
         for trainer in trainers.values():
             trainer.manager.close()
 
@@ -116,21 +115,10 @@ def _add(record: Record, trainers: dict[str, _Trainer]) -> None:
 
 def _add_collections(record: Record, suffix: str, trainer: _Trainer, labels: range) -> None:
     """Counts the collections of all garbage while one of them trains alone."""
-    secs, started = [], [0.0]
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        if info["generation"] == 2 and phase == "start":
-            started[0] = time.perf_counter()
-        elif info["generation"] == 2:
-            secs.append(time.perf_counter() - started[0])
-
     gc.collect()
-    gc.callbacks.append(note)
-    try:
+    with full_collections() as secs:
         for label in labels:
             trainer.run(label)
-    finally:
-        gc.callbacks.remove(note)
     per_save = len(secs) * _STEPS / len(labels)
     record.samples[f"full_collections_per_save{suffix}"] = [per_save]
     frozen = "_frozen" if suffix == "_frozen" else ""

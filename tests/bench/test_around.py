@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import types
 
@@ -41,6 +42,8 @@ class Endless(Mode):
         return state, jnp.zeros(())
 
     def save(self, label, state):
+        if label == 24:
+            gc.collect()
         if label % 12 == 0:
             self.found_one.append(self.under_way)
             self.under_way = True
@@ -53,7 +56,13 @@ def test_no_save_waits_for_the_one_before():
     bench, mode = object.__new__(around._OfSize), Endless()
     bench._chosen, bench._state = argparse.Namespace(**CHOSEN), None
     bench._job = types.SimpleNamespace(batches=[None] * 16)
-    assert len(bench._train("endless", mode)) == 12 * 3 + 6
+    gc.disable()  # but for the one collection below
+    try:
+        steps = bench._train("endless", mode)
+    finally:
+        gc.enable()
+    assert len(steps) == 12 * 3 + 6
+    assert steps[24].collecting > steps[25].collecting == 0
     assert mode.found_one == [False] * 4
 
 
@@ -65,10 +74,12 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
     for at, more in ((24, 7.0), (26, 2.0), (36, 5.0), (40, 1.0)):
         steps[at] = around._Step(3.0, 4.0, 10.0 + more)
     steps[25] = steps[37] = around._Step(6.0, 0.5, 10.0)
+    steps[30] = around._Step(1.0, 0.5, 10.0, collecting=8.0)
     bench._add("gockpt_k4", steps, {24: 4, 36: 3})
     assert record.samples["toy/gockpt_k4/around_save_ms"] == [9.0, 6.0]
     assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 4
     assert record.samples["toy/gockpt_k4/save_call_ms"] == [4.0, 4.0]
+    assert record.samples["toy/gockpt_k4/full_collection_ms"] == [8.0]
     assert record.samples["toy/gockpt_k4/step_call_ms/behind"] == [6.0, 6.0]
     assert record.samples["toy/gockpt_k4/step_call_ms/in_window"] == [1, 1, 3, 1, 3]
 
