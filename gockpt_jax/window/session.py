@@ -75,6 +75,7 @@ class Session:
       known: What their plans rest on.
       planner: Of windows.
       between_steps: Called on the trainer's thread before each update; may raise.
+      after_steps: Called there when one has been given to the device.
       lock: Held by whoever steps, or begins a save, from its beginning to its end. In a running
         event loop Orbax takes the state on a thread of its own, while the caller's waits with it.
     """
@@ -88,6 +89,7 @@ class Session:
         self.host, self.replicas = resources.host, replicas
         self.predictor = SavePredictor(is_alone=not processes.several)
         self.between_steps: Callable[[], None] = lambda: None
+        self.after_steps: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         self._changing = threading.RLock()  # held by whoever changes what is below; after `lock`
         self._trainer: int | None = None  # the thread that steps
@@ -208,6 +210,7 @@ class Session:
                     window.follow(armed.state, armed.cut)
                 window.record.stall_secs += time.perf_counter() - start
                 window.stepping = None
+        self.after_steps()
 
     # The ends of a window but its save.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import errno
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -18,7 +18,6 @@ from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
-from gockpt_jax.storage.saving.begun import BegunSave
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written
@@ -75,38 +74,92 @@ def test_save_returns_before_stock_has_looked_at_the_tree(tmp_path, gate):
     assert threading.main_thread() not in gate.asked_by
 
 
-def test_stock_is_asked_when_save_has_returned(tmp_path, monkeypatch):
-    """Beside a thread that runs Python the trainer's would wait wherever it gives that away."""
-    stock, was_held, asked = ocp.PyTreeCheckpointHandler.async_save, [], threading.Event()
+@pytest.fixture
+def asked(monkeypatch):
+    """Set when stock's handler is asked; what is held back goes nowhere by itself."""
+    stock, asked = ocp.PyTreeCheckpointHandler.async_save, threading.Event()
 
     async def asking(self, *args, **kwargs):
         asked.set()
         return await stock(self, *args, **kwargs)
 
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "async_save", asking)
+    monkeypatch.setattr("gockpt_jax.storage.saving.hand_over._HELD_SECS", WAIT_SECS)
+    return asked
+
+
+def is_held(asked):
+    """Whether nobody asks: it would take milliseconds."""
+    return not asked.wait(0.5)
+
+
+def step(state):
+    return {"w": state["w"] + 1}
+
+
+def test_stock_is_asked_when_the_next_step_is_on_its_way(tmp_path, asked, monkeypatch):
+    """Beside a thread that runs Python the trainer's would wait wherever it gives that away."""
     with gockpt.GoCkptManager(tmp_path) as manager:
-        held_back = manager._gockpt_handler.begun.held_back
+        wrapped = manager.wrap(jax.jit(step))
+        state = wrapped({"w": jnp.ones(3)})
+        begin_update = manager._gockpt_session._begin_update
 
-        @contextlib.contextmanager
-        def watched(is_asynchronous):
-            with held_back(is_asynchronous):
-                yield
-                was_held.append(not asked.wait(0.5))  # it would have been asked by now
+        def watched(*args):
+            assert is_held(asked)
+            return begin_update(*args)
 
-        monkeypatch.setattr(manager._gockpt_handler.begun, "held_back", watched)
-        assert manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
-        assert asked.wait(WAIT_SECS)
-    assert was_held == [True]
+        for label in (0, 1):
+            asked.clear()
+            assert manager.save(label, args=gockpt.GoCkptSave(state))
+            with monkeypatch.context() as patch:
+                patch.setattr(manager._gockpt_session, "_begin_update", watched)
+                state = wrapped(state)
+            assert asked.wait(WAIT_SECS)
 
 
-def test_who_writes_in_save_is_not_held_back():
-    begun = BegunSave()
-    assert begun.may_be_written.is_set()
-    for is_asynchronous in (True, False):
-        with begun.held_back(is_asynchronous):
-            while_inside = begun.may_be_written
-            assert while_inside.is_set() != is_asynchronous
-        assert while_inside.is_set()
+def test_stock_is_asked_where_no_step_follows(tmp_path, asked):
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        state = manager.wrap(jax.jit(step))({"w": jnp.ones(3)})
+        for label in range(3):  # a save waits for the one before, and so does who waits for it
+            assert manager.save(label, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0, 1, 2]
+        asked.clear()
+        assert manager.save(3, args=gockpt.GoCkptSave(state))
+        assert is_held(asked)
+    assert asked.is_set(), "`close` waits for it, too"
+
+
+def test_stock_is_asked_at_once_where_nobody_would_let_go(tmp_path, asked):
+    """Before a wrapped step has run, by stock's manager, and where saves are synchronous."""
+    state = {"w": jnp.ones(3)}
+    for manager in managers(tmp_path):
+        asked.clear()
+        assert manager.save(0, args=gockpt.GoCkptSave(state))
+        assert asked.wait(WAIT_SECS / 2)
+        manager.close()
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with gockpt.GoCkptManager(tmp_path / "synchronous", options=options) as manager:
+        state = manager.wrap(jax.jit(step))(state)
+        start = time.monotonic()
+        assert manager.save(0, args=gockpt.GoCkptSave(state))
+        assert time.monotonic() - start < WAIT_SECS / 2
+
+
+def test_a_save_that_fails_in_save_lets_go(tmp_path, asked, monkeypatch):
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        state = manager.wrap(jax.jit(step))({"w": jnp.ones(3)})
+
+        def fail(*args, **kwargs):
+            raise OSError(errno.EIO, "just now")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.AsyncCheckpointer, "save", fail)
+            with pytest.raises(gockpt.StorageError, match="just now"):
+                manager.save(0, args=gockpt.GoCkptSave(state))
+        assert manager._gockpt_handler.begun.may_be_written.is_set()
+        assert not manager._gockpt_handler.begun._holds
+        assert manager.save(1, args=gockpt.GoCkptSave(state))
 
 
 def test_what_is_never_let_go_begins_all_the_same(monkeypatch):

@@ -59,6 +59,7 @@ class SavesInTurn:
                 options = told_of_turns(options, turn)
         self.options = options
         session.between_steps = self.hand_over
+        session.after_steps = handler.begun.let_go
 
     def save(self, step: int, arguments: dict[str, Any], started_at: float) -> bool:
         """Saves now, or later, or not at all, as policy and `on_busy` say.

@@ -88,7 +88,8 @@ class LastSave:
         """
         before, begun = self._log.pending, False
         with self.attempt(step):
-            with self._handler.begun.held_back(self._is_asynchronous):
+            steps_follow = self._is_asynchronous and self._session.version > 0
+            with self._handler.begun.held_back(steps_follow):
                 begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
             if begun and (pending := self._now_with_orbax(step, before)) is not None:
                 pending.returned(started_at)
@@ -160,6 +161,7 @@ class LastSave:
 
     def hear(self) -> None:
         """Waits for it if it is being written, and raises what went wrong with it."""
+        self._handler.begun.let_go()
         commit = _compat.commit_thread(self._manager)
         try:
             Stock.wait_until_finished(self._manager)

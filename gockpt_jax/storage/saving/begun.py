@@ -108,14 +108,14 @@ class BegunSave:
     Attributes:
       label: Of the save, or of one that is about to begin.
       number: Of saves that have come so far that items of theirs were to be taken.
-      may_be_written: Set, but while `save` has still to return: what it hands over begins then.
+      may_be_written: Set where what is handed over need not wait any more; another one each save.
     """
 
     def __init__(self) -> None:
         self.label = -1
         self.number = 0
         self.may_be_written = threading.Event()
-        self.may_be_written.set()
+        self._holds = False
         self._folder = ""
         self._manager = ""
         self._items: dict[str, BegunItem] = {}  # by their directories
@@ -128,22 +128,28 @@ class BegunSave:
         self.label, self._folder = label, ""
 
     @contextlib.contextmanager
-    def held_back(self, is_asynchronous: bool) -> Iterator[None]:
-        """What is handed over inside begins to be written when this has ended.
+    def held_back(self, is_held: bool) -> Iterator[None]:
+        """What a save hands over inside begins to be written when `let_go` is called.
 
         Else two threads run Python, and the one that is the trainer's waits for the interpreter
-        wherever it gives it away: in each file that Orbax touches, each thread that it starts.
+        wherever it gives it away: in each file that Orbax touches, each thread that it starts, in
+        the dispatch of the next step.
 
         Args:
-          is_asynchronous: Whether `save` returns before it has been written.
+          is_held: Whether it is: whether somebody will let it go.
         """
-        self.may_be_written = threading.Event()  # not that of the save before: it is waited for
-        if not is_asynchronous:
-            self.may_be_written.set()
+        self._holds = is_held
         try:
             yield
+        except BaseException:
+            self.let_go()
+            raise
         finally:
-            self.may_be_written.set()
+            self._holds = False
+
+    def let_go(self) -> None:
+        """What has been handed over begins to be written."""
+        self.may_be_written.set()
 
     def enter(self, folder: str, item: str) -> bool:
         """An item comes; says whether it begins another save than that of the one before.
@@ -155,6 +161,10 @@ class BegunSave:
         is_other = folder != self._folder or item in self._items
         if is_other:
             self.number += 1
+            self.let_go()  # the one before
+            self.may_be_written = threading.Event()
+            if not self._holds:
+                self.let_go()
             before = [*self._before, *self._items.items()]
             self._before = [(name, each) for name, each in before if not each.is_over]
             self._folder, self._items, self._is_soiled = folder, {}, False
