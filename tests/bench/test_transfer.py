@@ -62,6 +62,7 @@ def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
     measure(record, lambda: _model(8, leaves=6), saves=2)
     for kind in ("", "_snapshot", "_beside", "_stock"):
         assert len(record.samples[f"save_call{kind}_ms"]) == 2
+        assert len(record.samples[f"save_and_step{kind}_ms"]) == 2
         assert len(record.samples[f"save_idle{kind}_us"]) == 6
         assert len(record.samples[f"full_collections_per_save{kind}"]) == 1
     assert len(record.samples["save_call_ratio"]) == len(record.samples["held_back_ratio"]) == 2
