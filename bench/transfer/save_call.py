@@ -1,7 +1,7 @@
 """How long the call of `save` holds the trainer's thread: ours beside stock's, in turns.
 
-All save the same tree, at the same steps of the same training; each call finds the save before it
-committed, so none waits for storage.
+All save the same tree, at the same steps of the same training; each call finds all saves before it
+committed, so none waits for storage, nor for a thread that writes another's.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ class _Trainer:
       idle: Of each call that did not.
       cpu: Of each call that saved, the thread's own processor time.
       with_step: Of each call that saved, with the call of the step behind it.
+      has_stepped: Whether the next step has been made.
     """
 
     manager: Any
@@ -46,27 +47,31 @@ class _Trainer:
     idle: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
     with_step: list[float] = dataclasses.field(default_factory=list)
+    has_stepped: bool = False
 
     def run(self, label: int) -> None:
-        """One step, and the call that follows it."""
-        if label % _STEPS == 0:
-            self.manager.wait_until_finished()
-        start = time.perf_counter()
-        self.state = self.step(self.state)
-        if len(self.with_step) < len(self.calls):
-            self.with_step.append(self.calls[-1] + time.perf_counter() - start)
-        jax.block_until_ready(self.state)
+        """One step, and the call that follows it; behind a save the next step, and the commit."""
+        if not self.has_stepped:
+            self.state = jax.block_until_ready(self.step(self.state))
         if isinstance(self.manager, gockpt.GoCkptManager):
             self.manager._gockpt_session.resources.worker.wait_until_idle()
         args = self.arguments(self.state)
         wall, cpu = time.perf_counter(), time.thread_time()
         saved = self.manager.save(label, args=args)
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        self.has_stepped = saved
+        if saved:
+            start = time.perf_counter()
+            self.state = self.step(self.state)
+            with_step = wall + time.perf_counter() - start
+            jax.block_until_ready(self.state)
+            self.manager.wait_until_finished()  # nor does another's save run beside it
         if label < _WARM_UP * _STEPS:
             return
         if saved:
             self.calls.append(wall)
             self.cpu.append(cpu)
+            self.with_step.append(with_step)
         else:
             self.idle.append(wall)
 
