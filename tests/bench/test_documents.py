@@ -138,16 +138,16 @@ def save_calls(figures):
 
 
 def save_calls_held_back(figures):
-    yield f"and {figures['save_call_ratio']:.2f} since it is held back"
-    yield f"the call takes {figures['held_back_ratio']:.2f} of what it takes without"
+    yield f"and {figures['save_call_ratio']:.2f} on another machine since it is held back"
+    yield f"step behind it take {figures['held_back_ratio']:.2f} of what they take without"
 
 
 def collections_of_garbage(figures):
     names = ("", "_snapshot", "_stock")
-    (often,) = {figures[f"full_collections_per_save{name}"] for name in names}
-    assert round(1 / often) == 6
+    often = {round(1 / figures[f"full_collections_per_save{name}"]) for name in names}
+    assert (min(often), max(often)) == (6, 8)
     took, frozen = figures["full_collection_ms"], figures["full_collection_frozen_ms"]
-    yield f"once in six saves, ours or stock's, for {took:.0f} ms"
+    yield f"once in six to eight saves, ours or stock's, for {took:.0f} ms"
     yield f"makes it {frozen:.1f} ms"
     ours, stock = figures["save_call_cpu_ms"], figures["save_call_cpu_stock_ms"]
     yield f"of 300 it took {ours:.0f} ms of processor time (stock's {stock:.0f}"
