@@ -139,7 +139,7 @@ def save_calls(figures):
 
 def save_calls_held_back(figures):
     yield f"and {figures['save_call_ratio']:.2f} on another machine since it is held back"
-    yield f"step behind it take {figures['held_back_ratio']:.2f} of what they take without"
+    yield f"step behind it take {figures['held_back_ratio']:.2f} of what they take without (median"
 
 
 def collections_of_garbage(figures):

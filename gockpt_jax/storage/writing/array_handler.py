@@ -112,7 +112,6 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         budget = WriteBudget(self._write_limit_bytes, stats, self._host)
         files = DirectFiles(item.folder, self._write_limit_bytes)
         try:
-            await _directory_exists(infos[0])
             stats.require_wanted()
             layout = functools.partial(
                 array_layout, item=item, replica_layout=self._replica_layout,
@@ -149,9 +148,3 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
             count,
             nbytes / count / 1e6,
         )
-
-
-async def _directory_exists(info: ocp.type_handlers.ParamInfo) -> None:
-    """Waits for the save's directory; Orbax 0.11.33 creates it before it calls us."""
-    if hasattr(info, "await_path_creation"):
-        await info.await_path_creation()
