@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax import _compat
 from gockpt_jax.storage.writing.host_array import HostArray
 
-_HELD_SECS = 1.0  # bounded: whatever Orbax waits for in `save`, it is not for ever
+_HELD_SECS = 1.0  # at most: whatever Orbax comes to wait for in `save`, it gets
 _numbers = itertools.count()
 _KNOWN = (HostArray, bool, int, float, str, np.generic)  # no caller can change them
 
@@ -33,7 +33,7 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
 
     Args:
       begin: Begins the writing; what it results in resolves when all is written.
-      after: Until it is set, nothing begins, but for long. Who never sets it has a slower save.
+      after: Nothing begins before it is set, or a second has gone by.
     """
 
     def __init__(
