@@ -96,7 +96,8 @@ def measure(record: Record, model: Any, saves: int) -> None:
             _add_collections(record, _NAMES[name], trainer, alone)
         later = range(alone.stop, alone.stop + len(alone))
         with frozen():
-            _add_collections(record, "_frozen", trainers["snapshot"], later)
+            took = "full_collection_frozen_ms"
+            _add_collections(record, "_frozen", trainers["snapshot"], later, took)
         for trainer in trainers.values():
             trainer.manager.close()
 
@@ -126,7 +127,10 @@ def _add(record: Record, trainers: dict[str, _Trainer]) -> None:
     )
 
 
-def _add_collections(record: Record, suffix: str, trainer: _Trainer, labels: range) -> None:
+def _add_collections(
+    record: Record, suffix: str, trainer: _Trainer, labels: range,
+    took: str = "full_collection_ms",
+) -> None:  # fmt: skip
     """Counts the collections of all garbage while one of them trains alone."""
     gc.collect()
     with full_collections() as secs:
@@ -134,10 +138,8 @@ def _add_collections(record: Record, suffix: str, trainer: _Trainer, labels: ran
             trainer.run(label)
     per_save = len(secs) * _STEPS / len(labels)
     record.samples[f"full_collections_per_save{suffix}"] = [per_save]
-    frozen = "_frozen" if suffix == "_frozen" else ""
     if secs:
-        took = record.samples.setdefault(f"full_collection{frozen}_ms", [])
-        took.extend(1e3 * each for each in secs)
+        record.samples.setdefault(took, []).extend(1e3 * each for each in secs)
     if not suffix:
         record.notes.append(
             "full_collections_per_save: how often Python's garbage collector looked at all objects "

@@ -168,16 +168,19 @@ def test_stock_is_asked_at_once_where_nobody_would_let_go(tmp_path, asked):
 def test_a_save_that_fails_in_save_lets_go(tmp_path, asked, monkeypatch):
     with gockpt.GoCkptManager(tmp_path) as manager:
         state = manager.wrap(jax.jit(step))({"w": jnp.ones(3)})
+        handler = manager._gockpt_handler
+        async_save = handler.async_save
 
-        def fail(*args, **kwargs):
+        async def fail(*args, **kwargs):
+            await async_save(*args, **kwargs)
+            assert not handler.begun.may_be_written.is_set(), "it is handed over, and held back"
             raise OSError(errno.EIO, "just now")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ocp.AsyncCheckpointer, "save", fail)
+            patch.setattr(handler, "async_save", fail)
             with pytest.raises(gockpt.StorageError, match="just now"):
                 manager.save(0, args=gockpt.GoCkptSave(state))
-        assert manager._gockpt_handler.begun.may_be_written.is_set()
-        assert not manager._gockpt_handler.begun._holds
+        assert (handler.begun.may_be_written.is_set(), handler.begun._holds) == (True, False)
         assert manager.save(1, args=gockpt.GoCkptSave(state))
 
 

@@ -161,7 +161,6 @@ class BegunSave:
         is_other = folder != self._folder or item in self._items
         if is_other:
             self.number += 1
-            self.let_go()  # the one before
             self.may_be_written = threading.Event()
             if not self._holds:
                 self.let_go()
