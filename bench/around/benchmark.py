@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from bench.garbage import frozen, full_collections
 from bench.profiled import profiled
 from bench.record import Record, has_nvidia, use_device_memory, without_fma
+from bench.train.figures import predicted_stall_secs
 from bench.train.model import AXIS, SIZES, Job, make_job
-from bench.train.modes import Mode, Setting, make_mode, refuse_unknown
+from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode, refuse_unknown
 from gockpt_jax import compiling
 from gockpt_jax.transfer import block, layout
 
@@ -41,7 +42,8 @@ NOTES = [
     "step_call_ms/behind: the trainer's thread in the call of `save`, of the step in the K - 1 "
     "steps before it, and in the first behind. It waits for each step's loss a step later. "
     "full_collection_ms: in steps in which Python's garbage collector looked at all objects, what "
-    "that took.",
+    "that took. predicted_stall_ms: what the planner expected of each save, by its cost model; "
+    "gockpt is told the time of a step, as the first mode had it.",
     f"Excluded: compilation, the first {_WARM} saves of each mode, and what a save waits for the "
     "one before: that one is waited for two steps before the steps around the next.",
 ]
@@ -81,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--interval", type=int, default=20, help="steps between saves (20)")
     add("--saves", type=int, default=4, help="that count (4)")
+    add("--host-gib", type=float, help="host memory, where the system does not tell all of it")
     add("--directory", type=Path, help="for checkpoints")
     add("--profile", help="MODE: one save more, as SIZE-MODE.xplane.pb beside --out")
 
@@ -165,7 +168,10 @@ class _OfSize:
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
         leaves = len(jax.tree.leaves(self._state))
         record.notes.append(f"{size}: {state_bytes / 1e9:.2f} GB of state in {leaves} arrays.")
-        self._setting = Setting(self._job, chosen.interval, directory, None, state_bytes)
+        self._setting = Setting(
+            self._job, chosen.interval, directory, None, state_bytes,
+            host_budget_bytes=host_budget_bytes(chosen.host_gib),
+        )  # fmt: skip
 
     def measure(self, name: str) -> None:
         """Trains in one mode, through all of its saves."""
@@ -177,7 +183,9 @@ class _OfSize:
                 reports = mode.reports()
             finally:
                 mode.close()
-        self._add(name, steps, {report["step"]: report["window_steps"] for report in reports})
+        usual_ms = self._add(name, steps, {report["step"]: report for report in reports})
+        if self._setting.step_secs is None:
+            self._setting = dataclasses.replace(self._setting, step_secs=usual_ms / 1e3)
         details = self._record.details.setdefault(f"{self._size}/{name}", {})
         details |= {"steps_ms": [dataclasses.astuple(step) for step in steps], "reports": reports}
         if self._chosen.out:
@@ -220,8 +228,10 @@ class _OfSize:
         out: Path = self._chosen.out
         return out.with_name(f"{self._size}-{name}.xplane.pb")
 
-    def _add(self, name: str, steps: Sequence[_Step], windows: Mapping[int, int]) -> None:
-        """Adds figures; `windows`: of each save the K, if it was by a window."""
+    def _add(
+        self, name: str, steps: Sequence[_Step], reports: Mapping[int, Mapping[str, Any]]
+    ) -> float:
+        """Adds figures; `reports`: gockpt's, of each save. Gives what a step between them takes."""
         interval, label = self._chosen.interval, f"{self._size}/{name}"
         near = interval // 3
         saves = [n * interval for n in range(_WARM, _WARM + self._chosen.saves)]
@@ -236,7 +246,11 @@ class _OfSize:
             add(f"{label}/around_save_ms", sum(step.all for step in of_save) - len(of_save) * usual)
             add(f"{label}/save_call_ms", steps[at].save)
             add(f"{label}/step_call_ms/behind", steps[at + 1].call)
-            if (k := windows.get(at, 1)) > 1:
+            report = reports.get(at, {"window_steps": 1, "reason": ""})
+            if (k := report["window_steps"]) > 1:
                 add(
                     f"{label}/step_call_ms/in_window", *(s.call for s in steps[at - k + 2 : at + 1])
                 )
+            if (predicted := predicted_stall_secs(report["reason"])) is not None:
+                add(f"{label}/predicted_stall_ms", 1e3 * predicted)
+        return usual

@@ -30,6 +30,7 @@ Where a device copy fits, `gockpt` is one: `gockpt_k4` is the window.
 """
 _STOCK = re.compile(r"(?P<way>orbax_sync|orbax_async|orbax_async_background|device_copy)(_plain)?")
 _GOCKPT = re.compile(r"gockpt(?:_k(?P<steps>\d+)|_b(?P<percent>\d+))?")
+_PART_OF_HOST = 0.75  # for gockpt's chunks, where the host's memory was given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Setting:
     device_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     step_secs: float | None = None
+
+
+def host_budget_bytes(host_gib: float | None) -> int | None:
+    """Of host memory that was given, what gockpt may have; `None`: its own default."""
+    return int(_PART_OF_HOST * host_gib * 2**30) if host_gib else None
 
 
 def refuse_unknown(name: str) -> None:

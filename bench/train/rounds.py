@@ -16,10 +16,9 @@ from bench.record import Record, resident_bytes, without_paths
 from bench.train.figures import add_host_memory, add_phase
 from bench.train.link import Link, slow_pulls
 from bench.train.model import Job
-from bench.train.modes import Mode, Setting, make_mode
+from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode
 from bench.train.phases import Loop, Phase, system_bytes
 
-_PART_OF_HOST = 0.75  # for gockpt's chunks, where the host's memory was given
 _UNSETTLED = ("compiling", "traced", "not known yet", "keep within")
 """In reasons of saves that a longer run would have seen once, in its beginning."""
 _LEAST_ROUNDS = 2  # rather fewer modes than fewer rounds than this; but one round of all modes
@@ -128,8 +127,7 @@ class Interval:
             )
         return Setting(
             self.shared.job, self.interval, self.directory, link, state_bytes, budget,
-            int(_PART_OF_HOST * options.host_gib * 2**30) if options.host_gib else None,
-            self.step_secs,
+            host_budget_bytes(options.host_gib), self.step_secs,
         )  # fmt: skip
 
     def _warm_up_all(self, setting: Any) -> None:

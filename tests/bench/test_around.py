@@ -16,7 +16,7 @@ from bench.train.modes import Mode
 
 CHOSEN = {
     "size": None, "modes": "ideal,gockpt_k3+apart", "interval": 12, "saves": 2, "directory": None,
-    "profile": None, "out": None,
+    "profile": None, "out": None, "host_gib": None,
 }  # fmt: skip
 
 
@@ -75,7 +75,11 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
         steps[at] = around._Step(3.0, 4.0, 10.0 + more)
     steps[25] = steps[37] = around._Step(6.0, 0.5, 10.0)
     steps[30] = around._Step(1.0, 0.5, 10.0, collecting=8.0)
-    bench._add("gockpt_k4", steps, {24: 4, 36: 3})
+    why = "3 steps: predicted stall 0.125 s, of a snapshot 2.500 s"
+    reports = {24: {"window_steps": 4, "reason": "`steps=4`"},
+               36: {"window_steps": 3, "reason": why}}  # fmt: skip
+    assert bench._add("gockpt_k4", steps, reports) == 10.0
+    assert record.samples["toy/gockpt_k4/predicted_stall_ms"] == [125.0]
     assert record.samples["toy/gockpt_k4/around_save_ms"] == [9.0, 6.0]
     assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 4
     assert record.samples["toy/gockpt_k4/save_call_ms"] == [4.0, 4.0]
