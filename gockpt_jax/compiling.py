@@ -7,25 +7,18 @@ mesh's. Called there, a compiled program does not look at it.
 import collections
 import concurrent.futures
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 
 from gockpt_jax.locks import shared_lock
 
-_log = logging.getLogger("gockpt_jax")
-
 REMEMBERED = 4096
 """Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
 has hundreds at most; only a loop that saves other shapes each time comes by more."""
 
-GPUS = ("gpu", "cuda", "rocm")
-"""Platforms, as devices name them."""
-
-_WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 
 _Compile = Callable[[], Any]
@@ -35,40 +28,6 @@ _Job = tuple[_Compile, concurrent.futures.Future[Any]]
 def debugged_by() -> str | None:
     """The setting, if there is one, by which the user has JAX run or check programs one by one."""
     return next((name for name in _DEBUGGING if getattr(jax.config, name)), None)
-
-
-def compile_for_elsewhere(
-    lowered: Any, places: Iterable[Any], compiler_options: Mapping[str, Any] | None = None
-) -> Any:
-    """Compiles a program that finds its arrays in other memory each time it runs.
-
-    XLA has a GPU run programs as CUDA graphs, which hold addresses and are updated where these have
-    changed. Without, the kernels are launched one by one: the same ones
-    (docs/decisions/0032).
-
-    Args:
-      lowered: The program, as `jax.jit(...).lower` returns it.
-      places: Shardings or formats of its arguments; `None` where JAX chooses.
-      compiler_options: The user's, which come before ours.
-    """
-    ours = _WITHOUT_GRAPHS if _are_on_gpus(places) else {}
-    wanted = {**ours, **(compiler_options or {})}
-    try:
-        return lowered.compile(compiler_options=wanted or None)
-    except jax.errors.JaxRuntimeError as error:
-        if not any(name in str(error) for name in ours):
-            raise
-        _log.debug("this compiler does not know %s: %s", [*ours], error)
-        return lowered.compile(compiler_options=dict(compiler_options or {}) or None)
-
-
-def _are_on_gpus(places: Iterable[Any]) -> bool:
-    for place in places:
-        # `None` has no devices, and a sharding on an abstract mesh does not know them.
-        with contextlib.suppress(AttributeError, ValueError):
-            devices = getattr(place, "sharding", place).device_set
-            return any(device.platform in GPUS for device in devices)
-    return jax.local_devices()[0].platform in GPUS
 
 
 @contextlib.contextmanager

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import re
 import sys
 import threading
 
-import jax
-import jax.numpy as jnp
-import orbax.checkpoint as ocp
 import pytest
 
-import gockpt_jax as gockpt
 from gockpt_jax import compiling
 from gockpt_jax.compiling import Programs
 
@@ -193,107 +188,3 @@ def test_whoever_is_interrupted_as_they_ask_may_ask_again(before, then, compile_
         if interrupted.lines_left >= 0:
             return
     pytest.fail("it takes more lines than that")
-
-
-class Device:
-    def __init__(self, platform):
-        self.platform = platform
-
-
-class Place:
-    def __init__(self, *platforms):
-        self.device_set = set(map(Device, platforms))
-
-
-def abstract_place():
-    """Of arguments that come from NumPy under `set_mesh`."""
-    mesh = jax.sharding.AbstractMesh((8,), ("a",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
-
-
-class Lowered:
-    """Compiles with the options that it knows."""
-
-    def __init__(self, *known):
-        self.known = known
-        self.tried = []
-
-    def compile(self, compiler_options=None):
-        self.tried.append(compiler_options)
-        for name in compiler_options or {}:
-            if name not in self.known:
-                raise jax.errors.JaxRuntimeError(f"INVALID_ARGUMENT: No such option: '{name}'")
-        return "compiled"
-
-
-GRAPHS = "xla_gpu_enable_command_buffer"
-
-
-def test_on_a_gpu_programs_of_ours_run_without_graphs():
-    for platform in ("gpu", "cuda", "rocm"):
-        lowered, places = Lowered(GRAPHS), [None, abstract_place(), Place(platform)]
-        assert compiling.compile_for_elsewhere(lowered, places) == "compiled"
-        assert lowered.tried == [{GRAPHS: ""}]
-
-
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_elsewhere_there_are_none(platform):
-    lowered = Lowered("mine")
-    compiling.compile_for_elsewhere(lowered, [Place(platform)])
-    compiling.compile_for_elsewhere(lowered, [Place(platform)], {"mine": 1})
-    # JAX chooses, and has CPUs here.
-    compiling.compile_for_elsewhere(lowered, [None, abstract_place()])
-    assert lowered.tried == [None, {"mine": 1}, None]
-
-
-def test_the_users_options_come_first():
-    lowered = Lowered(GRAPHS, "mine")
-    compiling.compile_for_elsewhere(lowered, [Place("gpu")], {GRAPHS: "FUSION", "mine": 1})
-    assert lowered.tried == [{GRAPHS: "FUSION", "mine": 1}]
-
-
-def test_a_compiler_that_does_not_know_our_option_goes_without():
-    lowered = Lowered("mine")
-    compiling.compile_for_elsewhere(lowered, [Place("gpu")], {"mine": 1})
-    assert lowered.tried == [{GRAPHS: "", "mine": 1}, {"mine": 1}]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="'other'"):  # the user's, not ours
-        compiling.compile_for_elsewhere(Lowered(GRAPHS), [Place("gpu")], {"other": 1})
-
-
-def test_the_real_compilers_option_is_known():
-    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={GRAPHS: ""})
-
-
-@pytest.mark.parametrize(
-    ("arm", "size", "without"), [("window", 1009, {"armed", "_copy"}), ("always", 1013, {"_copy"})]
-)
-def test_what_runs_now_and_then_has_no_graphs(tmp_path, monkeypatch, arm, size, without):
-    """The armed step and copies; not samples, of one kernel each, nor what the CPU replays."""
-    compiled, compile_it = {}, jax.stages.Lowered.compile
-
-    def noted(lowered, compiler_options=None, **more):
-        (name,) = re.findall(r"module @jit_(\w+)", lowered.as_text())
-        compiled.setdefault(name, set()).add(GRAPHS in (compiler_options or {}))
-        return compile_it(lowered, compiler_options, **more)
-
-    @jax.jit
-    def step(state, x):
-        m = 0.9 * state["m"] + jnp.tanh(x)
-        return {"m": m, "w": state["w"] - jnp.sqrt(jnp.abs(m))}
-
-    monkeypatch.setattr(compiling, "_are_on_gpus", lambda places: True)
-    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
-    options = ocp.CheckpointManagerOptions(save_interval_steps=4)
-    window = gockpt.WindowOptions(steps=3, arm=arm)
-    # A size of nobody else's, for copies are kept for the process.
-    state = {"m": jnp.zeros((size, 3)), "w": jnp.ones((size, 3))}
-    with gockpt.GoCkptManager(tmp_path, options=options, window=window) as manager:
-        wrapped = manager.wrap(step)
-        for n in range(9):
-            state = wrapped(state, jnp.ones(()) * n)
-            manager.save(n, args=gockpt.GoCkptSave(state))
-        manager.wait_until_finished()
-        assert [report.window_steps for report in manager.reports] == [1, 3, 3]
-    assert {name for name, options in compiled.items() if True in options} == without
-    assert "cut" in compiled
-    assert not any(len(options) > 1 for options in compiled.values())

@@ -26,7 +26,6 @@ from bench.record import Record, has_nvidia, use_device_memory, without_fma
 from bench.train.figures import predicted_stall_secs
 from bench.train.model import AXIS, SIZES, Job, make_job
 from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode, refuse_unknown
-from gockpt_jax import compiling
 from gockpt_jax.transfer import block, layout
 
 _WARM = 2  # saves that do not count: programs are made and loaded, pinned memory is had
@@ -49,10 +48,6 @@ NOTES = [
 ]
 
 
-def _with_graphs() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(compiling, "_WITHOUT_GRAPHS", {})
-
-
 @contextlib.contextmanager
 def _large_apart() -> Iterator[None]:
     with (
@@ -63,13 +58,11 @@ def _large_apart() -> Iterator[None]:
 
 
 EXPERIMENTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-    "graphs": _with_graphs,
     "apart": _large_apart,
     "frozen": frozen,
 }
-"""Behind a mode's name and a `+`. graphs: on a GPU, the armed step with CUDA graphs (decision 32);
-apart: large arrays travel one by one, however many they are (decision 34); frozen: after
-`gc.freeze()`."""
+"""Behind a mode's name and a `+`. apart: large arrays travel one by one, however many they are
+(decision 34); frozen: after `gc.freeze()`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--modes",
         default=_MODES,
-        help="of `bench train`, and MODE+EXPERIMENT: graphs, apart, frozen",
+        help="of `bench train`, and MODE+EXPERIMENT: apart, frozen",
     )
     add("--interval", type=int, default=20, help="steps between saves (20)")
     add("--saves", type=int, default=4, help="that count (4)")

@@ -28,6 +28,16 @@ _MODES = {
 }
 
 
+_AROUND = {
+    "ideal": "no checkpoint: what is chance",
+    "orbax_async": "stock Orbax, asynchronous",
+    "orbax_async_background": "stock Orbax, transfers in the background, without donation",
+    "device_copy": "a device copy by hand, saved by a thread",
+    "gockpt_k1": "gockpt_jax, a device copy: what it plans where there is room for one",
+    "gockpt_k4": "gockpt_jax, a window of 4 steps",
+}
+
+
 def _is_on_accelerator(record: Record) -> bool:
     return any(device != "cpu" for device in record["hardware"].get("devices", ()))
 
@@ -44,6 +54,19 @@ def is_training(record: Record) -> bool:
     around = train.of_figure(record, "around_save_secs")
     intervals = {i for by_interval in around.values() for i in by_interval}
     return {"gockpt", "orbax_async"} <= around.keys() and len(intervals) == 1
+
+
+def is_around(record: Record) -> bool:
+    """Whether a record holds what single saves cost on an accelerator, by most ways."""
+    names = {name.partition("/")[2] for name in record["samples"]}
+    wanted = {f"{mode}/around_save_ms" for mode in _AROUND}
+    return record["name"] == "around" and _is_on_accelerator(record) and wanted <= names
+
+
+def has_predictions(record: Record) -> bool:
+    """Whether the planner expected something of saves that an accelerator made."""
+    predicted = any(name.endswith("/predicted_stall_ms") for name in record["samples"])
+    return record["name"] == "around" and _is_on_accelerator(record) and predicted
 
 
 def is_replay(record: Record) -> bool:
@@ -96,6 +119,52 @@ def training_table(record: Record) -> list[str]:
 
 def _ms(secs: Sequence[float]) -> str:
     return ", ".join(f"{1000 * x:.0f}" for x in secs)
+
+
+def around_table(record: Record) -> list[str]:
+    """What one save costs the steps around it, by each way."""
+    lines = [
+        "| way to save | a save costs training, ms (least to most) | `save` holds the trainer, ms |",
+        "|---|---:|---:|",
+    ]
+    samples = record["samples"]
+    (size,) = {name.partition("/")[0] for name in samples}
+    for mode, said in _AROUND.items():
+        with_graphs = f"{size}/{mode}+graphs"  # until decision 35 windows had none
+        of = with_graphs if f"{with_graphs}/around_save_ms" in samples else f"{size}/{mode}"
+        cost, held = (samples[f"{of}/{name}_ms"] for name in ("around_save", "save_call"))
+        lines.append(f"| {said} (`{mode}`) | {_spread(cost)} | {statistics.median(held):.0f} |")
+    step = statistics.median(samples[f"{size}/ideal/step_ms"])
+    state = next(note for note in record["notes"] if note.startswith(f"{size}: "))
+    said = (
+        f"On {_where(record)}, Orbax {record['versions']['orbax-checkpoint']}: a GPT with "
+        f"{state.partition(': ')[2].rstrip('.')}, steps of {step:.0f} ms; medians of {len(cost)} "
+        "saves. What a save costs: the steps around it, less as many medians of the steps between "
+        "saves. `save` may hold the trainer while the device is busy, which costs nothing then."
+    )
+    return [*lines, "", *textwrap.wrap(said, 118)]
+
+
+def _spread(values: Sequence[float]) -> str:
+    # Adding 0 makes no number "-0".
+    low, middle, high = (round(f(values)) + 0 for f in (min, statistics.median, max))
+    return f"{middle} ({low} to {high})"
+
+
+def predicted_table(record: Record) -> list[str]:
+    """What the planner expected of saves with little device memory, and what they cost."""
+    samples = record["samples"]
+    lines = [
+        "| device budget, of the state | predicted stall, ms | a save cost training, ms |",
+        "|---|---:|---:|",
+    ]
+    for name, predicted in samples.items():
+        if found := re.fullmatch(r"(\w+/gockpt_b(\d+))/predicted_stall_ms", name):
+            cost = _spread(samples[f"{found[1]}/around_save_ms"])
+            lines.append(
+                f"| {int(found[2]) / 100:.2f} | {statistics.median(predicted):.0f} | {cost} |"
+            )
+    return [*lines, "", f"On {_where(record)}; medians (least to most) of {len(predicted)} saves."]
 
 
 def _said_of_training(record: Record, interval: int) -> str:
@@ -164,7 +233,9 @@ def _number(value: float | None) -> str:
 
 
 TABLES: dict[str, tuple[Callable[[Record], bool], Callable[[Record], list[str]]]] = {
-    "README.md#accelerator": (is_training, training_table),
+    "README.md#accelerator": (is_around, around_table),
+    "bench/README.md#predicted": (has_predictions, predicted_table),
+    "docs/accelerators.md#training": (is_training, training_table),
     "docs/accelerators.md#link": (is_link, link_table),
     "docs/accelerators.md#replay": (is_replay, replay_table),
 }

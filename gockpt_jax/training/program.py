@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import compile_for_elsewhere
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.returned import StateInResult
@@ -113,14 +112,11 @@ class StepProgram:
         """
         self._out_shardings = tuple(map(_committed_format, result))
 
-    def arm(self, *, always: bool = False) -> None:
+    def arm(self) -> None:
         """Lowers the armed step on this thread and compiles it on another.
 
         Matmul precision, dtype promotion and `set_mesh` are thread-local, so lowering stays on the
         trainer's thread.
-
-        Args:
-          always: Whether it is to run at every step, as the user's own does, and not now and then.
         """
         settings = self._form.settings
         armed = jax.jit(
@@ -132,10 +128,8 @@ class StepProgram:
         with warnings.catch_warnings():  # the user's own step tells of it, if it is so
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             lowered = armed.lower(*self._in_specs)
-        elsewhere = functools.partial(compile_for_elsewhere, lowered, self._in_formats)
-        compiled = lowered.compile if always else elsewhere
         thread = concurrent.futures.ThreadPoolExecutor(1, "gockpt-compile-step")
-        compiling = thread.submit(compiled, compiler_options=settings.compiler_options)
+        compiling = thread.submit(lowered.compile, compiler_options=settings.compiler_options)
         thread.shutdown(wait=False)  # it ends when that is done
         self._executable = compiling
         del self._jaxpr, self._in_specs  # they hold constants, and what the user may change

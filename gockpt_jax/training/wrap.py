@@ -277,7 +277,7 @@ class WrappedStep(StandIn):
             self.program = None  # this call traces it anew
         else:
             with self.giving_up_on_errors():
-                self.program.arm(always=self._always)
+                self.program.arm()
             self._forget()  # until then the program itself has kept the trace
 
     def _forget(self) -> None:

@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import compile_for_elsewhere
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
 from gockpt_jax.transfer.layout import Buffer, place_of
 
@@ -49,8 +48,7 @@ def compile_packing(
 
     # Not donating, and every result is computed, so every result is a new buffer.
     with _compat.wide_numbers(b.dtype for b in buffers):
-        lowered = jax.jit(_copy).lower(*specs)
-        return compile_for_elsewhere(lowered, [spec.sharding for spec in specs])
+        return jax.jit(_copy).lower(*specs).compile()
 
 
 def on_its_devices(source: Source) -> bool:

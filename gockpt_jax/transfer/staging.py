@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gockpt_jax import _compat
-from gockpt_jax.compiling import Programs, compile_for_elsewhere, unwatched
+from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
 
@@ -78,5 +78,4 @@ def _compile(specs: Sequence[jax.ShapeDtypeStruct]) -> Any:
         # Compiled ahead it refuses placed sub-byte arrays (jax 0.10.2, CPU: "layouts disagree").
         return program
     with _compat.wide_numbers(spec.dtype for spec in specs):
-        lowered = program.lower([*specs])
-        return compile_for_elsewhere(lowered, [spec.sharding for spec in specs])
+        return program.lower([*specs]).compile()

@@ -91,7 +91,7 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
 @pytest.mark.parametrize(
     ("wrong", "error", "why"),
     [
-        ({"modes": "gockpt_k4+graph"}, ValueError, r"no experiment 'graph'; give one of \['graphs"),
+        ({"modes": "gockpt_k4+graph"}, ValueError, r"no experiment 'graph'; give one of \['apart'"),
         ({"modes": "gockpt_4"}, ValueError, "no mode 'gockpt_4'"),
         ({"size": "toy,toyy"}, ValueError, "no size 'toyy'; give some of toy, 3m"),
         ({"saves": 0}, ValueError, "--saves at least 1; got 12 and 0"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 
 import pytest
 
@@ -290,6 +291,88 @@ def a_window_since(figures, samples):
     yield f"`save_call_ms` was {min(saves):.0f}, 136 to 147 before; it cost {min(costs):.0f} ms"
 
 
+def with_graphs_again(figures, samples):
+    graphs, without = (samples[f"800m/gockpt_k4{x}/around_save_ms"] for x in ("+graphs", ""))
+    yield f"A save cost {spread(graphs, '30 ms with graphs ({} to {})')} and"
+    yield f"and {spread(without, '58 without ({} to {})')}. What is chance"
+    chance = samples["800m/ideal/around_save_ms"]
+    yield f"checkpoints: {min(chance):.0f} to {max(chance):.0f} ms."
+    calls, alone = (samples[f"800m/gockpt_k4{x}/step_call_ms/in_window"] for x in ("+graphs", ""))
+    yield f"returned after {min(calls):.0f} to {max(calls):.0f} ms with graphs"
+    step = figures["800m/gockpt_k4/step_ms"]
+    assert min(alone) > step
+    yield f"Without, after {min(alone):.0f} to {max(alone):.0f} ms: a whole step of {step:.0f} ms"
+    held, freely = (sorted(samples[f"800m/gockpt_k4{x}/save_call_ms"]) for x in ("", "+graphs"))
+    yield f"then took {held[2]:.0f} and {held[3]:.0f} ms, where it took {freely[0]:.0f} to"
+    yield f"to {freely[2]:.0f} with graphs (and once {freely[3]:.0f}, in which Python's"
+    yield f"took {figures_of_garbage(samples):.0f})"
+    behind = samples["800m/gockpt_k4+graphs/step_call_ms/behind"]
+    usual = samples["800m/ideal/step_call_ms/behind"]
+    yield f"its call took {min(behind):.0f} to {max(behind):.0f} ms, where it takes"
+    yield f"where it takes {min(usual):.0f} to {max(usual):.0f}, and cost nothing that could be"
+
+
+def figures_of_garbage(samples):
+    return min(samples["800m/gockpt_k4+graphs/full_collection_ms"])
+
+
+def spread(values, form):
+    """A sentence's least and most."""
+    middle, _, rest = form.partition(" ")
+    assert f"{statistics.median(values):.0f}" == middle
+    return f"{middle} {rest.format(*(f'{f(values):.0f}' for f in (min, max)))}"
+
+
+def many_arrays_again(figures, samples):
+    calls = samples["340m_apart/gockpt_k4/step_call_ms/in_window"]
+    middle = statistics.median(calls)
+    yield f"took {min(calls):.0f} to {max(calls):.0f} ms (median {middle:.0f};"
+    ours = [
+        samples[f"340m_apart/{mode}/step_call_ms/behind"] for mode in ("gockpt_k1", "gockpt_k4")
+    ]
+    calls = sorted(sum(ours, []))
+    steps = [figures[f"340m_apart/{mode}/step_ms"] for mode in ("gockpt_k1", "gockpt_k4")]
+    yield f"411 arrays it took {calls[0]:.0f} to {calls[-1]:.0f} ms beside steps of"
+    yield f"beside steps of {steps[0]:.0f} to {steps[1]:.0f}. There"
+    copy = samples["340m_apart/gockpt_k1/around_save_ms"]
+    yield f"a device copy cost {spread(copy, '31 ms ({} to {}, of which')}"
+
+
+def held_behind_a_save(figures, samples):
+    updates = samples["graph_update_ms"]
+    yield f"its updates took {updates[0]:.0f} and {updates[1]:.0f} ms"
+    yield f"{figures['callback_held_ms']:.0f} ms were one `cuLaunchHostFunc`"
+    yield f"{figures['callbacks_outstanding/when_it_was_held']:.0f} of them were outstanding"
+    assert figures["transfers_done/when_it_returned"] == 4
+    yield f"four of the save's {figures['transfers']:.0f} transfers had ended"
+
+
+def shared_buffers_again(figures, samples):
+    together, apart = (samples[f"340m_apart/gockpt_k1{x}/around_save_ms"] for x in ("", "+apart"))
+    yield f"cost {spread(together, '31 ms in shared buffers ({} to {})')}, and"
+    yield f"and {spread(apart, '158 without ({} to {})')}."
+
+
+def single_saves(figures, samples):
+    ways = ("gockpt_k1", "gockpt_k4+graphs", "ideal", "orbax_async")
+    copy, window, chance, stock = (figures[f"800m/{way}/around_save_ms"] for way in ways)
+    yield f"the device copy is at {copy / stock:.3f} of stock's and the window"
+    yield f"at {window / stock:.2f}, where chance alone"
+    yield f"gave {chance / stock:.2f} ("
+    yield f"misses by {window - 0.02 * stock:.0f} ms: two of its steps"
+    least, most = (f(samples["800m/ideal/around_save_ms"]) for f in (min, max))
+    for way in ("device_copy", "orbax_async_background"):
+        assert figures[f"800m/{way}/around_save_ms"] < most
+    assert least > 0
+
+
+def four_hundred_arrays(figures, samples):
+    copy, stock = (samples[f"340m_apart/{m}/around_save_ms"] for m in ("gockpt_k1", "orbax_async"))
+    yield f"a save cost {spread(copy, '31 ms by a device copy ({} to {})')}, where"
+    yield f"saves cost {spread(stock, '249 ({} to {})')}. Python's"
+    yield f"4.1 GB, steps of {figures['340m_apart/gockpt_k1/step_ms']:.0f} ms;"
+
+
 def all_optimizers(figures, samples):
     assert figures["exact/tried"] == 33
     exact = [x for name, x in figures.items() if re.match("exact/.*/max_ulps|library/", name)]
@@ -339,7 +422,8 @@ def replay_on_a_gpu(figures, samples):
     assert max(exact) == figures["exact/failures"] == 0
 
 
-H200 = "h200-2026-11-27"
+H200, LATER = "h200-2026-11-27", "h200-2026-11-28"
+GRAPHS_BACK = "docs/decisions/0035-the-armed-step-has-its-graphs-back.md"
 
 
 @pytest.mark.parametrize(
@@ -372,6 +456,16 @@ H200 = "h200-2026-11-27"
         ("docs/accelerators.md", f"{H200}/train-1.7b.json", twenty_gigabytes),
         ("docs/accelerators.md", f"{H200}/exact-33.json", all_optimizers),
         ("docs/decisions/0034-few-transfers-behind-a-step.md", f"{H200}/apart.json", many_arrays),
+        (
+            "docs/decisions/0034-few-transfers-behind-a-step.md",
+            f"{LATER}/apart.json",
+            shared_buffers_again,
+        ),
+        (GRAPHS_BACK, f"{LATER}/around.json", with_graphs_again),
+        (GRAPHS_BACK, f"{LATER}/apart.json", many_arrays_again),
+        (GRAPHS_BACK, f"{LATER}/behind.json", held_behind_a_save),
+        ("bench/README.md", f"{LATER}/around.json", single_saves),
+        ("docs/accelerators.md", f"{LATER}/apart.json", four_hundred_arrays),
         (
             "docs/decisions/0034-few-transfers-behind-a-step.md",
             f"{H200}/around-few.json",
@@ -423,6 +517,33 @@ def test_prose_tells_which_saves_waited_for_the_one_before():
     assert f"and for {min(alone):.0f} to {max(alone):.0f} without" in text
     waited = [secs for _, secs, _ in waits_of("around-few.json", "800m/gockpt_k4") if secs > 0.1]
     assert f"waited for the one before, {waited[0]:.1f} and {waited[1]:.1f} s" in text
+
+
+def steps_of(record, mode):
+    """Milliseconds of each step, and those of full collections of garbage in it."""
+    path = RESULTS / LATER / f"{record}.json"
+    steps = json.loads(path.read_text(encoding="utf-8"))["details"][mode]["steps_ms"]
+    return [step[2] for step in steps], [step[3] for step in steps]
+
+
+def test_prose_tells_which_steps_of_a_window_take_longer():
+    took, _ = steps_of("around", "800m/gockpt_k4+graphs")
+    figures = json.loads((RESULTS / LATER / "around.json").read_text(encoding="utf-8"))["figures"]
+    usual, saves = figures["800m/gockpt_k4+graphs/step_ms"], (32, 48, 64, 80)
+    more = [statistics.mean(took[at + n] - usual for at in saves) for n in (-1, 0, 1)]
+    told = f"took {more[0]:.0f} and {more[1]:.0f} ms more than others and the one behind the save"
+    assert f"{told} {more[2]:.0f} (means)" in words(ROOT / "bench" / "README.md")
+
+
+def test_prose_tells_what_garbage_took():
+    per_save = {}
+    for way in ("gockpt_k1", "orbax_async", "gockpt_k1+frozen"):
+        steps, collecting = steps_of("apart", f"340m_apart/{way}")
+        per_save[way] = sum(collecting) / (len(steps) // 16 + 1)
+    ours, stock, frozen = (round(x) for x in per_save.values())
+    text = words(ROOT / "docs" / "accelerators.md")
+    assert f"all in all {ours} ms per save by device copies, stock's {stock}. After" in text
+    assert f"After `gc.freeze()` it was {frozen} (" in text
 
 
 def test_prose_tells_what_the_first_saves_of_a_process_took():

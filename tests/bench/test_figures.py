@@ -165,6 +165,49 @@ def test_what_a_save_costs_on_a_gpu_is_told_with_its_drift():
     assert said.endswith("Checkpoints went to disk, in haste.")
 
 
+def saves_on_a_gpu(**more):
+    """Single saves, by each way; gockpt_k4 with its graphs, and as it was without."""
+    samples = {"800m/ideal/step_ms": [199.0, 200.0, 201.0]}
+    for mode, cost in (
+        ("ideal", 1.0), ("orbax_async", 300.0), ("orbax_async_background", -0.4),
+        ("device_copy", 5.0), ("gockpt_k1", 6.0), ("gockpt_k4", 70.0), ("gockpt_k4+graphs", 40.0),
+        ("gockpt_b30", 150.0),
+    ):  # fmt: skip
+        samples |= {f"800m/{mode}/around_save_ms": [cost, cost - 2, cost + 2],
+                    f"800m/{mode}/save_call_ms": [abs(cost) / 2]}  # fmt: skip
+    samples["800m/gockpt_b30/predicted_stall_ms"] = [120.0, 120.0, 120.0]
+    of = {"notes": ["800m: 9.70 GB of state in 147 arrays."], "devices": ["H100"],
+          "versions": {"jax": "1", "orbax-checkpoint": "2"}} | more  # fmt: skip
+    content = record("around", samples, **of)
+    content["hardware"]["cores"] = 4
+    return content
+
+
+def test_what_single_saves_cost_on_a_gpu_is_told_beside_what_is_chance():
+    content = saves_on_a_gpu()
+    assert accelerator.is_around(content)
+    lines = accelerator.around_table(content)
+    assert lines[2] == "| no checkpoint: what is chance (`ideal`) | 1 (-1 to 3) | 0 |"
+    assert lines[4].endswith("(`orbax_async_background`) | 0 (-2 to 2) | 0 |")
+    assert "| gockpt_jax, a window of 4 steps (`gockpt_k4`) | 40 (38 to 42) | 20 |" in lines
+    said = " ".join(lines)
+    assert "a GPT with 9.70 GB of state in 147 arrays, steps of 200 ms; medians of 3 saves" in said
+    for name in ("800m/gockpt_k4+graphs", "800m/gockpt_k4"):
+        del content["samples"][f"{name}/around_save_ms"]
+    assert not accelerator.is_around(content)
+    assert not accelerator.is_around(saves_on_a_gpu(devices=["cpu"]))
+
+
+def test_what_was_predicted_of_single_saves_is_beside_what_they_cost():
+    content = saves_on_a_gpu()
+    assert accelerator.has_predictions(content)
+    lines = accelerator.predicted_table(content)
+    assert lines[2:3] == ["| 0.30 | 120 | 150 (148 to 152) |"]
+    assert lines[-1] == "On one H100 (4 cores, jax 1); medians (least to most) of 3 saves."
+    del content["samples"]["800m/gockpt_b30/predicted_stall_ms"]
+    assert not accelerator.has_predictions(content)
+
+
 @pytest.mark.parametrize("left_out", ["gockpt", "orbax_async"])
 def test_a_record_without_what_the_table_needs_is_not_its_own(left_out):
     content = on_a_gpu()

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from campaigns import seeds
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -34,7 +33,6 @@ from bench.compiled.step import (
     differing_early,
     differing_results,
 )
-from gockpt_jax.compiling import compile_for_elsewhere
 from gockpt_jax.training import exact, graph, walk
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer import layout, packing, sample
@@ -212,34 +210,6 @@ def test_multiply_adds_of_the_compilers_own_are_counted(tmp_path: Any) -> None:
     (tmp_path / "b.ir-with-opt.ll").write_text("")
     assert contracted(tmp_path) == 3
     assert flushing(tmp_path) == 1
-
-
-def test_without_graphs_it_is_the_same_program(devices):
-    """What a GPU is asked for of programs that run now and then changes no kernel."""
-    place, optimizer = SingleDeviceSharding(devices[0]), optax.adamw(1e-3)
-
-    def layer(x, w):
-        return jax.nn.gelu(
-            (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
-        ), None
-
-    def step(params, opt_state, x):
-        def loss(w):
-            return jnp.square(jax.lax.scan(jax.checkpoint(layer), x, w)[0]).sum()
-
-        grads = jax.grad(loss)(params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, grads
-
-    def placed(tree):
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
-
-    params = jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)
-    given = placed((params, jax.eval_shape(optimizer.init, params), params.update(shape=(64, 256))))
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*given)
-    text = compile_for_elsewhere(lowered, [place]).as_text()
-    assert "fusion" in text
-    assert text == lowered.compile().as_text()
 
 
 def test_what_travels_together_is_moved_and_not_computed(devices, monkeypatch):

@@ -320,29 +320,6 @@ def test_the_trainer_does_not_wait_for_the_compiler(monkeypatch):
     assert program.why_not_ready() is None
 
 
-@pytest.mark.parametrize("always", [False, True])
-def test_what_runs_now_and_then_is_compiled_for_it(monkeypatch, always):
-    told = []
-
-    def compile_for_elsewhere(lowered, places, compiler_options=None):
-        told.append(([place.platform for place in devices_of(places)], compiler_options))
-        return lowered.compile(compiler_options=compiler_options)
-
-    def devices_of(places):
-        return [d for place in places for d in getattr(place, "sharding", place).device_set]
-
-    monkeypatch.setattr("gockpt_jax.training.program.compile_for_elsewhere", compile_for_elsewhere)
-    options = {"xla_cpu_enable_fast_math": False}
-    jitted = jax.jit(update, compiler_options=options)
-    arguments = jax.device_put((fresh(), X), jax.devices()[0])
-    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    program = StepProgram(jitted.trace(*arguments), form, arguments, {}, even_for_nothing=False)
-    program.arm(always=always)
-    program.wait_until_ready()
-    assert program.why_not_ready() is None
-    assert told == ([] if always else [(["cpu"] * 3, options)])
-
-
 def test_failure_to_compile_is_kept_for_who_asks():
     jitted = jax.jit(update, compiler_options={"xla_no_such_option": "1"})
     settings = _compat.jit_settings(jitted)
