@@ -330,7 +330,7 @@ def many_arrays_again(figures, samples):
     ours = [
         samples[f"340m_apart/{mode}/step_call_ms/behind"] for mode in ("gockpt_k1", "gockpt_k4")
     ]
-    calls = sorted(sum(ours, []))
+    calls = sorted(ours[0] + ours[1])
     steps = [figures[f"340m_apart/{mode}/step_ms"] for mode in ("gockpt_k1", "gockpt_k4")]
     yield f"411 arrays it took {calls[0]:.0f} to {calls[-1]:.0f} ms beside steps of"
     yield f"beside steps of {steps[0]:.0f} to {steps[1]:.0f}. There"
