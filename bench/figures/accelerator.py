@@ -124,7 +124,8 @@ def _ms(secs: Sequence[float]) -> str:
 def around_table(record: Record) -> list[str]:
     """What one save costs the steps around it, by each way."""
     lines = [
-        "| way to save | a save costs training, ms (least to most) | `save` holds the trainer, ms |",
+        "| way to save | a save costs training, ms (least to most) "
+        "| `save` holds the trainer, ms |",
         "|---|---:|---:|",
     ]
     samples = record["samples"]
