@@ -21,7 +21,7 @@ every_file = pytest.mark.parametrize(
 
 # Imports run from higher to lower numbers only; rooms of one number do not know each other.
 RANKS = {
-    "errors": 0, "checks": 0, "_compat": 0, "locks": 1, "compiling": 2, "options": 2,
+    "errors": 0, "checks": 0, "_compat": 0, "promise": 0, "locks": 1, "compiling": 2, "options": 2,
     "telemetry": 2, "training": 3, "transfer": 4, "replay": 4, "window": 5, "storage": 6,
     "manager": 7, "v1": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip

@@ -15,9 +15,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from bench.storage.phases import phases, recorded
+from gockpt_jax.promise import Promise
 from gockpt_jax.storage.files import checksum_files
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
-from gockpt_jax.storage.writing.host_array import HostArray, HostShard, ShardFuture
+from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 from gockpt_jax.storage.writing.write_budget import WriteStats, collecting
 
@@ -165,7 +166,7 @@ def our_save(
 
 def host_array(array: jax.Array, is_aligned: bool = False) -> HostArray:
     """An array as the window hands it over."""
-    data, values = ShardFuture(), np.asarray(array)
+    data, values = Promise(), np.asarray(array)
     if is_aligned:
         values = _aligned(values).view(values.dtype).reshape(values.shape)
     data.set_result(values)

@@ -1,11 +1,11 @@
 """Where the writer will find a chunk, promised before the chunk is final."""
 
-import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
+from gockpt_jax.promise import Promise
 from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk
@@ -22,13 +22,13 @@ class ChunkSlot:
     """
 
     index: Index
-    data: concurrent.futures.Future[np.ndarray]
+    data: Promise[np.ndarray]
     owed: list[None] = dataclasses.field(default_factory=lambda: [None])
 
 
 def make_slots(indices: Sequence[Index]) -> list[ChunkSlot]:
     """Empty slots for the shards at `indices`."""
-    return [ChunkSlot(index, concurrent.futures.Future()) for index in indices]
+    return [ChunkSlot(index, Promise()) for index in indices]
 
 
 def fill(slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk]) -> None:
@@ -54,7 +54,7 @@ def give_back(slots: Sequence[ChunkSlot], host: ByteBudget) -> None:
         except IndexError:  # given back before, maybe this very moment on another thread
             continue
         slot.data.add_done_callback(
-            lambda future: None if future.exception() else host.release(future.result().nbytes)
+            lambda done: None if done.exception() else host.release(done.result().nbytes)
         )
 
 

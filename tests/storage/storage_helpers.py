@@ -1,7 +1,6 @@
 """What the storage tests share: a state with every kind of leaf, and a look at the disk."""
 
 import pathlib
-from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from gockpt_jax.promise import Promise
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 
 WAIT_SECS = 200  # only ends a test that hangs
@@ -56,9 +56,9 @@ def example_state(seed=0):
 
 def resolved(index, data):
     """A shard whose bytes are there already."""
-    future = Future()
-    future.set_result(data)
-    return HostShard(index, future)
+    promise = Promise()
+    promise.set_result(data)
+    return HostShard(index, promise)
 
 
 def host_array(array, make_shard=resolved):

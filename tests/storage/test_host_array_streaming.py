@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,11 @@ from storage_helpers import (
     save,
 )
 
+from gockpt_jax.promise import Promise
 from gockpt_jax.storage.files.aligned import PIECE_BYTES
-from gockpt_jax.storage.writing import write_budget
+from gockpt_jax.storage.writing import arrivals, write_budget
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
+from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 from gockpt_jax.storage.writing.write_budget import WriteBudget, WriteStats, collecting
 from gockpt_jax.transfer.budget import ByteBudget
@@ -53,17 +55,17 @@ class Promises:
         self.released = []
 
     def shard(self, index, data):
-        future, released = Future(), threading.Event()
-        self.pending.append((future, data))
+        promise, released = Promise(), threading.Event()
+        self.pending.append((promise, data))
         self.released.append(released)
-        return HostShard(index, future, released.set)
+        return HostShard(index, promise, released.set)
 
     def arrive(self, i):
         """Resolves shard `i` and returns an event that is set when its bytes are freed."""
-        (future, data), self.pending[i] = self.pending[i], None
+        (promise, data), self.pending[i] = self.pending[i], None
         freed = threading.Event()
         weakref.finalize(data, freed.set)
-        future.set_result(data)
+        promise.set_result(data)
         return freed
 
     def fail(self, i, error):
@@ -112,6 +114,47 @@ def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
     checkpointer.close()
     save(ocp.PyTreeCheckpointHandler(), tmp_path / "stock", state)
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
+
+
+def test_so_many_shards_are_begun_at_a_time_in_the_order_in_which_they_came(tmp_path, monkeypatch):
+    x, promises, begun, loops = eight_shards(), Promises(), [], []
+    all_are_expected, two_have, go_on = (threading.Event() for _ in range(3))
+    write_shard, expect = LeafWriter.write_shard, arrivals.Arrivals.expect
+
+    def noted(self, writer, shard, box):
+        expect(self, writer, shard, box)
+        if shard.index[0].stop == x.size:
+            all_are_expected.set()
+
+    async def settle():
+        for _ in range(50):
+            await asyncio.sleep(0)  # lets every task run as far as it can
+
+    async def held(writer, shard, box):
+        loops.append(asyncio.get_running_loop())
+        begun.append(shard.index[0].start * 8 // x.size)
+        if len(begun) == 2:
+            two_have.set()
+        await asyncio.to_thread(go_on.wait, WAIT_SECS)
+        await write_shard(writer, shard, box)
+
+    monkeypatch.setattr(arrivals, "_AT_ONCE", 2)
+    monkeypatch.setattr(arrivals.Arrivals, "expect", noted)
+    monkeypatch.setattr(LeafWriter, "write_shard", held)
+    checkpointer = start_save(
+        make_tree_handler(), tmp_path / "x", {"x": host_array(x, promises.shard)}
+    )
+    assert all_are_expected.wait(WAIT_SECS)
+    order = [5, 0, 7, 2, 1, 3, 6, 4]
+    for i in order:
+        promises.arrive(i)
+    assert two_have.wait(WAIT_SECS)
+    asyncio.run_coroutine_threadsafe(settle(), loops[0]).result(WAIT_SECS)
+    assert begun == order[:2]
+    go_on.set()
+    checkpointer.close()
+    assert begun == order
+    np.testing.assert_array_equal(restored(tmp_path / "x", {"x": x})["x"], x)
 
 
 @pytest.mark.parametrize(
@@ -338,24 +381,12 @@ def test_a_failed_write_fails_the_save(tmp_path, use_ocdbt):
     assert use_ocdbt or all(event.wait(WAIT_SECS) for event in freed)
 
 
-def test_cancelling_a_future_gives_the_save_up(tmp_path):
-    promises = Promises()
-    tree = {"x": host_array(eight_shards(), promises.shard)}
-    checkpointer = start_save(make_tree_handler(), tmp_path / "x", tree)
-    assert promises.pending[5][0].cancel()
-    with pytest.raises(RuntimeError, match="given up"):
-        checkpointer.wait_until_finished()
-    checkpointer.close()
-    assert not (tmp_path / "x").exists()
-    assert not promises.pending[4][0].cancelled()  # The worker may still resolve the others.
-
-
 @pytest.mark.parametrize("wrong", [np.ones(3), np.ones(4, np.int32), np.ones((1, 4)), 1.0])
 def test_data_that_does_not_fit_its_box_is_refused(tmp_path, wrong):
-    future = Future()
-    future.set_result(wrong)
+    promise = Promise()
+    promise.set_result(wrong)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    array = HostArray((4,), np.float64, sharding, [HostShard((slice(None),), future)])
+    array = HostArray((4,), np.float64, sharding, [HostShard((slice(None),), promise)])
     with pytest.raises(ValueError, match=r"Expected an ndarray float64\(4,\)"):
         save(make_tree_handler(), tmp_path / "x", {"x": array})
     assert not (tmp_path / "x").exists()
@@ -383,7 +414,7 @@ def test_what_is_wrong_at_once_is_said_at_once():
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for index in [(slice(0, 3),), (slice(0, 2), slice(0, 2)), (slice(0, 4, 2),)]:
         with pytest.raises(ValueError, match=r"`(index|shards)`"):
-            HostArray((4,), np.float32, sharding, [HostShard(index, Future())]).boxes()
+            HostArray((4,), np.float32, sharding, [HostShard(index, Promise())]).boxes()
     with pytest.raises(ValueError, match="`write_limit_bytes`"):
         make_tree_handler(write_limit_bytes=0)
     with pytest.raises(TypeError, match="no_such_option"):

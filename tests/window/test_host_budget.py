@@ -259,7 +259,7 @@ def test_a_chunk_is_given_back_as_soon_as_it_is_written(tmp_path, monkeypatch, l
     async def held(writer: LeafWriter, shard: Any, box: Any) -> None:
         if "params" in writer.layout.name:
             await asyncio.to_thread(go_on.wait, WAIT_SECS)
-        landed = await asyncio.wrap_future(shard.data)
+        landed = shard.data.result()
         found = weakref.ref(landed)
         del landed
         await write_shard(writer, shard, box)

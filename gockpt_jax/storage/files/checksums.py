@@ -80,7 +80,9 @@ class Checksums:
     def record(self, name: str, box: Box, dtype: np.dtype[Any], made: str) -> None:
         """Records a chunk whose digest is known, as stored with `dtype`."""
         leaf = self._leaves.setdefault(name, {"dtype": dtype.name, "chunks": []})
-        leaf["chunks"].append([[s.start for s in box], [s.stop for s in box], made])
+        # Tuples of numbers, unlike lists, are nothing that the garbage collector looks at.
+        starts, stops = tuple(s.start for s in box), tuple(s.stop for s in box)
+        leaf["chunks"].append((starts, stops, made))
 
     def add_values(self, tree: Any, save_args: Any, is_array: Callable[[Any], bool]) -> None:
         """Records the leaves of a tree that stock writes itself, on the first process.

@@ -10,6 +10,7 @@ In the order of their imports:
     database_index   the index of a database whose values are still to come
     spec             the TensorStore specs of a stock save
     leaf_writer      the shards of one leaf, chunk by chunk
+    arrivals         shards are written as their bytes come
     database_writer  this process's part of a database
     tree_writer      the leaves of one save, and what says what they are
     array_handler    the handler of host arrays, as a leaf type of Orbax's

@@ -118,7 +118,7 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
                 chunk_bytes=self._chunk_byte_size,
             )  # fmt: skip
             leaves = [
-                Leaf(array, layout(array, info.name, asked))
+                Leaf.of(array, layout(array, info.name, asked))
                 for array, info, asked in zip(arrays, infos, args, strict=True)
             ]
             if self._is_primary and not item.use_ocdbt:

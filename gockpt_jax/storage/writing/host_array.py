@@ -2,10 +2,9 @@
 
 A `HostArray` takes the place of a `jax.Array` leaf in the tree that goes to Orbax. It says what the
 global array looks like and which boxes of it this process writes; the bytes of each box follow
-later, through a future, so that writing starts while other boxes are still being replayed.
+later, by a promise, so that writing starts while other boxes are still being replayed.
 """
 
-import concurrent.futures
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,23 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from gockpt_jax.promise import Promise
 from gockpt_jax.storage.files import grid
 from gockpt_jax.transfer.chunks import is_key_type
-
-# A future of the ndarray of one box.
-ShardFuture = concurrent.futures.Future[np.ndarray[Any, Any]]
 
 
 class HostShard:
     """One box of a global array that this process writes, exactly once.
 
-    The future belongs to whoever resolves it. To give a save up, cancel the future or set an
-    exception: either fails the whole save, and nothing of it becomes visible.
+    The promise belongs to whoever keeps it. To give a save up, set an exception: it fails the whole
+    save, and nothing of it becomes visible.
 
     Args:
       index: One slice of step 1 per dimension, as in `jax.Shard.index` (`slice(None)` is the
         whole dimension).
-      data: Resolves to an ndarray of the box's shape and the array's dtype. The writer does not
+      data: Becomes an ndarray of the box's shape and the array's dtype. The writer does not
         copy it: its bytes must not change until `on_release` was called.
       on_release: Called once, when the writer needs the bytes no more, because they are written
         or because the save failed. It runs on the writer's thread and must neither block nor
@@ -41,16 +38,16 @@ class HostShard:
     def __init__(
         self,
         index: tuple[slice, ...],
-        data: ShardFuture,
+        data: Promise[np.ndarray[Any, Any]],
         on_release: Callable[[], None] | None = None,
     ) -> None:
         self.index = index
-        self._data: ShardFuture | None = data
+        self._data: Promise[np.ndarray[Any, Any]] | None = data
         self._on_release = on_release
 
     @property
-    def data(self) -> ShardFuture:
-        """The future of the box's bytes; RuntimeError once it has been released."""
+    def data(self) -> Promise[np.ndarray[Any, Any]]:
+        """The box's bytes, once they have come; RuntimeError once it has been released."""
         if self._data is None:
             raise RuntimeError(
                 f"The bytes of the box {self.index} were given back after an earlier save. A"

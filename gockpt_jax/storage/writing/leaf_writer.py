@@ -1,4 +1,4 @@
-"""Writes the shards of one leaf, chunk by chunk, as they become final."""
+"""Writes the shards of one leaf, chunk by chunk."""
 
 import asyncio
 import concurrent.futures
@@ -14,7 +14,7 @@ from gockpt_jax.storage.files import grid
 from gockpt_jax.storage.files.database import Extents
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing.array_layout import ArrayLayout
-from gockpt_jax.storage.writing.host_array import HostShard, ShardFuture
+from gockpt_jax.storage.writing.host_array import HostShard
 from gockpt_jax.storage.writing.write_budget import WriteBudget
 
 _T = TypeVar("_T")
@@ -40,11 +40,11 @@ class LeafWriter:
     files: DirectFiles
 
     async def write_shard(self, shard: HostShard, box: grid.Box) -> None:
-        """Waits for one shard's bytes, writes them chunk by chunk and gives them back."""
+        """Writes one shard, whose bytes have come, chunk by chunk, and gives them back."""
         data: np.ndarray[Any, Any] | None = None
         try:
             with named_in_errors(self.layout.name, box):
-                data = await _arrival(shard.data)
+                data = shard.data.result()
                 _check_data(data, box, self.layout.dtype)
             async with first_error_alone(), asyncio.TaskGroup() as group:
                 for cell in grid.cells(box, self.layout.chunk):
@@ -121,30 +121,6 @@ async def _result(operation: concurrent.futures.Future[_T]) -> _T:
     if not operation.done():
         await to_the_end(asyncio.wrap_future(operation))
     return operation.result()
-
-
-async def _arrival(future: ShardFuture) -> np.ndarray[Any, Any]:
-    """Waits for a future that another thread resolves.
-
-    Unlike `asyncio.wrap_future` it never cancels the future when this save fails: the worker that
-    resolves it would trip over that.
-    """
-    loop = asyncio.get_running_loop()
-    arrived = asyncio.Event()
-
-    def wake(_: ShardFuture) -> None:
-        # The loop is closed when the save has failed meanwhile: then nobody waits any more.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(arrived.set)
-
-    if not future.done():
-        future.add_done_callback(wake)
-        await arrived.wait()
-    try:
-        return future.result()
-    except concurrent.futures.CancelledError as error:
-        # Orbax would take a CancelledError for its own cancellation and lose the reason.
-        raise RuntimeError("The save was given up before the bytes of a shard arrived.") from error
 
 
 def _check_data(data: Any, box: grid.Box, dtype: np.dtype[Any]) -> None:

@@ -15,6 +15,7 @@ from gockpt_jax.storage.files.database import Extents, files_in
 from gockpt_jax.storage.files.direct import DirectFiles
 from gockpt_jax.storage.writing import spec as spec_lib
 from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
+from gockpt_jax.storage.writing.arrivals import Arrivals
 from gockpt_jax.storage.writing.database_writer import DatabaseIndexes, DatabaseWriter
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.storage.writing.leaf_writer import (
@@ -29,10 +30,23 @@ from gockpt_jax.storage.writing.write_budget import WriteBudget
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf: its values, and where they are stored."""
+    """One leaf: its values, and where they are stored.
+
+    Attributes:
+      array: The values.
+      layout: Where they are stored.
+      boxes: Of the array, those that this process writes.
+    """
 
     array: HostArray
     layout: ArrayLayout
+    boxes: Sequence[grid.Box]
+
+    @classmethod
+    def of(cls, array: HostArray, layout: ArrayLayout) -> "Leaf":
+        """Raises `ValueError` if the array's shards are not what this process must write."""
+        with named_in_errors(layout.name):
+            return cls(array, layout, array.boxes())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +77,9 @@ class TreeWriter:
         """
         async with first_error_alone(), asyncio.TaskGroup() as group:
             extents = self._extents(indexes, group)
+            arrivals = Arrivals(sum(len(leaf.boxes) for leaf in self.leaves), group)
             for leaf in self.leaves:
-                group.create_task(self._write_leaf(leaf, extents.get(leaf.layout.name), group))
+                group.create_task(self._begin_leaf(leaf, extents.get(leaf.layout.name), arrivals))
                 await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
             if self.is_primary:
                 group.create_task(self._write_shardings())
@@ -72,27 +87,24 @@ class TreeWriter:
 
     def _extents(self, indexes: DatabaseIndexes, group: asyncio.TaskGroup) -> Mapping[str, Extents]:
         """Where values are written without TensorStore, by leaf; begins their database."""
-        direct: list[tuple[ArrayLayout, list[grid.Box]]] = []
-        for leaf in self.leaves:
-            with named_in_errors(leaf.layout.name):
-                boxes = leaf.array.boxes()
-            is_ours = bool(boxes) or self.is_primary
-            if is_ours and spec_lib.is_written_as_it_is(leaf.layout, boxes):
-                direct.append((leaf.layout, boxes))
+        direct = [
+            leaf
+            for leaf in self.leaves
+            if (leaf.boxes or self.is_primary)
+            and spec_lib.is_written_as_it_is(leaf.layout, leaf.boxes)
+        ]
         if not (direct and self.item.use_ocdbt):
-            return {layout.name: files_in(layout.path) for layout, _ in direct}
-        arrays = [spec_lib.placed_array(*one, self.is_primary) for one in direct]
+            return {leaf.layout.name: files_in(leaf.layout.path) for leaf in direct}
+        arrays = [spec_lib.placed_array(x.layout, x.boxes, self.is_primary) for x in direct]
         index = indexes.of(arrays, self.item.written_file_bytes)
         if index is None:
             return {}
         database = DatabaseWriter(self.item, index, self.files)
         group.create_task(database.join(self.context))
-        return {layout.name: database.extents_of(layout.name) for layout, _ in direct}
+        return {leaf.layout.name: database.extents_of(leaf.layout.name) for leaf in direct}
 
-    async def _write_leaf(
-        self, leaf: Leaf, extents: Extents | None, group: asyncio.TaskGroup
-    ) -> None:
-        """Opens the leaf's array and starts one task per shard."""
+    async def _begin_leaf(self, leaf: Leaf, extents: Extents | None, arrivals: Arrivals) -> None:
+        """Opens the leaf's array, and has its shards written as they come."""
         layout, context = leaf.layout, self.context
         with named_in_errors(layout.name):
             spec = spec_lib.array_spec(layout)
@@ -103,9 +115,9 @@ class TreeWriter:
                 else:
                     await open_store(spec, context, create=True, open=True)
             target = extents or await open_store(spec, context, open=True, assume_metadata=True)
-        writer = LeafWriter(layout, self.budget, target, self.files)
-        for shard, box in zip(leaf.array.shards, leaf.array.boxes(), strict=True):
-            group.create_task(writer.write_shard(shard, box))
+            writer = LeafWriter(layout, self.budget, target, self.files)
+            for shard, box in zip(leaf.array.shards, leaf.boxes, strict=True):
+                arrivals.expect(writer, shard, box)
 
     def _write_array_metadatas(self) -> None:
         """Writes the file from which Orbax takes write shapes and PRNG implementations."""

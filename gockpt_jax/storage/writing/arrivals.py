@@ -1,0 +1,48 @@
+"""Shards are written in the order in which their bytes come, so many at a time."""
+
+import asyncio
+import contextlib
+import functools
+from typing import Any
+
+from gockpt_jax.storage.files import grid
+from gockpt_jax.storage.writing.host_array import HostShard
+from gockpt_jax.storage.writing.leaf_writer import LeafWriter
+
+_AT_ONCE = 64
+"""More wait where they have come to, as entries of a queue: what is begun of a write is some thirty
+Python objects, and the garbage collector counts those that are there for long (docs/scale.md). No
+store has as many requests at a time; of a large shard many chunks are."""
+
+_Arrival = tuple[LeafWriter, HostShard, grid.Box]
+
+
+class Arrivals:
+    """The shards of one save; belongs to its event loop.
+
+    Args:
+      count: Of all that will be expected.
+      group: Writes them, and fails with the first that fails.
+    """
+
+    def __init__(self, count: int, group: asyncio.TaskGroup):
+        self._left = count
+        self._loop = asyncio.get_running_loop()
+        self._come: asyncio.Queue[_Arrival] = asyncio.Queue()
+        for _ in range(min(count, _AT_ONCE)):
+            group.create_task(self._write_what_comes())
+
+    def expect(self, writer: LeafWriter, shard: HostShard, box: grid.Box) -> None:
+        """Has a shard written as soon as its bytes have come, from whichever thread."""
+        shard.data.add_done_callback(functools.partial(self._has_come, (writer, shard, box)))
+
+    def _has_come(self, arrival: _Arrival, _: Any) -> None:
+        # The loop is closed when the save has failed meanwhile: then nobody waits any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._come.put_nowait, arrival)
+
+    async def _write_what_comes(self) -> None:
+        while self._left:
+            self._left -= 1
+            writer, shard, box = await self._come.get()
+            await writer.write_shard(shard, box)
