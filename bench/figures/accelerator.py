@@ -22,6 +22,7 @@ _WAYS = {
 _SIZES = ("0.0625", "1", "16", "64", "256", "1024")  # MiB
 _MODES = {
     "orbax_async": "stock Orbax, asynchronous",
+    "orbax_async_background": "stock Orbax, transfers in the background, without donation",
     "device_copy": "a device copy by hand",
     "gockpt": "gockpt_jax, as it plans",
     "gockpt_k4": "gockpt_jax, a window of 4 steps",

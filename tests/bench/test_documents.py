@@ -366,6 +366,15 @@ def single_saves(figures, samples):
     assert least > 0
 
 
+def by_hand_and_in_the_background(figures, samples):
+    (copy,) = samples["device_copy/50/around_save_secs"]
+    background = [1000 * x for x in samples["orbax_async_background/50/around_save_secs"]]
+    yield f"with {figures['state_gb']:.1f} GB a save cost {1000 * copy:.0f} ms, in one round, and"
+    yield f"and {background[0]:.0f} and {background[1]:.0f} ms (`around_save_secs`), on a"
+    again = samples["ideal/50/throughput_ratio"]
+    yield f"at {min(again):.3f} to {max(again):.3f} of itself"
+
+
 def four_hundred_arrays(figures, samples):
     copy, stock = (samples[f"340m_apart/{m}/around_save_ms"] for m in ("gockpt_k1", "orbax_async"))
     yield f"a save cost {spread(copy, '31 ms by a device copy ({} to {})')}, where"
@@ -466,6 +475,7 @@ GRAPHS_BACK = "docs/decisions/0035-the-armed-step-has-its-graphs-back.md"
         (GRAPHS_BACK, f"{LATER}/behind.json", held_behind_a_save),
         ("bench/README.md", f"{LATER}/around.json", single_saves),
         ("docs/accelerators.md", f"{LATER}/apart.json", four_hundred_arrays),
+        ("bench/README.md", f"{LATER}/train-300m.json", by_hand_and_in_the_background),
         (
             "docs/decisions/0034-few-transfers-behind-a-step.md",
             f"{H200}/around-few.json",
