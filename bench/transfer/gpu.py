@@ -20,10 +20,11 @@ import jax
 
 from bench.record import Record
 from bench.transfer.asked import Asked, Scale
-from bench.transfer.steps import ask_donated, ask_overlap
+from bench.transfer.steps import ask_donated, ask_overlap, ask_pinning
 from bench.transfer.ways import ask_dispatch, ask_pointers, ask_raw_link, ask_ways
 
 QUESTIONS: Mapping[str, Callable[[Asked], None]] = {
+    "pinning": ask_pinning,  # while there is none
     "pointers": ask_pointers,
     "raw_link": ask_raw_link,
     "overlap": ask_overlap,

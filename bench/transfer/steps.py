@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from bench.transfer.asked import Asked
 
+_PINNED_BLOCKS = 4
 _LATER_SECS = 2e-3  # many times what it takes a thread to begin
 
 
@@ -101,6 +103,38 @@ def _steps_secs(busy: Busy, steps: int) -> float:
         busy.dispatch()
     jax.block_until_ready(busy.state)
     return time.perf_counter() - start
+
+
+def ask_pinning(asked: Asked) -> None:
+    """Whether steps go on while another thread has pinned memory made, as could be done beforehand.
+
+    The first save of a process waits for it (`docs/accelerators.md`). To be asked before anything
+    has gone through that memory. `pinning_gb_per_sec`: of transfers into blocks that are all kept,
+    so that the pool has to grow. `step_inflation_ratio/pinning_beside`: the steps that ran
+    meanwhile; `.../pinning_beside/longest`: the longest one; both over the median without.
+    """
+    busy, kept = Busy(asked), []
+    sources = [asked.fresh(asked.scale.busy_mib, n) for n in range(_PINNED_BLOCKS)]
+    alone = statistics.median(busy.run() for _ in range(asked.scale.repeats))
+
+    def pin() -> None:
+        for source in sources:
+            kept.append(jax.block_until_ready(jax.device_put(source, asked.pinned)))
+
+    thread, start = threading.Thread(target=pin, name="bench-pin"), time.perf_counter()
+    thread.start()
+    beside = [busy.run()]
+    while thread.is_alive():
+        beside.append(busy.run())
+    thread.join()
+    secs = time.perf_counter() - start
+    asked.add("pinning_gb_per_sec", sum(x.nbytes for x in kept) / secs / 1e9)
+    asked.add("step_inflation_ratio/pinning_beside", statistics.mean(beside) / alone)
+    asked.add("step_inflation_ratio/pinning_beside/longest", max(beside) / alone)
+    asked.note(
+        f"pinning: {len(beside)} steps of {1e3 * alone:.2f} ms beside {_PINNED_BLOCKS} blocks of "
+        f"{asked.scale.busy_mib:g} MiB."
+    )
 
 
 def ask_donated(asked: Asked) -> None:

@@ -77,6 +77,7 @@ def test_parts_leave_few_files_that_say_what_they_measured(rehearsal):
         "pull_gbps/pinned_put/1MiB/cold",
         "pull_gbps/pinned_put/1MiB/warm",
         "pull_gbps/library/1MiB/warm",
+        "step_inflation_ratio/pinning_beside/longest",
         "overlap_ratio",
         "overlap_ratio/later",
         "async_dispatch/overlap_ratio",

@@ -224,8 +224,7 @@ def test_the_program_survives_a_handler_that_raises_as_the_step_is_armed(
     """It was left with a plan and without an armed step: every later step raised."""
     real, times = StepProgram.arm, [0]
 
-    def once(program: StepProgram, *, always: bool) -> None:
-        assert not always
+    def once(program: StepProgram) -> None:
         times[0] += 1
         if times[0] == 1:
             raise KeyboardInterrupt

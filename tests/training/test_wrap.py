@@ -397,7 +397,7 @@ def test_a_kind_of_call_that_jax_refuses_leaves_the_others_their_windows(
         return lambda *flat: (refuse if all_kinds or flat[-1].size < 8 else found)(*flat)
 
     monkeypatch.setattr(StepProgram, "executable", of_long_batches)
-    monkeypatch.setattr(StepProgram, "arm", lambda program, **how: armed.append(arming(program)))
+    monkeypatch.setattr(StepProgram, "arm", lambda program: armed.append(arming(program)))
     observer = Observer(range(2, 40))
     step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), observer, arm=arm)
     with warnings.catch_warnings(record=True) as told:
@@ -507,15 +507,15 @@ def test_shapes_that_never_settle_are_armed_a_few_times(monkeypatch):
     """Each is compiled once more than by the user's step, even if it runs armed."""
     armed, arm = [], StepProgram.arm
 
-    def seen(program, *, always):
-        armed.append(always)
-        arm(program, always=always)
+    def seen(program):
+        armed.append(1)
+        arm(program)
 
     monkeypatch.setattr(StepProgram, "arm", seen)
     observer, jitted = Observer(), jax.jit(lambda state, x: update(state, jnp.sum(x)))
     state = run(wrap(jitted, observer, arm="always"), fresh(), 8, lambda n: jnp.ones(n + 1))
     assert_same(state, run(jitted, fresh(), 8, lambda n: jnp.ones(n + 1)))
-    assert armed == [True] * 3
+    assert armed == [1] * 3
     assert observer.refusals == []  # who has not asked is not told
 
 
