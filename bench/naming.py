@@ -13,7 +13,7 @@ _HIGHER_IS_BETTER = re.compile(
 )
 _LOWER_IS_BETTER = re.compile(
     r"secs|_ms\b|_us\b|ns_per_|inflation|memory|rss|_gib\b|_bytes\b|drain|stall|copies|collectives"
-    r"|instructions|staged|moved|_over_copied|torn|perturbed"
+    r"|instructions|staged|moved|_over_copied|torn|perturbed|collections|grown_old"
 )
 _YARDSTICK = re.compile(
     r"(^|/)(raw|raw_link_gbps|stock|stock_fastest|torch|copy|whole_tree|ideal|orbax_\w+"

@@ -65,6 +65,7 @@ def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
         assert len(record.samples[f"save_and_step{kind}_ms"]) == 2
         assert len(record.samples[f"save_idle{kind}_us"]) == 6
         assert len(record.samples[f"full_collections_per_save{kind}"]) == 1
+        assert len(record.samples[f"grown_old_per_save{kind}"]) == 1
     assert len(record.samples["save_call_ratio"]) == len(record.samples["held_back_ratio"]) == 2
 
 
@@ -78,6 +79,25 @@ def test_full_collections_are_counted_by_save():
     _add_collections(record, "_stock", Collecting(), range(8))
     assert record.samples["full_collections_per_save_stock"] == [8]
     assert len(record.samples["full_collection_ms"]) == 16
+
+
+def test_what_comes_to_the_oldest_generation_is_counted_by_save():
+    class Keeping:
+        def __init__(self):
+            self.kept = []
+
+        def run(self, label):
+            self.kept += [[] for _ in range(500)]
+            gc.collect(1)
+
+    record, keeping = Record("transfer"), Keeping()
+    gc.disable()  # but for these
+    try:
+        _add_collections(record, "_stock", keeping, range(8))
+    finally:
+        gc.enable()
+    assert 4 * 500 <= record.samples["grown_old_per_save_stock"][0] < 4 * 600
+    assert record.samples["full_collections_per_save_stock"] == [0]
 
 
 def test_hooks_are_timed_outside_windows_where_one_opens_and_inside(monkeypatch):
