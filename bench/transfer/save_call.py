@@ -146,7 +146,7 @@ def _add_collections(
             "full_collections_per_save: how often Python's garbage collector looked at all objects "
             f"of the process, of which there were {len(gc.get_objects())}, while that way trained "
             f"alone, {_STEPS} steps for a save; grown_old_per_save: the objects that came to its "
-            "oldest generation meanwhile, of the steps and of the save (where they are a quarter of "
+            "oldest generation meanwhile, of steps and of the save (where they are a quarter of "
             "the rest it looks at all); full_collection_ms: each of these, of all ways; "
             "..._frozen: a snapshot's, after `gc.freeze()`."
         )

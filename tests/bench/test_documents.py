@@ -536,6 +536,34 @@ def steps_of(record, mode):
     return [step[2] for step in steps], [step[3] for step in steps]
 
 
+def test_prose_tells_what_grows_old():
+    path = RESULTS / "transfer-cpu-2026-11-28-later.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    now, before = record["figures"], record["details"]["before"]
+
+    def hundreds(figures, way=""):
+        return f"{round(figures[f'grown_old_per_save{way}'], -2):,.0f}"
+
+    text = words(ROOT / "docs" / "scale.md")
+    assert (
+        f"there are {hundreds(now)} more with windows and {hundreds(now, '_snapshot')} with" in text
+    )
+    assert f"({hundreds(before)} and {hundreds(before, '_snapshot')} before shards were" in text
+    assert f"with stock {hundreds(now, '_stock')} (" in text
+    text = words(ROOT / "docs/decisions/0024-stock-is-asked-off-the-trainers-thread.md")
+    ratios = [figures["held_back_ratio"] for figures in (now, before)]
+    assert f"it is {ratios[0]:.2f} (median of 25 turns;" in text
+    assert f"{ratios[1]:.2f} with the library of before" in text
+
+
+def test_prose_tells_how_long_garbage_took_on_a_gpu():
+    record = json.loads((RESULTS / LATER / "around.json").read_text(encoding="utf-8"))
+    took = [v for name, of in record["samples"].items() if "full_coll" in name for v in of]
+    assert record["samples"]["800m/ideal/full_collection_ms"]
+    told = f"On an H200 it took {min(took):.0f} to {max(took):.0f} ms, in training without"
+    assert told in words(ROOT / "docs" / "scale.md")
+
+
 def test_prose_tells_which_steps_of_a_window_take_longer():
     took, _ = steps_of("around", "800m/gockpt_k4+graphs")
     figures = json.loads((RESULTS / LATER / "around.json").read_text(encoding="utf-8"))["figures"]
