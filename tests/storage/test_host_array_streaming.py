@@ -116,9 +116,15 @@ def test_leaves_may_resolve_in_any_order_from_any_thread(tmp_path):
     assert disk_contents(tmp_path / "ours") == disk_contents(tmp_path / "stock")
 
 
-def test_so_many_shards_are_begun_at_a_time_in_the_order_in_which_they_came(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "at_once"),
+    [({"use_ocdbt": False}, 2), ({"use_ocdbt": True}, 2), ({"use_compression": True}, 8)],
+    ids=["files", "database", "tensorstore"],
+)
+def test_shards_are_begun_in_the_order_in_which_they_came(tmp_path, monkeypatch, options, at_once):
+    """So many at a time where TensorStore does not write; it has all that have come."""
     x, promises, begun, loops = eight_shards(), Promises(), [], []
-    all_are_expected, two_have, go_on = (threading.Event() for _ in range(3))
+    all_are_expected, enough_have, go_on = (threading.Event() for _ in range(3))
     write_shard, expect = LeafWriter.write_shard, arrivals.Arrivals.expect
 
     def noted(self, writer, shard, box):
@@ -133,24 +139,23 @@ def test_so_many_shards_are_begun_at_a_time_in_the_order_in_which_they_came(tmp_
     async def held(writer, shard, box):
         loops.append(asyncio.get_running_loop())
         begun.append(shard.index[0].start * 8 // x.size)
-        if len(begun) == 2:
-            two_have.set()
+        if len(begun) == at_once:
+            enough_have.set()
         await asyncio.to_thread(go_on.wait, WAIT_SECS)
         await write_shard(writer, shard, box)
 
-    monkeypatch.setattr(arrivals, "_AT_ONCE", 2)
+    monkeypatch.setattr(arrivals, "_DIRECT_AT_ONCE", 2)
     monkeypatch.setattr(arrivals.Arrivals, "expect", noted)
     monkeypatch.setattr(LeafWriter, "write_shard", held)
-    checkpointer = start_save(
-        make_tree_handler(), tmp_path / "x", {"x": host_array(x, promises.shard)}
-    )
+    handler = make_tree_handler(**{"use_compression": False} | options)
+    checkpointer = start_save(handler, tmp_path / "x", {"x": host_array(x, promises.shard)})
     assert all_are_expected.wait(WAIT_SECS)
     order = [5, 0, 7, 2, 1, 3, 6, 4]
     for i in order:
         promises.arrive(i)
-    assert two_have.wait(WAIT_SECS)
+    assert enough_have.wait(WAIT_SECS)
     asyncio.run_coroutine_threadsafe(settle(), loops[0]).result(WAIT_SECS)
-    assert begun == order[:2]
+    assert begun == order[:at_once]
     go_on.set()
     checkpointer.close()
     assert begun == order

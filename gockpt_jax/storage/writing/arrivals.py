@@ -9,10 +9,10 @@ from gockpt_jax.storage.files import grid
 from gockpt_jax.storage.writing.host_array import HostShard
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 
-_AT_ONCE = 64
+_DIRECT_AT_ONCE = 64
 """More wait where they have come to, as entries of a queue: what is begun of a write is some thirty
-Python objects, and the garbage collector counts those that are there for long (docs/scale.md). No
-store has as many requests at a time; of a large shard many chunks are."""
+Python objects, and the garbage collector counts those that are there for long (docs/scale.md).
+TensorStore has all that have come: what a database is given at a time it writes with one index."""
 
 _Arrival = tuple[LeafWriter, HostShard, grid.Box]
 
@@ -23,13 +23,14 @@ class Arrivals:
     Args:
       count: Of all that will be expected.
       group: Writes them, and fails with the first that fails.
+      is_direct: Whether all are written without TensorStore.
     """
 
-    def __init__(self, count: int, group: asyncio.TaskGroup):
+    def __init__(self, count: int, group: asyncio.TaskGroup, *, is_direct: bool):
         self._left = count
         self._loop = asyncio.get_running_loop()
         self._come: asyncio.Queue[_Arrival] = asyncio.Queue()
-        for _ in range(min(count, _AT_ONCE)):
+        for _ in range(min(count, _DIRECT_AT_ONCE) if is_direct else count):
             group.create_task(self._write_what_comes())
 
     def expect(self, writer: LeafWriter, shard: HostShard, box: grid.Box) -> None:
