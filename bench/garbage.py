@@ -3,51 +3,42 @@
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+_T = TypeVar("_T", int, float)
 
 
-@contextlib.contextmanager
-def full_collections() -> Iterator[list[float]]:
+def full_collections() -> contextlib.AbstractContextManager[list[float]]:
     """Gives the seconds of each collection of all generations, as they come, until it is left."""
-    secs: list[float] = []
-    started = 0.0
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        nonlocal started
-        if info["generation"] == 2 and phase == "start":
-            started = time.perf_counter()
-        elif info["generation"] == 2:
-            secs.append(time.perf_counter() - started)
-
-    gc.callbacks.append(note)
-    try:
-        yield secs
-    finally:
-        gc.callbacks.remove(note)
+    return _grown(2, time.perf_counter)
 
 
-@contextlib.contextmanager
-def grown_old() -> Iterator[list[int]]:
+def grown_old() -> contextlib.AbstractContextManager[list[int]]:
     """Gives how many objects came to the oldest generation, at each time that some did.
 
     When they are a quarter of those that were there, that generation is collected. Counting takes a
     while.
     """
-    counts: list[int] = []
-    before = 0
+    return _grown(1, lambda: len(gc.get_objects(generation=2)))
+
+
+@contextlib.contextmanager
+def _grown(generation: int, measure: Callable[[], _T]) -> Iterator[list[_T]]:
+    """Gives by how much `measure` grew in each collection of up to a generation."""
+    found: list[_T] = []
+    before = measure()
 
     def note(phase: str, info: dict[str, int]) -> None:
         nonlocal before
-        if info["generation"] == 1:
-            there = len(gc.get_objects(generation=2))
-            if phase == "start":
-                before = there
-            else:
-                counts.append(there - before)
+        if info["generation"] == generation and phase == "start":
+            before = measure()
+        elif info["generation"] == generation:
+            found.append(measure() - before)
 
     gc.callbacks.append(note)
     try:
-        yield counts
+        yield found
     finally:
         gc.callbacks.remove(note)
 

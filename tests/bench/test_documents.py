@@ -550,6 +550,12 @@ def test_prose_tells_what_grows_old():
     )
     assert f"({hundreds(before)} and {hundreds(before, '_snapshot')} before shards were" in text
     assert f"with stock {hundreds(now, '_stock')} (" in text
+    text = words(ROOT / "docs" / "decisions" / "0036-few-objects-for-each-shard.md")
+    assert f"{hundreds(now)} objects with windows and {hundreds(now, '_snapshot')} with" in text
+    assert f"was {hundreds(before)} and {hundreds(before, '_snapshot')}, and stock's" in text
+    assert f"stock's are {hundreds(now, '_stock')}." in text
+    took = [figures["save_and_step_snapshot_ms"] for figures in (now, before)]
+    assert f"behind it took {took[0]:.1f} ms, where it took {took[1]:.1f}." in text
     text = words(ROOT / "docs/decisions/0024-stock-is-asked-off-the-trainers-thread.md")
     ratios = [figures["held_back_ratio"] for figures in (now, before)]
     assert f"it is {ratios[0]:.2f} (median of 25 turns;" in text
