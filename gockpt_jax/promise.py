@@ -60,9 +60,10 @@ class Promise(Generic[_T]):
         self._end()
 
     def add_done_callback(self, call: "Callable[[Promise[_T]], Any]") -> None:
-        """Has `call` called with this, once: now if it has come, else by whoever sets it.
+        """Has `call` called with this, once: now if it has come, else when it does.
 
-        It must not raise.
+        By whichever thread sets it, or asks at that moment: it must not raise, for that thread
+        would not know what of.
         """
         self._callbacks.append(call)
         if self._is_done:

@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -384,6 +384,40 @@ def test_a_failed_write_fails_the_save(tmp_path, use_ocdbt):
     # After a failed OCDBT write a few arrays sometimes stay alive with no Python object referring
     # to them. The cause is not known: TensorStore alone did not do it. Nothing of it is visible.
     assert use_ocdbt or all(event.wait(WAIT_SECS) for event in freed)
+
+
+@pytest.mark.parametrize("options", [{"use_ocdbt": False}, {"use_compression": True}])
+def test_a_save_whose_bytes_were_cancelled_is_no_success(tmp_path, options):
+    """Orbax takes this error for its own doing."""
+    promises = Promises()
+    tree = {"x": host_array(eight_shards(), promises.shard)}
+    checkpointer = start_save(make_tree_handler(**options), tmp_path / "x", tree)
+    promises.arrive(0)
+    promises.fail(5, CancelledError())
+    with pytest.raises(RuntimeError, match="given up before the bytes of a shard came") as caught:
+        checkpointer.wait_until_finished()
+    assert any("while saving `x`" in note for note in caught.value.__notes__)
+    checkpointer.close()
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("arrived", [0, 3])
+def test_a_save_that_is_given_up_as_it_waits_says_so(tmp_path, arrived):
+    """Its shards are given back by another thread, as for one that would be written again."""
+    x, promises, stats = eight_shards(), Promises(), WriteStats()
+    tree = {"x": host_array(x, promises.shard)}
+    with collecting(stats):
+        checkpointer = start_save(make_tree_handler(), tmp_path / "x", tree)
+    for i in range(arrived):
+        assert promises.arrive(i).wait(WAIT_SECS)
+    stats.is_given_up = True
+    tree["x"].release()
+    for i in range(arrived, 8):
+        promises.arrive(i)
+    with pytest.raises(RuntimeError, match="the save has failed elsewhere"):
+        checkpointer.wait_until_finished()
+    checkpointer.close()
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("wrong", [np.ones(3), np.ones(4, np.int32), np.ones((1, 4)), 1.0])

@@ -1,6 +1,6 @@
 """Orbax's type handler of host arrays, written where and how stock would write the `jax.Array`s.
 
-Only the source of the bytes differs: they come shard by shard, through futures. What lies on disk
+Only the source of the bytes differs: they come shard by shard, as promised. What lies on disk
 (keys, values, `_METADATA`, `_sharding`, `array_metadatas`) is what stock would have written, so
 stock restores it; see `array_layout.py` and `spec.py`.
 """

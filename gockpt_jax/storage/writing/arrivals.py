@@ -10,9 +10,9 @@ from gockpt_jax.storage.writing.host_array import HostShard
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 
 _DIRECT_AT_ONCE = 64
-"""More wait where they have come to, as entries of a queue: what is begun of a write is some thirty
-Python objects, and the garbage collector counts those that are there for long (docs/scale.md).
-TensorStore has all that have come: what a database is given at a time it writes with one index."""
+"""All others are entries of a queue. What is begun of a write is some thirty Python objects, and
+the garbage collector counts those that are there for long (docs/scale.md). But TensorStore has all
+that have come: what a database is given at a time it writes with one index."""
 
 _Arrival = tuple[LeafWriter, HostShard, grid.Box]
 
@@ -27,23 +27,30 @@ class Arrivals:
     """
 
     def __init__(self, count: int, group: asyncio.TaskGroup, *, is_direct: bool):
-        self._left = count
+        self._group = group
         self._loop = asyncio.get_running_loop()
         self._come: asyncio.Queue[_Arrival] = asyncio.Queue()
-        for _ in range(min(count, _DIRECT_AT_ONCE) if is_direct else count):
-            group.create_task(self._write_what_comes())
+        self._room = asyncio.Semaphore(_DIRECT_AT_ONCE if is_direct else count)
+        group.create_task(self._begin(count))
 
     def expect(self, writer: LeafWriter, shard: HostShard, box: grid.Box) -> None:
         """Has a shard written as soon as its bytes have come, from whichever thread."""
-        shard.data.add_done_callback(functools.partial(self._has_come, (writer, shard, box)))
+        promise = writer.promised(shard)
+        promise.add_done_callback(functools.partial(self._has_come, (writer, shard, box)))
 
     def _has_come(self, arrival: _Arrival, _: Any) -> None:
-        # The loop is closed when the save has failed meanwhile: then nobody waits any more.
+        # It raises where the loop is closed, for the save has failed meanwhile: nobody waits then.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._come.put_nowait, arrival)
 
-    async def _write_what_comes(self) -> None:
-        while self._left:
-            self._left -= 1
-            writer, shard, box = await self._come.get()
+    async def _begin(self, count: int) -> None:
+        for _ in range(count):
+            arrival = await self._come.get()
+            await self._room.acquire()
+            self._group.create_task(self._write(*arrival))
+
+    async def _write(self, writer: LeafWriter, shard: HostShard, box: grid.Box) -> None:
+        try:
             await writer.write_shard(shard, box)
+        finally:
+            self._room.release()

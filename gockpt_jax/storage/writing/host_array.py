@@ -47,7 +47,7 @@ class HostShard:
 
     @property
     def data(self) -> Promise[np.ndarray[Any, Any]]:
-        """The box's bytes, once they have come; RuntimeError once it has been released."""
+        """The box's bytes, once they have come; RuntimeError once they have been given back."""
         if self._data is None:
             raise RuntimeError(
                 f"The bytes of the box {self.index} were given back after an earlier save. A"

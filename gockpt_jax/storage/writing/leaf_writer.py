@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore as ts
 
+from gockpt_jax.promise import Promise
 from gockpt_jax.storage.files import grid
 from gockpt_jax.storage.files.database import Extents
 from gockpt_jax.storage.files.direct import DirectFiles
@@ -44,7 +45,7 @@ class LeafWriter:
         data: np.ndarray[Any, Any] | None = None
         try:
             with named_in_errors(self.layout.name, box):
-                data = shard.data.result()
+                data = _result_of(self.promised(shard))
                 _check_data(data, box, self.layout.dtype)
             async with first_error_alone(), asyncio.TaskGroup() as group:
                 for cell in grid.cells(box, self.layout.chunk):
@@ -54,6 +55,14 @@ class LeafWriter:
         finally:
             data = None  # An exception's traceback would keep the bytes alive.
             shard.release()
+
+    def promised(self, shard: HostShard) -> Promise[np.ndarray[Any, Any]]:
+        """The bytes of a shard. Who gives a save up gives them back, from another thread."""
+        try:
+            return shard.data
+        except RuntimeError:
+            self.budget.stats.require_wanted()
+            raise
 
     async def _write_chunk(self, cell: grid.Box, data: np.ndarray[Any, Any] | None) -> None:
         """The one place where a chunk is about to be written: (leaf name, box, values)."""
@@ -121,6 +130,14 @@ async def _result(operation: concurrent.futures.Future[_T]) -> _T:
     if not operation.done():
         await to_the_end(asyncio.wrap_future(operation))
     return operation.result()
+
+
+def _result_of(promise: Promise[_T]) -> _T:
+    try:
+        return promise.result()
+    except concurrent.futures.CancelledError as error:
+        # Orbax would take a CancelledError for its own cancellation: the save would be a success.
+        raise RuntimeError("The save was given up before the bytes of a shard came.") from error
 
 
 def _check_data(data: Any, box: grid.Box, dtype: np.dtype[Any]) -> None:

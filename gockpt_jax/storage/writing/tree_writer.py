@@ -77,9 +77,9 @@ class TreeWriter:
         """
         async with first_error_alone(), asyncio.TaskGroup() as group:
             extents = self._extents(indexes, group)
-            expected = {leaf.layout.name: len(leaf.boxes) for leaf in self.leaves if leaf.boxes}
-            is_direct = expected.keys() <= extents.keys()
-            arrivals = Arrivals(sum(expected.values()), group, is_direct=is_direct)
+            count = sum(len(leaf.boxes) for leaf in self.leaves)
+            is_direct = all(x.layout.name in extents for x in self.leaves if x.boxes)
+            arrivals = Arrivals(count, group, is_direct=is_direct)
             for leaf in self.leaves:
                 group.create_task(self._begin_leaf(leaf, extents.get(leaf.layout.name), arrivals))
                 await asyncio.sleep(0)  # its chunks begin while other leaves are made ready
