@@ -113,7 +113,8 @@ class Life:
                 if deed != self.save:
                     self._manager.wait_until_finished()
                 told.append((deed.__name__, said(deed())))
-            except (ValueError, OSError, KeyError) as error:
+            # TypeError: policies by time subtract dates that know their zone from such that do not.
+            except (ValueError, OSError, KeyError, TypeError) as error:
                 kind = next(t for t in type(error).__mro__ if t.__module__ == "builtins")
                 told.append((deed.__name__, kind))
         self._manager.close()
