@@ -1,8 +1,8 @@
 """Questions about transfers beside training steps: what is hidden, and what the steps pay."""
 
+import concurrent.futures
 import itertools
 import statistics
-import threading
 import time
 from typing import Any
 
@@ -121,12 +121,13 @@ def ask_pinning(asked: Asked) -> None:
         for source in sources:
             kept.append(jax.block_until_ready(jax.device_put(source, asked.pinned)))
 
-    thread, start = threading.Thread(target=pin, name="bench-pin"), time.perf_counter()
-    thread.start()
-    beside = [busy.run()]
-    while thread.is_alive():
-        beside.append(busy.run())
-    thread.join()
+    start = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(1, "bench-pin") as pool:
+        pinned = pool.submit(pin)
+        beside = [busy.run()]
+        while not pinned.done():
+            beside.append(busy.run())
+        pinned.result()
     secs = time.perf_counter() - start
     asked.add("pinning_gb_per_sec", sum(x.nbytes for x in kept) / secs / 1e9)
     asked.add("step_inflation_ratio/pinning_beside", statistics.mean(beside) / alone)

@@ -12,7 +12,7 @@ import pytest
 
 from bench.around import benchmark as around
 from bench.record import Record
-from bench.train.modes import Mode
+from bench.train.modes import Mode, make_mode
 
 CHOSEN = {
     "size": None, "modes": "ideal,gockpt_k3+apart", "interval": 12, "saves": 2, "directory": None,
@@ -21,10 +21,20 @@ CHOSEN = {
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_it_measures_modes_and_experiments(tmp_path):
-    out = tmp_path / "around.json"
-    around.run(True, **CHOSEN | {"out": out, "profile": "gockpt_k3+apart"})
+def test_it_measures_modes_and_experiments(tmp_path, monkeypatch):
+    out, settings = tmp_path / "around.json", []
+
+    def noted(name, setting):
+        settings.append(setting)
+        return make_mode(name, setting)
+
+    monkeypatch.setattr(around, "make_mode", noted)
+    around.run(True, **CHOSEN | {"out": out, "profile": "gockpt_k3+apart", "host_gib": 4})
     found = json.loads(out.read_text())
+    first, second = settings
+    assert first.step_secs is None
+    assert second.step_secs == pytest.approx(found["figures"]["toy/ideal/step_ms"] / 1e3, rel=1e-3)
+    assert second.host_budget_bytes == 3 * 2**30
     assert len(found["samples"]["toy/ideal/around_save_ms"]) == 2
     assert len(found["samples"]["toy/gockpt_k3+apart/step_call_ms/in_window"]) == 4
     kinds = [r["kind"] for r in found["details"]["toy/gockpt_k3+apart"]["reports"]]
