@@ -21,12 +21,12 @@ _WAYS = {
 }
 _SIZES = ("0.0625", "1", "16", "64", "256", "1024")  # MiB
 _MODES = {
-    "ideal": "no checkpoint: what is chance",
+    "ideal": "no checkpoints: chance alone",
     "orbax_async": "stock Orbax, asynchronous",
     "orbax_async_background": "stock Orbax, transfers in the background, without donation",
     "device_copy": "a device copy by hand, saved by a thread",
     "gockpt": "gockpt_jax, as it plans",
-    "gockpt_k1": "gockpt_jax, a device copy: what it plans where there is room for one",
+    "gockpt_k1": "gockpt_jax, a device copy: its plan where there is room for one",
     "gockpt_k4": "gockpt_jax, a window of 4 steps",
 }
 _AROUND = [mode for mode in _MODES if mode != "gockpt"]  # there, with a fixed K only
@@ -135,8 +135,9 @@ def around_table(record: Record) -> list[str]:
     said = (
         f"On {_where(record)}, Orbax {record['versions']['orbax-checkpoint']}: a GPT with "
         f"{state.partition(': ')[2].rstrip('.')}, steps of {step:.0f} ms; medians of {len(cost)} "
-        "saves. What a save costs: the steps around it, less as many medians of the steps between "
-        "saves. `save` may hold the trainer while the device is busy, which costs nothing then."
+        "saves. What a save costs: the time of the steps around it, less as many times the median "
+        "of the steps between saves. `save` may hold the trainer's thread while the device is busy "
+        "with steps that it has been given, which costs nothing."
     )
     return [*lines, "", *textwrap.wrap(said, 118)]
 
@@ -178,10 +179,10 @@ def _said_of_training(record: Record, interval: int) -> str:
         f"{float(gpt[1]):.0f} M parameters, {state:.1f} GB of state, a save every {interval} steps "
         f"of {step:.2f} s, {len(again)} rounds in which the ways take turns. What a save costs: "
         f"the time of the {2 * AROUND + 1} steps around it, less as many times the median of the "
-        "phase's other steps, beside most of which it was still being written. The interval has "
-        "the machine's drift in it, too: training without checkpoints, over itself, gave "
-        f"{min(again):.3f} to {max(again):.3f}, which is {drift:.0f} ms of an interval. Device "
-        f"memory: the most that was sampled. {place[0]}"
+        "phase's other steps, during most of which it was still being written. The change of an "
+        "interval includes the machine's drift: training without checkpoints, divided by itself, "
+        f"gave {min(again):.3f} to {max(again):.3f}, which is {drift:.0f} ms of an interval. "
+        f"Device memory: the largest sample. {place[0]}"
     )
 
 

@@ -152,22 +152,22 @@ def throughput_lines(record: Mapping[str, Any]) -> list[str]:
     where = f"on {', '.join(devices)}"
     if devices == ["cpu"]:
         where = (
-            "on a CPU with a simulated device link, which shows the scheduling and not the speed"
+            "on a CPU with a simulated device link, which shows the scheduling, not the speed"
         )
     shown = (
         "![Training's throughput over that without checkpoints, by the steps between saves, for "
         "each way to checkpoint](docs/figures/throughput.svg)"
     )
     said = (
-        f"Throughput over that of the same training without checkpoints, {where}. With a save "
-        f"every {interval} steps: {', '.join(at_it)} (medians; the modes are explained in "
+        f"Throughput, divided by that of the same training without checkpoints, {where}. With a "
+        f"save every {interval} steps: {', '.join(at_it)} (medians; the modes are explained in "
         "[bench/README.md](bench/README.md#the-training-benchmark))."
     )
     if again := modes.get("ideal", {}).get(interval):
         low, high = train.middle_half(again)
         said += (
-            f" Training without checkpoints, over itself, gave {low:.3f} to {high:.3f} (the middle "
-            "half; the band): what differs by less is the machine's drift."
+            f" Training without checkpoints, divided by itself, gave {low:.3f} to {high:.3f} (the "
+            "middle half; the band in the plot): smaller differences are the machine's drift."
         )
     return [*textwrap.wrap(shown, 105), "", *textwrap.wrap(said, 105)]
 

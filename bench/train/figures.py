@@ -34,6 +34,8 @@ NOTES = [
     " own reports; predicted_stall_secs: what the planner expected of each save, by its cost model;"
     " gockpt is told the time of an undisturbed step, which a longer run would have measured (and"
     " the rate of a simulated link; a real one it measures).",
+    "full_collection_secs: of wall_secs, in collections of all of Python's objects; by step in"
+    " `phases` (collected_secs).",
     "gockpt_b<N>: with a device budget of N percent of the state's bytes for what is staged and"
     " retained. ..._plain: stock's, with its layout that is fastest on a local disk.",
     "device_memory_ratio, host_memory_ratio: the most sampled (every 10 ms) in use on the device,"
@@ -75,6 +77,7 @@ def add_phase(
         "wall_secs": phase.wall_secs,
         "job_wall_secs": phase.secs,
         "resident_peak_bytes": phase.peaks.resident,
+        "full_collection_secs": sum(phase.collected_secs),
     }
     if ideal.peaks.device:
         figures["device_peak_bytes"] = phase.peaks.device

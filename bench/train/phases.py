@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from bench.garbage import full_collections
 from bench.record import resident_bytes, sampled
 from bench.train.model import Job
 from bench.train.modes import Mode
@@ -57,6 +58,7 @@ class Phase:
       peaks: Memory.
       reports: What the library said of the saves of this phase.
       saved_at: Which steps had an accepted save.
+      collected_secs: Of each step, spent in collections of all of Python's objects.
     """
 
     mode: str
@@ -70,6 +72,7 @@ class Phase:
     peaks: Peaks
     reports: list[dict[str, Any]]
     saved_at: list[int] = dataclasses.field(default_factory=list)
+    collected_secs: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def secs(self) -> float:
@@ -85,12 +88,13 @@ class Phase:
             self.visible_secs + other.visible_secs, self.peaks.plus(other.peaks),
             self.reports + other.reports,
             self.saved_at + [self.steps + n for n in other.saved_at],
+            self.collected_secs + other.collected_secs,
         )  # fmt: skip
 
     def as_json(self) -> dict[str, Any]:
         """The raw samples, with as many digits as they are worth."""
         found = dataclasses.asdict(self)
-        for name in ("step_secs", "hook_secs", "visible_secs"):
+        for name in ("step_secs", "hook_secs", "visible_secs", "collected_secs"):
             found[name] = [round(value, 6) for value in found[name]]
         return found
 
@@ -125,12 +129,12 @@ class Loop:
         self._next_label = first + steps
         seen = len(mode.reports())
         watch = _Watch(mode)
-        step_secs, hook_secs, saved_at = [], [], []
+        step_secs, hook_secs, saved_at, collected_secs = [], [], [], []
         batches = self._job.batches
         # The mode before may still hold the state that it returned; donated, it is gone for all.
         self.state, _ = self._job.donating(self.state, batches[0])
         jax.block_until_ready(self.state)
-        with _sampled() as peaks:
+        with _sampled() as peaks, full_collections() as collected:
             start = last = time.perf_counter()
             before = None
             for n in range(steps):
@@ -145,6 +149,8 @@ class Loop:
                 watch.look()
                 now = time.perf_counter()
                 step_secs.append(now - last)
+                collected_secs.append(sum(collected))
+                collected.clear()
                 last = now
             jax.block_until_ready(self.state)
             trained = time.perf_counter()
@@ -153,7 +159,7 @@ class Loop:
             watch.look()
         return Phase(
             name, steps, trained - start, end - trained, len(saved_at), step_secs, hook_secs,
-            watch.visible_secs, peaks, mode.reports()[seen:], saved_at,
+            watch.visible_secs, peaks, mode.reports()[seen:], saved_at, collected_secs,
         )  # fmt: skip
 
 

@@ -187,7 +187,7 @@ def test_what_single_saves_cost_on_a_gpu_is_told_beside_what_is_chance():
     content = saves_on_a_gpu()
     assert accelerator.is_around(content)
     lines = accelerator.around_table(content)
-    assert lines[2] == "| no checkpoint: what is chance (`ideal`) | 1 (-1 to 3) | 0 |"
+    assert lines[2] == "| no checkpoints: chance alone (`ideal`) | 1 (-1 to 3) | 0 |"
     assert lines[4].endswith("(`orbax_async_background`) | 0 (-2 to 2) | 0 |")
     assert "| gockpt_jax, a window of 4 steps (`gockpt_k4`) | 40 (38 to 42) | 20 |" in lines
     said = " ".join(lines)
@@ -278,7 +278,7 @@ def test_the_readme_says_what_the_figure_shows():
     assert "simulated" in text
     drifting = training()
     drifting["samples"]["ideal/10/throughput_ratio"] = [0.5, 0.9, 1.0, 1.1, 1.5]
-    again = "over itself, gave 0.900 to 1.100 (the middle half; the band)"
+    again = "divided by itself, gave 0.900 to 1.100 (the middle half; the band in the plot)"
     assert again in " ".join(tables.throughput_lines(drifting))
     assert "on H100" in " ".join(tables.throughput_lines(training(devices=["H100"])))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -146,6 +147,29 @@ def test_each_phase_saves_after_its_lead_and_then_every_interval():
     assert [p.saves for p in found] == [1, 2, 1]
     assert mode.labels == sorted(set(mode.labels))
     assert [len(p.visible_secs) for p in found] == [1, 2, 1]
+
+
+def test_collections_of_garbage_are_told_of_the_step_that_had_them():
+    class Collecting(Saved):
+        def save(self, label, state):
+            if super().save(label, state):
+                gc.collect()
+                return True
+            return False
+
+    job = types.SimpleNamespace(batches=[None], donating=lambda state, batch: (state, None))
+    loop, mode = Loop(jnp.zeros(()), job, interval=10, lead=7), Collecting(10)
+    gc.disable()  # no other ones
+    try:
+        found = loop.run("gockpt", mode, 10)
+    finally:
+        gc.enable()
+    assert [secs > 0 for secs in found.collected_secs] == [n in found.saved_at for n in range(10)]
+    record, ideal = Record("train"), phase("ideal", 10.0, saves=0)
+    both = found.plus(phase("gockpt", 1.0))
+    add_phase(record, both, interval=10, ideal=ideal, state_bytes=1, async_inflation=None)
+    collected = record.figures["gockpt/10/full_collection_secs"]
+    assert 0 < collected == sum(found.collected_secs) <= found.wall_secs
 
 
 DISK = Place(Path("/disk"), 64 * GB, 2 * GB, False)
