@@ -151,9 +151,7 @@ def throughput_lines(record: Mapping[str, Any]) -> list[str]:
     devices = record["hardware"]["devices"]
     where = f"on {', '.join(devices)}"
     if devices == ["cpu"]:
-        where = (
-            "on a CPU with a simulated device link, which shows the scheduling, not the speed"
-        )
+        where = "on a CPU with a simulated device link, which shows the scheduling, not the speed"
     shown = (
         "![Training's throughput over that without checkpoints, by the steps between saves, for "
         "each way to checkpoint](docs/figures/throughput.svg)"
