@@ -152,7 +152,9 @@ class WindowOptions:
         room. A save that it cannot hold even alone is refused. `None`: what one save needs (the
         state, two steps' retained values, `write_limit_bytes`) and a tenth, and with
         `on_busy="newest"` two states more; but not more than the host has left, files in memory
-        counted. It then puts windows off, and refuses no save.
+        counted, nor on GPUs than XLA may pin for transfers
+        (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, 64 GiB for each). It then puts windows off, and
+        refuses no save.
       write_limit_bytes: Bytes of chunks that are being written at one time; a larger chunk goes
         alone. Chunks that are to be compressed count twice. Eight files, or four chunks of 64 MiB,
         keep the disk busy; without a limit, TensorStore's copies and compressed chunks would take

@@ -2,6 +2,8 @@
 
 In the order of their imports:
 
+    mounts       which file system holds a directory
+    host_memory  how much memory the host has left, and may pin
     boxes        which part of an array something is
     budget       how many bytes may be in flight
     chunks       which elements of which array travel
@@ -15,6 +17,4 @@ In the order of their imports:
     turns        which boxes of what leaves early are looked at
     sample       small boxes of live arrays, for the audit
     probe        when what a device was given has run
-    mounts       which file system holds a directory
-    host_memory  how much memory the host has left
 """

@@ -1,8 +1,21 @@
-"""How much memory the host has left: the container's limit, not the machine's size."""
+"""How much memory the host has left, by the container's limit, and how much XLA may pin."""
 
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gockpt_jax.transfer.mounts import file_system
+
+GPUS = ("gpu", "cuda", "rocm")
+"""Names of JAX's platforms whose devices are GPUs."""
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable that says how many GiB XLA may pin for each GPU."""
+
+_PINNED_AT_ONCE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+_PINNED_GIB = {False: 64, True: 16}  # without the limit; by whether all of it is pinned at once
 
 _TMPFS = ("tmpfs", "ramfs")
 
@@ -31,6 +44,51 @@ def host_headroom_bytes(root: Path = Path("/")) -> int | None:
     found = [_available(root), *(_below_limit(*group) for group in _groups(root))]
     known = [num_bytes for num_bytes in found if num_bytes is not None]
     return max(0, min(known)) if known else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PinnedPool:
+    """The pinned memory through which GPUs transfer: XLA has a pool for each, with a limit.
+
+    Attributes:
+      devices: How many GPUs there are.
+      gib: What the pool of each may take, in GiB.
+
+    Example:
+      >>> PinnedPool(devices=2, gib=64).gib_for(200 * 10**9)
+      103
+    """
+
+    devices: int
+    gib: int
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of all pools together."""
+        return self.devices * self.gib * 2**30
+
+    def gib_for(self, num_bytes: int) -> int:
+        """What each pool would have to take for so many bytes in all, and a tenth, in GiB."""
+        return -(-num_bytes * 11 // (10 * self.devices * 2**30))
+
+
+def pinned_pool(
+    devices: Iterable[Any], environ: Mapping[str, str] = os.environ
+) -> PinnedPool | None:
+    """The pool of pinned memory of some devices; `None` if none of them has one.
+
+    As XLA reads its environment (`GetGpuHostAllocator` in `xla/pjrt/gpu/gpu_helpers.cc`).
+
+    Args:
+      devices: Of this process.
+      environ: The environment.
+    """
+    number = sum(device.platform in GPUS for device in devices)
+    if not number:
+        return None
+    said = environ.get(PINNED_LIMIT, "")
+    at_once = environ.get(_PINNED_AT_ONCE, "").lower() in ("1", "true")
+    return PinnedPool(number, int(said) if said.isdigit() else _PINNED_GIB[at_once])
 
 
 def is_in_memory(directory: str | Path, root: Path = Path("/")) -> bool:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from gockpt_jax.transfer.budget import batches
 from gockpt_jax.transfer.chunks import MAX_CHUNK_BYTES, Chunk, can_be_cut
+from gockpt_jax.transfer.host_memory import GPUS
 
 ALIGNMENT_BYTES = 64
 """What the CPU backend asks of memory that it takes as it is."""
@@ -31,7 +32,7 @@ PAGE_BYTES = 4096
 """Where large chunks share a buffer, each starts at a multiple of this: files are written from
 there without another copy."""
 
-_FEW_ON = dict.fromkeys(("gpu", "cuda", "rocm"), 16)
+_FEW_ON = dict.fromkeys(GPUS, 16)
 """About how many buffers a block that is copied has, where each costs more than its bytes: behind a
 step that has not run yet, a GPU's driver takes some fifty transfers, and for the next one it holds
 the trainer's thread until the step has run (docs/decisions/0034)."""

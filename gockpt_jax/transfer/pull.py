@@ -1,9 +1,10 @@
 """Pulls: device buffers that nobody donates, on their way to host memory."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -14,6 +15,7 @@ from gockpt_jax.compiling import unwatched
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.chunks import in_host_memory
+from gockpt_jax.transfer.host_memory import PINNED_LIMIT
 from gockpt_jax.transfer.meter import LINK
 
 _log = logging.getLogger("gockpt_jax")
@@ -78,7 +80,7 @@ class Pull(Generic[T]):
         LINK.begin([self._sources[n] for n in sent], self.is_ready())
         # On pinned memory and on the CPU backend this is a view: the array it views is ours.
         with events.span(events.SPAN_LAND), unwatched():
-            data = [np.asarray(buffer) for buffer in self._buffers]
+            data = [*map(_read, self._buffers, self._sources)]
         devices = {device for n in sent for device in self._sources[n].devices()}
         LINK.end([data[n] for n in sent], len(devices))
         # The device's memory is free before the budget says so.
@@ -113,8 +115,43 @@ def start_buffer(buffer: jax.Array) -> jax.Array:
     if kind is None:
         buffer.copy_to_host_async()
         return buffer
-    pinned: jax.Array = jax.device_put(buffer, SingleDeviceSharding(device, memory_kind=kind))
-    return pinned
+    with _told_of_a_full_pool():
+        pinned = SingleDeviceSharding(device, memory_kind=kind)
+        there: jax.Array = jax.device_put(buffer, pinned)
+        return there
+    return buffer  # sent when it is read: ordinary memory is had through another such pool
+
+
+def _read(buffer: jax.Array, source: jax.Array) -> np.ndarray:
+    """What has arrived; if it could not, for want of pinned memory, by way of ordinary memory."""
+    with _told_of_a_full_pool():
+        return np.asarray(buffer)
+    return np.asarray(source)
+
+
+@contextlib.contextmanager
+def _told_of_a_full_pool() -> Iterator[None]:
+    """Goes on behind the block if there was no pinned memory: a slow save is better than none.
+
+    Whether a call says so or the array that it has returned depends on the version of JAX.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _log.debug("no pinned memory", exc_info=error)
+        _warn_of_a_full_pool()
+
+
+@functools.cache  # once
+def _warn_of_a_full_pool() -> None:
+    _log.warning(
+        "there is no more pinned memory, so part of a save leaves through ordinary memory, which "
+        "is many times slower. XLA pins as many GiB for each GPU as `%s` says when JAX starts, or "
+        "64: set it to more than a save takes of one",
+        PINNED_LIMIT,
+    )
 
 
 @functools.cache

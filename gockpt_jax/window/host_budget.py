@@ -9,10 +9,18 @@ a window opens, and where there is none the window opens later, or the save is a
 
 import logging
 
+import jax
+
 from gockpt_jax.errors import HostBudgetError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
+from gockpt_jax.transfer.host_memory import (
+    PINNED_LIMIT,
+    PinnedPool,
+    host_headroom_bytes,
+    is_in_memory,
+    pinned_pool,
+)
 from gockpt_jax.window.cost import STEPS_IN_FLIGHT, describe_bytes
 
 _log = logging.getLogger("gockpt_jax")
@@ -22,8 +30,9 @@ class HostBudget(ByteBudget):
     """Counts what saves hold on the host, and says what there is room for.
 
     Without a number of the user's the limit is what the largest save so far needs, and a tenth; but
-    never more than the host has left. It grows with what is saved, and the host is asked anew
-    before a window opens, so memory that something else has taken meanwhile is not promised.
+    never more than the host has left, nor than XLA pins for transfers. It grows with what is saved,
+    and the host is asked anew before a window opens, so memory that something else has taken
+    meanwhile is not promised.
 
     Args:
       options: The user's.
@@ -123,10 +132,16 @@ class HostBudget(ByteBudget):
                 f"{state_bytes} bytes. Give that at least, and more where saves shall be "
                 "windows (`report.reason` says how much), or None for the default."
             )
-        _log.warning(
-            "a save takes %s of the host's memory, which has %s left",
-            describe_bytes(state_bytes), describe_bytes(self.limit_bytes),
-        )  # fmt: skip
+        takes, pool = f"a save takes {describe_bytes(state_bytes)}", _pool()
+        if pool is not None and state_bytes > pool.limit_bytes:
+            _log.warning(
+                "%s of pinned memory, and XLA has %s for transfers: the rest leaves through "
+                "ordinary memory, which is many times slower. Set `%s=%d` before JAX starts",
+                takes, describe_bytes(pool.limit_bytes), PINNED_LIMIT, pool.gib_for(state_bytes),
+            )  # fmt: skip
+        else:
+            left = describe_bytes(self.limit_bytes)
+            _log.warning("%s of the host's memory, which has %s left", takes, left)
 
     def _expect(self, state_bytes: int, following_bytes: int = 0) -> int:
         """Sets the default limit for the largest save so far, and returns it."""
@@ -159,10 +174,15 @@ class HostBudget(ByteBudget):
 
     def _left_bytes(self, state_bytes: int) -> int | None:
         """What saves may take of this host's memory, what they hold now included."""
-        free = host_headroom_bytes()
-        if free is None:
-            return None
-        free += self.used_bytes
-        if self.directory is not None and is_in_memory(self.directory):
-            free -= state_bytes  # the checkpoint itself
-        return max(0, free)
+        pool, free = _pool(), host_headroom_bytes()
+        known = [] if pool is None else [pool.limit_bytes]
+        if free is not None:
+            free += self.used_bytes
+            if self.directory is not None and is_in_memory(self.directory):
+                free -= state_bytes  # the checkpoint itself
+            known.append(max(0, free))
+        return min(known, default=None)
+
+
+def _pool() -> PinnedPool | None:
+    return pinned_pool(jax.local_devices())

@@ -1,5 +1,8 @@
 """What only a GPU can show: `PYTHONPATH=. python -m pytest -m gpu`, where there is one."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from programs import PROGRAMS
 
 import gockpt_jax as gockpt
+from gockpt_jax.transfer.host_memory import PINNED_LIMIT
 from gockpt_jax.transfer.pull import Pull, host_memory_kind
 from gockpt_jax.transfer.staging import stage
 
@@ -41,6 +45,19 @@ def test_pulls_go_to_pinned_memory() -> None:
     staged = stage([jnp.arange(1 << 20, dtype=jnp.float32)])
     (found,) = Pull.start(staged, list).result()
     np.testing.assert_array_equal(found, np.arange(1 << 20, dtype=np.float32))
+
+
+def test_more_than_xla_may_pin_leaves_all_the_same(tmp_path: Path) -> None:
+    """Its log says so."""
+    environ = {**os.environ, PINNED_LIMIT: "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    script = Path(__file__).with_name("beyond_the_pool.py")
+    ran = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        env=environ, check=False, timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[1, 3, 3]"
+    assert ran.stderr.count("there is no more pinned memory") == 1
 
 
 def test_staging_makes_new_buffers() -> None:

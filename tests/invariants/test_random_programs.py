@@ -1,6 +1,10 @@
 """Random programs in random lives: nobody has thought of the step that finds the next defect.
 
 `make programs` runs many of them; `make test` a few.
+
+XLA's CPU backend may wait for ever where a step has collectives of several groups of devices, and
+ends the process then (`rendezvous.cc`): now and then that of seed 774 on eight devices, whose own
+step does so without a manager, too.
 """
 
 from __future__ import annotations

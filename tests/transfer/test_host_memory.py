@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 
-from gockpt_jax.transfer.host_memory import host_headroom_bytes, is_in_memory
+from gockpt_jax.transfer.host_memory import (
+    PINNED_LIMIT,
+    PinnedPool,
+    host_headroom_bytes,
+    is_in_memory,
+    pinned_pool,
+)
 
 GIB = 2**30
 
@@ -89,3 +97,34 @@ def test_a_system_that_tells_nothing(tmp_path):
 
 def test_this_machine_tells_something():
     assert host_headroom_bytes() > 0
+
+
+AT_ONCE = {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "true"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "gib"),
+    [
+        ({}, 64),
+        ({PINNED_LIMIT: "180"}, 180),
+        (AT_ONCE, 16),
+        (AT_ONCE | {PINNED_LIMIT: "100"}, 100),
+        ({"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "0"}, 64),
+        ({PINNED_LIMIT: "lots"}, 64),  # XLA logs an error, and goes on so
+    ],
+)
+def test_each_gpu_has_a_pool_of_pinned_memory(environ, gib):
+    devices = [types.SimpleNamespace(platform=name) for name in ("gpu", "cpu", "gpu")]
+    pool = pinned_pool(devices, environ)
+    assert pool == PinnedPool(devices=2, gib=gib)
+    assert pool.limit_bytes == 2 * gib * GIB
+
+
+def test_others_have_none():
+    assert pinned_pool([types.SimpleNamespace(platform="tpu")], {}) is None
+    assert pinned_pool([], {}) is None
+
+
+@pytest.mark.parametrize(("num_bytes", "gib"), [(0, 0), (1, 1), (20 * GIB, 11), (20 * GIB + 1, 12)])
+def test_what_a_pool_would_have_to_take_is_told_in_whole_gib(num_bytes, gib):
+    assert PinnedPool(devices=2, gib=64).gib_for(num_bytes) == gib

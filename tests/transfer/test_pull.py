@@ -174,6 +174,49 @@ def test_what_has_arrived_holds_nothing_on_the_device(monkeypatch, kind):
     assert found.shape == ((3,) if kind is None else VALUES.shape)
 
 
+class Full:
+    """Pinned memory of which there is no more: a call says so, or what it has returned."""
+
+    def __init__(self, patch, when, what="RESOURCE_EXHAUSTED: Out of host memory."):
+        patch.setattr(pulls, "host_memory_kind", lambda device: "pinned_host")
+        patch.setattr(pulls.jax, "device_put", self.put)
+        pulls._warn_of_a_full_pool.cache_clear()
+        self.error, self.when, self.asked = jax.errors.JaxRuntimeError(what), when, 0
+
+    def put(self, buffer, place):
+        assert place.memory_kind == "pinned_host"
+        self.asked += 1
+        if self.when == "call":
+            raise self.error
+        return self
+
+    def is_ready(self):
+        return True
+
+    def __array__(self, *args, **kwargs):
+        raise self.error
+
+
+@pytest.mark.parametrize("when", ["call", "result"])
+def test_without_pinned_memory_a_pull_goes_by_ordinary_memory(monkeypatch, caplog, when):
+    sources = [jax.device_put(VALUES + n, jax.devices()[n]) for n in range(3)]
+    full = Full(monkeypatch, when)
+    found = Pull.start(sources, list).result()
+    assert full.asked == 3
+    for n, values in enumerate(found):
+        np.testing.assert_array_equal(values, VALUES + n)
+    (said,) = [r.getMessage() for r in caplog.records if r.name == "gockpt_jax"]  # once
+    assert "`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says" in said
+
+
+@pytest.mark.parametrize("when", ["call", "result"])
+def test_what_else_goes_wrong_in_a_pull_is_raised(monkeypatch, when):
+    source = jax.device_put(VALUES, jax.devices()[2])
+    Full(monkeypatch, when, "INTERNAL: an illegal memory access was encountered")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="illegal memory access"):
+        Pull.start([source], list).result()
+
+
 # Staging.
 
 

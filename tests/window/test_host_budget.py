@@ -27,6 +27,7 @@ from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.saving import taken
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 from gockpt_jax.transfer.block import Block
+from gockpt_jax.transfer.host_memory import PinnedPool
 from gockpt_jax.window import host_budget, seal
 from gockpt_jax.window.host_budget import HostBudget
 
@@ -42,9 +43,10 @@ def budget_of(**options: Any) -> HostBudget:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the host tells of itself."""
-    told: dict[str, Any] = {"free": 10**6, "in_memory": False}
+    told: dict[str, Any] = {"free": 10**6, "in_memory": False, "pool": None}
     monkeypatch.setattr(host_budget, "host_headroom_bytes", lambda: told["free"])
     monkeypatch.setattr(host_budget, "is_in_memory", lambda directory: told["in_memory"])
+    monkeypatch.setattr(host_budget, "pinned_pool", lambda devices: told["pool"])
     return told
 
 
@@ -113,6 +115,24 @@ def test_the_default_refuses_no_save(host, caplog):
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
         budget.admit_save(1000)
     assert "a save takes 1 kB of the host's memory, which has 10 B left" in caplog.text
+
+
+@pytest.mark.parametrize("free", [10**12, None])
+def test_the_default_is_never_more_than_is_pinned(host, caplog, free):
+    gib = 2**30
+    host.update(free=free, pool=PinnedPool(devices=2, gib=10))
+    budget = budget_of()
+    assert budget.room_bytes(gib) == 20 * gib - 100
+    assert budget.why_no_room(19 * gib) is None
+    assert budget.limit_bytes == 20 * gib
+    budget.add(19 * gib)
+    assert budget.why_no_room(19 * gib, freed_bytes=gib) is not None
+    with caplog.at_level(logging.WARNING, "gockpt_jax"):
+        budget.admit_save(20 * gib)
+        assert not caplog.records
+        budget.admit_save(30 * gib)
+    assert "a save takes 32.2 GB of pinned memory, and XLA has 21.5 GB for transfers" in caplog.text
+    assert "Set `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=17` before JAX starts" in caplog.text
 
 
 def test_a_number_of_the_users_is_kept(host):
