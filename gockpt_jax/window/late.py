@@ -1,6 +1,7 @@
 """Late chunks: staged at the sealed version itself, final as they land."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 
 import jax
@@ -18,16 +19,22 @@ from gockpt_jax.transfer.chunks import (
 from gockpt_jax.transfer.layout import padded_bytes
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
 from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.cost import describe_bytes
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
+
+_log = logging.getLogger("gockpt_jax")
 
 Receiver = tuple[Callable[[Sequence[HostChunk]], None], Callable[[BaseException], None]]
 """Takes in a chunk of each shard, and what went wrong with it instead."""
 
 _PARTS = 16
 """In which late leaves are staged that exceed the device budget: each is a program to compile."""
+
+_LESS = 4
+"""The part of what a device had no room for that it is asked for next: at once, in parts of it."""
 
 
 def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, list[ChunkSlot]]:
@@ -108,17 +115,46 @@ def send_late(
 ) -> None:
     """Stages chunks as the device budget has room, and starts their pulls.
 
+    The budget is an estimate: other programs may have taken the device's memory since. What it has
+    no room for is then staged in smaller parts, as those before them land.
+
     Args:
       chunks: Each with the array that it is cut from.
       receivers: Of each chunk; called by the worker.
       worker: Lands them.
-      device: Budget for the copies.
+      device: Budget for the copies; less of it is left where the device had less room.
+
+    Raises:
+      JaxRuntimeError: if the device has no room for the smallest part.
     """
     numbered = [(id(array), chunk) for array, chunk in chunks]
     for positions, block in late_blocks(numbered, device.limit_bytes):
-        with device.lent(block.staged_bytes) as give_back:
-            pull = stage_and_pull(block, [chunks[n][0] for n in positions])
-            worker.submit(_landing_task(pull, [receivers[n] for n in positions], give_back))
+        together, receiving = [chunks[n] for n in positions], [receivers[n] for n in positions]
+        try:
+            with device.lent(block.staged_bytes) as give_back:
+                pull = stage_and_pull(block, [array for array, _ in together])
+                worker.submit(_landing_task(pull, receiving, give_back))
+            continue
+        except jax.errors.JaxRuntimeError as error:
+            _allow_less(device, block, error)
+        # Out of `except`: the error holds what has been copied.
+        send_late(together, receiving, worker, device)
+
+
+def _allow_less(device: ByteBudget, block: Block, error: Exception) -> None:
+    """Lowers the budget of a device that had no room for a block, unless that cannot help."""
+    less = block.staged_bytes // _LESS if len(block.chunks) > 1 else block.staged_bytes
+    is_less = device.limit_bytes is None or less < device.limit_bytes
+    # With other processes: all stage alike.
+    is_mine = all(chunk.source.placed.is_fully_addressable for chunk in block.chunks)
+    if not ("RESOURCE_EXHAUSTED" in str(error) and is_less and is_mine):
+        raise error
+    device.limit_bytes = less
+    _log.warning(
+        "a device had no room for copies of %s: from now on saves take at most %s of it at once, "
+        "and stall for longer. `device_budget_bytes` says what they may take",
+        describe_bytes(block.staged_bytes), describe_bytes(less),
+    )  # fmt: skip
 
 
 def _landing_task(

@@ -27,7 +27,7 @@ class InjectedError(RuntimeError):
 
 
 class Fault:
-    """Makes one call of a function fail, while it is armed.
+    """Makes a call of a function fail, while it is armed.
 
     Args:
         monkeypatch: Puts the function back.
@@ -35,6 +35,7 @@ class Fault:
         name: The function's name.
         only_in: Counts only calls made inside this function, another (owner, name).
         error: What to raise instead of an `InjectedError`.
+        lasts: Whether all calls fail, until it is disarmed.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class Fault:
         *,
         only_in: tuple[Any, str] | None = None,
         error: BaseException | None = None,
+        lasts: bool = False,
     ) -> None:
         self.error = error or InjectedError(f"injected into {name}")
+        self._lasts = lasts
         self.fired = False
         self._armed = False
         self._inside = threading.local()
@@ -59,9 +62,13 @@ class Fault:
         """The next call fails; those after it do not."""
         self._armed, self.fired = True, False
 
+    def disarm(self) -> None:
+        """No call fails any more."""
+        self._armed = False
+
     def _strike(self, only_inside: bool) -> None:
         if self._armed and (not only_inside or getattr(self._inside, "now", False)):
-            self._armed, self.fired = False, True
+            self._armed, self.fired = self._lasts, True
             raise self.error
 
     def _failing(self, function: Callable[..., Any], only_inside: bool) -> Callable[..., Any]:

@@ -169,6 +169,36 @@ def test_host_budget_without_room_for_a_window_gives_snapshots(tmp_path: Path) -
         assert "budget" in trainer.report(8).reason
 
 
+FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 12345 bytes.\nMore of it")
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["snapshot", "window"])
+def test_what_a_device_has_no_room_for_at_once_is_copied_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, steps: int
+) -> None:
+    """Something else has taken its memory since the budget was measured."""
+    fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_now"), error=FULL)
+    with Trainer(tmp_path, window=gockpt.WindowOptions(steps=steps)) as trainer:
+        device = trainer.manager._gockpt_session.resources.device
+        assert device.limit_bytes is None
+        trainer.run_undisturbed(7)
+        trainer.update()
+        trainer.settle()
+        fault.arm()
+        assert trainer.save()
+        assert fault.fired
+        trainer.label += 1
+        trainer.assert_intact()
+        allowed = device.limit_bytes
+        assert allowed is not None
+        trainer.run(12)  # the next one is made in parts from the beginning
+        trainer.assert_intact()
+        assert device.limit_bytes == allowed
+        assert trainer.bytes_in_flight() == (0, 0)
+        assert trainer.report(8).window_steps == steps
+        assert caplog.text.count("a device had no room for copies of") == 1
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("on_save_error", ["raise", "warn"])
 @pytest.mark.parametrize("where", ["copying", "landing"])
@@ -178,11 +208,11 @@ def test_a_device_without_room_for_a_save_s_copies(
     on_save_error: Literal["raise", "warn"],
 ) -> None:  # fmt: skip
     """The error names the save and what to do, no byte is kept, and the same save is made next."""
-    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 12345 bytes.\nMore of it")
     if where == "copying":
-        fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_now"), error=full)
+        inside = (late, "take_now")
+        fault = Fault(monkeypatch, block, "_copied", only_in=inside, error=FULL, lasts=True)
     else:
-        fault = Fault(monkeypatch, Landing, "put", error=full)
+        fault = Fault(monkeypatch, Landing, "put", error=FULL)
     window = gockpt.WindowOptions(steps=steps, on_save_error=on_save_error)
     said = r"(?s)save of step 8: the device .* Out of memory: 12345 bytes\. .*`device_budget_bytes`"
     if on_save_error == "raise":
@@ -198,6 +228,7 @@ def test_a_device_without_room_for_a_save_s_copies(
             assert trainer.save() == (where == "landing")
             trainer.manager.wait_until_finished()
         assert fault.fired
+        fault.disarm()
         assert "12345 bytes" in (trainer.report(8).error or "")
         trainer.given.pop(8, None)
         trainer.assert_intact()

@@ -60,6 +60,32 @@ def test_more_than_xla_may_pin_leaves_all_the_same(tmp_path: Path) -> None:
     assert ran.stderr.count("there is no more pinned memory") == 1
 
 
+def test_what_a_device_has_no_room_for_at_once_leaves_in_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Something else takes its memory, once saves have been planned."""
+    step = jax.jit(lambda state: {name: x + 1 for name, x in state.items()}, donate_argnums=0)
+    state = {str(n): jnp.full(2**24, n, jnp.float32) for n in range(8)}  # 64 MiB each
+    with gockpt.GoCkptManager(tmp_path, window=gockpt.WindowOptions(steps=1)) as manager:
+        step = manager.wrap(step)
+        for n in range(2):
+            state = step(state)
+            manager.save(n, args=gockpt.GoCkptSave(state))
+            manager.wait_until_finished()
+        stats = jax.local_devices()[0].memory_stats()
+        taken = jnp.zeros(stats["largest_free_block_bytes"] - 3 * 2**26, jnp.uint8)
+        jax.block_until_ready(taken)
+        state = step(state)
+        given = to_host(state)
+        assert manager.save(2, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        del taken
+        restored = to_host(manager.restore(2, args=gockpt.GoCkptRestore(state)))
+        for got, want in zip(restored, given, strict=True):
+            np.testing.assert_array_equal(got, want)
+    assert "a device had no room for copies of" in caplog.text
+
+
 def test_staging_makes_new_buffers() -> None:
     array = jnp.ones((1024, 1024))
     (staged,) = stage([array])
