@@ -145,8 +145,11 @@ def batches(
         yield batch
 
 
-def device_headroom_bytes() -> int | None:
+def device_headroom_bytes(used: str = "peak_bytes_in_use") -> int | None:
     """Free bytes on the fullest local device, after the peak so far.
+
+    Args:
+      used: Of the allocator's figures the one that is not free; `"bytes_in_use"`: as of now.
 
     Returns:
       Nine tenths of what the allocator has never used; `None` where the platform does not tell
@@ -155,7 +158,7 @@ def device_headroom_bytes() -> int | None:
     free = []
     for device in jax.local_devices():
         stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats or "peak_bytes_in_use" not in stats:
+        if "bytes_limit" not in stats or used not in stats:
             return None
-        free.append(stats["bytes_limit"] - stats["peak_bytes_in_use"])
+        free.append(stats["bytes_limit"] - stats[used])
     return int(max(0, min(free)) * 9 // 10)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
-from gockpt_jax.transfer.budget import ByteBudget, batches
+from gockpt_jax.transfer.budget import ByteBudget, batches, device_headroom_bytes
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
@@ -34,7 +34,7 @@ _PARTS = 16
 """In which late leaves are staged that exceed the device budget: each is a program to compile."""
 
 _LESS = 4
-"""The part of what a device had no room for that it is asked for next: at once, in parts of it."""
+"""Of what a device had no room for, a fourth at least is asked for next, and three at most."""
 
 
 def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, list[ChunkSlot]]:
@@ -143,7 +143,10 @@ def send_late(
 
 def _allow_less(device: ByteBudget, block: Block, error: Exception) -> None:
     """Lowers the budget of a device that had no room for a block, unless that cannot help."""
-    less = block.staged_bytes // _LESS if len(block.chunks) > 1 else block.staged_bytes
+    less = block.staged_bytes
+    if len(block.chunks) > 1:
+        less //= _LESS
+        less = max(less, min((_LESS - 1) * less, device_headroom_bytes("bytes_in_use") or 0))
     is_less = device.limit_bytes is None or less < device.limit_bytes
     # With other processes: all stage alike.
     is_mine = all(chunk.source.placed.is_fully_addressable for chunk in block.chunks)

@@ -25,6 +25,7 @@ class Planned:
       host_bytes: What a window holds in this process: the state, and what follows one step.
       num_devices: Of this process, with a part of the state.
       facts: What was measured, or said.
+      budget_bytes: Of the device; `None`: no limit.
     """
 
     cut: StepCut
@@ -33,6 +34,7 @@ class Planned:
     host_bytes: tuple[int, int]
     num_devices: int
     facts: Facts
+    budget_bytes: int | None = None
     _shorter: dict[int, Plan] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     _departures: dict[Blocks, list[Departure]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False

@@ -133,7 +133,10 @@ class Planner:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         if self._is_chosen(size) and self._options.step_secs is None:
             self._timed.add(program)
-        self._plans[program] = Planned(program.cut, plan, size, host_bytes, num_devices, facts)
+        budget_bytes = self._device.limit_bytes
+        self._plans[program] = Planned(
+            program.cut, plan, size, host_bytes, num_devices, facts, budget_bytes
+        )
         return self._plans[program]
 
     def _is_chosen(self, size: StateBytes) -> bool:
@@ -152,7 +155,8 @@ class Planner:
         if self._options.steps is not None or not program.cut.groups:
             return False
         facts = self._known.facts(program, sum(planned.size.leaves), planned.num_devices)
-        if not facts.differ_from(planned.facts):
+        has_less = self._device.limit_bytes != planned.budget_bytes  # it had no room for a save
+        if not (has_less or facts.differ_from(planned.facts)):
             return False
         leaves = program.returned.leaves(step.last.new_state)
         if leaves is None:  # another program's, as above: after the next save

@@ -199,6 +199,23 @@ def test_what_a_device_has_no_room_for_at_once_is_copied_in_parts(
         assert caplog.text.count("a device had no room for copies of") == 1
 
 
+def test_saves_are_planned_anew_for_a_device_that_has_less_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(monkeypatch, block, "_copied", only_in=(late, "take_now"), error=FULL)
+    with Trainer(tmp_path, window=gockpt.WindowOptions(steps=None)) as trainer:
+        trainer.run(4)
+        fault.arm()
+        trainer.run(8)
+        assert fault.fired
+        trainer.run(12)
+        trainer.assert_intact()
+        one_copy = "one device copy of the state fits"
+        assert trainer.report(4).reason.startswith(one_copy)
+        assert trainer.report(8).reason.startswith(one_copy)
+        assert one_copy not in trainer.report(12).reason
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("on_save_error", ["raise", "warn"])
 @pytest.mark.parametrize("where", ["copying", "landing"])

@@ -21,6 +21,59 @@ from gockpt_jax.window.worker import Worker
 P = PartitionSpec
 
 
+class SmallDevice(ByteBudget):
+    """One that has less room than the budget says, and may tell how much is free."""
+
+    def __init__(self, patch, limit_bytes, room_bytes, *, tells):
+        super().__init__(limit_bytes)
+        self.room_bytes, self.refused, self.stage = room_bytes, 0, late.stage_and_pull
+        patch.setattr(late, "stage_and_pull", self._stage)
+        patch.setattr(late, "device_headroom_bytes", self._free if tells else lambda used: None)
+
+    def _stage(self, block, arrays):
+        if self.used_bytes > self.room_bytes:
+            self.refused += 1
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+        return self.stage(block, arrays)
+
+    def _free(self, used):
+        assert used == "bytes_in_use"
+        return max(0, self.room_bytes - self.used_bytes)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("limit_bytes", [None, 20000])
+def test_what_finds_no_room_is_taken_in_smaller_parts(limit_bytes, tells, monkeypatch):
+    """Each once, beside no more than there is room for; the budget remembers."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.array(rng.standard_normal((n, 32)), jnp.float32) for n in (60, 1, 8, 20, 40, 7)]
+    worker, host = Worker(), ByteBudget(None)
+    device = SmallDevice(monkeypatch, limit_bytes, 8000, tells=tells)
+    for _ in range(2):
+        slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+        worker.wait_until_idle()
+        for array in arrays:
+            (slot,) = slots[id(array)]
+            np.testing.assert_array_equal(slot.data.result(), array)
+        assert device.refused <= 3  # each may take the allocator seconds
+        assert device.used_bytes == 0
+        assert device.limit_bytes == 8000 if tells else device.limit_bytes < 8000
+        first, device.refused = device.refused, 0
+    assert first == 0, "the next save is taken so from the beginning"
+    worker.close()
+
+
+def test_what_finds_no_room_even_alone_is_an_error(monkeypatch):
+    arrays = [jnp.zeros((60, 32)), jnp.zeros(8)]
+    worker, host = Worker(), ByteBudget(None)
+    device = SmallDevice(monkeypatch, None, 4000, tells=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    worker.wait_until_idle()
+    assert (device.used_bytes, host.used_bytes) == (0, 0)
+    worker.close()
+
+
 @pytest.mark.parametrize("limit_bytes", [None, 3000])
 def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
     monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
