@@ -63,14 +63,18 @@ def test_what_finds_no_room_is_taken_in_smaller_parts(limit_bytes, tells, monkey
     worker.close()
 
 
-def test_what_finds_no_room_even_alone_is_an_error(monkeypatch):
+@pytest.mark.parametrize(("processes", "room_bytes"), [(1, 4000), (2, 7700)])
+def test_what_finds_no_room_even_alone_is_an_error(processes, room_bytes, monkeypatch):
+    """As it is where several processes would have to agree on less."""
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     arrays = [jnp.zeros((60, 32)), jnp.zeros(8)]
     worker, host = Worker(), ByteBudget(None)
-    device = SmallDevice(monkeypatch, None, 4000, tells=False)
+    device = SmallDevice(monkeypatch, None, room_bytes, tells=False)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.wait_until_idle()
     assert (device.used_bytes, host.used_bytes) == (0, 0)
+    assert (device.limit_bytes is None) == (processes == 2)
     worker.close()
 
 
