@@ -1,10 +1,9 @@
 """Pulls: device buffers that nobody donates, on their way to host memory."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -115,33 +114,34 @@ def start_buffer(buffer: jax.Array) -> jax.Array:
     if kind is None:
         buffer.copy_to_host_async()
         return buffer
-    with _told_of_a_full_pool():
-        pinned = SingleDeviceSharding(device, memory_kind=kind)
+    pinned = SingleDeviceSharding(device, memory_kind=kind)
+    try:
         there: jax.Array = jax.device_put(buffer, pinned)
         return there
+    except jax.errors.JaxRuntimeError as error:
+        if not _is_full(error):
+            raise
+    _warn_of_a_full_pool()
     return buffer  # sent when it is read: ordinary memory is had through another such pool
 
 
 def _read(buffer: jax.Array, source: jax.Array) -> np.ndarray:
-    """What has arrived; if it could not, for want of pinned memory, by way of ordinary memory."""
-    with _told_of_a_full_pool():
-        return np.asarray(buffer)
-    return np.asarray(source)
+    """What has arrived; if it could not, for want of pinned memory, by way of ordinary memory.
 
-
-@contextlib.contextmanager
-def _told_of_a_full_pool() -> Iterator[None]:
-    """Goes on behind the block if there was no pinned memory: a slow save is better than none.
-
-    Whether a call says so or the array that it has returned depends on the version of JAX.
+    Whether the call has said so or what it has returned does depends on the version of JAX.
     """
     try:
-        yield
+        return np.asarray(buffer)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if buffer is source or not _is_full(error):
             raise
-        _log.debug("no pinned memory", exc_info=error)
-        _warn_of_a_full_pool()
+    found = np.asarray(source)  # raises if the error is its own
+    _warn_of_a_full_pool()
+    return found
+
+
+def _is_full(error: Exception) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 @functools.cache  # once

@@ -32,7 +32,7 @@ class HostBudget(ByteBudget):
     Without a number of the user's the limit is what the largest save so far needs, and a tenth; but
     never more than the host has left, nor than XLA pins for transfers. It grows with what is saved,
     and the host is asked anew before a window opens, so memory that something else has taken
-    meanwhile is not promised. What XLA has pinned for a save is there for the next.
+    meanwhile is not promised.
 
     Args:
       options: The user's.
@@ -57,12 +57,6 @@ class HostBudget(ByteBudget):
         self._others = 2 if options.on_busy == "newest" else 0
         self._state_bytes = 0
         self._following_bytes = 0
-        self._most_bytes = 0  # that were ever held
-
-    def reset_peak(self) -> None:
-        """Measures the peak from now on."""
-        self._most_bytes = max(self._most_bytes, self.peak_bytes)
-        super().reset_peak()
 
     def room_bytes(self, state_bytes: int) -> int | None:
         """What the chunks of one save may take in all, for the plan; `None`: nothing is known.
@@ -183,15 +177,11 @@ class HostBudget(ByteBudget):
         pool, free = _pool(), host_headroom_bytes()
         known = [] if pool is None else [pool.limit_bytes]
         if free is not None:
-            free += self.used_bytes if pool is None else max(self.used_bytes, self._pinned_bytes())
+            free += self.used_bytes
             if self.directory is not None and is_in_memory(self.directory):
                 free -= state_bytes  # the checkpoint itself
             known.append(max(0, free))
         return min(known, default=None)
-
-    def _pinned_bytes(self) -> int:
-        """What XLA has pinned for saves so far: it is theirs for good, though the host has less."""
-        return max(self._most_bytes, self.peak_bytes) - self._write_bytes
 
 
 def _pool() -> PinnedPool | None:

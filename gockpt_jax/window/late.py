@@ -33,9 +33,6 @@ Receiver = tuple[Callable[[Sequence[HostChunk]], None], Callable[[BaseException]
 _PARTS = 16
 """In which late leaves are staged that exceed the device budget: each is a program to compile."""
 
-_LESS = 4
-"""Of what a device had no room for, a fourth at least is asked for next, and three at most."""
-
 
 def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, list[ChunkSlot]]:
     """Stages arrays and starts their pulls; waits only while the device budget is used up.
@@ -129,34 +126,40 @@ def send_late(
     """
     numbered = [(id(array), chunk) for array, chunk in chunks]
     for positions, block in late_blocks(numbered, device.limit_bytes):
-        together, receiving = [chunks[n] for n in positions], [receivers[n] for n in positions]
         try:
             with device.lent(block.staged_bytes) as give_back:
-                pull = stage_and_pull(block, [array for array, _ in together])
-                worker.submit(_landing_task(pull, receiving, give_back))
+                pull = stage_and_pull(block, [chunks[n][0] for n in positions])
+                worker.submit(_landing_task(pull, [receivers[n] for n in positions], give_back))
             continue
         except jax.errors.JaxRuntimeError as error:
-            _allow_less(device, block, error)
-        # Out of `except`: the error holds what has been copied.
-        send_late(together, receiving, worker, device)
+            if not _allows_less(device, block.staged_bytes, error):
+                raise
+        # All the rest, laid out anew; and out of `except`, for the error holds what was copied.
+        first = positions[0]
+        send_late(chunks[first:], receivers[first:], worker, device)
+        return
 
 
-def _allow_less(device: ByteBudget, block: Block, error: Exception) -> None:
-    """Lowers the budget of a device that had no room for a block, unless that cannot help."""
-    less = block.staged_bytes
-    if len(block.chunks) > 1:
-        less //= _LESS
-        less = max(less, min((_LESS - 1) * less, device_headroom_bytes("bytes_in_use") or 0))
-    is_less = device.limit_bytes is None or less < device.limit_bytes
+def _allows_less(device: ByteBudget, num_bytes: int, error: Exception) -> bool:
+    """Lowers the budget of a device that had no room for a block, unless that cannot help.
+
+    What else was in flight had room, and so has what is free, if the device tells: of the block a
+    fourth at least, and three at most. A chunk that fails alone is cut in the next save.
+    """
+    part = num_bytes // 4
+    free = device_headroom_bytes("bytes_in_use") or 0
+    less = device.used_bytes + max(part, min(3 * part, free))
+    is_less = part > 0 and (device.limit_bytes is None or less < device.limit_bytes)
     is_alone = jax.process_count() == 1  # several stage and plan alike
     if not ("RESOURCE_EXHAUSTED" in str(error) and is_less and is_alone):
-        raise error
+        return False
     device.limit_bytes = less
     _log.warning(
         "a device had no room for copies of %s: from now on saves take at most %s of it at once, "
-        "and stall for longer. `device_budget_bytes` says what they may take",
-        describe_bytes(block.staged_bytes), describe_bytes(less),
+        "whatever `device_budget_bytes` said, and stall for longer",
+        describe_bytes(num_bytes), describe_bytes(less),
     )  # fmt: skip
+    return True
 
 
 def _landing_task(

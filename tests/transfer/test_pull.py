@@ -209,6 +209,21 @@ def test_without_pinned_memory_a_pull_goes_by_ordinary_memory(monkeypatch, caplo
     assert "`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says" in said
 
 
+def test_what_could_not_be_copied_is_not_for_want_of_pinned_memory(monkeypatch, caplog):
+    """Nor is it where pulls do not go there."""
+
+    class Missing(Buffer):
+        def __array__(self, *args, **kwargs):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 12345 bytes.")
+
+    Full(monkeypatch, "result")
+    for kind in ("pinned_host", None):
+        monkeypatch.setattr(pulls, "host_memory_kind", lambda device, kind=kind: kind)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="12345 bytes"):
+            Pull.start([Missing()], list).result()
+    assert "pinned" not in caplog.text
+
+
 @pytest.mark.parametrize("when", ["call", "result"])
 def test_what_else_goes_wrong_in_a_pull_is_raised(monkeypatch, when):
     source = jax.device_put(VALUES, jax.devices()[2])

@@ -135,25 +135,6 @@ def test_the_default_is_never_more_than_is_pinned(host, caplog, free):
     assert "Set `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=17` before JAX starts" in caplog.text
 
 
-@pytest.mark.parametrize("has_pool", [True, False])
-def test_what_was_pinned_for_a_save_is_there_for_the_next(host, has_pool):
-    """XLA gives nothing of it back to the host."""
-    if has_pool:
-        host["pool"] = PinnedPool(devices=1, gib=64)
-    host["free"] = 1500
-    budget = budget_of()
-    budget.admit_save(1000)
-    assert budget.limit_bytes == 1210
-    budget.add(1100)  # with what is written
-    host["free"] = 400
-    budget.release(1100)
-    budget.reset_peak()
-    budget.add(50)
-    assert budget.room_bytes(1000) == 400 + (1000 if has_pool else 50) - 100
-    budget.release(50)
-    assert (budget.why_no_room(1000) is None) == has_pool
-
-
 def test_a_number_of_the_users_is_kept(host):
     host["free"] = 10  # whatever the host has
     budget = budget_of(host_budget_bytes=1000)

@@ -63,6 +63,34 @@ def test_what_finds_no_room_is_taken_in_smaller_parts(limit_bytes, tells, monkey
     worker.close()
 
 
+def test_what_finds_no_room_is_laid_out_anew_with_all_that_comes_behind(monkeypatch):
+    """Blocks of 2 KiB by the budget, none of which fits."""
+    arrays = [jnp.full(128, n, jnp.float32) for n in range(64)]
+    worker, host = Worker(), ByteBudget(None)
+    device = SmallDevice(monkeypatch, 16384, 1500, tells=False)
+    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    worker.close()
+    for n, array in enumerate(arrays):
+        np.testing.assert_array_equal(slots[id(array)][0].data.result(), np.full(128, n))
+    assert device.refused == 1
+    assert (device.limit_bytes, device.used_bytes) == (512, 0)
+
+
+FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+
+
+@pytest.mark.parametrize(("free", "allowed"), [(None, 8192 + 512), (1000, 8192 + 1000)])
+def test_what_is_in_flight_had_room(free, allowed, monkeypatch):
+    monkeypatch.setattr(late, "device_headroom_bytes", lambda used: free)
+    device = ByteBudget(16384)
+    device.add(8192)
+    assert late._allows_less(device, 2048, FULL)
+    assert device.limit_bytes == allowed
+    assert not late._allows_less(device, 0, FULL), "the host's, of what it holds already"
+    assert not late._allows_less(device, 1024, RuntimeError("another"))
+    assert device.limit_bytes == allowed
+
+
 @pytest.mark.parametrize(("processes", "room_bytes"), [(1, 4000), (2, 7700)])
 def test_what_finds_no_room_even_alone_is_an_error(processes, room_bytes, monkeypatch):
     """As it is where several processes would have to agree on less."""
@@ -75,6 +103,12 @@ def test_what_finds_no_room_even_alone_is_an_error(processes, room_bytes, monkey
     worker.wait_until_idle()
     assert (device.used_bytes, host.used_bytes) == (0, 0)
     assert (device.limit_bytes is None) == (processes == 2)
+    if processes == 1:  # and the next save has it in rows
+        monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
+        slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+        worker.wait_until_idle()
+        assert not slots[id(arrays[0])][0].data.result().any()
+        assert device.used_bytes == 0
     worker.close()
 
 
