@@ -197,21 +197,39 @@ def test_a_save_that_has_been_removed_is_not_begun_anew(tmp_path):
     assert (folder / "x" / "0").read_bytes() == bytes(24)
 
 
-def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch):
-    """A thread that still wrote would write into a file that has been closed, or into another."""
-    ended = []
+@pytest.mark.parametrize("offset", [0, 64])
+def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch, offset):
+    """A thread that still wrote would write into a file that has been closed, or into another.
 
-    def write(fd, content, offset):
-        if offset == 0:
+    Whether pieces are copied (memory that is not aligned) or written as they lie, by larger ones.
+    """
+    ended, go_on, wait = {}, threading.Event(), concurrent.futures.wait
+
+    def write(fd, content, start):
+        if start > 0:
+            assert go_on.wait(60)
+        ended[start] = start + len(content)
+        if start == 0:
             raise OSError(5, "broken disk")
-        ended.append(offset)
         return len(content)
 
+    def waited_for(*of, **how):
+        go_on.set()
+        return wait(*of, **how)
+
     monkeypatch.setattr(direct.os, "pwrite", write)
+    monkeypatch.setattr(concurrent.futures, "wait", waited_for)
+    n = 6 * direct.PIECE_BYTES
+    base = np.zeros(n + 8192, np.uint8)
+    start = -base.ctypes.data % 4096 + offset
     with pytest.raises(OSError, match="broken disk") as caught:
-        files.write(f"{tmp_path}/x", np.zeros(6 * direct.PIECE_BYTES, np.uint8)).result()
+        files.write(f"{tmp_path}/x", base[start : start + n]).result()
+    told = dict(ended)
+    go_on.set()
     assert caught.value.filename == f"{tmp_path}/x"
-    assert sorted(ended) == [n * direct.PIECE_BYTES for n in range(1, 6)]
+    assert len(told) > 2
+    assert sorted(told) == [0, *sorted(told.values())[:-1]]
+    assert max(told.values()) == n
     assert open_below(tmp_path) == []
 
 
