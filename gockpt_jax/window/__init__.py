@@ -13,6 +13,7 @@ In the order of their imports:
     agreement    what must be so on all of them before a step runs armed
     worker       the threads beside the trainer's
     clock        how long a step takes
+    device_budget  what copies may take of a device
     host_budget  what saves hold on the host, and what there is room for
     resources    what windows and saves share
     slots        where the writer will find a chunk

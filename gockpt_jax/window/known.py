@@ -10,7 +10,6 @@ import jax
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.wrap import WrappedStep
-from gockpt_jax.transfer.budget import device_headroom_bytes
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.plan import Facts
@@ -24,7 +23,7 @@ class Known:
     Args:
       options: The user's.
       processes: Those that make the same plan.
-      resources: Whose device budget is limited here.
+      resources: What windows take.
       probe: Gives something that is ready when all steps so far have run, as `StepClock` wants it.
 
     Attributes:
@@ -38,9 +37,7 @@ class Known:
         self.clock = StepClock(resources.watcher, probe)
         self._options = options
         self._processes = processes
-        self._device = resources.device
         self._host = resources.host
-        self._is_limited = False
         # Positions of the leaves that each of the last two saves did not take.
         self._left_out: weakref.WeakKeyDictionary[
             StepProgram, collections.deque[frozenset[int]]
@@ -97,20 +94,6 @@ class Known:
     def items(self, program: StepProgram) -> Sequence[frozenset[int]]:
         """Positions of the leaves in each item of the last save; nothing before the first."""
         return self._items.get(program, ())
-
-    def limit_device(self, *, stepped: bool) -> None:
-        """Sets the device budget: what the user said, else what the steps leave free everywhere.
-
-        Measured once, after a step and before anything of ours: the allocator's peak has no way
-        back, and would soon count our own copies.
-
-        Args:
-          stepped: Whether a step has run.
-        """
-        if not self._is_limited and self._options.device_budget_bytes is None:
-            headroom = self._processes.least("device_headroom", device_headroom_bytes())
-            self._device.limit_bytes = headroom
-            self._is_limited = stepped
 
 
 def measured_facts(clock: StepClock) -> Facts:

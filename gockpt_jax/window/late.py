@@ -1,13 +1,12 @@
 """Late chunks: staged at the sealed version itself, final as they land."""
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 
 import jax
 
 from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
-from gockpt_jax.transfer.budget import ByteBudget, batches, device_headroom_bytes
+from gockpt_jax.transfer.budget import ByteBudget, batches
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
@@ -19,13 +18,11 @@ from gockpt_jax.transfer.chunks import (
 from gockpt_jax.transfer.layout import padded_bytes
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.cost import describe_bytes
+from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
-
-_log = logging.getLogger("gockpt_jax")
 
 Receiver = tuple[Callable[[Sequence[HostChunk]], None], Callable[[BaseException], None]]
 """Takes in a chunk of each shard, and what went wrong with it instead."""
@@ -108,7 +105,7 @@ def send_late(
     chunks: Sequence[tuple[jax.Array, Chunk]],
     receivers: Sequence[Receiver],
     worker: Worker,
-    device: ByteBudget,
+    device: DeviceBudget,
 ) -> None:
     """Stages chunks as the device budget has room, and starts their pulls.
 
@@ -119,7 +116,7 @@ def send_late(
       chunks: Each with the array that it is cut from.
       receivers: Of each chunk; called by the worker.
       worker: Lands them.
-      device: Budget for the copies; less of it is left where the device had less room.
+      device: Budget for the copies; lowered where the device had less room.
 
     Raises:
       JaxRuntimeError: if the device has no room for the smallest part.
@@ -132,34 +129,12 @@ def send_late(
                 worker.submit(_landing_task(pull, [receivers[n] for n in positions], give_back))
             continue
         except jax.errors.JaxRuntimeError as error:
-            if not _allows_less(device, block.staged_bytes, error):
+            if not device.allows_less(block.staged_bytes, error):
                 raise
         # All the rest, laid out anew; and out of `except`, for the error holds what was copied.
         first = positions[0]
         send_late(chunks[first:], receivers[first:], worker, device)
         return
-
-
-def _allows_less(device: ByteBudget, num_bytes: int, error: Exception) -> bool:
-    """Lowers the budget of a device that had no room for a block, unless that cannot help.
-
-    What else was in flight had room, and so has what is free, if the device tells: of the block a
-    fourth at least, and three at most. A chunk that fails alone is cut in the next save.
-    """
-    part = num_bytes // 4
-    free = device_headroom_bytes("bytes_in_use") or 0
-    less = device.used_bytes + max(part, min(3 * part, free))
-    is_less = part > 0 and (device.limit_bytes is None or less < device.limit_bytes)
-    is_alone = jax.process_count() == 1  # several stage and plan alike
-    if not ("RESOURCE_EXHAUSTED" in str(error) and is_less and is_alone):
-        return False
-    device.limit_bytes = less
-    _log.warning(
-        "a device had no room for copies of %s: from now on saves take at most %s of it at once, "
-        "whatever `device_budget_bytes` said, and stall for longer",
-        describe_bytes(num_bytes), describe_bytes(less),
-    )  # fmt: skip
-    return True
 
 
 def _landing_task(

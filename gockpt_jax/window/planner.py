@@ -79,7 +79,7 @@ class Planner:
           Whether a plan was made, at the same call on all processes; this one may have found that
           it cannot arm the step.
         """
-        self._known.limit_device(stepped=True)
+        self._device.measure(stepped=True)
         program = step.program
         if program is None:
             return False

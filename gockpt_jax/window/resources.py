@@ -3,9 +3,10 @@
 import dataclasses
 
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.worker import Worker
 
 
@@ -23,17 +24,17 @@ class Resources:
 
     worker: Worker
     watcher: Worker
-    device: ByteBudget
+    device: DeviceBudget
     host: HostBudget
     replicas: Replicas
 
     @classmethod
-    def of(cls, options: WindowOptions, replicas: Replicas) -> "Resources":
+    def of(cls, options: WindowOptions, processes: Processes, replicas: Replicas) -> "Resources":
         """Those of a session; its threads start with their first task."""
         return cls(
             worker=Worker(behind=Worker("gockpt-replayer")),
             watcher=Worker("gockpt-steps"),
-            device=ByteBudget(options.device_budget_bytes),
+            device=DeviceBudget(options.device_budget_bytes, processes),
             host=HostBudget(options),
             replicas=replicas,
         )

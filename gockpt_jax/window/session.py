@@ -85,7 +85,7 @@ class Session:
         self.version = 0
         self.has_wrapped = False
         self.processes = processes
-        self.resources = resources = Resources.of(options, replicas)
+        self.resources = resources = Resources.of(options, processes, replicas)
         self.host, self.replicas = resources.host, replicas
         self.predictor = SavePredictor(is_alone=not processes.several)
         self.between_steps: Callable[[], None] = lambda: None
@@ -266,7 +266,8 @@ class Session:
     def _new_seal(self) -> Seal:
         self.require_alike()
         # Before what can fail here alone: these ask the other processes, now or later.
-        self.known.limit_device(stepped=self.version > 0)
+        self.resources.device.measure(stepped=self.version > 0)
+        self.resources.device.agree()
         self.planner.ask_for_review()
         if self.version > self._sealed_at:
             self._let_go(until=self._sealed_at)

@@ -24,9 +24,9 @@ from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.saving import state_handler, taken
 from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.transfer import budget, meter, pull, replicas, staging
+from gockpt_jax.transfer import block, budget, chunks, meter, pull, replicas, staging
 from gockpt_jax.v1 import GoCkptCheckpointable
-from gockpt_jax.window import clock, early, planner, processes, units
+from gockpt_jax.window import clock, early, late, planner, processes, units
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.predict import SavePredictor
 
@@ -602,6 +602,52 @@ def refused(directory: Path) -> None:
     loop.keep()
     assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.manager.close()
+
+
+def full(directory: Path) -> None:
+    """A device of one process has no room for a save's copies: all plan the next for what it has.
+
+    The save itself fails: what is copied is a program of all processes.
+    """
+    here, take, stage = jax.process_index(), late.take_now, block.stage_and_pull
+    taken_bytes: list[int] = []  # by copies at the save step; of the first, the whole state
+
+    def taking(*args: Any) -> Any:
+        with replaced(block, "stage_and_pull", staging, only_on=here):
+            return take(*args)
+
+    def staging(copies: Any, arrays: Any) -> Any:
+        taken_bytes.append(copies.staged_bytes)
+        if is_full and copies.staged_bytes > taken_bytes[0] // 6:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+        return stage(copies, arrays)
+
+    for steps in (None, WINDOW_STEPS):
+        # What is in flight had room: here nothing is, nor a sample of the audit's.
+        window = gockpt.WindowOptions(steps=steps, audit=None)
+        loop = Loop(directory / str(steps), window=window)
+        is_full = False
+        taken_bytes.clear()
+        with (
+            replaced(late, "take_now", taking, only_on=here),
+            replaced(chunks, "MIN_CHUNK_BYTES", 256, only_on=here),
+        ):
+            loop.run(INTERVAL)
+            loop.manager.wait_until_finished()
+            is_full = here == FAULTY
+            loop.run(2 * INTERVAL - 1)
+            loop.update()
+            loop.session.resources.worker.wait_until_idle()
+            loop.save()
+            assert f"process {FAULTY}: DeviceMemoryError: save" in failure_of(loop)
+            del loop.given[2 * INTERVAL]
+            loop.run(4 * INTERVAL)
+            loop.keep()
+        device = loop.session.resources.device
+        saved = [r.reason for r in loop.manager.reports if r.error is None]
+        say("room", steps, device.limit_bytes, saved)
+        assert device.used_bytes == 0 == loop.session.host.used_bytes
+        loop.manager.close()
 
 
 def unlike(directory: Path) -> None:

@@ -26,8 +26,8 @@ from .training import MESHES_OF, abstract_state
 pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
 TWO = (
     "meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "kinds", "reviewed",
-    "partly", "failures", "forced", "refused", "others", "asked", "expected", "alone", "newest",
-    "unlike",
+    "partly", "failures", "forced", "refused", "full", "others", "asked", "expected", "alone",
+    "newest", "unlike",
 )  # fmt: skip
 FOUR = ("meshes", "elsewhere", "some")
 
@@ -90,6 +90,11 @@ def test_all_processes_give_the_same_reason(two: tuple[Path, list[Ended]]) -> No
     assert first["compiling"] == second["compiling"]
     assert "process 1" in first["contracts"]
     assert ended[0].said("labels") == ended[1].said("labels") != []
+
+
+def test_all_processes_plan_for_the_room_of_one(two: tuple[Path, list[Ended]]) -> None:
+    _, ended = two
+    assert ended[0].said("room") == ended[1].said("room") != []
 
 
 def test_all_processes_make_the_same_plan(two: tuple[Path, list[Ended]]) -> None:

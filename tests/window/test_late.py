@@ -11,9 +11,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.window import late
+from gockpt_jax.window import device_budget, late
+from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.late import take_now
+from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import give_back
 from gockpt_jax.window.worker import Worker
@@ -21,14 +23,15 @@ from gockpt_jax.window.worker import Worker
 P = PartitionSpec
 
 
-class SmallDevice(ByteBudget):
+class SmallDevice(DeviceBudget):
     """One that has less room than the budget says, and may tell how much is free."""
 
     def __init__(self, patch, limit_bytes, room_bytes, *, tells):
-        super().__init__(limit_bytes)
+        super().__init__(limit_bytes, Processes())
         self.room_bytes, self.refused, self.stage = room_bytes, 0, late.stage_and_pull
         patch.setattr(late, "stage_and_pull", self._stage)
-        patch.setattr(late, "device_headroom_bytes", self._free if tells else lambda used: None)
+        free = self._free if tells else lambda used: None
+        patch.setattr(device_budget, "device_headroom_bytes", free)
 
     def _stage(self, block, arrays):
         if self.used_bytes > self.room_bytes:
@@ -76,39 +79,25 @@ def test_what_finds_no_room_is_laid_out_anew_with_all_that_comes_behind(monkeypa
     assert (device.limit_bytes, device.used_bytes) == (512, 0)
 
 
-FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
-
-
-@pytest.mark.parametrize(("free", "allowed"), [(None, 8192 + 512), (1000, 8192 + 1000)])
-def test_what_is_in_flight_had_room(free, allowed, monkeypatch):
-    monkeypatch.setattr(late, "device_headroom_bytes", lambda used: free)
-    device = ByteBudget(16384)
-    device.add(8192)
-    assert late._allows_less(device, 2048, FULL)
-    assert device.limit_bytes == allowed
-    assert not late._allows_less(device, 0, FULL), "the host's, of what it holds already"
-    assert not late._allows_less(device, 1024, RuntimeError("another"))
-    assert device.limit_bytes == allowed
-
-
-@pytest.mark.parametrize(("processes", "room_bytes"), [(1, 4000), (2, 7700)])
-def test_what_finds_no_room_even_alone_is_an_error(processes, room_bytes, monkeypatch):
-    """As it is where several processes would have to agree on less."""
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_finds_no_room_even_alone_is_an_error(several, monkeypatch):
+    """The next save has it in rows. Of several processes one fails already with less than all."""
     arrays = [jnp.zeros((60, 32)), jnp.zeros(8)]
     worker, host = Worker(), ByteBudget(None)
-    device = SmallDevice(monkeypatch, None, room_bytes, tells=False)
+    device = SmallDevice(monkeypatch, None, 7700 if several else 4000, tells=False)
+    device._processes.several = several
+    monkeypatch.setattr(device._processes, "least", lambda subject, mine: mine)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.wait_until_idle()
     assert (device.used_bytes, host.used_bytes) == (0, 0)
-    assert (device.limit_bytes is None) == (processes == 2)
-    if processes == 1:  # and the next save has it in rows
-        monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
-        slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
-        worker.wait_until_idle()
-        assert not slots[id(arrays[0])][0].data.result().any()
-        assert device.used_bytes == 0
+    assert (device.limit_bytes is None) == several
+    device.agree()  # as before each save
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
+    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    worker.wait_until_idle()
+    assert not slots[id(arrays[0])][0].data.result().any()
+    assert device.used_bytes == 0
     worker.close()
 
 

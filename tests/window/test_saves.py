@@ -30,7 +30,7 @@ from gockpt_jax import (
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.telemetry import events
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.window import known, planner
+from gockpt_jax.window import device_budget, planner
 
 
 def kinds(manager):
@@ -259,7 +259,7 @@ def test_what_planning_stumbles_over_does_not_stop_training(tmp_path, monkeypatc
 def test_what_steps_leave_free_is_measured_once_and_behind_one(tmp_path, monkeypatch):
     """A save before the first step cannot know; what is measured later counts our own copies."""
     free = [10_000]
-    monkeypatch.setattr(known, "device_headroom_bytes", lambda: free[-1])
+    monkeypatch.setattr(device_budget, "device_headroom_bytes", lambda: free[-1])
     with GoCkptManager(tmp_path) as manager:
         device = manager._gockpt_session.resources.device
         step, state = manager.wrap(update), fresh()

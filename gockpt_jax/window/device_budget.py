@@ -1,0 +1,79 @@
+"""What copies and retained values may take of a device: an estimate, which copies may disprove."""
+
+import logging
+
+from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
+from gockpt_jax.window.cost import describe_bytes
+from gockpt_jax.window.processes import Processes
+
+_log = logging.getLogger("gockpt_jax")
+
+
+class DeviceBudget(ByteBudget):
+    """Counts bytes on the fullest device, within a limit that is the same on all processes.
+
+    Without a number of the user's it is what the steps leave free. Other programs may take of that
+    later: a copy for which there was no room lowers the limit, of the save that it belongs to and
+    of all behind it; beside other processes of those behind it only, for what is staged is a
+    program of them all (docs/decisions/0037).
+
+    Args:
+      limit_bytes: The user's; `None`: what the steps leave free, where devices tell.
+      processes: Those that stage alike.
+    """
+
+    def __init__(self, limit_bytes: int | None, processes: Processes):
+        super().__init__(limit_bytes)
+        self._processes = processes
+        self._is_measured = limit_bytes is not None
+        self._found: int | None = None  # what a copy that failed here has shown
+
+    def measure(self, *, stepped: bool) -> None:
+        """Asks the devices, unless it has been done, or the user has said a number.
+
+        Once, after a step and before anything of ours: the allocator's peak has no way back, and
+        would soon count our own copies.
+
+        Args:
+          stepped: Whether a step has run.
+        """
+        if not self._is_measured:
+            self.limit_bytes = self._processes.least("device_headroom", device_headroom_bytes())
+            self._is_measured = stepped
+            self.agree()
+
+    def agree(self) -> None:
+        """Lowers the limit to the least that copies have shown on any process; asks all."""
+        less = self._processes.least("device_room", self._found)
+        if less is not None and (self.limit_bytes is None or less < self.limit_bytes):
+            self.limit_bytes = less
+
+    def allows_less(self, num_bytes: int, error: Exception) -> bool:
+        """Lowers the limit of a device that had no room for a block, unless that cannot help.
+
+        What else was in flight had room, and so has what is free, if the device tells: of the block
+        a fourth at least, and three at most. A chunk that fails alone is cut in the next save.
+
+        Args:
+          num_bytes: Of the block, which is not counted any more.
+          error: What its copy raised.
+
+        Returns:
+          Whether smaller parts of it may be copied now.
+        """
+        part = num_bytes // 4
+        free = device_headroom_bytes("bytes_in_use") or 0
+        less = self.used_bytes + max(part, min(3 * part, free))
+        is_less = part > 0 and (self.limit_bytes is None or less < self.limit_bytes)
+        if not ("RESOURCE_EXHAUSTED" in str(error) and is_less):
+            return False
+        self._found = less
+        _log.warning(
+            "a device had no room for copies of %s: from now on saves take at most %s of it at "
+            "once, whatever `device_budget_bytes` said, and stall for longer",
+            describe_bytes(num_bytes), describe_bytes(less),
+        )  # fmt: skip
+        if self._processes.several:
+            return False
+        self.agree()
+        return True
