@@ -52,7 +52,7 @@ class DeviceBudget(ByteBudget):
         """Lowers the limit of a device that had no room for a block, unless that cannot help.
 
         What else was in flight had room, and so has what is free, if the device tells: of the block
-        a fourth at least, and three at most. A chunk that fails alone is cut in the next save.
+        a fourth at least, and three at most.
 
         Args:
           num_bytes: Of the block, which is not counted any more.

@@ -1,6 +1,6 @@
 """Late chunks: staged at the sealed version itself, final as they land."""
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,6 +14,7 @@ from gockpt_jax.transfer.chunks import (
     can_be_cut,
     in_host_memory,
     row_ranges,
+    row_size,
 )
 from gockpt_jax.transfer.layout import padded_bytes
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
@@ -24,7 +25,10 @@ from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
 from gockpt_jax.window.worker import Worker
 
-Receiver = tuple[Callable[[Sequence[HostChunk]], None], Callable[[BaseException], None]]
+Numbered = tuple[int, Chunk]
+"""A chunk behind the position, or another number, of its array."""
+
+Receiver = tuple[Callable[[Chunk, Sequence[HostChunk]], None], Callable[[BaseException], None]]
 """Takes in a chunk of each shard, and what went wrong with it instead."""
 
 _PARTS = 16
@@ -44,7 +48,7 @@ def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, lis
     worker, device, host = resources.worker, resources.device, resources.host
     late = [_LateArray(a, host, resources.replicas) for a in arrays]
     chunks = late_chunks(arrays, device.limit_bytes, resources.replicas)
-    receivers = [(functools.partial(late[n].land, chunk), late[n].fail) for n, chunk in chunks]
+    receivers = [(one.land, one.fail) for one in late]
 
     def forget() -> None:  # nobody will write these
         for one in late:
@@ -54,7 +58,7 @@ def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, lis
     # From now on, not from when they land: a window that opens meanwhile must not take their room.
     host.add(sum(one.num_bytes for one in late))
     try:
-        send_late([(arrays[n], chunk) for n, chunk in chunks], receivers, worker, device)
+        send_late(arrays, chunks, receivers, worker, device)
     except BaseException:
         worker.submit(forget)
         raise
@@ -102,7 +106,8 @@ class _LateArray:
 
 
 def send_late(
-    chunks: Sequence[tuple[jax.Array, Chunk]],
+    arrays: Sequence[jax.Array],
+    chunks: Sequence[Numbered],
     receivers: Sequence[Receiver],
     worker: Worker,
     device: DeviceBudget,
@@ -113,32 +118,34 @@ def send_late(
     no room for is then staged in smaller parts, as those before them land.
 
     Args:
-      chunks: Each with the array that it is cut from.
-      receivers: Of each chunk; called by the worker.
+      arrays: Alive.
+      chunks: Of them.
+      receivers: Of each array; called by the worker.
       worker: Lands them.
       device: Budget for the copies; lowered where the device had less room.
 
     Raises:
       JaxRuntimeError: if the device has no room for the smallest part.
     """
-    numbered = [(id(array), chunk) for array, chunk in chunks]
-    for positions, block in late_blocks(numbered, device.limit_bytes):
+    for positions, block in late_blocks(chunks, device.limit_bytes):
+        sent = [chunks[at] for at in positions]
         try:
             with device.lent(block.staged_bytes) as give_back:
-                pull = stage_and_pull(block, [chunks[n][0] for n in positions])
-                worker.submit(_landing_task(pull, [receivers[n] for n in positions], give_back))
+                pull = stage_and_pull(block, [arrays[n] for n, _ in sent])
+                landed = [(chunk, receivers[n]) for n, chunk in sent]
+                worker.submit(_landing_task(pull, landed, give_back))
             continue
         except jax.errors.JaxRuntimeError as error:
             if not device.allows_less(block.staged_bytes, error):
                 raise
         # All the rest, laid out anew; and out of `except`, for the error holds what was copied.
-        first = positions[0]
-        send_late(chunks[first:], receivers[first:], worker, device)
+        rest = _in_parts(chunks[positions[0] :], device.limit_bytes)
+        send_late(arrays, rest, receivers, worker, device)
         return
 
 
 def _landing_task(
-    pull: ChunkPull, receivers: Sequence[Receiver], has_landed: Callable[[], None]
+    pull: ChunkPull, landed: Sequence[tuple[Chunk, Receiver]], has_landed: Callable[[], None]
 ) -> Callable[[], None]:
     pulls = [pull]
 
@@ -148,10 +155,10 @@ def _landing_task(
                 found = pulls.pop().result()
             finally:  # nothing holds the staged copies any more
                 has_landed()
-            for (land, _), chunk in zip(receivers, found, strict=True):
-                land(chunk)
+            for (chunk, (land, _)), shards in zip(landed, found, strict=True):
+                land(chunk, shards)
         except BaseException as error:
-            for _, failed in receivers:
+            for _, (_, failed) in landed:
                 failed(error)
 
     return task
@@ -166,7 +173,7 @@ def _staged_bytes(chunk: Chunk) -> int:
 
 def late_chunks(
     arrays: Sequence[jax.Array], limit_bytes: int | None, replicas: Replicas
-) -> list[tuple[int, Chunk]]:
+) -> list[Numbered]:
     """What late arrays are sent in: whole, or in parts where one is large for the device budget.
 
     Rows are copied together on the host, so no more is cut than must be.
@@ -175,17 +182,18 @@ def late_chunks(
       arrays: Alive or not.
       limit_bytes: Of the device budget.
       replicas: How they share what is taken.
-
-    Returns:
-      Chunks, each with the position of its array.
     """
     whole = [Chunk.whole(replicas.source(a)) for a in arrays]
-    part_bytes = _part_bytes(whole, limit_bytes)
+    return _in_parts(list(enumerate(whole)), limit_bytes)
+
+
+def _in_parts(chunks: Sequence[Numbered], limit_bytes: int | None) -> list[Numbered]:
+    part_bytes = _part_bytes([chunk for _, chunk in chunks], limit_bytes)
     if limit_bytes is None or part_bytes is None:
-        return list(enumerate(whole))
+        return list(chunks)
     return [
         (n, part)
-        for n, chunk in enumerate(whole)
+        for n, chunk in chunks
         for part in (_parts(chunk, part_bytes) if chunk.num_bytes > limit_bytes // 2 else [chunk])
     ]
 
@@ -198,16 +206,21 @@ def _part_bytes(chunks: Sequence[Chunk], limit_bytes: int | None) -> int | None:
     return min(limit_bytes, -(-total // _PARTS))
 
 
-def _parts(whole: Chunk, part_bytes: int) -> list[Chunk]:
-    if not can_be_cut(whole.source):
-        return [whole]
+def _parts(chunk: Chunk, part_bytes: int) -> list[Chunk]:
+    source = chunk.source
+    if not can_be_cut(source):
+        return [chunk]
     part_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, part_bytes))
-    ranges = row_ranges(whole.source.shard_shape, -(-whole.num_bytes // part_bytes))
-    return [Chunk(whole.source, start, stop) for start, stop in ranges]
+    row = row_size(source.shard_shape, chunk.start, chunk.stop)
+    shape = source.shard_shape if chunk.is_whole else (chunk.size // row, row)
+    return [
+        dataclasses.replace(chunk, start=chunk.start + start, stop=chunk.start + stop)
+        for start, stop in row_ranges(shape, -(-chunk.num_bytes // part_bytes))
+    ]
 
 
 def late_blocks(
-    chunks: Sequence[tuple[int, Chunk]], limit_bytes: int | None
+    chunks: Sequence[Numbered], limit_bytes: int | None
 ) -> list[tuple[list[int], Block]]:
     """Blocks of neighbours that are staged one after another, with the chunks' positions.
 
@@ -216,7 +229,7 @@ def late_blocks(
     staged into, in small parts. A chunk that is larger goes alone.
 
     Args:
-      chunks: Each with the number of its array.
+      chunks: Whose arrays they are from, by number.
       limit_bytes: Of the device budget.
     """
     part_bytes = _part_bytes([chunk for _, chunk in chunks], limit_bytes)

@@ -221,12 +221,11 @@ class OpenWindow:
         )
         try:
             self._handed_over.update(slots)
-            rest = [(j, chunk) for j, chunks in wanted.items() for chunk in chunks]
+            rest = [(n, chunk) for n, chunks in enumerate(wanted.values()) for chunk in chunks]
             receivers = [
-                (functools.partial(self._land_rows, *rows), self._early.failed) for rows in rest
+                (functools.partial(self._land_rows, j), self._early.failed) for j in wanted
             ]
-            sent = [(new[j], chunk) for j, chunk in rest]
-            send_late(sent, receivers, self._worker, self._device)
+            send_late([new[j] for j in wanted], rest, receivers, self._worker, self._device)
             self._worker.submit_behind(functools.partial(self._finish, slots, audit))
         except BaseException:  # an interrupt
             if audit is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.window import device_budget, late
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.landing import Landing
@@ -80,29 +83,60 @@ def test_what_finds_no_room_is_laid_out_anew_with_all_that_comes_behind(monkeypa
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_what_finds_no_room_even_alone_is_an_error(several, monkeypatch):
-    """The next save has it in rows. Of several processes one fails already with less than all."""
-    arrays = [jnp.zeros((60, 32)), jnp.zeros(8)]
+def test_what_finds_no_room_even_alone_is_cut(several, monkeypatch):
+    """Of several processes in the next save only, as all that they stage: this one fails."""
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
+    arrays = [jnp.arange(60 * 32).reshape(60, 32), jnp.zeros(8)]
     worker, host = Worker(), ByteBudget(None)
-    device = SmallDevice(monkeypatch, None, 7700 if several else 4000, tells=False)
+    device = SmallDevice(monkeypatch, None, 4000, tells=False)
     device._processes.several = several
     monkeypatch.setattr(device._processes, "least", lambda subject, mine: mine)
+    resources = Resources(worker, worker, device, host, FIRST_ALONE)
+    if several:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+            take_now(arrays, resources)
+        worker.wait_until_idle()
+        assert (device.used_bytes, host.used_bytes) == (0, 0)
+        assert device.limit_bytes is None
+        device.agree()  # as before each save
+    slots = take_now(arrays, resources)
+    worker.close()
+    np.testing.assert_array_equal(slots[id(arrays[0])][0].data.result(), arrays[0])
+    assert (device.used_bytes, device.refused) == (0, 1)
+
+
+def test_what_cannot_be_cut_is_an_error_where_it_finds_no_room(monkeypatch):
+    """Tried beside what is in flight, alone, and once more, for that may have landed since."""
+    arrays = [jnp.zeros((60, 32)), jnp.zeros(8)]  # less than MIN_CHUNK_BYTES
+    worker, host = Worker(), ByteBudget(None)
+    device = SmallDevice(monkeypatch, None, 4000, tells=False)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
-    worker.wait_until_idle()
-    assert (device.used_bytes, host.used_bytes) == (0, 0)
-    assert (device.limit_bytes is None) == several
-    device.agree()  # as before each save
-    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
-    slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
-    worker.wait_until_idle()
-    assert not slots[id(arrays[0])][0].data.result().any()
-    assert device.used_bytes == 0
     worker.close()
+    assert (device.used_bytes, host.used_bytes, device.refused) == (0, 0, 3)
 
 
-@pytest.mark.parametrize("limit_bytes", [None, 3000])
-def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
+@pytest.mark.parametrize("shape", [(64, 24), (3, 50, 7), (1000,), (5,)])
+def test_rows_are_cut_again(shape, monkeypatch):
+    """Whatever rows of a shard a chunk has, its parts are these rows, each once."""
+    monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 64)
+    whole = Chunk.whole(Source.of(jnp.zeros(shape)))
+    for parts in (1, 2, 3, 7):
+        for chunk in late._parts(whole, -(-whole.num_bytes // parts)):
+            for part_bytes in (64, 100, 1000, 10**6):
+                cut = late._parts(chunk, part_bytes)
+                assert cut[0].start == chunk.start
+                assert cut[-1].stop == chunk.stop
+                assert all(a.stop == b.start for a, b in itertools.pairwise(cut))
+                assert all(part.size > 0 for part in cut)
+                assert len(cut) == 1 or max(p.num_bytes for p in cut) < chunk.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "room_bytes"), [(None, 10**9), (3000, 10**9), (None, 3000), (9000, 2500)]
+)
+def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, room_bytes, monkeypatch):
+    """Whatever the budget, and if the device has less room than it says."""
     monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     values = np.random.default_rng(0).standard_normal((64, 24)).astype(np.float32)
@@ -118,9 +152,11 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
         for spec in specs
     ]
     arrays += [jax.random.key(2), jnp.arange(7), jnp.zeros(8, jnp.int4)]
-    worker, device, host = Worker(), ByteBudget(limit_bytes), ByteBudget(None)
+    worker, host = Worker(), ByteBudget(None)
+    device = SmallDevice(monkeypatch, limit_bytes, room_bytes, tells=False)
     slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
+    assert (device.refused > 0) == (room_bytes < 10**9)
     for array in arrays:
         stored = HostArray.like(array, ())
         is_key = stored.key_impl is not None
@@ -132,7 +168,7 @@ def test_all_kinds_of_arrays_land_as_they_are_stored(limit_bytes, monkeypatch):
         np.testing.assert_array_equal(got, want)
     assert device.used_bytes == 0
     # Only what cannot be cut finer may exceed the budget, and then alone.
-    assert limit_bytes is None or device.peak_bytes <= limit_bytes
+    assert limit_bytes is None or device.refused or device.peak_bytes <= limit_bytes
     for _ in range(2):  # a writer and a save that is given up may both do so
         give_back([slot for array in arrays for slot in slots[id(array)]], host)
         assert host.used_bytes == 0
