@@ -114,10 +114,7 @@ class Auditor:
         pairs = self._next_boxes(sampled, options.fraction)
         try:
             with events.span(events.SPAN_AUDIT):
-                probes = [(piece, box.grid, box.box) for box, piece in pairs]
-                boxes = iter([box for box, _ in pairs])  # the worker must not keep the state alive
-                for batch in in_batches(probes, self._device.limit_bytes):
-                    self._send(batch, [next(boxes) for _ in batch], pending)
+                self._send_all(pairs, pending)
         except BaseException:
             self._worker.submit(pending.drop)
             raise
@@ -143,6 +140,22 @@ class Auditor:
         kinds = {p: [*map(kind_of, self._replicas.pieces(a))] for p, a in leaves.items()}
         paths = [path for path, of_leaf in kinds.items() if of_leaf]
         return _Rota(paths, Turns([kinds[path] for path in paths], fraction))
+
+    def _send_all(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
+        """In smaller parts, if the device has less room than its budget says."""
+        probes = [(piece, box.grid, box.box) for box, piece in pairs]
+        boxes = [box for box, _ in pairs]  # the worker must not keep the state alive
+        sent = 0
+        for batch in in_batches(probes, self._device.limit_bytes):
+            try:
+                self._send(batch, boxes[sent : sent + len(batch)], pending)
+                sent += len(batch)
+                continue
+            except jax.errors.JaxRuntimeError as error:
+                if not self._device.allows_less(sample_bytes(batch), error):
+                    raise
+            self._send_all(pairs[sent:], pending)
+            return
 
     def _send(
         self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit"

@@ -14,11 +14,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import Audit, AuditError, WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
-from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.pull import HostChunk, Pull
 from gockpt_jax.transfer.turns import FEW_BOXES
+from gockpt_jax.window import audit
 from gockpt_jax.window.audit import Auditor
+from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.worker import Worker
 
@@ -35,7 +37,7 @@ def worker():
 
 def resources_of(worker, limit=None):
     host = HostBudget(WindowOptions())
-    return Resources(worker, worker, ByteBudget(limit), host, FIRST_ALONE)
+    return Resources(worker, worker, DeviceBudget(limit, Processes()), host, FIRST_ALONE)
 
 
 def audit_of(worker, resources=None, **options):
@@ -61,6 +63,37 @@ def test_sample_comes_in_parts_that_fit_the_budget(worker, limit, peak):
     pending.check(RIGHT)
     assert (record.audit.chunks, record.audit.compared_bytes) == (8, 8192)
     pending.drop()
+    pending.drop()
+    assert resources.host.used_bytes == 0
+
+
+def test_what_a_device_has_no_room_for_is_sampled_in_smaller_parts(worker, monkeypatch):
+    """Of every leaf its own box, and no box twice."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("a"))
+    leaves = {path: jax.device_put(x, rows) for path, x in LEAVES.items()}
+    right = {
+        path: [HostChunk(s.index, np.array(s.data)) for s in x.addressable_shards]
+        for path, x in leaves.items()
+    }
+    start, asked = audit.start_sample, []
+
+    def start_less(probes):
+        asked.append(len(probes))
+        if len(asked) in (1, 4):  # all of it, and one of its parts
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+        return start(probes)
+
+    monkeypatch.setattr(audit, "start_sample", start_less)
+    resources = resources_of(worker, 4096)
+    record = SaveRecord(kind="window", reason="a test")
+    pending = Auditor(Audit(fraction=0.99), resources).sample(leaves, record)
+    worker.wait_until_idle()
+    assert asked[3] > 1
+    assert resources.device.limit_bytes < 256, "a fourth twice"
+    assert resources.device.used_bytes == 0
+    pending.check(right)
+    assert (record.audit.max_ulps, record.audit.compared_bytes) == (0, 8192)
     pending.drop()
     assert resources.host.used_bytes == 0
 
