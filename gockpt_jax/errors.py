@@ -5,6 +5,8 @@ import re
 import types
 import warnings
 
+import jax
+
 
 class StepMismatchError(ValueError):
     """The state cannot be found among a wrapped step's arguments or results."""
@@ -75,6 +77,11 @@ def warn(message: str, category: type[Warning]) -> None:
 
 def _package(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the runtime had no memory: the device's, or pinned memory of the host."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def brief(error: Exception) -> str:

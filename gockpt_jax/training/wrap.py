@@ -48,6 +48,9 @@ class StepObserver(Protocol):
     def no_update(self, reason: str) -> None:
         """Called after `before_update` asked for the armed step, if it did not run (to its end)."""
 
+    def no_room(self, error: BaseException) -> None:
+        """Called likewise, if a device had no room for it: the user's own runs behind this."""
+
 
 class WrappedStep(StandIn):
     """A jitted train step that also counts updates and can return its cut.
@@ -124,6 +127,9 @@ class WrappedStep(StandIn):
             given = jax.tree.leaves((args, kwargs))
             # If it has run, it has donated them: the user's own would only miss them.
             has_run = any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
+            if is_asked and not has_run and self._needs_more_room(error):
+                self._observer.no_room(error)
+                return None
             is_refusal = isinstance(error, TypeError | ValueError) and not has_run
             if is_asked:
                 what = "the call changed:" if is_refusal else "the step raised"
@@ -144,6 +150,15 @@ class WrappedStep(StandIn):
         if is_asked:
             self._kinds.ran_armed(call.program)
         return armed
+
+    def _needs_more_room(self, error: BaseException) -> bool:
+        """Whether the armed step failed for want of memory that the user's own may do without.
+
+        One that runs in every step is the user's choice; and one that runs on several processes
+        does so on all.
+        """
+        is_alone = jax.process_count() == 1
+        return errors.is_out_of_memory(error) and is_alone and not self._always
 
     def _run_unarmed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gockpt_jax.compiling import unwatched
+from gockpt_jax.errors import is_out_of_memory
 from gockpt_jax.telemetry import events
 from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.chunks import in_host_memory
@@ -119,7 +120,7 @@ def start_buffer(buffer: jax.Array) -> jax.Array:
         there: jax.Array = jax.device_put(buffer, pinned)
         return there
     except jax.errors.JaxRuntimeError as error:
-        if not _is_full(error):
+        if not is_out_of_memory(error):
             raise
     _warn_of_a_full_pool()
     return buffer  # sent when it is read: ordinary memory is had through another such pool
@@ -133,15 +134,11 @@ def _read(buffer: jax.Array, source: jax.Array) -> np.ndarray:
     try:
         return np.asarray(buffer)
     except jax.errors.JaxRuntimeError as error:
-        if buffer is source or not _is_full(error):
+        if buffer is source or not is_out_of_memory(error):
             raise
     found = np.asarray(source)  # raises if the error is its own
     _warn_of_a_full_pool()
     return found
-
-
-def _is_full(error: Exception) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 @functools.cache  # once

@@ -1,7 +1,10 @@
 """What copies and retained values may take of a device: an estimate, which copies may disprove."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
+from gockpt_jax.errors import is_out_of_memory
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
 from gockpt_jax.window.cost import describe_bytes
 from gockpt_jax.window.processes import Processes
@@ -48,11 +51,8 @@ class DeviceBudget(ByteBudget):
         if less is not None and (self.limit_bytes is None or less < self.limit_bytes):
             self.limit_bytes = less
 
-    def allows_less(self, num_bytes: int, error: Exception) -> bool:
+    def allows_less(self, num_bytes: int, error: BaseException) -> bool:
         """Lowers the limit of a device that had no room for a block, unless that cannot help.
-
-        What else was in flight had room, and so has what is free, if the device tells: of the block
-        a fourth at least, and three at most.
 
         Args:
           num_bytes: Of the block, which is not counted any more.
@@ -61,19 +61,49 @@ class DeviceBudget(ByteBudget):
         Returns:
           Whether smaller parts of it may be copied now.
         """
+        if not self.heed(num_bytes, error) or self._processes.several:
+            return False
+        self.agree()
+        return True
+
+    @contextlib.contextmanager
+    def heeded(self, num_bytes: int) -> Iterator[None]:
+        """What finds no room in here is not tried again in the same way: later saves have less.
+
+        Args:
+          num_bytes: Of what is tried, which is not counted any more when that has failed.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.heed(num_bytes, error)
+            raise
+
+    def heed(self, num_bytes: int, error: BaseException) -> bool:
+        """Takes note of less room than was thought, for later saves.
+
+        What else was in flight had room, and so has what is free, if the device tells: of what did
+        not fit a fourth at least, and three at most.
+
+        Args:
+          num_bytes: Of what did not fit, which is not counted any more.
+          error: What that raised.
+
+        Returns:
+          Whether it was for want of memory, and there is less than was known.
+        """
         part = num_bytes // 4
+        if part == 0 or not is_out_of_memory(error):
+            return False
         free = device_headroom_bytes("bytes_in_use") or 0
         less = self.used_bytes + max(part, min(3 * part, free))
-        is_less = part > 0 and (self.limit_bytes is None or less < self.limit_bytes)
-        if not ("RESOURCE_EXHAUSTED" in str(error) and is_less):
+        known = [x for x in (self.limit_bytes, self._found) if x is not None]
+        if less >= min(known, default=less + 1):
             return False
         self._found = less
         _log.warning(
-            "a device had no room for copies of %s: from now on saves take at most %s of it at "
-            "once, whatever `device_budget_bytes` said, and stall for longer",
+            "a device had no room for %s: from now on saves take at most %s of it at once, "
+            "whatever `device_budget_bytes` said, and stall for longer",
             describe_bytes(num_bytes), describe_bytes(less),
         )  # fmt: skip
-        if self._processes.several:
-            return False
-        self.agree()
         return True

@@ -1,8 +1,12 @@
 """A failed save reaches the trainer: as an error, or as a warning with which training goes on."""
 
-import jax
-
-from gockpt_jax.errors import DeviceMemoryError, ReplayError, SaveFailedWarning, warn
+from gockpt_jax.errors import (
+    DeviceMemoryError,
+    ReplayError,
+    SaveFailedWarning,
+    is_out_of_memory,
+    warn,
+)
 from gockpt_jax.options import OnSaveError
 
 
@@ -37,7 +41,7 @@ def named(step: int, error: BaseException) -> BaseException:
       error: What failed. Anything else is returned as it is.
     """
     what = str(error).partition("\n")[0].rstrip(".")
-    if not isinstance(error, jax.errors.JaxRuntimeError) or "RESOURCE_EXHAUSTED" not in what:
+    if not is_out_of_memory(error):
         return error
     found = DeviceMemoryError(
         f"save of step {step}: the device has no memory for the copies that it takes: {what}. "

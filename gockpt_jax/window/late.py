@@ -1,6 +1,7 @@
 """Late chunks: staged at the sealed version itself, final as they land."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -133,7 +134,8 @@ def send_late(
             with device.lent(block.staged_bytes) as give_back:
                 pull = stage_and_pull(block, [arrays[n] for n, _ in sent])
                 landed = [(chunk, receivers[n]) for n, chunk in sent]
-                worker.submit(_landing_task(pull, landed, give_back))
+                heed = functools.partial(device.heed, block.staged_bytes)
+                worker.submit(_landing_task(pull, landed, give_back, heed))
             continue
         except jax.errors.JaxRuntimeError as error:
             if not device.allows_less(block.staged_bytes, error):
@@ -145,8 +147,9 @@ def send_late(
 
 
 def _landing_task(
-    pull: ChunkPull, landed: Sequence[tuple[Chunk, Receiver]], has_landed: Callable[[], None]
-) -> Callable[[], None]:
+    pull: ChunkPull, landed: Sequence[tuple[Chunk, Receiver]],
+    has_landed: Callable[[], None], heed: Callable[[BaseException], object],
+) -> Callable[[], None]:  # fmt: skip
     pulls = [pull]
 
     def task() -> None:
@@ -158,6 +161,7 @@ def _landing_task(
             for (chunk, (land, _)), shards in zip(landed, found, strict=True):
                 land(chunk, shards)
         except BaseException as error:
+            heed(error)  # a runtime may find out only now
             for _, (_, failed) in landed:
                 failed(error)
 

@@ -123,14 +123,24 @@ class OpenWindow:
         return make_departure(self._cut, units, old, before)
 
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
-        with self._device.lent(block.state.staged_bytes) as give_back:
+        num_bytes = block.state.staged_bytes
+        with self._device.heeded(num_bytes), self._device.lent(num_bytes) as give_back:
             pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
             land = functools.partial(self._early.land, block.leaves, block.state.chunks, pull)
             self._land(land, give_back)
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
-        self._room.take(self._retained_bytes + self._left[-1].cut.staged_bytes)
+        self._room.take(self._step_bytes)
+
+    @property
+    def _step_bytes(self) -> int:
+        """What the armed step retains, with copies of it."""
+        return self._retained_bytes + self._left[-1].cut.staged_bytes
+
+    def had_no_room(self, error: BaseException) -> None:
+        """Told behind `drop`, if the armed step did not run for want of the device's memory."""
+        self._device.heed(self._step_bytes, error)
 
     def follow(self, state: Sequence[jax.Array], cut: Sequence[jax.Array]) -> None:
         """Sends an armed step's cut after the chunks that have left; nothing keeps the rest.
@@ -156,7 +166,7 @@ class OpenWindow:
         # The compiler may have put them elsewhere than the leaves.
         left = self._left[-1] = self._left[-1].followed_by(cut)
         # Given up or not: where values lie otherwise, it is a program of all processes.
-        with events.span(events.SPAN_STAGE):
+        with self._device.heeded(left.cut.staged_bytes), events.span(events.SPAN_STAGE):
             return left, left.cut.stage(left.followers(cut))
 
     def give_up(self, why: str) -> None:

@@ -197,6 +197,17 @@ class Session:
             if self._current.in_my_step is not None:
                 self._current.abandon(reason)
 
+    def no_room(self, error: BaseException) -> None:
+        """A device had no room for the armed step. The window is over, and what it held is free."""
+        why = str(error).partition("\n")[0]
+        _log.warning("a window was given up, training is not affected: %s", why)
+        with self.lock, self._changing:
+            window = self._current.in_my_step
+            if window is not None:
+                self._current.abandon("a device had no room for its step")
+                window.had_no_room(error)
+        self.resources.worker.wait_until_idle()  # copies that are on their way to the host
+
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
         """Counts the update and sends its cut after what has left."""
         with self.lock, self._changing:

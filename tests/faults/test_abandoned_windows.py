@@ -13,13 +13,15 @@ from bits import Bits, differing
 
 import gockpt_jax as gockpt
 from gockpt_jax.telemetry import events
+from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import block
 from gockpt_jax.window import late
 from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.open_window import OpenWindow
 
 from .injection import Fault
 from .states import assert_checkpoints, bits_of
-from .trainer import Trainer
+from .trainer import WINDOW_STEPS, Trainer
 
 
 def state_bytes(bits: Bits) -> int:
@@ -196,7 +198,48 @@ def test_what_a_device_has_no_room_for_at_once_is_copied_in_parts(
         assert device.limit_bytes == allowed
         assert trainer.bytes_in_flight() == (0, 0)
         assert trainer.report(8).window_steps == steps
-        assert caplog.text.count("a device had no room for copies of") == 1
+        assert caplog.text.count("a device had no room for") == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "inside"),
+    [
+        ((block, "_copied"), (OpenWindow, "leave")),
+        ((StepProgram, "executable"), (StepProgram, "call")),
+        ((block, "_copied"), (OpenWindow, "follow")),
+    ],
+    ids=["its_block", "its_step", "its_cut"],
+)
+def test_a_device_without_room_for_a_window_makes_the_update_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    what: tuple[Any, str], inside: tuple[Any, str],
+) -> None:  # fmt: skip
+    """Nobody who trains shall hear of an error that is the window's alone."""
+    with Trainer(tmp_path / "undisturbed") as trainer:
+        trainer.run(16)
+        undisturbed = bits_of(trainer.state)
+    fault = Fault(monkeypatch, *what, only_in=inside, error=FULL)
+    with Trainer(tmp_path / "full") as trainer:
+        device = trainer.manager._gockpt_session.resources.device
+        trainer.run_undisturbed(6)
+        fault.arm()
+        trainer.update()
+        assert fault.fired
+        assert trainer.manager.window_status == "idle"
+        assert caplog.text.count("a window was given up, training is not affected") == 1
+        trainer.settle()
+        trainer.manager._gockpt_session.resources.watcher.wait_until_idle()
+        assert trainer.bytes_in_flight() == (0, 0)
+        trainer.save()
+        trainer.run(8)
+        trainer.assert_intact()
+        assert trainer.report(8).window_steps == WINDOW_STEPS - 1, "it has been opened once more"
+        assert device.limit_bytes is not None, "it is not tried again in the same way"
+        assert caplog.text.count("a device had no room for") == 1
+        trainer.run(16)
+        trainer.assert_intact()
+        assert trainer.report(16).kind == "window"
+        assert not differing(bits_of(trainer.state), undisturbed)
 
 
 def test_saves_are_planned_anew_for_a_device_that_has_less_room(
@@ -253,8 +296,11 @@ def test_a_device_without_room_for_a_save_s_copies(
         trainer.update()
         trainer.settle()
         assert trainer.bytes_in_flight() == (0, 0)
+        device = trainer.manager._gockpt_session.resources.device
+        assert where == "copying" or device.limit_bytes is None, "the budget of a save that is over"
         trainer.label -= 1
         assert trainer.save(force=True)
+        assert device.limit_bytes is not None
         trainer.label += 1
         trainer.assert_intact()
         trainer.run_past_next_window() if steps > 1 else trainer.run(12)

@@ -67,6 +67,9 @@ class Observer:
     def no_update(self, reason):
         self.refusals.append(reason)
 
+    def no_room(self, error):
+        self.refusals.append(error)
+
 
 def wrap(step, observer=None, *, state=0, state_out=None, arm="window"):
     options = gockpt.WindowOptions(arm=arm, steps=2)
@@ -617,6 +620,40 @@ def test_a_first_call_that_fails_is_tried_again_by_the_same_executable(monkeypat
         step(state, X)
     run(step, state, 2)
     assert calls == [step.program] * 3
+
+
+@pytest.mark.parametrize("how", ["in_a_window", "always", "beside_others", "it_has_run", "other"])
+def test_an_armed_step_without_room_gives_way_to_the_users(monkeypatch, how):
+    """If the arguments are alive, and nobody waits for the armed one or wants no other."""
+    observer, jitted = Observer((3,)), jax.jit(update, donate_argnums=0)
+    step, state = wrap(jitted, observer, arm="always" if how == "always" else "window"), fresh()
+    state = run(step, state, 3)
+    full = jax.errors.JaxRuntimeError(
+        "INTERNAL: Out of luck." if how == "other" else "RESOURCE_EXHAUSTED: Out of memory."
+    )
+    call = StepProgram.call
+
+    def fails(program, *args):
+        if how == "it_has_run":
+            call(program, *args)
+        raise full
+
+    monkeypatch.setattr(StepProgram, "call", fails)
+    monkeypatch.setattr(jax, "process_count", lambda: 2 if how == "beside_others" else 1)
+    if how != "in_a_window":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Out of"):
+            step(state, X * 3)
+        assert observer.cuts == [False] * 3
+        assert observer.refusals == [f"the step raised JaxRuntimeError: {full}"]
+        return
+    state = step(state, X * 3)
+    monkeypatch.setattr(StepProgram, "call", call)
+    observer.armed_at = (5,)
+    for n in (4, 5):
+        state = step(state, X * n)
+    assert_same(state, run(jitted, fresh(), 6))
+    assert observer.refusals == [full]
+    assert observer.cuts == [False] * 5 + [True]
 
 
 def test_an_interrupt_while_it_is_armed_loses_no_state(monkeypatch):
