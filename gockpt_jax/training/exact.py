@@ -56,7 +56,7 @@ def is_exact(op: Op) -> bool:
       False for everything that is not known to be exact, so that an unknown operation can only make
       a leaf late and never wrong.
     """
-    if _is_emulated(op):
+    if _is_emulated(op) or any(map(_is_denormal, op.inputs)):
         return False
     if op.name in ("abs", "sign") and jnp.issubdtype(op.inputs[0].dtype, jnp.complexfloating):
         return False  # they are made of a root
@@ -110,6 +110,18 @@ def _is_emulated(op: Op) -> bool:
     """Whether a TPU makes several operations of it: each fp64 is two fp32 there."""
     dtypes = [v.dtype for v in op.inputs] + [v for k, v in op.params.items() if k == "new_dtype"]
     return jnp.float64 in dtypes and jax.default_backend() == "tpu"
+
+
+def _is_denormal(value: Value) -> bool:
+    """Whether it is a number that compilers and machines may take for zero.
+
+    XLA's own simplifications compare constants so on the CPU: one for another, if both are.
+    """
+    value = unspread(value)
+    if not is_known(value) or value.dtype not in (jnp.float32, jnp.float64):
+        return False
+    size = np.abs(np.asarray(number_of(value), value.dtype))
+    return bool(np.any((size > 0) & (size < jnp.finfo(value.dtype).tiny)))
 
 
 def _full_width(dtype: jnp.dtype) -> bool:

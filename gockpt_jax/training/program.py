@@ -262,6 +262,20 @@ class StepProgram:
         """The state's leaves among a call's flat arguments."""
         return [flat[i] for i in self.positions.inputs]
 
+    def same_state(self, flat: Sequence[Any]) -> list[Any]:
+        """The state's leaves likewise, if they are such as it was made for.
+
+        Raises:
+          TypeError: if one has another shape or dtype.
+        """
+        leaves = self.state_leaves(flat)
+        for path, was, leaf in zip(self.cut.paths, self.cut.leaf_specs, leaves, strict=True):
+            # Asked of every leaf at every step of a window; `jax.typeof` takes longer.
+            is_same = getattr(leaf, "shape", None) == was.shape and leaf.dtype == was.dtype
+            if not is_same and (now := ArraySpec.of(jax.typeof(leaf))) != was:
+                raise TypeError(f"{path} of its state is {now}, where it was {was}")
+        return leaves
+
     def _signature(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Signature:

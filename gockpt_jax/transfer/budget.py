@@ -92,7 +92,11 @@ class ByteBudget:
             self.acquire(num_bytes, loan)
             yield functools.partial(self.repay, loan)
         except BaseException:
-            self.repay(loan)
+            try:
+                self.repay(loan)
+            except BaseException:  # an interrupt of the interrupted: nobody else would
+                self.repay(loan)
+                raise
             raise
 
     def reset_peak(self) -> None:

@@ -77,14 +77,15 @@ class Pull(Generic[T]):
     def result(self) -> T:
         """Waits for the transfer; called on the worker thread."""
         sent = [n for n, source in enumerate(self._sources) if not in_host_memory(source.sharding)]
-        LINK.begin([self._sources[n] for n in sent], self.is_ready())
-        # On pinned memory and on the CPU backend this is a view: the array it views is ours.
-        with events.span(events.SPAN_LAND), unwatched():
-            data = [*map(_read, self._buffers, self._sources)]
-        devices = {device for n in sent for device in self._sources[n].devices()}
-        LINK.end([data[n] for n in sent], len(devices))
-        # The device's memory is free before the budget says so.
-        self._sources = self._buffers = ()
+        try:
+            LINK.begin([self._sources[n] for n in sent], self.is_ready())
+            # On pinned memory and on the CPU backend this is a view: the array it views is ours.
+            with events.span(events.SPAN_LAND), unwatched():
+                data = [*map(_read, self._buffers, self._sources)]
+            devices = {device for n in sent for device in self._sources[n].devices()}
+            LINK.end([data[n] for n in sent], len(devices))
+        finally:  # the device's memory is free before the budget says so
+            self._sources = self._buffers = ()
         return self._unpack(data)
 
 
@@ -108,22 +109,25 @@ def align(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def start_buffer(buffer: jax.Array) -> jax.Array:
     """Starts moving a buffer of one device; what it returns is read on the host."""
-    if in_host_memory(buffer.sharding):
+    pinned = _pinned(buffer)
+    if pinned is None:
+        if not in_host_memory(buffer.sharding):
+            buffer.copy_to_host_async()
         return buffer
-    (device,) = buffer.devices()
-    kind = host_memory_kind(device)
-    if kind is None:
-        buffer.copy_to_host_async()
-        return buffer
-    pinned = SingleDeviceSharding(device, memory_kind=kind)
     try:
         there: jax.Array = jax.device_put(buffer, pinned)
         return there
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    _warn_of_a_full_pool()
     return buffer  # sent when it is read: ordinary memory is had through another such pool
+
+
+def _pinned(buffer: jax.Array) -> jax.sharding.Sharding | None:
+    """Where a buffer of one device goes first; `None`: nowhere, or it is there."""
+    (device,) = buffer.devices()
+    kind = None if in_host_memory(buffer.sharding) else host_memory_kind(device)
+    return None if kind is None else SingleDeviceSharding(device, memory_kind=kind)
 
 
 def _read(buffer: jax.Array, source: jax.Array) -> np.ndarray:
@@ -131,11 +135,12 @@ def _read(buffer: jax.Array, source: jax.Array) -> np.ndarray:
 
     Whether the call has said so or what it has returned does depends on the version of JAX.
     """
-    try:
-        return np.asarray(buffer)
-    except jax.errors.JaxRuntimeError as error:
-        if buffer is source or not is_out_of_memory(error):
-            raise
+    if buffer is not source or _pinned(source) is None:
+        try:
+            return np.asarray(buffer)
+        except jax.errors.JaxRuntimeError as error:
+            if buffer is source or not is_out_of_memory(error):
+                raise
     found = np.asarray(source)  # raises if the error is its own
     _warn_of_a_full_pool()
     return found

@@ -147,27 +147,30 @@ class Auditor:
         boxes = [box for box, _ in pairs]  # the worker must not keep the state alive
         sent = 0
         for batch in in_batches(probes, self._device.limit_bytes):
+            num_bytes, beside_bytes = sample_bytes(batch), 0
             try:
-                self._send(batch, boxes[sent : sent + len(batch)], pending)
+                with self._device.lent(num_bytes) as give_back:
+                    beside_bytes = self._device.used_bytes - num_bytes
+                    self._send(batch, boxes[sent : sent + len(batch)], pending, give_back)
                 sent += len(batch)
                 continue
             except jax.errors.JaxRuntimeError as error:
-                if not self._device.allows_less(sample_bytes(batch), error):
+                if not self._device.allows_less(num_bytes, beside_bytes, error):
                     raise
             self._send_all(pairs[sent:], pending)
             return
 
     def _send(
-        self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit"
-    ) -> None:
-        with self._device.lent(sample_bytes(probes)) as give_back:
-            sample = start_sample(probes)
+        self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit",
+        give_back: Callable[[], None],
+    ) -> None:  # fmt: skip
+        sample = start_sample(probes)
 
-            def land() -> None:
-                pending.land(boxes, sample)
-                give_back()
+        def land() -> None:
+            pending.land(boxes, sample)
+            give_back()
 
-            self._worker.submit(land)
+        self._worker.submit(land)
 
     def _demote(self, path: str) -> bool:
         """Makes a leaf late from now on; False if it must not be."""

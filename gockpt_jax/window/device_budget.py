@@ -11,6 +11,8 @@ from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
+_SMALL = 64  # of the budget less than one part of so many: it is not for want of a smaller budget
+
 
 class DeviceBudget(ByteBudget):
     """Counts bytes on the fullest device, within a limit that is the same on all processes.
@@ -51,17 +53,18 @@ class DeviceBudget(ByteBudget):
         if less is not None and (self.limit_bytes is None or less < self.limit_bytes):
             self.limit_bytes = less
 
-    def allows_less(self, num_bytes: int, error: BaseException) -> bool:
+    def allows_less(self, num_bytes: int, beside_bytes: int, error: BaseException) -> bool:
         """Lowers the limit of a device that had no room for a block, unless that cannot help.
 
         Args:
-          num_bytes: Of the block, which is not counted any more.
+          num_bytes: Of the block.
+          beside_bytes: Of what was in flight when it was tried.
           error: What its copy raised.
 
         Returns:
           Whether smaller parts of it may be copied now.
         """
-        if not self.heed(num_bytes, error) or self._processes.several:
+        if not self.heed(num_bytes, beside_bytes, error) or self._processes.several:
             return False
         self.agree()
         return True
@@ -71,34 +74,37 @@ class DeviceBudget(ByteBudget):
         """What finds no room in here is not tried again in the same way: later saves have less.
 
         Args:
-          num_bytes: Of what is tried, which is not counted any more when that has failed.
+          num_bytes: Of what is tried; counted already.
         """
+        beside_bytes = self.used_bytes - num_bytes
         try:
             yield
         except BaseException as error:
-            self.heed(num_bytes, error)
+            self.heed(num_bytes, beside_bytes, error)
             raise
 
-    def heed(self, num_bytes: int, error: BaseException) -> bool:
+    def heed(self, num_bytes: int, beside_bytes: int, error: BaseException) -> bool:
         """Takes note of less room than was thought, for later saves.
 
-        What else was in flight had room, and so has what is free, if the device tells: of what did
-        not fit a fourth at least, and three at most.
+        What was in flight had room, and so has what is free, if the device tells: of what did not
+        fit a fourth at least, and three at most. What is small and alone says nothing of the rest.
 
         Args:
-          num_bytes: Of what did not fit, which is not counted any more.
+          num_bytes: Of what did not fit.
+          beside_bytes: Of what was in flight when it was tried: an allocator waits before it fails.
           error: What that raised.
 
         Returns:
           Whether it was for want of memory, and there is less than was known.
         """
-        part = num_bytes // 4
-        if part == 0 or not is_out_of_memory(error):
-            return False
-        free = device_headroom_bytes("bytes_in_use") or 0
-        less = self.used_bytes + max(part, min(3 * part, free))
         known = [x for x in (self.limit_bytes, self._found) if x is not None]
-        if less >= min(known, default=less + 1):
+        before = min(known, default=max(self.peak_bytes, beside_bytes + num_bytes))
+        is_small = beside_bytes + num_bytes <= before // _SMALL
+        if num_bytes == 0 or is_small or not is_out_of_memory(error):
+            return False
+        part, free = num_bytes // 4, device_headroom_bytes("bytes_in_use") or 0
+        less = beside_bytes + max(part, min(3 * part, free))
+        if less >= before:
             return False
         self._found = less
         _log.warning(

@@ -121,7 +121,8 @@ class HostBudget(ByteBudget):
         Raises:
           HostBudgetError: if the user's number cannot hold it even alone.
         """
-        if not self._is_given and state_bytes > self._state_bytes:
+        is_larger = not self._is_given and state_bytes > self._state_bytes
+        if is_larger:
             self._expect(state_bytes)
             self._keep_within_host()
         if self.limit_bytes is None or state_bytes <= self.limit_bytes:
@@ -132,6 +133,12 @@ class HostBudget(ByteBudget):
                 f"{state_bytes} bytes. Give that at least, and more where saves shall be "
                 "windows (`report.reason` says how much), or None for the default."
             )
+        if is_larger:
+            self._warn_of(state_bytes)
+
+    def _warn_of(self, state_bytes: int) -> None:
+        """Tells of a save that takes more than there is."""
+        left = describe_bytes(self.limit_bytes or 0)
         takes, pool = f"a save takes {describe_bytes(state_bytes)}", _pool()
         if pool is not None and state_bytes > pool.limit_bytes:
             _log.warning(
@@ -140,7 +147,6 @@ class HostBudget(ByteBudget):
                 takes, describe_bytes(pool.limit_bytes), PINNED_LIMIT, pool.gib_for(state_bytes),
             )  # fmt: skip
         else:
-            left = describe_bytes(self.limit_bytes)
             _log.warning("%s of the host's memory, which has %s left", takes, left)
 
     def _expect(self, state_bytes: int, following_bytes: int = 0) -> int:

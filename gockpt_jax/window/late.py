@@ -128,21 +128,24 @@ def send_late(
     Raises:
       JaxRuntimeError: if the device has no room for the smallest part.
     """
-    for positions, block in late_blocks(chunks, device.limit_bytes):
+    blocks = late_blocks(chunks, device.limit_bytes)
+    for n, (positions, block) in enumerate(blocks):
+        num_bytes, beside_bytes = block.staged_bytes, 0
         sent = [chunks[at] for at in positions]
         try:
-            with device.lent(block.staged_bytes) as give_back:
-                pull = stage_and_pull(block, [arrays[n] for n, _ in sent])
-                landed = [(chunk, receivers[n]) for n, chunk in sent]
-                heed = functools.partial(device.heed, block.staged_bytes)
+            with device.lent(num_bytes) as give_back:
+                beside_bytes = device.used_bytes - num_bytes
+                pull = stage_and_pull(block, [arrays[i] for i, _ in sent])
+                landed = [(chunk, receivers[i]) for i, chunk in sent]
+                heed = functools.partial(device.heed, num_bytes, beside_bytes)
                 worker.submit(_landing_task(pull, landed, give_back, heed))
             continue
         except jax.errors.JaxRuntimeError as error:
-            if not device.allows_less(block.staged_bytes, error):
+            if not device.allows_less(num_bytes, beside_bytes, error):
                 raise
         # All the rest, laid out anew; and out of `except`, for the error holds what was copied.
-        rest = _in_parts(chunks[positions[0] :], device.limit_bytes)
-        send_late(arrays, rest, receivers, worker, device)
+        left = [chunks[at] for positions, _ in blocks[n:] for at in positions]
+        send_late(arrays, _in_parts(left, device.limit_bytes), receivers, worker, device)
         return
 
 
@@ -162,6 +165,7 @@ def _landing_task(
                 land(chunk, shards)
         except BaseException as error:
             heed(error)  # a runtime may find out only now
+            error.with_traceback(None)  # it would keep staged copies alive
             for _, (_, failed) in landed:
                 failed(error)
 
@@ -228,7 +232,8 @@ def late_blocks(
 ) -> list[tuple[list[int], Block]]:
     """Blocks of neighbours that are staged one after another, with the chunks' positions.
 
-    All is one block if it fits the device budget. What does not fit must wait until as much has
+    All is one block if it fits the device budget, but for what lies on the host, whose copies take
+    none of the device's memory. What does not fit must wait until as much has
     been pulled as exceeds the budget; not for longer than that only if memory is given back, and
     staged into, in small parts. A chunk that is larger goes alone.
 
@@ -236,8 +241,14 @@ def late_blocks(
       chunks: Whose arrays they are from, by number.
       limit_bytes: Of the device budget.
     """
-    part_bytes = _part_bytes([chunk for _, chunk in chunks], limit_bytes)
-    together = batches(range(len(chunks)), lambda n: _staged_bytes(chunks[n][1]), part_bytes)
+    of_chunks = [chunk for _, chunk in chunks]
+    part_bytes = _part_bytes(of_chunks, limit_bytes)
+    on_host = [n for n, chunk in enumerate(of_chunks) if in_host_memory(chunk.source.given)]
+    on_device = sorted({*range(len(chunks))}.difference(on_host))
+    together = [
+        *batches(on_device, lambda n: _staged_bytes(of_chunks[n]), part_bytes),
+        *([on_host] if on_host else []),
+    ]
     return [
-        (at, block_of([chunks[n][1] for n in at], [chunks[n][0] for n in at])) for at in together
+        (at, block_of([of_chunks[n] for n in at], [chunks[n][0] for n in at])) for at in together
     ]

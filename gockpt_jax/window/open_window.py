@@ -76,6 +76,7 @@ class OpenWindow:
         self._late = LateGroups(cut, auditor)
         self._retained_bytes = planned.size.retained
         self._room = StepRoom(resources.device, resources.watcher)
+        self._beside_bytes = 0  # what else was in flight when it was taken
         sizes = [math.prod(spec.shape) for spec in cut.arrays]
         self._smallest = sizes.index(min(sizes)) if sizes else 0  # of the cut values
 
@@ -124,23 +125,19 @@ class OpenWindow:
 
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
         num_bytes = block.state.staged_bytes
-        with self._device.heeded(num_bytes), self._device.lent(num_bytes) as give_back:
+        with self._device.lent(num_bytes) as give_back, self._device.heeded(num_bytes):
             pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
             land = functools.partial(self._early.land, block.leaves, block.state.chunks, pull)
             self._land(land, give_back)
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
-        self._room.take(self._step_bytes)
-
-    @property
-    def _step_bytes(self) -> int:
-        """What the armed step retains, with copies of it."""
-        return self._retained_bytes + self._left[-1].cut.staged_bytes
+        self._room.take(self._retained_bytes + self._left[-1].cut.staged_bytes)
+        self._beside_bytes = self._device.used_bytes - self._room.taken_bytes
 
     def had_no_room(self, error: BaseException) -> None:
-        """Told behind `drop`, if the armed step did not run for want of the device's memory."""
-        self._device.heed(self._step_bytes, error)
+        """The armed step did not run for want of the device's memory."""
+        self._device.heed(self._room.taken_bytes, self._beside_bytes, error)
 
     def follow(self, state: Sequence[jax.Array], cut: Sequence[jax.Array]) -> None:
         """Sends an armed step's cut after the chunks that have left; nothing keeps the rest.
@@ -186,7 +183,7 @@ class OpenWindow:
                 if self._early.error is None:
                     then = land()
             except BaseException as error:
-                self._early.failed(error)
+                self._early.failed(error.with_traceback(None))  # it would keep copies alive
             finally:
                 has_landed()
             if then is not None:
@@ -206,24 +203,26 @@ class OpenWindow:
         self._worker.pass_on(run)
 
     def seal(
-        self, arrays: Sequence[jax.Array]
-    ) -> tuple[dict[int, list[ChunkSlot]], dict[str, Any] | None]:
+        self, arrays: Sequence[jax.Array], promised: dict[int, list[ChunkSlot]]
+    ) -> dict[str, Any] | None:
         """The state at the save step is reached; its early chunks are final after this.
 
         Args:
           arrays: Of the state given to `save`.
+          promised: Takes, by its `id`, the slots of each of them that the last update returned,
+            that left early, was followed all the way, and has not been handed over to another item
+            of the same save. An interrupt leaves them there: whoever has them gives them back.
 
         Returns:
-          By its `id`, slots for each of them that the last update returned, that left early, was
-          followed all the way, and has not been handed over to another item of the same save. And
-          what their audit has shown, which is complete once a slot is; `None` if there is none.
+          What their audit has shown, which is complete once a slot is; `None` if there is none.
         """
         self._late.heed_demotions()
         given = set(map(id, arrays))
         new = {j: a for j, a in enumerate(self.state) if id(a) in given}
         wanted = self._followed(new)
         slots = {j: make_slots(self._replicas.boxes(new[j])) for j in wanted}
-        self._early.promise(slot for promised in slots.values() for slot in promised)
+        promised.update((id(new[j]), of_leaf) for j, of_leaf in slots.items())
+        self._early.promise(slot for of_leaf in slots.values() for slot in of_leaf)
         self.record.late_leaves = self._late.reasons
         paths = self._cut.paths
         audit = self._auditor.sample(
@@ -241,8 +240,7 @@ class OpenWindow:
             if audit is not None:
                 self._worker.submit_behind(audit.drop)
             raise
-        by_id = {id(new[j]): promised for j, promised in slots.items()}
-        return by_id, None if audit is None else audit.metadata
+        return None if audit is None else audit.metadata
 
     def _land_rows(self, leaf: int, chunk: Chunk, found: Sequence[HostChunk]) -> None:
         self._pass_on(self._early.land_rows(leaf, chunk, found))

@@ -89,19 +89,25 @@ class Planner:
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
-        planned = self._plans.get(program) or self._plan(program, leaves)
-        if self._finds_no_room(planned) and not self._options.must_be_exact:
-            step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
-            program = step.program
-        if program is not None:
-            planned = self._plans[program]
-            _log.debug("planned %s", planned.plan)
-            if self._finds_no_room(planned) and not self._has_warned:
-                self._has_warned = warn_of_late(planned.size)
-            self._make_ready(step, program, leaves)
-            self._reviewed.add(program)
-            self._ready.add(program)
+        if program not in self._plans:
+            self._plan(program, leaves)
+        self._settle(step, program, leaves)
         return True
+
+    def _settle(self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> None:
+        """Accepts a plan, or one that allows for rounding, and makes it ready."""
+        if self._finds_no_room(self._plans[program]) and not self._options.must_be_exact:
+            step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
+            if step.program is None:
+                return
+            program = step.program
+        planned = self._plans[program]
+        _log.debug("planned %s", planned.plan)
+        if self._finds_no_room(planned) and not self._has_warned:
+            self._has_warned = warn_of_late(planned.size)
+        self._make_ready(step, program, leaves)
+        self._reviewed.add(program)
+        self._ready.add(program)
 
     def _finds_no_room(self, planned: Planned) -> bool:
         """Whether saves are snapshots for want of a window, and not because one copy fits."""
@@ -162,10 +168,11 @@ class Planner:
         if leaves is None:  # another program's, as above: after the next save
             return False
         plan = self._plan(program, leaves, facts).plan
-        if plan.blocks == planned.plan.blocks and facts.unsaved == planned.facts.unsaved:
+        is_same = plan.blocks == planned.plan.blocks and facts.unsaved == planned.facts.unsaved
+        if is_same and not has_less:
             return False
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
-        self._make_ready(step, program, leaves)
+        self._settle(step, program, leaves)
         return True
 
     def _make_ready(

@@ -64,9 +64,9 @@ class Seal:
         to.host.admit_save(record.taken_bytes + taken_bytes)
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
-        if self._window is not None:
-            slots, audit = self._window.seal(arrays)
         try:
+            if self._window is not None:
+                audit = self._window.seal(arrays, slots)
             record.early_leaves += len(slots)
             record.state_bytes += sum(owned[id(a)] for a in arrays)
             record.taken_bytes += taken_bytes

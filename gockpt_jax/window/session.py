@@ -148,6 +148,7 @@ class Session:
             return None
         try:
             flat = program.flat_call(args, kwargs)
+            old = program.same_state(flat)
         except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
             current.abandon(f"the call changed: {error}")
             step.call_changed(str(error))
@@ -155,7 +156,7 @@ class Session:
         window.program = program
         window.stepping = threading.get_ident()
         try:
-            self._stage(window, program.state_leaves(flat))
+            self._stage(window, old)
         except BaseException as error:  # an interrupt: it may have waited for room
             self.no_update(f"the step was interrupted by {error!r}")
             raise
@@ -204,8 +205,8 @@ class Session:
         with self.lock, self._changing:
             window = self._current.in_my_step
             if window is not None:
-                self._current.abandon("a device had no room for its step")
                 window.had_no_room(error)
+                self._current.abandon("a device had no room for its step")
         self.resources.worker.wait_until_idle()  # copies that are on their way to the host
 
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:

@@ -30,6 +30,11 @@ class StepRoom:
         self._watcher = watcher
         self._taken = Loan()
 
+    @property
+    def taken_bytes(self) -> int:
+        """What has been taken for a step that is not in the device's queue yet."""
+        return self._taken.num_bytes
+
     def take(self, num_bytes: int) -> None:
         """Waits until all that a step retains, and copies of what follows, fit the budget."""
         self._device.acquire(num_bytes, self._taken)

@@ -50,6 +50,7 @@ PLACES = {
     "the state is taken": (Seal, "take", False),
     "what left early is taken": (open_window, "send_late", False),
     "what left early is taken, without an audit": (open_window, "send_late", False),
+    "what left early has been taken": (OpenWindow, "seal", True),
     "it is handed over": (StateHandler, "_write", False),
     "it has begun": (ocp.AsyncCheckpointer, "save", True),
 }

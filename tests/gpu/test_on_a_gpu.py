@@ -86,6 +86,48 @@ def test_what_a_device_has_no_room_for_at_once_leaves_in_parts(
     assert "a device had no room for" in caplog.text
 
 
+def test_an_armed_step_that_finds_no_room_gives_way_to_the_users(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it returns besides the state does not fit, while the first block of its window does."""
+
+    def update(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        new = {}
+        for n in range(8):
+            new[f"m{n}"] = 0.5 * state[f"m{n}"] + jnp.sin(state[f"w{n}"])
+            new[f"w{n}"] = state[f"w{n}"] - 0.25 * new[f"m{n}"]
+        return new
+
+    step = jax.jit(update, donate_argnums=0)
+    state = {f"{name}{n}": jnp.full(2**24, n, jnp.float32) for n in range(8) for name in "mw"}
+    expected = to_host(state)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=8)
+    window = gockpt.WindowOptions(steps=5)  # four blocks of 256 MiB, and 512 MiB retained
+    with gockpt.GoCkptManager(tmp_path, options=options, window=window) as manager:
+        wrapped = manager.wrap(step)
+        for n in range(12):
+            state = wrapped(state)
+            manager.save(n, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        stats = jax.local_devices()[0].memory_stats()
+        taken = jnp.zeros(stats["largest_free_block_bytes"] - 6 * 2**26, jnp.uint8)
+        jax.block_until_ready(taken)
+        for n in range(12, 17):
+            state = wrapped(state)
+            manager.save(n, args=gockpt.GoCkptSave(state))
+        given = to_host(state)
+        manager.wait_until_finished()
+        del taken
+        restored = to_host(manager.restore(16, args=gockpt.GoCkptRestore(state)))
+    assert "a window was given up, training is not affected" in caplog.text
+    tree = jax.tree.unflatten(jax.tree.structure(state), [jnp.asarray(x) for x in expected])
+    for _ in range(17):
+        tree = step(tree)
+    for got, want, alone in zip(restored, given, to_host(tree), strict=True):
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(want, alone)
+
+
 def test_staging_makes_new_buffers() -> None:
     array = jnp.ones((1024, 1024))
     (staged,) = stage([array])

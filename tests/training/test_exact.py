@@ -335,6 +335,12 @@ OTHER = [
     case("remainder of zero", lambda x: lax.rem(x, jnp.zeros(4, x.dtype)), "int32"),
     case("reduce precision", lambda x: lax.reduce_precision(x, 8, 7), "float32"),
     case("optimization barrier", lambda x: lax.optimization_barrier(x), "float32"),
+    case("choose a denormal", lambda x: jnp.where(x > 0, np.float32(1e-40), x), "float32"),
+    case(
+        "choose what constants make denormal",
+        lambda x: jnp.where(x > 0, jnp.full(4, 1e-20, x.dtype) * np.float32(1e-20), x),
+        "float32",
+    ),
     case("spread a row", lambda x: jnp.broadcast_to(x[:, None], (4, 3)), "float32"),
 ]
 

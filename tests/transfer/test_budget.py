@@ -137,6 +137,22 @@ def test_what_is_lent_is_given_back_where_it_ends_or_could_not_be_begun():
     assert budget.used_bytes == 0
 
 
+def test_an_interrupt_of_giving_back_leaves_nothing_taken(monkeypatch):
+    """All later saves would wait for it."""
+    budget, repay, times = ByteBudget(10), ByteBudget.repay, []
+
+    def interrupted(self, loan):
+        times.append(1)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        repay(self, loan)
+
+    monkeypatch.setattr(ByteBudget, "repay", interrupted)
+    with pytest.raises(KeyboardInterrupt), budget.lent(6):
+        raise RuntimeError
+    assert budget.used_bytes == 0
+
+
 def test_the_limit_holds_for_many_threads():
     budget, done = ByteBudget(7), []
 

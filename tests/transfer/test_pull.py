@@ -210,14 +210,14 @@ def test_without_pinned_memory_a_pull_goes_by_ordinary_memory(monkeypatch, caplo
 
 
 def test_what_could_not_be_copied_is_not_for_want_of_pinned_memory(monkeypatch, caplog):
-    """Nor is it where pulls do not go there."""
+    """Nor is it where pulls do not go there, or the call of the transfer finds out."""
 
     class Missing(Buffer):
         def __array__(self, *args, **kwargs):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory: 12345 bytes.")
 
-    Full(monkeypatch, "result")
-    for kind in ("pinned_host", None):
+    for kind, when in (("pinned_host", "result"), (None, "result"), ("pinned_host", "call")):
+        Full(monkeypatch, when)
         monkeypatch.setattr(pulls, "host_memory_kind", lambda device, kind=kind: kind)
         with pytest.raises(jax.errors.JaxRuntimeError, match="12345 bytes"):
             Pull.start([Missing()], list).result()
@@ -230,6 +230,19 @@ def test_what_else_goes_wrong_in_a_pull_is_raised(monkeypatch, when):
     Full(monkeypatch, when, "INTERNAL: an illegal memory access was encountered")
     with pytest.raises(jax.errors.JaxRuntimeError, match="illegal memory access"):
         Pull.start([source], list).result()
+
+
+def test_a_pull_that_failed_holds_nothing(monkeypatch):
+    """It would be a copy of the state, where there is no memory already."""
+    source = jax.device_put(VALUES, jax.devices()[2])
+    Full(monkeypatch, "result", "INTERNAL: an illegal memory access was encountered")
+    pull, is_held = Pull.start([source], list), weakref.ref(source)
+    del source
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        pull.result()
+    caught.value.with_traceback(None)
+    del caught
+    assert is_held() is None
 
 
 # Staging.

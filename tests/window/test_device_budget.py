@@ -37,11 +37,10 @@ def free(monkeypatch):
 def test_what_is_in_flight_had_room(free, left, allowed):
     free["bytes_in_use"] = left
     device = DeviceBudget(16384, Processes())
-    device.add(8192)
-    assert device.allows_less(2048, FULL)
+    assert device.allows_less(2048, 8192, FULL)
     assert device.limit_bytes == allowed
-    assert not device.allows_less(0, FULL), "the host's, of what it holds already"
-    assert not device.allows_less(1024, RuntimeError("another"))
+    assert not device.allows_less(0, 8192, FULL), "the host's, of what it holds already"
+    assert not device.allows_less(1024, 4096, RuntimeError("another"))
     assert device.limit_bytes == allowed
 
 
@@ -49,18 +48,39 @@ def test_what_is_in_flight_had_room(free, left, allowed):
 def test_of_what_did_not_fit_a_fourth_is_left_at_least_and_three_at_most(free, left, allowed):
     free["bytes_in_use"] = left
     device = DeviceBudget(None, Processes())
-    assert device.allows_less(2048, FULL)
+    assert device.allows_less(2048, 0, FULL)
     assert device.limit_bytes == allowed
+
+
+@pytest.mark.parametrize("limit_bytes", [2**20, None])
+def test_what_is_small_says_nothing_of_the_budget_unless_much_was_in_flight(free, limit_bytes):
+    device = DeviceBudget(limit_bytes, Processes())
+    device.add(2**20)
+    device.release(2**20)
+    assert not device.allows_less(4, 0, FULL)
+    assert device.limit_bytes == limit_bytes
+    assert device.allows_less(4, 2**19, FULL)
+    assert device.limit_bytes == 2**19 + 1
 
 
 def test_what_was_lowered_before_the_first_step_stays_so(free):
     free["peak_bytes_in_use"] = 10_000
     device = DeviceBudget(None, Processes())
     device.measure(stepped=False)
-    assert device.allows_less(8000, FULL)
+    assert device.allows_less(8000, 0, FULL)
     assert device.limit_bytes == 2000
     for _ in range(2):
         device.measure(stepped=True)
+        assert device.limit_bytes == 2000
+
+
+def test_what_was_lowered_is_not_forgotten_where_no_step_runs(free):
+    free["peak_bytes_in_use"] = 10_000
+    device = DeviceBudget(None, Processes())
+    device.measure(stepped=False)
+    assert device.allows_less(8000, 0, FULL)
+    for _ in range(2):  # at each save
+        device.measure(stepped=False)
         assert device.limit_bytes == 2000
 
 
@@ -69,9 +89,9 @@ def test_beside_others_the_next_save_has_less_and_this_one_fails(free):
     for limit_bytes in (None, 16384):
         device = DeviceBudget(limit_bytes, TwoProcesses(there))
         other = DeviceBudget(limit_bytes, TwoProcesses(here))
-        assert not device.allows_less(2048, FULL)
+        assert not device.allows_less(2048, 0, FULL)
         assert device.limit_bytes == limit_bytes, "the other one lays out this save as before"
-        here["device_room"] = 512
+        here["device_room"] = device._found
         for one in (device, other):
             one.agree()
             assert one.limit_bytes == 512

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from alone import FIRST_ALONE
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.transfer.chunks import Chunk, Source
+from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.window import device_budget, late
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.landing import Landing
@@ -80,6 +81,56 @@ def test_what_finds_no_room_is_laid_out_anew_with_all_that_comes_behind(monkeypa
         np.testing.assert_array_equal(slots[id(array)][0].data.result(), np.full(128, n))
     assert device.refused == 1
     assert (device.limit_bytes, device.used_bytes) == (512, 0)
+
+
+def test_what_was_in_flight_had_room_though_it_has_landed_since(monkeypatch):
+    """An allocator waits before it fails."""
+    arrays = [jnp.full(1024, n, jnp.float32) for n in range(32)]  # in parts of 8 KiB
+    worker, host = Worker(), ByteBudget(None)
+    device = SmallDevice(monkeypatch, 2**16, 2**15, tells=False)
+    stage = late.stage_and_pull
+
+    def waits(block, arrays):
+        try:
+            return stage(block, arrays)
+        finally:
+            if device.used_bytes > 2**15:
+                go_on.set()
+                worker.wait_until_idle()
+
+    go_on = threading.Event()
+    monkeypatch.setattr(late, "stage_and_pull", waits)
+    worker.submit(lambda: go_on.wait(60))  # nothing has landed when it is tried
+    take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
+    worker.close()
+    assert device.limit_bytes == 2**15 + 2**11
+    assert device.used_bytes == 0
+
+
+def test_what_lies_on_the_host_takes_nothing_of_the_device(monkeypatch, caplog):
+    """Its copies are made there: that there is no room says nothing of the device."""
+    pinned = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    arrays = [jnp.zeros(1000), jax.device_put(jnp.ones(1000), pinned), jnp.zeros(8)]
+    stage = late.stage_and_pull
+
+    def stage_and_pull(block, arrays):
+        if any(in_host_memory(a.sharding) for a in arrays):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory.")
+        return stage(block, arrays)
+
+    worker, device, host = Worker(), DeviceBudget(10_000, Processes()), ByteBudget(None)
+    resources = Resources(worker, worker, device, host, FIRST_ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(late, "stage_and_pull", stage_and_pull)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="host memory"):
+            take_now(arrays, resources)
+    assert device.limit_bytes == 10_000
+    assert not caplog.records
+    slots = take_now(arrays, resources)
+    worker.close()
+    for array in arrays:
+        np.testing.assert_array_equal(slots[id(array)][0].data.result(), array)
+    assert device.used_bytes == 0
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -203,7 +254,7 @@ def test_only_what_has_not_landed_is_given_back_and_once(limit_bytes, monkeypatc
     monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
     monkeypatch.setattr(Landing, "put", failing)
     arrays = [jnp.arange(7.0), jnp.ones((64, 24)), jnp.arange(5.0)]
-    worker, device, host = Worker(), ByteBudget(limit_bytes), ByteBudget(None)
+    worker, device, host = Worker(), DeviceBudget(limit_bytes, Processes()), ByteBudget(None)
     slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     data = [slot.data for array in arrays for slot in slots[id(array)]]
@@ -230,7 +281,7 @@ def test_what_is_lost_twice_is_given_back_once(monkeypatch):
     monkeypatch.setattr(late, "stage_and_pull", staging)
     monkeypatch.setattr(Landing, "put", failing)
     arrays = [jnp.full((64, 24), n, jnp.float32) for n in range(2)]
-    worker, device, host = Worker(), ByteBudget(6144), ByteBudget(None)
+    worker, device, host = Worker(), DeviceBudget(6144, Processes()), ByteBudget(None)
     with pytest.raises(MemoryError, match="staging"):
         take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()

@@ -42,8 +42,11 @@ def small_units(monkeypatch):
     monkeypatch.setattr(units, "MIN_CHUNK_BYTES", 256)
 
 
-def train(directory, budget_bytes=BUDGET_BYTES, **options):
-    """Saves at every sixth label; what was to be saved, what was, and the manager's reports."""
+def train(directory, budget_bytes=BUDGET_BYTES, found_at=None, **options):
+    """Saves at every sixth label; what was to be saved, what was, and the manager's reports.
+
+    At the save `found_at` a device is found to have no more than `BUDGET_BYTES`.
+    """
     every = ocp.CheckpointManagerOptions(save_interval_steps=6, max_to_keep=None)
     window = WindowOptions(
         device_budget_bytes=budget_bytes, max_steps=6, step_secs=1.0,
@@ -55,6 +58,8 @@ def train(directory, budget_bytes=BUDGET_BYTES, **options):
             state = step(state)
             if step.program is not None and step.program.is_armed:
                 step.program.wait_until_ready()
+            if label == found_at:
+                manager._gockpt_session.resources.device._found = BUDGET_BYTES
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = jax.tree.map(np.array, state)
         manager.wait_until_finished()
@@ -88,6 +93,15 @@ def test_what_left_early_is_within_the_bound_that_was_accepted(tmp_path):
             assert far.max_absolute <= ACCEPTS.max_relative_error * scale_of(true), name
             if name in ("m", "v"):
                 assert far.max_ulps == 0, name
+
+
+def test_a_device_that_is_found_to_have_less_room_is_planned_for_like_any_other(tmp_path):
+    """There was room for one copy until then."""
+    _, _, reports = train(tmp_path / "rounded", None, found_at=6, audit=ACCEPTS)
+    told = {r.step: (r.kind, "up to rounding" in r.reason) for r in reports}
+    assert told[12] == told[18] == ("window", True)
+    _, _, reports = train(tmp_path / "exact", None, found_at=6)
+    assert [r.kind for r in reports] == ["snapshot"] * 4
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,26 @@ def test_foreseen_saves_of_one_step_say_so(tmp_path, window, reason):
         assert all(r.reason.startswith(reason) for r in manager.reports[1:])
 
 
+def test_a_state_that_has_grown_inside_a_window_is_traced_anew(tmp_path, caplog):
+    """Its leaf is named, and nothing is said of programs that are none of the user's."""
+    window = WindowOptions(steps=3)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=5), window=window) as manager:
+        step, state, saved = manager.wrap(update), fresh(), {}
+        with caplog.at_level(logging.DEBUG, "gockpt_jax"):
+            for label in range(16):
+                if label == 9:
+                    state = jax.tree.map(lambda x: jnp.stack([x, x]) if x.ndim else x, state)
+                state = step(state, BATCH)
+                if manager.save(label, args=GoCkptSave(state)):
+                    saved[label] = to_host(state)
+        manager.wait_until_finished()
+        assert kinds(manager)[1:] == [(5, "window", 3), (10, "window", 2), (15, "window", 3)]
+        assert f"of its state is float32[2,{SIZE}], where it was float32[{SIZE}]" in caplog.text
+        assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+        for label, true in saved.items():
+            assert_same(manager.restore(label), true)
+
+
 def test_window_is_no_longer_than_the_saves_are_apart(tmp_path):
     options = Options(save_interval_steps=3)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=8)) as manager:

@@ -26,8 +26,10 @@ from gockpt_jax.transfer import block, sample
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.window import early, late, units
+from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.late import take_now
+from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 
 PATIENCE_SECS = 200  # only ends a test that hangs
@@ -208,9 +210,9 @@ class Link:
             self.land_one(device)
 
 
-class Device(ByteBudget):
+class Device(DeviceBudget):
     def __init__(self, limit_bytes, link):
-        super().__init__(limit_bytes)
+        super().__init__(limit_bytes, Processes())
         self._link = link
 
     def acquire(self, num_bytes, loan=None):
