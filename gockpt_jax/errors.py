@@ -80,8 +80,13 @@ def _package(frame: types.FrameType) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the runtime had no memory: the device's, or pinned memory of the host."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    """Whether the runtime had no memory: the device's, or pinned memory of the host.
+
+    By the status that its text begins with: behind another one it is somebody else's, such as that
+    of a service that the user's callback has asked.
+    """
+    is_ours = isinstance(error, jax.errors.JaxRuntimeError)
+    return is_ours and str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def brief(error: Exception) -> str:

@@ -117,11 +117,14 @@ def _is_denormal(value: Value) -> bool:
 
     XLA's own simplifications compare constants so on the CPU: one for another, if both are.
     """
-    value = unspread(value)
-    if not is_known(value) or value.dtype not in (jnp.float32, jnp.float64):
+    known = unspread(value)
+    if not (is_known(known) and jnp.issubdtype(value.dtype, jnp.inexact)):
         return False
-    size = np.abs(np.asarray(number_of(value), value.dtype))
-    return bool(np.any((size > 0) & (size < jnp.finfo(value.dtype).tiny)))
+    number = np.asarray(known.constant if known.is_constant else number_of(known))
+    size = np.abs([number.real, number.imag]).astype(np.float64)
+    is_wide = value.dtype in (jnp.float64, jnp.complex128)
+    tiny = jnp.finfo(jnp.float64 if is_wide else jnp.float32).tiny  # of 16 bits it is as of 32
+    return bool(np.any((size > 0) & (size < tiny)))
 
 
 def _full_width(dtype: jnp.dtype) -> bool:

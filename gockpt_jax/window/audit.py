@@ -1,6 +1,7 @@
 """The audit of a window: samples at the sealed version, against what replay made of them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,7 +152,8 @@ class Auditor:
             try:
                 with self._device.lent(num_bytes) as give_back:
                     beside_bytes = self._device.used_bytes - num_bytes
-                    self._send(batch, boxes[sent : sent + len(batch)], pending, give_back)
+                    heed = functools.partial(self._device.heed, num_bytes, beside_bytes)
+                    self._send(batch, boxes[sent : sent + len(batch)], pending, give_back, heed)
                 sent += len(batch)
                 continue
             except jax.errors.JaxRuntimeError as error:
@@ -162,13 +164,15 @@ class Auditor:
 
     def _send(
         self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit",
-        give_back: Callable[[], None],
+        give_back: Callable[[], None], heed: Callable[[BaseException], object],
     ) -> None:  # fmt: skip
         sample = start_sample(probes)
 
         def land() -> None:
-            pending.land(boxes, sample)
+            error = pending.land(boxes, sample)
             give_back()
+            if error is not None:
+                heed(error)
 
         self._worker.submit(land)
 
@@ -199,15 +203,16 @@ class PendingAudit:
         self._landed: list[tuple[_Box, np.ndarray]] = []
         self._error: BaseException | None = None
 
-    def land(self, boxes: Sequence[_Box], sample: Pull[list[np.ndarray]]) -> None:
-        """Takes in boxes; what goes wrong is raised by `check`."""
+    def land(self, boxes: Sequence[_Box], sample: Pull[list[np.ndarray]]) -> BaseException | None:
+        """Takes in boxes; what goes wrong is returned, and raised by `check`."""
         try:
             true = sample.result()
         except BaseException as error:
-            self._error = error
-            return
+            self._error = error.with_traceback(None)  # it would keep the copy alive
+            return error
         self._host.add(sum(x.nbytes for x in true))
         self._landed += zip(boxes, true, strict=True)
+        return None
 
     def check(self, final: Mapping[str, Sequence[HostChunk]]) -> None:
         """Compares replayed leaves with the sample.

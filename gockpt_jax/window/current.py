@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import jax
 
+from gockpt_jax.errors import is_out_of_memory
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.window.failures import surface, window_failed
@@ -36,12 +37,15 @@ class CurrentWindow:
     Attributes:
       window: The one that is open; a signal handler may close it between any two lines.
       why_none: Why the next save has none; `None`: it has not been foreseen.
+      no_room_for: The version of the last save for whose window a device had no room: no other is
+        opened for it. Alone; beside other processes it stays open.
       failure: What has failed in one that has ended, and nobody has been told of.
     """
 
     def __init__(self, options: WindowOptions, processes: Processes):
         self.window: OpenWindow | None = None
         self.why_none: str | None = None
+        self.no_room_for = -1
         self.failure: BaseException | None = None
         self._several = processes.several
         self._on_save_error = options.on_save_error
@@ -132,6 +136,8 @@ class CurrentWindow:
         try:
             yield
         except Exception as error:
+            if self.window is not None and not self._several and is_out_of_memory(error):
+                self.no_room_for = self.window.target
             _log.warning("a window was given up, training is not affected: %r", error)
             self.give_up(f"{what}: {error!r}")
 

@@ -128,7 +128,7 @@ class OpenWindow:
         with self._device.lent(num_bytes) as give_back, self._device.heeded(num_bytes):
             pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
             land = functools.partial(self._early.land, block.leaves, block.state.chunks, pull)
-            self._land(land, give_back)
+            self._land(land, give_back, num_bytes)
 
     def make_room(self) -> None:
         """Waits until the armed step's retained values, and copies of them, fit the budget."""
@@ -157,7 +157,7 @@ class OpenWindow:
             with events.span(events.SPAN_PULL):
                 pull = left.cut.start_pull(staged)
             take_in = functools.partial(self._early.take_in, left.values, pull)
-            self._land(take_in, follows(left.cut.held_bytes))
+            self._land(take_in, follows(left.cut.held_bytes), left.cut.held_bytes)
 
     def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
         # The compiler may have put them elsewhere than the leaves.
@@ -171,11 +171,19 @@ class OpenWindow:
         self.given_up = why
         self._forget_rest()
 
-    def _land(self, land: Callable[[], Task], has_landed: Callable[[], None]) -> None:
+    def _land(
+        self, land: Callable[[], Task], has_landed: Callable[[], None], num_bytes: int
+    ) -> None:
         """Lands something on the worker, gives back what it held on the device, and passes it on.
 
         Replay takes no device memory, so whatever lands next does not wait for it.
+
+        Args:
+          land: Waits for it; a runtime may find out only now that it had no room.
+          has_landed: Gives back what it held.
+          num_bytes: As many.
         """
+        beside_bytes = self._device.used_bytes - num_bytes
 
         def run() -> None:
             then: Task | None = None
@@ -183,6 +191,7 @@ class OpenWindow:
                 if self._early.error is None:
                     then = land()
             except BaseException as error:
+                self._device.heed(num_bytes, beside_bytes, error)
                 self._early.failed(error.with_traceback(None))  # it would keep copies alive
             finally:
                 has_landed()

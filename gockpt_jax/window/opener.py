@@ -71,8 +71,9 @@ class Opener:
         self._tried_for = -1  # the last save whose window was due: what came of it has been told
 
     def open(
-        self, step: WrappedStep, args: Any, kwargs: Any, version: int, sealed_at: int
-    ) -> OpenWindow | str | None:
+        self, step: WrappedStep, args: Any, kwargs: Any, version: int, sealed_at: int,
+        no_room_for: int,
+    ) -> OpenWindow | str | None:  # fmt: skip
         """Opens a window, if it is time.
 
         Args:
@@ -81,6 +82,7 @@ class Opener:
           kwargs: Keyword arguments of it.
           version: Of the state.
           sealed_at: The version of the last save.
+          no_room_for: Of the last save for whose window a device had none.
 
         Returns:
           The window, given up where the other processes alone may have room for it; or why it does
@@ -96,6 +98,8 @@ class Opener:
         # distance between saves.
         if target is None or version <= sealed_at:
             return _ADJACENT if target == version + 1 else None
+        if target == no_room_for:  # and it has less from that save on
+            return None
         if setting is not None:
             return _DEBUGGED.format(setting)
         step.turn_to(args, kwargs)

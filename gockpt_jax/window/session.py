@@ -103,6 +103,7 @@ class Session:
         self.planner = Planner(options, self.known, resources)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._seal: Seal | None = None  # of the save whose items are being taken
+        self._has_asked = False  # the other processes, for that save
 
     # What the wrapped step tells.
 
@@ -172,7 +173,10 @@ class Session:
             return
         self.require_alike()
         with step.giving_up_on_errors():
-            found = self._opener.open(step, args, kwargs, self.version, self._sealed_at)
+            no_room_for = self._current.no_room_for
+            found = self._opener.open(
+                step, args, kwargs, self.version, self._sealed_at, no_room_for
+            )
             self._current.open(found)
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
@@ -207,6 +211,7 @@ class Session:
             if window is not None:
                 window.had_no_room(error)
                 self._current.abandon("a device had no room for its step")
+                self._current.no_room_for = window.target
         self.resources.worker.wait_until_idle()  # copies that are on their way to the host
 
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
@@ -278,8 +283,10 @@ class Session:
     def _new_seal(self) -> Seal:
         self.require_alike()
         # Before what can fail here alone: these ask the other processes, now or later.
-        self.resources.device.measure(stepped=self.version > 0)
-        self.resources.device.agree()
+        if not self._has_asked:  # an item of this save may have failed below: the others ask once
+            self.resources.device.measure(stepped=self.version > 0)
+            self.resources.device.agree()
+            self._has_asked = True
         self.planner.ask_for_review()
         if self.version > self._sealed_at:
             self._let_go(until=self._sealed_at)
@@ -308,6 +315,7 @@ class Session:
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
+        self._has_asked = False
         if self._seal is None:
             return
         with self._changing:  # another thread's save may end in the meantime

@@ -16,12 +16,13 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import block
 from gockpt_jax.window import late
+from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.open_window import OpenWindow
 
 from .injection import Fault
 from .states import assert_checkpoints, bits_of
-from .trainer import WINDOW_STEPS, Trainer
+from .trainer import Trainer
 
 
 def state_bytes(bits: Bits) -> int:
@@ -233,13 +234,34 @@ def test_a_device_without_room_for_a_window_makes_the_update_all_the_same(
         trainer.save()
         trainer.run(8)
         trainer.assert_intact()
-        assert trainer.report(8).window_steps == WINDOW_STEPS - 1, "it has been opened once more"
+        assert trainer.report(8).kind == "snapshot", "nor once more for the same save"
+        assert "its window was abandoned" in trainer.report(8).reason
         assert device.limit_bytes is not None, "it is not tried again in the same way"
         assert caplog.text.count("a device had no room for") == 1
         trainer.run(16)
         trainer.assert_intact()
         assert trainer.report(16).kind == "window"
         assert not differing(bits_of(trainer.state), undisturbed)
+
+
+@pytest.mark.parametrize("where", ["land", "take_in"])
+def test_a_device_that_tells_late_that_it_had_no_room_is_heeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As a runtime may that takes memory when a program runs, not when it is called."""
+    fault = Fault(monkeypatch, EarlyChunks, where, error=FULL)
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        fault.arm()
+        trainer.update()
+        trainer.settle()
+        assert fault.fired
+        with pytest.raises(gockpt.ReplayError, match="12345 bytes"):
+            trainer.update()
+        trainer.run(8)
+        assert trainer.manager._gockpt_session.resources.device.limit_bytes is not None
+        trainer.run(12)
+        trainer.assert_intact()
 
 
 def test_saves_are_planned_anew_for_a_device_that_has_less_room(

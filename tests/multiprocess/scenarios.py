@@ -604,6 +604,39 @@ def refused(directory: Path) -> None:
     loop.manager.close()
 
 
+def items(directory: Path) -> None:
+    """A window fails on one process, and its save is of two items: all ask as often as the others.
+
+    The first fails there at the seal, and the second finds no seal.
+    """
+    loop = Loop(directory / "run")
+
+    def run(last: int) -> None:
+        while loop.label <= last:
+            loop.update()
+            loop.session.resources.worker.wait_until_idle()
+            parts = {name: gockpt.GoCkptSave(part) for name, part in loop.state.items()}
+            loop.save(args=ocp.args.Composite(**parts))
+
+    run(INTERVAL)
+    loop.manager.wait_until_finished()
+    with replaced(early.EarlyChunks, "land", failing(RuntimeError("injected"))):
+        run(2 * INTERVAL)
+        assert f"process {FAULTY}: ReplayError" in failure_of(loop)
+    run(4 * INTERVAL)
+    loop.manager.wait_until_finished()
+    told = {r.step: (r.kind, r.error is None) for r in loop.manager.reports}
+    assert told[3 * INTERVAL] == told[4 * INTERVAL] == ("window", True), told
+    assert sorted(loop.manager.all_steps()) == [n * INTERVAL for n in (0, 1, 3, 4)]
+    found = loop.manager.restore(4 * INTERVAL, args=ocp.args.Composite(
+        **{name: gockpt.GoCkptRestore(abstract(part)) for name, part in loop.state.items()}
+    ))  # fmt: skip
+    given = shards_of({name: found[name] for name in loop.state})
+    for where, shard in loop.given[4 * INTERVAL].items():
+        np.testing.assert_array_equal(given[where], shard)
+    loop.manager.close()
+
+
 def full(directory: Path) -> None:
     """A device of one process has no room for a save's copies: all plan the next for what it has.
 

@@ -26,8 +26,8 @@ from .training import MESHES_OF, abstract_state
 pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
 TWO = (
     "meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "kinds", "reviewed",
-    "partly", "failures", "forced", "refused", "full", "others", "asked", "expected", "alone",
-    "newest", "unlike",
+    "partly", "failures", "items", "forced", "refused", "full", "others", "asked", "expected",
+    "alone", "newest", "unlike",
 )  # fmt: skip
 FOUR = ("meshes", "elsewhere", "some")
 
@@ -59,7 +59,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]:
     return directory, run_job(directory, 4, *FOUR)
 
 
-@pytest.mark.parametrize("scenario", [s for s in TWO if s not in ("meshes", "shared")])
+@pytest.mark.parametrize("scenario", [s for s in TWO if s not in ("meshes", "shared", "items")])
 def test_two_processes(two: tuple[Path, list[Ended]], scenario: str) -> None:
     directory, ended = two
     for process in ended:
@@ -68,6 +68,13 @@ def test_two_processes(two: tuple[Path, list[Ended]], scenario: str) -> None:
     assert runs
     for run in runs:
         assert_checkpoints(run)
+
+
+def test_a_save_of_two_items_whose_window_has_failed_on_one_process(
+    two: tuple[Path, list[Ended]],
+) -> None:
+    for process in two[1]:
+        assert process.did("items"), process.output[-6000:]
 
 
 def test_queued_steps_run_on_while_save_returns(two: tuple[Path, list[Ended]]) -> None:

@@ -335,7 +335,10 @@ OTHER = [
     case("remainder of zero", lambda x: lax.rem(x, jnp.zeros(4, x.dtype)), "int32"),
     case("reduce precision", lambda x: lax.reduce_precision(x, 8, 7), "float32"),
     case("optimization barrier", lambda x: lax.optimization_barrier(x), "float32"),
-    case("choose a denormal", lambda x: jnp.where(x > 0, np.float32(1e-40), x), "float32"),
+    *(
+        case("choose a denormal", lambda x, z=z: jnp.where(x.real > 0, x.dtype.type(z), x), d)
+        for d, z in (("float32", 1e-40), ("bfloat16", 1e-40), ("complex64", 1 + 1e-40j))
+    ),
     case(
         "choose what constants make denormal",
         lambda x: jnp.where(x > 0, jnp.full(4, 1e-20, x.dtype) * np.float32(1e-20), x),

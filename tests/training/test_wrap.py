@@ -622,15 +622,16 @@ def test_a_first_call_that_fails_is_tried_again_by_the_same_executable(monkeypat
     assert calls == [step.program] * 3
 
 
-@pytest.mark.parametrize("how", ["in_a_window", "always", "beside_others", "it_has_run", "other"])
+@pytest.mark.parametrize("how", ["in_a_window", "always", "beside_others", "it_has_run", "another"])
 def test_an_armed_step_without_room_gives_way_to_the_users(monkeypatch, how):
     """If the arguments are alive, and nobody waits for the armed one or wants no other."""
     observer, jitted = Observer((3,)), jax.jit(update, donate_argnums=0)
     step, state = wrap(jitted, observer, arm="always" if how == "always" else "window"), fresh()
     state = run(step, state, 3)
-    full = jax.errors.JaxRuntimeError(
-        "INTERNAL: Out of luck." if how == "other" else "RESOURCE_EXHAUSTED: Out of memory."
-    )
+    text = "RESOURCE_EXHAUSTED: Out of memory."
+    if how == "another":  # that of a service, say, which the step asks
+        text = f"INTERNAL: CpuCallback error: {text}"
+    full = jax.errors.JaxRuntimeError(text)
     call = StepProgram.call
 
     def fails(program, *args):
@@ -641,7 +642,7 @@ def test_an_armed_step_without_room_gives_way_to_the_users(monkeypatch, how):
     monkeypatch.setattr(StepProgram, "call", fails)
     monkeypatch.setattr(jax, "process_count", lambda: 2 if how == "beside_others" else 1)
     if how != "in_a_window":
-        with pytest.raises(jax.errors.JaxRuntimeError, match="Out of"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
             step(state, X * 3)
         assert observer.cuts == [False] * 3
         assert observer.refusals == [f"the step raised {type(full).__name__}: {full}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,34 @@ def test_what_a_device_has_no_room_for_is_sampled_in_smaller_parts(worker, monke
     assert (record.audit.max_ulps, record.audit.compared_bytes) == (0, 8192)
     pending.drop()
     assert resources.host.used_bytes == 0
+
+
+def test_a_sample_that_did_not_come_for_want_of_memory_is_heeded_and_held_by_nobody(
+    worker, monkeypatch
+):
+    sources = []
+
+    def start(probes):
+        def result():
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+
+        pull = started(probes)
+        sources.extend(map(weakref.ref, pull._sources))
+        monkeypatch.setattr(pull, "result", result)
+        return pull
+
+    started = audit.start_sample
+    monkeypatch.setattr(audit, "start_sample", start)
+    resources = resources_of(worker)
+    _, pending, _ = audit_of(worker, resources)
+    worker.wait_until_idle()
+    resources.device.agree()
+    assert resources.device.limit_bytes == 2048
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        pending.check(RIGHT)
+    monkeypatch.undo()
+    assert sources
+    assert not any(source() is not None for source in sources), caught
 
 
 def test_more_shards_than_boxes_take_turns(worker):
