@@ -233,9 +233,9 @@ def late_blocks(
     """Blocks of neighbours that are staged one after another, with the chunks' positions.
 
     All is one block if it fits the device budget, but for what lies on the host, whose copies take
-    none of the device's memory. What does not fit must wait until as much has
-    been pulled as exceeds the budget; not for longer than that only if memory is given back, and
-    staged into, in small parts. A chunk that is larger goes alone.
+    none of the device's memory. What does not fit must wait until as much has been pulled as
+    exceeds the budget; not for longer than that only if memory is given back, and staged into, in
+    small parts. A chunk that is larger goes alone.
 
     Args:
       chunks: Whose arrays they are from, by number.

@@ -60,6 +60,13 @@ def test_more_than_xla_may_pin_leaves_all_the_same(tmp_path: Path) -> None:
     assert ran.stderr.count("there is no more pinned memory") == 1
 
 
+def all_but(num_bytes: int) -> jax.Array:
+    """Takes the device's memory, but for so much."""
+    stats = jax.local_devices()[0].memory_stats()
+    taken = jnp.zeros(stats["largest_free_block_bytes"] - num_bytes, jnp.uint8)
+    return jax.block_until_ready(taken)
+
+
 def test_what_a_device_has_no_room_for_at_once_leaves_in_parts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,9 +79,7 @@ def test_what_a_device_has_no_room_for_at_once_leaves_in_parts(
             state = step(state)
             manager.save(n, args=gockpt.GoCkptSave(state))
             manager.wait_until_finished()
-        stats = jax.local_devices()[0].memory_stats()
-        taken = jnp.zeros(stats["largest_free_block_bytes"] - 3 * 2**26, jnp.uint8)
-        jax.block_until_ready(taken)
+        taken = all_but(3 * 2**26)
         state = step(state)
         given = to_host(state)
         assert manager.save(2, args=gockpt.GoCkptSave(state))
@@ -109,9 +114,7 @@ def test_an_armed_step_that_finds_no_room_gives_way_to_the_users(
             state = wrapped(state)
             manager.save(n, args=gockpt.GoCkptSave(state))
         manager.wait_until_finished()
-        stats = jax.local_devices()[0].memory_stats()
-        taken = jnp.zeros(stats["largest_free_block_bytes"] - 6 * 2**26, jnp.uint8)
-        jax.block_until_ready(taken)
+        taken = all_but(6 * 2**26)
         for n in range(12, 17):
             state = wrapped(state)
             manager.save(n, args=gockpt.GoCkptSave(state))
