@@ -27,7 +27,7 @@ help:
 	@echo 'make test-compat  the library and its examples with the oldest and the newest versions'
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
-	@echo 'make interrupts  Ctrl-C at random lines of the library: 90 lives, a few interrupts in each'
+	@echo 'make interrupts  Ctrl-C in the library: 90 lives, a few in each; and at each place of a period of saves'
 	@echo 'make invariants  all programs of the tests on 1 and on 8 devices, as users compile them'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make soak    thousands of saves: nothing that a manager holds may grow'
@@ -118,6 +118,7 @@ $(REMOTE_VENV)/.installed: pyproject.toml Makefile
 # From which seed to which: other ones are other programs, lives and faults.
 KILLS ?= 0:25
 INTERRUPTS ?= 0:90
+PLACES ?= 1:4000
 LIVES ?= 0:94
 JOBS ?= 0:60
 PROGRAMS ?= 100:150
@@ -129,7 +130,7 @@ kills: $(STAMP)
 	@GOCKPT_KILLS=$(KILLS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_random_kills.py
 
 interrupts: $(STAMP)
-	@GOCKPT_INTERRUPTS=$(INTERRUPTS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_interrupted_anywhere.py
+	@GOCKPT_INTERRUPTS=$(INTERRUPTS) GOCKPT_PLACES=$(PLACES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_interrupted_anywhere.py
 
 lives: $(STAMP)
 	@GOCKPT_LIVES=$(LIVES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py

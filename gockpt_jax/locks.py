@@ -4,12 +4,51 @@ A signal handler runs between any two lines of the trainer's thread. What needs 
 interrupted line holds goes on only after the handler: so the handler cannot wait for that.
 """
 
+import contextlib
 import threading
 import weakref
 
 from gockpt_jax import _compat
 
 _made: list["weakref.ref[threading.RLock]"] = []
+
+
+class Gate:
+    """Shut until somebody opens it, for good.
+
+    Unlike an `Event`, whose lock is taken in Python's own lines: an interrupt among these leaves it
+    taken, and whoever sets the event next waits for ever.
+
+    Example:
+      >>> gate = Gate()
+      >>> gate.wait(0.0), gate.open(), gate.wait(0.0)
+      (False, None, True)
+    """
+
+    def __init__(self) -> None:
+        self._bar = threading.Lock()
+        self._bar.acquire()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has been opened; not known while somebody goes through."""
+        return not self._bar.locked()
+
+    def open(self) -> None:
+        """Lets everybody through, from now on."""
+        if self._bar.locked():
+            self._lift()
+
+    def wait(self, secs: float) -> bool:
+        """Waits until it is open, for so long at most; says whether it is."""
+        is_open = self._bar.acquire(timeout=secs)
+        if is_open:
+            self._lift()
+        return is_open
+
+    def _lift(self) -> None:
+        with contextlib.suppress(RuntimeError):  # another thread has, this very moment
+            self._bar.release()
 
 
 def shared_lock() -> threading.RLock:

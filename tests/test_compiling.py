@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import linecache
-import sys
 import threading
 
 import pytest
+from signals import Signals
 
 from gockpt_jax import compiling
 from gockpt_jax.compiling import Programs
@@ -136,34 +136,6 @@ def test_what_is_still_to_be_compiled_is_not_forgotten():
     assert compiler.made == ["first", "fourth", "second", "third", "fifth"]
 
 
-class Interrupted:
-    """Raises `KeyboardInterrupt` before one line that this thread executes in `compiling.py`.
-
-    Not at a `with`, as the block is left, nor at a `try`: a trace can raise there, outside of what
-    a surrounding `with` protects, and a signal cannot.
-    """
-
-    def __init__(self, at):
-        self.lines_left = at
-
-    def __enter__(self):
-        sys.settrace(self._trace)
-
-    def __exit__(self, kind, *_):
-        sys.settrace(None)
-        return kind is KeyboardInterrupt
-
-    def _trace(self, frame, event, arg):
-        if frame.f_code.co_filename != compiling.__file__:
-            return None
-        line = linecache.getline(compiling.__file__, frame.f_lineno).strip()
-        if event == "line" and not line.startswith(("with ", "try:")):
-            self.lines_left -= 1
-            if self.lines_left < 0:
-                raise KeyboardInterrupt
-        return self._trace
-
-
 def fail():
     raise MemoryError("no room to compile")
 
@@ -173,11 +145,11 @@ def fail():
 @pytest.mark.parametrize("then", ["wanted", "needed"])
 def test_whoever_is_interrupted_as_they_ask_may_ask_again(before, then, compile_it):
     """It was waited for ever: nobody had it in a queue, or the thread had not been started."""
-    for at in range(100):
-        programs, interrupted = Programs("a test"), Interrupted(at)
+    for place in itertools.count(1):
+        programs, signals = Programs("a test"), Signals([place], inside=(compiling.__file__,))
         if before:
             programs.wanted("seven", compile_it)
-        with interrupted:
+        with contextlib.suppress(KeyboardInterrupt), signals.coming():
             programs._ask("seven", compile_it, getattr(programs, f"_{then}"))
         assert programs._ask("six", lambda: 6, programs._needed).result(WAIT_SECS) == 6
         try:
@@ -185,6 +157,6 @@ def test_whoever_is_interrupted_as_they_ask_may_ask_again(before, then, compile_
         except MemoryError:  # of the one that asked before
             found = programs._ask("seven", lambda: 7, programs._needed).result(WAIT_SECS)
         assert found == 7
-        if interrupted.lines_left >= 0:
-            return
-    pytest.fail("it takes more lines than that")
+        if not signals.came_at:
+            break
+    assert place > 3

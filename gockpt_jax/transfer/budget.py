@@ -45,28 +45,29 @@ class ByteBudget:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._changed = threading.Condition(shared_lock())
+        self._lock = shared_lock()  # taken itself: an interrupt in `Condition.__enter__` keeps it
+        self._changed = threading.Condition(self._lock)
 
     def acquire(self, num_bytes: int, loan: Loan | None = None) -> None:
         """Takes bytes, waiting for room; into a loan, if they are to be repaid."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._fits(num_bytes))
             self._take(num_bytes, loan)
 
-    def add(self, num_bytes: int) -> None:
-        """Counts bytes that are there already, without waiting."""
-        with self._changed:
-            self._take(num_bytes)
+    def add(self, num_bytes: int, loan: Loan | None = None) -> None:
+        """Counts bytes that are there already, without waiting; into a loan, likewise."""
+        with self._lock:
+            self._take(num_bytes, loan)
 
     def release(self, num_bytes: int) -> None:
         """Gives bytes back."""
-        with self._changed:
+        with self._lock:
             self.used_bytes -= num_bytes
             self._changed.notify_all()
 
     def split(self, loan: Loan, num_bytes: int, one: Loan, other: Loan) -> None:
         """Makes two loans of one: of so many bytes, even if it has fewer, and of what is left."""
-        with self._changed:
+        with self._lock:
             more, left = max(0, num_bytes - loan.num_bytes), max(0, loan.num_bytes - num_bytes)
             used_bytes = self.used_bytes + more
             loan.num_bytes, one.num_bytes, other.num_bytes, self.used_bytes = (
@@ -76,7 +77,7 @@ class ByteBudget:
 
     def repay(self, loan: Loan) -> None:
         """Gives back what a loan has left."""
-        with self._changed:
+        with self._lock:
             self.used_bytes, loan.num_bytes = self.used_bytes - loan.num_bytes, 0
             self._changed.notify_all()
 
@@ -101,7 +102,7 @@ class ByteBudget:
 
     def reset_peak(self) -> None:
         """Measures the peak from now on."""
-        with self._changed:
+        with self._lock:
             self.peak_bytes = self.used_bytes
 
     def _fits(self, num_bytes: int) -> bool:
@@ -111,8 +112,10 @@ class ByteBudget:
 
     def _take(self, num_bytes: int, loan: Loan | None = None) -> None:
         loan = Loan() if loan is None else loan
-        self.used_bytes, loan.num_bytes = self.used_bytes + num_bytes, num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        used_bytes = self.used_bytes + num_bytes
+        peak_bytes = max(self.peak_bytes, used_bytes)
+        # All or nothing: an interrupt comes behind a call, or before.
+        self.used_bytes, self.peak_bytes, loan.num_bytes = used_bytes, peak_bytes, num_bytes
 
 
 def batches(

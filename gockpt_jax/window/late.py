@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from gockpt_jax.transfer.block import Block, block_of, stage_and_pull
-from gockpt_jax.transfer.budget import ByteBudget, batches
+from gockpt_jax.transfer.budget import ByteBudget, Loan, batches
 from gockpt_jax.transfer.chunks import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
@@ -56,9 +56,9 @@ def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, lis
             one.release()
 
     promised = {id(a): one.slots for a, one in zip(arrays, late, strict=True)}
-    # From now on, not from when they land: a window that opens meanwhile must not take their room.
-    host.add(sum(one.num_bytes for one in late))
     try:
+        for one in late:
+            one.count()
         send_late(arrays, chunks, receivers, worker, device)
     except BaseException:
         worker.submit(forget)
@@ -83,8 +83,16 @@ class _LateArray:
         self.slots = make_slots(replicas.boxes(array))
         self.num_bytes = replicas.owned_bytes(array)
         self._host = host
+        self._loan = Loan()
         self._landing = Landing()
         self._is_lost = False
+
+    def count(self) -> None:
+        """Takes its bytes, as it is sent.
+
+        Not when it has landed: a window that opens meanwhile must not take their room.
+        """
+        self._host.add(self.num_bytes, self._loan)
 
     def land(self, chunk: Chunk, found: Sequence[HostChunk]) -> None:
         """Takes in rows; with the last ones it is final."""
@@ -101,9 +109,8 @@ class _LateArray:
 
     def release(self) -> None:
         """Gives its bytes back, once."""
-        if not self._is_lost:
-            self._is_lost = True
-            self._host.release(self.num_bytes)
+        self._is_lost = True
+        self._host.repay(self._loan)
 
 
 def send_late(

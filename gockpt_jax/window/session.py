@@ -45,6 +45,7 @@ from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.seal import Seal, Taken
+from gockpt_jax.window.slots import give_back
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -266,10 +267,17 @@ class Session:
           HostBudgetError: if the user's host budget cannot hold the save even alone.
           ReplayError: beside other processes, if this save's window has failed here.
         """
-        with self._changing:
-            self.begin_save()
-            assert self._seal is not None
-            return self._seal.take(arrays)
+        taken: Taken | None = None
+        try:
+            with self._changing:
+                self.begin_save()
+                assert self._seal is not None
+                taken = self._seal.take(arrays)
+            return taken
+        except BaseException:  # an interrupt, as the lock was let go
+            if taken is not None:
+                give_back([slot for slots in taken[1] for slot in slots], self.host)
+            raise
 
     def require_alike(self) -> None:
         """Before the first question that the options lead to, at a step or a save.

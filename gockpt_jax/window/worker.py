@@ -32,25 +32,41 @@ class Worker:
         self._name = name
         self._behind = behind
         self._tasks: collections.deque[Callable[[], None]] = collections.deque()
-        self._changed = threading.Condition(shared_lock())
-        self._thread: threading.Thread | None = None
+        self._lock = shared_lock()  # taken itself: an interrupt in `Condition.__enter__` keeps it
+        self._changed = threading.Condition(self._lock)
+        self._runner: threading.Thread | None = None  # the only one that runs tasks
+        self._is_starting = False  # another thread that may become that
         self._busy = False
         self._closed = False
 
     def submit(self, task: Callable[[], None]) -> None:
         """Appends a task. It must handle its own errors; one that escapes is logged."""
-        with self._changed:
+        with self._lock:
             self._tasks.append(task)
             self._changed.notify_all()
-            if self._thread is not None and self._thread.is_alive():
-                return
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=False)
-            try:
-                self._thread.start()
-                return
-            except RuntimeError:  # none may be had any more: the interpreter ends
-                self._thread = threading.current_thread()
-        self._run(stays=False)
+            has_runner = self._has_runner()
+        if not has_runner:
+            self._run(stays=False)
+
+    def _has_runner(self) -> bool:
+        """Whether a thread runs tasks, or is about to; starts one if none does, and one may be had.
+
+        `Thread.is_alive` does not tell: a signal in the middle of it (Python 3.11, 3.12) makes it
+        say no of a thread that goes on for ever. Nor is it known, after one in the middle of
+        `start`, whether that has started a thread: another one is, and ends if it has.
+        """
+        if self._runner is not None or self._is_starting:
+            return True
+        self._is_starting = True
+        try:
+            threading.Thread(target=self._run, name=self._name, daemon=False).start()
+            return True
+        except RuntimeError:  # none may be had any more: the interpreter ends
+            self._is_starting = False
+            return False
+        except BaseException:
+            self._is_starting = False
+            raise
 
     def pass_on(self, task: Callable[[], None]) -> None:
         """Appends a task to those of the worker behind; called by a task of this one."""
@@ -63,7 +79,11 @@ class Worker:
 
     def wait_until_idle(self) -> None:
         """Returns when every task given so far has run, and what they passed on."""
-        with self._changed:
+        with self._lock:  # a task whose `submit` was interrupted may have no thread
+            has_runner = not self._tasks or self._has_runner()
+        if not has_runner:
+            self._run(stays=False)
+        with self._lock:
             self._changed.wait_for(lambda: not self._tasks and not self._busy)
         if self._behind is not None:
             self._behind.wait_until_idle()
@@ -71,37 +91,53 @@ class Worker:
     def close(self) -> None:
         """Runs what is left, then ends the thread."""
         self.wait_until_idle()
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-        with self._changed:
+            runner = self._runner
+        if runner is not None:
+            runner.join()
+        with self._lock:
             self._closed = False  # a manager used again after close() starts a new thread
         if self._behind is not None:
             self._behind.close()
 
     def _run(self, *, stays: bool = True) -> None:
-        while True:
-            with self._changed:
-                polls = 0
-                while not self._tasks:
-                    is_needed = polls < _IDLE_POLLS and threading.main_thread().is_alive()
-                    if self._closed or not (stays and is_needed):
-                        self._thread = None
-                        return
-                    self._changed.wait(_POLL_SECS)
-                    polls += 1
-                task = self._tasks.popleft()
-                self._busy = True
-            try:
-                with unwatched():
-                    task()
-            except BaseException:  # a task that lets an error escape has a bug; the thread goes on
-                _log.exception("a task of the worker thread failed")
-            finally:
-                del task  # it holds chunks
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
+        with self._lock:
+            self._is_starting = False
+            if self._runner is not None:
+                return
+            self._runner = threading.current_thread()
+        try:
+            while self._comes(stays=stays):
+                self._do_next()
+        except BaseException:  # an interrupt of the main thread, as the interpreter ends
+            self._runner = None
+            raise
+
+    def _comes(self, *, stays: bool) -> bool:
+        """Waits for a task; whether there is one. If there is not, this is no runner any more."""
+        with self._lock:
+            polls = 0
+            while not self._tasks:
+                is_needed = polls < _IDLE_POLLS and threading.main_thread().is_alive()
+                if self._closed or not (stays and is_needed):
+                    self._runner = None
+                    return False
+                self._changed.wait(_POLL_SECS)
+                polls += 1
+            self._busy = True
+            return True
+
+    def _do_next(self) -> None:
+        task = self._tasks.popleft()
+        try:
+            with unwatched():
+                task()
+        except BaseException:  # a task that lets an error escape has a bug; the thread goes on
+            _log.exception("a task of the worker thread failed")
+        finally:
+            del task  # it holds chunks
+            with self._lock:
+                self._busy = False
+                self._changed.notify_all()

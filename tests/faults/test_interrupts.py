@@ -53,6 +53,7 @@ PLACES = {
     "what left early has been taken": (OpenWindow, "seal", True),
     "it is handed over": (StateHandler, "_write", False),
     "it has begun": (ocp.AsyncCheckpointer, "save", True),
+    "it is listed": (ocp.CheckpointManager, "_add_checkpoint_info", True),
 }
 
 
@@ -186,8 +187,11 @@ def test_orbax_is_not_closed_before_what_a_save_has_left_has_ended(
     assert manager._gockpt_session.host.used_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("place", "name"), [(Seal, "take"), (BegunSave, "enter")], ids=["taken", "not yet known"]
+)
 def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
 ) -> None:
     """Orbax makes it on a thread of its own: there it would take the place of the next one's."""
     path = ocp.path.atomicity.AtomicRenameTemporaryPath
@@ -210,7 +214,7 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
             go_on.set()
         wait(begun, label)
 
-    once = Once(monkeypatch, Seal, "take")
+    once = Once(monkeypatch, place, name)
     monkeypatch.setattr(path, "create", creates)
     monkeypatch.setattr(BegunSave, "wait_for_what_was_left", waits)
     with gockpt.GoCkptManager(tmp_path) as manager:

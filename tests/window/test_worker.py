@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import itertools
 import logging
 import subprocess
 import sys
@@ -10,7 +13,9 @@ import threading
 import weakref
 
 import pytest
+from signals import Signals, interrupt
 
+from gockpt_jax.window import worker as worker_module
 from gockpt_jax.window.worker import Worker
 
 WAIT_SECS = 60
@@ -219,3 +224,50 @@ def test_a_forgotten_worker_ends_with_the_main_thread(ending, code):
     assert result.returncode == code, result.stderr
     assert result.stdout == "ran\n"
     assert ("the loop" in result.stderr) == (code == 1)
+
+
+def test_an_interrupt_anywhere_leaves_one_thread_that_runs_tasks(monkeypatch):
+    """Two would replay updates in another order, or at once."""
+    monkeypatch.setattr("gockpt_jax.window.worker._POLL_SECS", 0.01)
+    monkeypatch.setattr("gockpt_jax.window.worker._IDLE_POLLS", 1)
+    for place in itertools.count(1):
+        worker, go_on, ran = Worker(f"interrupted at {place}"), threading.Event(), []
+
+        def task(n, go_on=go_on, ran=ran):
+            ran.append((n, threading.current_thread()))
+            assert len(ran) > 1 or go_on.wait(WAIT_SECS)
+
+        signals = Signals([place], inside=(worker_module.__file__,))
+        for n in range(3):
+            with contextlib.suppress(KeyboardInterrupt), signals.coming():
+                worker.submit(functools.partial(task, n))
+        worker.submit(functools.partial(task, 3))
+        while not ran:
+            threading.Event().wait(0.001)
+        for thread in threading.enumerate():
+            if thread.name == worker._name and thread is not ran[0][1]:
+                with contextlib.suppress(RuntimeError):  # its start was interrupted
+                    thread.join(WAIT_SECS)
+        assert len(ran) == 1, signals.came_at
+        go_on.set()
+        worker.wait_until_idle()
+        assert {thread for _, thread in ran} == {ran[0][1]}, signals.came_at
+        order = [n for n, _ in ran]
+        assert order == sorted(order), signals.came_at
+        assert len(order) >= 3, signals.came_at  # one may have been interrupted before it was there
+        worker.close()
+        if not signals.came_at:
+            break
+    assert place > 10
+
+
+def test_a_task_whose_thread_could_not_be_started_is_waited_for(monkeypatch):
+    worker, ran = Worker(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            worker.submit(lambda: ran.append(1))
+    assert (ran, threads()) == ([], [])
+    worker.wait_until_idle()
+    assert ran == [1]
+    worker.close()

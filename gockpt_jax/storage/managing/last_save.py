@@ -111,18 +111,18 @@ class LastSave:
             before, begun = self._log.pending, self._handler.begun
             begun.expect(step)
             begun.wait_for_what_was_left(step)
-            number = begun.number
             self.deleter.make_way(step)
             self._turn.begin()
+            commit = _compat.commit_thread(self._manager)
             try:
                 yield
             except BaseException as error:
                 pending = None if self._log.pending is before else self._log.pending
-                if pending is not None and self.is_with_orbax(step):
-                    self._now_with_orbax(step, before)  # it goes on, whatever has stopped `save`
+                if pending is not None and self._goes_on(step, commit):
+                    self._now_with_orbax(step, before)  # whatever has stopped `save`
                     pending.returned(time.perf_counter())
                     raise
-                self._give_up(error, pending, begun.number != number)
+                self._give_up(step, error, pending)
                 found = self._named(step, error)
                 if not isinstance(found, _FAILURES):
                     raise  # the caller's, or an interrupt
@@ -137,25 +137,30 @@ class LastSave:
         return f"{together}_{_attempts[together]}"
 
     def is_with_orbax(self, step: int) -> bool:
-        """Whether a save's commit has begun, as far as stock's manager tells."""
+        """Whether this is the save that Orbax has, and nobody has asked yet how it ended."""
+        return self.is_unheard and self.step == step
+
+    def _goes_on(self, step: int, commit_before: Any) -> bool:
+        """Whether Orbax brings a save to its end: somebody waits for what is written."""
+        if self._is_asynchronous:
+            return _compat.commit_thread(self._manager) is not commit_before
         return step in Stock.all_steps(self._manager)
 
-    def _give_up(
-        self, error: BaseException, pending: PendingReport | None, is_being_made: bool
-    ) -> None:
-        """The save that was attempted does not begin.
+    def _give_up(self, step: int, error: BaseException, pending: PendingReport | None) -> None:
+        """The save that was attempted does not begin; its directory is being made, maybe.
 
         Args:
+          step: Its label.
           error: Why.
           pending: Its report; `None` if its state has not been taken.
-          is_being_made: Whether its directory is, maybe.
         """
         begun, votes = self._handler.begun, self._handler.votes
         if pending is not None:
             pending.failed(error)
             begun.give_up(error)  # not the last one, in flight maybe
-        if is_being_made:
-            begun.leave_directory()
+        begun.leave_directory()
+        if self._is_asynchronous and step in Stock.all_steps(self._manager):
+            self._manager.reload()  # it was to be listed, and nobody would have ended it
         if votes is not None:
             votes.cancel()
 

@@ -7,13 +7,13 @@ begun to be written never is, what has stops at its next chunk, and the next sav
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import StorageError
+from gockpt_jax.locks import Gate
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave
@@ -107,14 +107,12 @@ class BegunSave:
 
     Attributes:
       label: Of the save, or of one that is about to begin.
-      number: Of saves that have come so far that items of theirs were to be taken.
-      may_be_written: Set where what is handed over need not wait any more; another one each save.
+      may_be_written: Open where what is handed over need not wait any more; another one each save.
     """
 
     def __init__(self) -> None:
         self.label = -1
-        self.number = 0
-        self.may_be_written = threading.Event()
+        self.may_be_written = Gate()
         self._holds = False
         self._folder = ""
         self._manager = ""
@@ -149,7 +147,7 @@ class BegunSave:
 
     def let_go(self) -> None:
         """What has been handed over begins to be written."""
-        self.may_be_written.set()
+        self.may_be_written.open()
 
     def enter(self, folder: str, item: str) -> bool:
         """An item comes; says whether it begins another save than that of the one before.
@@ -160,8 +158,7 @@ class BegunSave:
         """
         is_other = folder != self._folder or item in self._items
         if is_other:
-            self.number += 1
-            self.may_be_written = threading.Event()
+            self.may_be_written = Gate()
             if not self._holds:
                 self.let_go()
             before = [*self._before, *self._items.items()]
@@ -174,13 +171,9 @@ class BegunSave:
 
     def add(self, item: Any, taken: TakenSave) -> BegunItem:
         """Accounts for what has been taken of an item, from now on."""
-        try:
-            begun = BegunItem(self.label, self._folder, self._manager, taken.arrays, taken.pending)
-            self._items[str(item)] = begun
-            return begun
-        except BaseException:  # an interrupt
-            taken.release()
-            raise
+        begun = BegunItem(self.label, self._folder, self._manager, taken.arrays, taken.pending)
+        self._items[str(item)] = begun
+        return begun
 
     def item(self, directory: Any) -> BegunItem | None:
         """That which lies in a directory, of this save or of one before that is not over."""
@@ -255,7 +248,8 @@ class BegunSave:
 
     def leave_directory(self) -> None:
         """It does not begin, and Orbax may still be making its directory."""
-        self._left.append(_Left(_directory_made().result, _DIRECTORY_SECS))
+        with contextlib.suppress(Exception):  # the job's coordinator is gone: the error is told
+            self._left.append(_Left(_directory_made().result, _DIRECTORY_SECS))
 
     def wait_for_directory(self) -> None:
         """Likewise, and there is nobody to wait for it later: Orbax would make it twice at once."""

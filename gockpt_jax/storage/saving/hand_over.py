@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from gockpt_jax import _compat
+from gockpt_jax.locks import Gate
 from gockpt_jax.storage.writing.host_array import HostArray
 
 _HELD_SECS = 1.0  # at most: whatever Orbax comes to wait for in `save`, it gets
@@ -33,13 +34,13 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
 
     Args:
       begin: Begins the writing; what it results in resolves when all is written.
-      after: Nothing begins before it is set, or a second has gone by.
+      after: Nothing begins before it is open, or a second has gone by.
     """
 
     def __init__(
         self,
         begin: Callable[[], Coroutine[Any, Any, ocp.future.Future]],
-        after: threading.Event,
+        after: Gate,
     ):
         self._after = after
         self._has_begun = self._is_cancelled = False

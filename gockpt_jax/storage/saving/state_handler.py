@@ -115,8 +115,13 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         self._enter(directory)
         try:
             taken = args if isinstance(args, TakenSave) else self.take(args, entered_at)
-            self._gockpt_log.pending = taken.pending
-            written = await self._write(directory, taken, self.begun.add(directory, taken))
+            try:
+                self._gockpt_log.pending = taken.pending
+                begun = self.begun.add(directory, taken)
+            except BaseException:  # an interrupt
+                taken.release()
+                raise
+            written = await self._write(directory, taken, begun)
         except Exception as error:
             if not self._gockpt_session.processes.several:
                 raise
