@@ -39,7 +39,8 @@ class Signals:
     Python, whose result is lost if the handler raises. (Where a loop jumps back, too: not here.)
 
     Args:
-      places: Which place it is, counted from one, and how many further on each next one is.
+      places: Which place it is, counted from one, and how many further on each next one is: in
+        another call than the one before, so never in what makes good for that one.
       handler: What the signal does.
       inside: What the paths of files begin with that it comes into; what is between them, too.
 
