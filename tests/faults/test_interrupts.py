@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from signals import Signals
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
@@ -77,6 +79,28 @@ def test_a_save_that_was_interrupted_is_tried_again(
         trainer.assert_intact()
         trainer.settle()
         assert trainer.bytes_in_flight() == (0, 0)
+
+
+def test_a_state_that_is_interrupted_as_it_is_taken_is_held_by_nobody() -> None:
+    """Wherever: in the seal, in the budget, or as one of them returns to the other."""
+    handler = StateHandler()
+    session = handler._gockpt_session
+    args = gockpt.GoCkptSave({name: jnp.ones((3, 5)) for name in "abc"})
+    handler.take(args).release()  # all is compiled: from now on the places are always the same
+    session.end_save()
+    for place in itertools.count(1):
+        signals, taken = Signals([place]), []
+        with contextlib.suppress(KeyboardInterrupt), signals.coming():
+            taken.append(handler.take(args))
+        for save in taken:
+            save.release()
+        session.end_save()
+        session.resources.worker.wait_until_idle()
+        assert session.host.used_bytes == 0, signals.came_at
+        if not signals.came_at:
+            break
+    assert place > 100
+    handler.close()
 
 
 class Logger:
