@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax.locks import shared_lock
+from gockpt_jax.locks import is_running, shared_lock
 
 REMEMBERED = 4096
 """Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
@@ -102,7 +102,7 @@ class Programs:
             elif key in self._wanted:
                 queue[key] = self._wanted[key]
             self._found.move_to_end(key)
-            if key not in queue or (self._thread is not None and self._thread.is_alive()):
+            if key not in queue or (self._thread is not None and is_running(self._thread)):
                 return found
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=False)
             try:

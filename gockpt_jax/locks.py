@@ -1,4 +1,4 @@
-"""Locks that the trainer's thread shares with the threads that end a save.
+"""Locks, and ends of threads, that the trainer's thread shares with the threads that end a save.
 
 A signal handler runs between any two lines of the trainer's thread. What needs a lock that the
 interrupted line holds goes on only after the handler: so the handler cannot wait for that.
@@ -6,11 +6,34 @@ interrupted line holds goes on only after the handler: so the handler cannot wai
 
 import contextlib
 import threading
+import time
 import weakref
 
 from gockpt_jax import _compat
 
 _made: list["weakref.ref[threading.RLock]"] = []
+
+
+_POLL_SECS = 0.01
+
+
+def is_running(thread: threading.Thread) -> bool:
+    """Whether a thread has begun, and not ended.
+
+    A signal in the middle of `Thread.join`, or of `is_alive`, has Python 3.11 and 3.12 take it for
+    ended from then on: `is_alive` says so, and `join` returns at once.
+
+    Example:
+      >>> is_running(threading.current_thread()), is_running(threading.Thread())
+      (True, False)
+    """
+    return thread.ident is not None and thread in threading.enumerate()
+
+
+def wait_where_join_does_not(thread: threading.Thread) -> None:
+    """Waits for a thread if an earlier `join` of it was interrupted, so that another would not."""
+    while is_running(thread) and not thread.is_alive():
+        time.sleep(_POLL_SECS)
 
 
 class Gate:

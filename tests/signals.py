@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import gockpt_jax
+from gockpt_jax import locks
 
 LIBRARY = os.path.dirname(gockpt_jax.__file__)
 _GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -18,6 +21,36 @@ _BETWEEN = (contextlib.__file__, threading.__file__)
 """Who calls these is inside, if they are."""
 _STARTS = threading.Thread.start.__code__
 """Python itself does not survive a signal in there: what has started waits for a lock for ever."""
+
+
+def when_the_main_thread_waits(act: Callable[[], object]) -> threading.Thread:
+    """Has something done by another thread as soon as the main one is in `Thread.join`, or polls.
+
+    Returns:
+      The other thread.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def look() -> None:
+        waits = (threading.Thread.join.__code__, locks.wait_where_join_does_not.__code__)
+        found = False
+        while not found:
+            frame: Any = sys._current_frames().get(main)  # none, for a moment, as it ends
+            while frame is not None and not found:
+                found = frame.f_code in waits
+                frame = frame.f_back
+            time.sleep(0.001)
+        act()
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    return looking
+
+
+def send_ctrl_c() -> None:
+    """A real one."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def interrupt() -> None:

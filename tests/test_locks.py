@@ -7,10 +7,11 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from signals import Signals
+import pytest
+from signals import Signals, send_ctrl_c, when_the_main_thread_waits
 
 from gockpt_jax import locks
-from gockpt_jax.locks import Gate
+from gockpt_jax.locks import Gate, is_running, wait_where_join_does_not
 
 WAIT_SECS = 60
 
@@ -31,6 +32,24 @@ def test_all_who_wait_get_through_and_who_comes_later():
     assert gate.is_open
     assert gate.wait(0.0)
     assert gate.is_open
+
+
+def test_a_thread_whose_join_was_interrupted_runs_and_is_waited_for():
+    """Python 3.11 and 3.12 say of it that it has ended."""
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait, args=(WAIT_SECS,))
+    thread.start()
+    when_the_main_thread_waits(send_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        thread.join()
+    assert is_running(thread)
+    if thread.is_alive():  # later versions, or the signal came just before it waited
+        go_on.set()
+        thread.join()
+    when_the_main_thread_waits(go_on.set)
+    wait_where_join_does_not(thread)
+    go_on.set()  # where it did not have to wait
+    assert not is_running(thread)
 
 
 def test_one_that_is_shut_is_not_waited_for_any_longer():

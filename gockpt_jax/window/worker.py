@@ -103,16 +103,18 @@ class Worker:
             self._behind.close()
 
     def _run(self, *, stays: bool = True) -> None:
-        with self._lock:
-            self._is_starting = False
-            if self._runner is not None:
-                return
-            self._runner = threading.current_thread()
+        me = threading.current_thread()
         try:
+            with self._lock:
+                self._is_starting = False
+                if self._runner is not None:
+                    return
+                self._runner = me
             while self._comes(stays=stays):
                 self._do_next()
         except BaseException:  # an interrupt of the main thread, as the interpreter ends
-            self._runner = None
+            if self._runner is me:
+                self._runner = None
             raise
 
     def _comes(self, *, stays: bool) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from signals import Signals
+from signals import Signals, send_ctrl_c, when_the_main_thread_waits
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.managing import waiting
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
@@ -100,7 +104,7 @@ def test_a_state_that_is_interrupted_as_it_is_taken_is_held_by_nobody() -> None:
         if not signals.came_at:
             break
     assert place > 100
-    handler.close()
+    session.close()
 
 
 class Logger:
@@ -281,6 +285,107 @@ def test_an_interrupted_wait_leaves_the_save_to_its_end(
         assert [r.error for r in trainer.manager.reports] == [None] * 4
         trainer.settle()
         assert trainer.bytes_in_flight() == (0, 0)
+
+
+def test_a_wait_that_ctrl_c_has_ended_waits_when_it_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python (3.11, 3.12) takes Orbax's thread for ended then: the save was told to be there."""
+    go_on, check = threading.Event(), leaf_writer._check_data
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        assert manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
+        when_the_main_thread_waits(send_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            manager.wait_until_finished()
+        assert manager.is_saving_in_progress()
+        when_the_main_thread_waits(go_on.set)
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [0]
+        assert manager.restore(0)["w"].tolist() == [1.0] * 3
+        assert not manager.is_saving_in_progress()
+
+
+_WAITS_AND_DIES = """
+import sys, threading
+import jax.numpy as jnp
+import gockpt_jax as gockpt
+from gockpt_jax.storage.writing import leaf_writer
+from signals import send_ctrl_c, when_the_main_thread_waits
+interrupted, check = threading.Event(), leaf_writer._check_data
+leaf_writer._check_data = lambda *a: interrupted.wait(60) and check(*a)
+def ctrl_c():
+    send_ctrl_c()
+    when_the_main_thread_waits(interrupted.set)
+manager = gockpt.GoCkptManager(sys.argv[1])
+manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
+when_the_main_thread_waits(ctrl_c)
+manager.wait_until_finished()
+"""
+
+
+def test_a_script_that_ctrl_c_ends_as_it_waits_has_its_save(tmp_path: Path) -> None:
+    here = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}"}
+    script = [sys.executable, "-c", _WAITS_AND_DIES, str(tmp_path)]
+    ended = subprocess.run(script, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert "KeyboardInterrupt" in ended.stderr
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        assert manager.all_steps() == [0], ended.stderr
+
+
+def test_an_interrupted_save_does_not_touch_the_one_of_its_label_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, check = threading.Event(), leaf_writer._check_data
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+    once = Once(monkeypatch, ocp.CheckpointManager, "_maybe_await_cleanup_tmp_directory")
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        assert manager.save(4, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
+        once.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(4, args=gockpt.GoCkptSave({"w": jnp.zeros(3)}), force=True)
+        go_on.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [4]
+        assert manager.restore(4)["w"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("in_anyones_place", [False, True])
+def test_a_save_that_is_to_wait_is_interrupted_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_anyones_place: bool
+) -> None:
+    """With `on_busy="newest"`: in the room where it waits, in an older one's place or alone."""
+    go_on, check = threading.Event(), leaf_writer._check_data
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+
+    def save(manager: gockpt.GoCkptManager, step: int) -> bool:
+        return manager.save(step, args=gockpt.GoCkptSave({"w": jnp.full(3, step)}))
+
+    window = gockpt.WindowOptions(on_busy="newest")
+    with gockpt.GoCkptManager(tmp_path, window=window) as manager:
+        for place in itertools.count(1):
+            signals = Signals([place], inside=(waiting.__file__,))
+            go_on.clear()
+            first = 3 * place
+            assert save(manager, first)
+            accepted = [first]
+            if in_anyones_place and save(manager, first + 1):
+                accepted.append(first + 1)
+            with contextlib.suppress(KeyboardInterrupt), signals.coming():
+                if save(manager, first + 2):
+                    accepted.append(first + 2)
+            go_on.set()
+            manager.wait_until_finished()
+            manager._gockpt_session.resources.worker.wait_until_idle()
+            assert manager._gockpt_session.host.used_bytes == 0, signals.came_at
+            kinds = {r.step: r.kind for r in manager.reports}
+            there = {n for n in accepted if kinds[n] != "superseded"}
+            assert there <= {*manager.all_steps(read=True)}, signals.came_at
+            if not signals.came_at:
+                break
+    assert place > 10
 
 
 BEHIND_THE_DISPATCH = {

@@ -10,6 +10,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -242,8 +243,9 @@ def test_an_interrupt_anywhere_leaves_one_thread_that_runs_tasks(monkeypatch):
             with contextlib.suppress(KeyboardInterrupt), signals.coming():
                 worker.submit(functools.partial(task, n))
         worker.submit(functools.partial(task, 3))
+        deadline = time.monotonic() + WAIT_SECS / 4
         while not ran:
-            threading.Event().wait(0.001)
+            assert time.monotonic() < deadline, signals.came_at
         for thread in threading.enumerate():
             if thread.name == worker._name and thread is not ran[0][1]:
                 with contextlib.suppress(RuntimeError):  # its start was interrupted

@@ -1,6 +1,7 @@
 """A checkpoint that is deleted goes out of sight at once, and then its files go one by one."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax import _compat
+from gockpt_jax.locks import is_running
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.managing.arguments import step_names, step_path
@@ -70,8 +72,8 @@ class Deleter:
     def make_way(self, step: int) -> None:
         """Waits until a deleted step's files have gone; those of its next save would go too."""
         path = self._leaving.get(step)
-        while path is not None and self._thread.is_alive() and path.exists():
-            self._thread.join(_LOOK_SECS)
+        while path is not None and is_running(self._thread) and path.exists():
+            time.sleep(_LOOK_SECS)
         self._leaving.pop(step, None)  # not sooner: after an interrupt the next save waits
 
     def close(self) -> None:

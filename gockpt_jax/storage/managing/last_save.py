@@ -9,7 +9,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax import _compat
+from gockpt_jax import _compat, locks
 from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError, warn
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing.deleting import Deleter
@@ -66,8 +66,9 @@ class LastSave:
 
     @property
     def is_writing(self) -> bool:
-        """Whether it is being written; Orbax goes on to say so after one that it refused."""
-        return self.is_unheard and bool(Stock.is_saving_in_progress(self._manager))
+        """Whether it is being written, whatever an interrupted wait has Orbax say of it."""
+        commit = _compat.commit_thread(self._manager)
+        return self.is_unheard and commit is not None and locks.is_running(commit)
 
     @property
     def newest(self) -> int | None:
@@ -113,7 +114,8 @@ class LastSave:
             begun.wait_for_what_was_left(step)
             self.deleter.make_way(step)
             self._turn.begin()
-            commit = _compat.commit_thread(self._manager)
+            commit = self._commit()
+            was_listed = step in Stock.all_steps(self._manager)
             try:
                 yield
             except BaseException as error:
@@ -122,7 +124,9 @@ class LastSave:
                     self._now_with_orbax(step, before)  # whatever has stopped `save`
                     pending.returned(time.perf_counter())
                     raise
-                self._give_up(step, error, pending)
+                self._give_up(error, pending)
+                if not was_listed:
+                    self._unlist(step)
                 found = self._named(step, error)
                 if not isinstance(found, _FAILURES):
                     raise  # the caller's, or an interrupt
@@ -146,11 +150,24 @@ class LastSave:
             return _compat.commit_thread(self._manager) is not commit_before
         return step in Stock.all_steps(self._manager)
 
-    def _give_up(self, step: int, error: BaseException, pending: PendingReport | None) -> None:
+    def _commit(self) -> Any | None:
+        """Orbax's thread that ends the last save: one for which it can wait, or that has ended."""
+        commit = _compat.commit_thread(self._manager)
+        if commit is not None:
+            locks.wait_where_join_does_not(commit)
+        return commit
+
+    def _unlist(self, step: int) -> None:
+        """Of a save that Orbax had listed already, and that nobody would have ended."""
+        # Several processes list alike: their job is over, where one of them was interrupted.
+        if not self._session.processes.several and step in Stock.all_steps(self._manager):
+            with contextlib.suppress(OSError):
+                self._manager.reload()
+
+    def _give_up(self, error: BaseException, pending: PendingReport | None) -> None:
         """The save that was attempted does not begin; its directory is being made, maybe.
 
         Args:
-          step: Its label.
           error: Why.
           pending: Its report; `None` if its state has not been taken.
         """
@@ -159,15 +176,13 @@ class LastSave:
             pending.failed(error)
             begun.give_up(error)  # not the last one, in flight maybe
         begun.leave_directory()
-        if self._is_asynchronous and step in Stock.all_steps(self._manager):
-            self._manager.reload()  # it was to be listed, and nobody would have ended it
         if votes is not None:
             votes.cancel()
 
     def hear(self) -> None:
         """Waits for it if it is being written, and raises what went wrong with it."""
         self._handler.begun.let_go()
-        commit = _compat.commit_thread(self._manager)
+        commit = self._commit()
         try:
             Stock.wait_until_finished(self._manager)
         except BaseException as error:

@@ -133,17 +133,19 @@ class WaitingRoom:
         # What cannot be copied has been refused: the save that waits is still there.
         if self._why_no_room(trees) is not None:
             self.supersede(step)  # that makes the room
-        items |= self._take(trees)
-        now = datetime.datetime.now(tz=datetime.UTC)
-        newest = WaitingSave(step, now, {**arguments, "args": ocp.args.Composite(**items)})
-        before, self.occupant = self.occupant, newest  # other threads see one of them all the time
-        if before is not None:
-            try:
+        before, taken = self.occupant, self._take(trees)
+        try:
+            now = datetime.datetime.now(tz=datetime.UTC)
+            composite = ocp.args.Composite(**{**items, **taken})
+            self.occupant = WaitingSave(step, now, {**arguments, "args": composite})
+            if before is not None:  # other threads see one of them all the time
                 self._drop(before, step)
-            except BaseException:  # an interrupt: the older one waits on, unless it is reported
-                self.occupant = None if before.pending.is_finished else before
-                newest.release()
-                raise
+        except BaseException:  # an interrupt: the older one waits on, unless it is reported
+            goes_on = before is not None and not before.pending.is_finished
+            self.occupant = before if goes_on else None
+            for tree in taken.values():
+                tree.release()
+            raise
         return None
 
     def _take(self, trees: Mapping[str, Any]) -> dict[str, TakenSave]:
@@ -169,8 +171,12 @@ class WaitingRoom:
         """Drops the save that waits, if it is older than this one; a report says so."""
         waiting = self.occupant
         if waiting is not None and waiting.step < step:
-            self.occupant = None
-            self._drop(waiting, step)
+            try:
+                self.occupant = None
+                self._drop(waiting, step)
+            except BaseException:  # an interrupt: it waits on, unless it is reported
+                self.occupant = None if waiting.pending.is_finished else waiting
+                raise
 
     def _drop(self, waiting: WaitingSave, step: int) -> None:
         """Ends a save that waits no more, for one of a newer step."""
@@ -179,9 +185,11 @@ class WaitingRoom:
             _log.warning("the save of step %d, superseded by %d, had failed", waiting.step, step)
         try:
             waiting.pending.superseded(step, error)
-        finally:
+            waiting.release()
+        except BaseException:
             if waiting.pending.is_finished:
-                waiting.release()
+                waiting.release()  # all of it, if it was interrupted
+            raise
 
     def give_up(self, error: BaseException) -> None:
         """Drops the save that waits, if there is one: it cannot be written any more."""
