@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 from etils import epath
 
 import gockpt_jax as gockpt
-from gockpt_jax import _compat
+from gockpt_jax.storage.managing import deleting
 from gockpt_jax.storage.managing.deleting import Deleter
 
 from .injection import InjectedError
@@ -125,15 +126,10 @@ def test_a_label_is_saved_again_when_its_files_have_gone(
     go, gone = threading.Event(), threading.Event()
     delete, finalize = ocp.path.deleter.StandardCheckpointDeleter.delete, Composite.finalize
 
-    class Thread:
-        """Stock's, which begins when it is waited for."""
-
-        def __init__(self, real: Any):
-            self._real, self.is_alive = real, real.is_alive
-
-        def join(self, timeout: float) -> None:
-            go.set()
-            self._real.join(timeout)
+    def waits(secs: float) -> None:
+        """For stock's thread, which begins then."""
+        go.set()
+        gone.wait(secs)
 
     def deletes(deleter: Any, step: int) -> None:
         assert go.wait(LIMIT_SECS)
@@ -146,8 +142,7 @@ def test_a_label_is_saved_again_when_its_files_have_gone(
             assert gone.wait(LIMIT_SECS)
         finalize(handler, directory)
 
-    thread = _compat.deleting_thread
-    monkeypatch.setattr(_compat, "deleting_thread", lambda stock: Thread(thread(stock)))
+    monkeypatch.setattr(deleting, "time", SimpleNamespace(sleep=waits))
     monkeypatch.setattr(ocp.path.deleter.StandardCheckpointDeleter, "delete", deletes)
     monkeypatch.setattr(Composite, "finalize", finalizes)
     manager_options = ocp.CheckpointManagerOptions(enable_background_delete=True, **options)
@@ -240,17 +235,15 @@ def test_one_process_hides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 class Background:
     """Stock's thread: does what a test says when it is waited for."""
 
-    def __init__(self, *then: Callable[[], None]):
-        self._then = list(then)
-
-    def is_alive(self) -> bool:
-        return bool(self._then)
-
-    def join(self, timeout: float) -> None:
-        self._then.pop(0)()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *then: Callable[[], None]):
+        left = list(then)
+        monkeypatch.setattr(deleting, "is_running", lambda thread: bool(left))
+        monkeypatch.setattr(deleting, "time", SimpleNamespace(sleep=lambda secs: left.pop(0)()))
 
 
-def test_an_interrupted_wait_is_for_the_next_save(tmp_path: Path) -> None:
+def test_an_interrupted_wait_is_for_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the files of that one go, which are in the same place."""
 
     def interrupt() -> None:
@@ -259,7 +252,7 @@ def test_an_interrupted_wait_is_for_the_next_save(tmp_path: Path) -> None:
     def go() -> None:
         shutil.rmtree(tmp_path / "1.orbax-checkpoint-tmp")
 
-    thread = Background(interrupt, lambda: None, go, pytest.fail)
+    thread = Background(monkeypatch, interrupt, lambda: None, go, pytest.fail)
     deleter = Deleter(Told(tmp_path, thread), tmp_path, ocp.CheckpointManagerOptions())
     _step(tmp_path, "1")
     deleter.delete(1)
@@ -277,10 +270,10 @@ def test_nobody_waits_for_what_nobody_deletes(
     """Where stock's thread has ended by an error, and where it was never told."""
     options = ocp.CheckpointManagerOptions()
     _step(tmp_path, "1")
-    deleter = Deleter(Told(tmp_path, Background()), tmp_path, options)
+    deleter = Deleter(Told(tmp_path, Background(monkeypatch)), tmp_path, options)
     deleter.delete(1)
     deleter.make_way(1)
-    stock = Told(tmp_path, Background(pytest.fail))
+    stock = Told(tmp_path, Background(monkeypatch, pytest.fail))
     deleter = Deleter(stock, tmp_path, options)
     _step(tmp_path, "2")
     rename = type(epath.Path(tmp_path)).rename
