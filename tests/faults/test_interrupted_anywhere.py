@@ -143,7 +143,9 @@ class Periods:
 
     @property
     def _held_bytes(self) -> int:
-        return self.manager._gockpt_session.host.used_bytes
+        session = self.manager._gockpt_session
+        session.resources.worker.wait_until_idle()  # all has landed that has left by now
+        return session.host.used_bytes
 
     def assert_saved(self) -> gockpt.SaveReport:
         """The last save is there, as it was at its label; its report."""
