@@ -48,6 +48,11 @@ def when_the_main_thread_waits(act: Callable[[], object]) -> threading.Thread:
     return looking
 
 
+def hear_ctrl_c() -> None:
+    """Has it interrupt the main thread, also where it was started in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def send_ctrl_c() -> None:
     """A real one."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

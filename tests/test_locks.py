@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from signals import Signals, send_ctrl_c, when_the_main_thread_waits
+from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_waits
 
 from gockpt_jax import locks
 from gockpt_jax.locks import Gate, is_running, wait_where_join_does_not
@@ -39,6 +39,7 @@ def test_a_thread_whose_join_was_interrupted_runs_and_is_waited_for():
     go_on = threading.Event()
     thread = threading.Thread(target=go_on.wait, args=(WAIT_SECS,))
     thread.start()
+    hear_ctrl_c()
     when_the_main_thread_waits(send_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         thread.join()
