@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-compat test-compat-oldest test-compat-newest test-remote kills interrupts lives soak programs jobs parity merges compiled compiled-h100 compiled-v5e compiled-v5e-newest pretended invariants scale bench figures lint types clean
+.PHONY: help venv demo test thorough test-compat test-compat-oldest test-compat-newest test-remote kills interrupts errors lives soak programs jobs parity merges compiled compiled-h100 compiled-v5e compiled-v5e-newest pretended invariants scale bench figures lint types clean
 
 help:
 	@echo 'make venv    create $(VENV) with gockpt_jax and all that the targets below need'
@@ -28,6 +28,7 @@ help:
 	@echo 'make test-remote  checkpoints in buckets, against emulators of S3 and GCS'
 	@echo 'make kills   the campaign of random kills: 100 of them, in 25 runs'
 	@echo 'make interrupts  Ctrl-C in the library: 90 lives, a few in each; and at each place of a period of saves'
+	@echo 'make errors  an error at each place of the threads of the background, in a period of saves'
 	@echo 'make invariants  all programs of the tests on 1 and on 8 devices, as users compile them'
 	@echo 'make lives   random lives of training runs, over all programs of the tests: 94 of them'
 	@echo 'make soak    thousands of saves: nothing that a manager holds may grow'
@@ -119,6 +120,7 @@ $(REMOTE_VENV)/.installed: pyproject.toml Makefile
 KILLS ?= 0:25
 INTERRUPTS ?= 0:90
 PLACES ?= 1:4000
+ERRORS ?= 1:4000
 LIVES ?= 0:94
 JOBS ?= 0:60
 PROGRAMS ?= 100:150
@@ -131,6 +133,9 @@ kills: $(STAMP)
 
 interrupts: $(STAMP)
 	@GOCKPT_INTERRUPTS=$(INTERRUPTS) GOCKPT_PLACES=$(PLACES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_interrupted_anywhere.py
+
+errors: $(STAMP)
+	@GOCKPT_ERRORS=$(ERRORS) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/faults/test_errors_anywhere.py
 
 lives: $(STAMP)
 	@GOCKPT_LIVES=$(LIVES) $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/invariants/test_random_lives.py

@@ -49,21 +49,29 @@ class ByteBudget:
         self._changed = threading.Condition(self._lock)
 
     def acquire(self, num_bytes: int, loan: Loan | None = None) -> None:
-        """Takes bytes, waiting for room; into a loan, if they are to be repaid."""
+        """Takes bytes, waiting for room; onto a loan, if they are to be repaid."""
         with self._lock:
             self._changed.wait_for(lambda: self._fits(num_bytes))
             self._take(num_bytes, loan)
 
     def add(self, num_bytes: int, loan: Loan | None = None) -> None:
-        """Counts bytes that are there already, without waiting; into a loan, likewise."""
+        """Counts bytes that are there already, without waiting; onto a loan, likewise."""
         with self._lock:
             self._take(num_bytes, loan)
 
-    def release(self, num_bytes: int) -> None:
-        """Gives bytes back."""
+    def release(self, num_bytes: int, loan: Loan | None = None) -> None:
+        """Gives bytes back; of a loan, if they are on one, as many as it has left at most."""
         with self._lock:
-            self.used_bytes -= num_bytes
+            loan = Loan(num_bytes) if loan is None else loan
+            num_bytes = min(num_bytes, loan.num_bytes)
+            used_bytes, left = self.used_bytes - num_bytes, loan.num_bytes - num_bytes
+            self.used_bytes, loan.num_bytes = used_bytes, left
             self._changed.notify_all()
+
+    def hand_over(self, num_bytes: int, loan: Loan) -> None:
+        """Takes bytes off a loan that go on being counted: whoever has them now releases them."""
+        with self._lock:
+            loan.num_bytes -= num_bytes
 
     def split(self, loan: Loan, num_bytes: int, one: Loan, other: Loan) -> None:
         """Makes two loans of one: of so many bytes, even if it has fewer, and of what is left."""
@@ -115,6 +123,7 @@ class ByteBudget:
         used_bytes = self.used_bytes + num_bytes
         peak_bytes = max(self.peak_bytes, used_bytes)
         # All or nothing: an interrupt comes behind a call, or before.
+        num_bytes += loan.num_bytes
         self.used_bytes, self.peak_bytes, loan.num_bytes = used_bytes, peak_bytes, num_bytes
 
 

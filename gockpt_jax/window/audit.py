@@ -14,7 +14,7 @@ from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import SaveRecord
-from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.budget import ByteBudget, Loan
 from gockpt_jax.transfer.pull import HostChunk, Pull
 from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
@@ -169,12 +169,17 @@ class Auditor:
         sample = start_sample(probes)
 
         def land() -> None:
-            error = pending.land(boxes, sample)
-            give_back()
-            if error is not None:
-                heed(error)
+            try:
+                pending.land(boxes, sample)
+            finally:
+                give_back()
 
-        self._worker.submit(land)
+        def failed(error: BaseException) -> None:
+            pending.failed(error.with_traceback(None))  # it would keep the copy alive
+            give_back()
+            heed(error)
+
+        self._worker.submit(land, failed)
 
     def _demote(self, path: str) -> bool:
         """Makes a leaf late from now on; False if it must not be."""
@@ -201,18 +206,18 @@ class PendingAudit:
         self._host = host
         self._record = record
         self._landed: list[tuple[_Box, np.ndarray]] = []
+        self._held = Loan()  # of the host's bytes
         self._error: BaseException | None = None
 
-    def land(self, boxes: Sequence[_Box], sample: Pull[list[np.ndarray]]) -> BaseException | None:
-        """Takes in boxes; what goes wrong is returned, and raised by `check`."""
-        try:
-            true = sample.result()
-        except BaseException as error:
-            self._error = error.with_traceback(None)  # it would keep the copy alive
-            return error
-        self._host.add(sum(x.nbytes for x in true))
+    def land(self, boxes: Sequence[_Box], sample: Pull[list[np.ndarray]]) -> None:
+        """Takes in boxes."""
+        true = sample.result()
+        self._host.add(sum(x.nbytes for x in true), self._held)
         self._landed += zip(boxes, true, strict=True)
-        return None
+
+    def failed(self, error: BaseException) -> None:
+        """Some have not come: `check` raises why."""
+        self._error = error
 
     def check(self, final: Mapping[str, Sequence[HostChunk]]) -> None:
         """Compares replayed leaves with the sample.
@@ -238,8 +243,8 @@ class PendingAudit:
 
     def drop(self) -> None:
         """Forgets what has landed."""
-        self._host.release(sum(true.nbytes for _, true in self._landed))
         self._landed.clear()
+        self._host.repay(self._held)
 
     def _compare(
         self, box: _Box, chunk: HostChunk, true: np.ndarray

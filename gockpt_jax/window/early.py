@@ -21,7 +21,7 @@ from gockpt_jax.replay.shards import ShardReplay, Update
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.step_cut import ReplayGroup
-from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.budget import ByteBudget, Loan
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
 from gockpt_jax.window.departure import Follower
@@ -92,11 +92,12 @@ class EarlyChunks:
         self._units = units
         self._replayer = replayer
         self._host = host
+        self._held = Loan()  # of the host's bytes, until slots have them
         self._waiting = ByteBudget(waiting_limit_bytes)
+        self._waits = Loan()  # of those
         self._record = record
         self._landed: dict[int, int] = {}  # units, with the number of updates before they left
         self._leaves: dict[int, Landing] = collections.defaultdict(Landing)
-        self._held_bytes: collections.Counter[int] = collections.Counter()  # on the host, by leaf
         self._pending: list[_Cut] = []
         self._num_applied = 0
         self._promised: list[ChunkSlot] = []
@@ -122,8 +123,9 @@ class EarlyChunks:
         return not self._is_rest_unwanted or any(slot.owed for slot in self._promised)
 
     def failed(self, error: BaseException) -> None:
-        """Takes note of an error, unless there is one."""
+        """Takes note of an error, unless there is one; what waits for replay waits no more."""
         self.error = self.error or error
+        self._waiting.repay(self._waits)
 
     # On the thread that lands.
 
@@ -149,7 +151,7 @@ class EarlyChunks:
         return self._counted([(leaf, chunk, found)], ())
 
     def _counted(self, rows: Sequence[_Rows], units: Iterable[int]) -> Task:
-        self._host.add(sum(_bytes(found) for _, _, found in rows))
+        self._host.add(sum(_bytes(found) for _, _, found in rows), self._held)
         return functools.partial(self._put, rows, units)
 
     def take_in(self, values: Sequence[Follower], pull: ChunkPull) -> Task:
@@ -160,16 +162,14 @@ class EarlyChunks:
           pull: Of these, in their order.
         """
         landed = _Cut.of(values, pull, self._units)
-        self._waiting.acquire(landed.num_bytes)
-        self._host.add(landed.num_bytes)
+        self._waiting.acquire(landed.num_bytes, self._waits)
+        self._host.add(landed.num_bytes, self._held)
         self._record.gradient_bytes += landed.num_bytes
         return functools.partial(self._update, landed)
 
     # On the thread that replays.
 
     def _put(self, rows: Sequence[_Rows], units: Iterable[int]) -> None:
-        for leaf, _, found in rows:
-            self._held_bytes[leaf] += _bytes(found)
         for leaf, chunk, found in rows:
             self._leaves[leaf].put(chunk, found)
         self._landed.update(dict.fromkeys(units, self._num_applied + len(self._pending)))
@@ -197,12 +197,12 @@ class EarlyChunks:
             for shard in self._shards(u, max(0, seen - self._num_applied))
         ]
         scratch_bytes = self._replayer.scratch_bytes(shards)
-        self._host.add(scratch_bytes)
+        self._host.add(scratch_bytes, self._held)
         try:
             with events.span(events.SPAN_REPLAY):
                 self._replayer.apply(shards)
         finally:
-            self._host.release(scratch_bytes)
+            self._host.release(scratch_bytes, self._held)
             self._forget_pending()
 
     def _shards(self, u: int, start: int) -> Iterator[ShardReplay]:
@@ -224,8 +224,8 @@ class EarlyChunks:
         self._num_applied += len(self._pending)
         num_bytes = sum(cut.num_bytes for cut in self._pending)
         self._pending.clear()
-        self._host.release(num_bytes)
-        self._waiting.release(num_bytes)
+        self._host.release(num_bytes, self._held)
+        self._waiting.release(num_bytes, self._waits)
 
     def finish(
         self, slots: Mapping[int, Sequence[ChunkSlot]],
@@ -251,12 +251,11 @@ class EarlyChunks:
             check(final)
         self._record.drained()  # what is late may still be landing: that is drained after it
         for leaf, wanted in slots.items():
-            fill(wanted, final.pop(leaf))
-            del self._leaves[leaf], self._held_bytes[leaf]  # the slots' now
+            fill(wanted, final.pop(leaf), self._host, self._held)
+            del self._leaves[leaf]  # the slots' now
 
     def drop(self) -> None:
         """Forgets what was not asked for; the window was abandoned, or the save took a part."""
-        self._host.release(sum(self._held_bytes.values()))
-        self._held_bytes.clear()
         self._leaves.clear()
         self._forget_pending()  # if the update that they wait for was never passed on
+        self._host.repay(self._held)

@@ -23,8 +23,8 @@ from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.resources import Resources
-from gockpt_jax.window.slots import ChunkSlot, fail, fill, make_slots
-from gockpt_jax.window.worker import Worker
+from gockpt_jax.window.slots import ChunkSlot, fail, fill, give_back, make_slots
+from gockpt_jax.window.worker import Failed, Task, Worker
 
 Numbered = tuple[int, Chunk]
 """A chunk behind the position, or another number, of its array."""
@@ -51,9 +51,9 @@ def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, lis
     chunks = late_chunks(arrays, device.limit_bytes, resources.replicas)
     receivers = [(one.land, one.fail) for one in late]
 
-    def forget() -> None:  # nobody will write these
+    def forget() -> None:
         for one in late:
-            one.release()
+            one.forget()
 
     promised = {id(a): one.slots for a, one in zip(arrays, late, strict=True)}
     try:
@@ -98,18 +98,20 @@ class _LateArray:
         """Takes in rows; with the last ones it is final."""
         self._landing.put(chunk, found)
         if self._landing.is_complete and not self._is_lost:
-            fill(self.slots, self._landing.chunks([slot.index for slot in self.slots]))
+            chunks = self._landing.chunks([slot.index for slot in self.slots])
+            fill(self.slots, chunks, self._host, self._loan)
             self._landing = Landing()  # the slots' now
 
     def fail(self, error: BaseException) -> None:
         """Some of it will not come; what is final is given back when it has been written."""
-        if not all(slot.data.done() for slot in self.slots):
-            fail(self.slots, error)
-            self.release()
-
-    def release(self) -> None:
-        """Gives its bytes back, once."""
+        fail(self.slots, error)
         self._is_lost = True
+        self._host.repay(self._loan)
+
+    def forget(self) -> None:
+        """Nobody will write it."""
+        self._is_lost = True
+        give_back(self.slots, self._host)
         self._host.repay(self._loan)
 
 
@@ -145,7 +147,7 @@ def send_late(
                 pull = stage_and_pull(block, [arrays[i] for i, _ in sent])
                 landed = [(chunk, receivers[i]) for i, chunk in sent]
                 heed = functools.partial(device.heed, num_bytes, beside_bytes)
-                worker.submit(_landing_task(pull, landed, give_back, heed))
+                worker.submit(*_landing_task(pull, landed, give_back, heed))
             continue
         except jax.errors.JaxRuntimeError as error:
             if not device.allows_less(num_bytes, beside_bytes, error):
@@ -159,24 +161,26 @@ def send_late(
 def _landing_task(
     pull: ChunkPull, landed: Sequence[tuple[Chunk, Receiver]],
     has_landed: Callable[[], None], heed: Callable[[BaseException], object],
-) -> Callable[[], None]:  # fmt: skip
+) -> tuple[Task, Failed]:  # fmt: skip
     pulls = [pull]
 
     def task() -> None:
         try:
-            try:
-                found = pulls.pop().result()
-            finally:  # nothing holds the staged copies any more
-                has_landed()
-            for (chunk, (land, _)), shards in zip(landed, found, strict=True):
-                land(chunk, shards)
-        except BaseException as error:
-            heed(error)  # a runtime may find out only now
-            error.with_traceback(None)  # it would keep staged copies alive
-            for _, (_, failed) in landed:
-                failed(error)
+            found = pulls.pop().result()
+        finally:  # nothing holds the staged copies any more
+            has_landed()
+        for (chunk, (land, _)), shards in zip(landed, found, strict=True):
+            land(chunk, shards)
 
-    return task
+    def failed(error: BaseException) -> None:
+        pulls.clear()
+        has_landed()
+        heed(error)  # a runtime may find out only now
+        error.with_traceback(None)  # it would keep staged copies alive
+        for _, (_, tell) in landed:
+            tell(error)
+
+    return task, failed
 
 
 def _staged_bytes(chunk: Chunk) -> int:

@@ -186,30 +186,23 @@ class OpenWindow:
         beside_bytes = self._device.used_bytes - num_bytes
 
         def run() -> None:
-            then: Task | None = None
             try:
-                if self._early.error is None:
-                    then = land()
-            except BaseException as error:
-                self._device.heed(num_bytes, beside_bytes, error)
-                self._early.failed(error.with_traceback(None))  # it would keep copies alive
+                then = land() if self._early.error is None else None
             finally:
                 has_landed()
             if then is not None:
                 self._pass_on(then)
 
-        self._worker.submit(run)
+        def failed(error: BaseException) -> None:
+            self._early.failed(error.with_traceback(None))  # it would keep copies alive
+            has_landed()
+            self._device.heed(num_bytes, beside_bytes, error)
+
+        self._worker.submit(run, failed)
 
     def _pass_on(self, task: Task) -> None:
         """Has something done with what has landed, after all that has landed before it."""
-
-        def run() -> None:
-            try:
-                task()
-            except BaseException as error:
-                self._early.failed(error)
-
-        self._worker.pass_on(run)
+        self._worker.pass_on(task, self._early.failed)
 
     def seal(
         self, arrays: Sequence[jax.Array], promised: dict[int, list[ChunkSlot]]
@@ -244,7 +237,10 @@ class OpenWindow:
                 (functools.partial(self._land_rows, j), self._early.failed) for j in wanted
             ]
             send_late([new[j] for j in wanted], rest, receivers, self._worker, self._device)
-            self._worker.submit_behind(functools.partial(self._finish, slots, audit))
+            self._worker.submit_behind(
+                functools.partial(self._finish, slots, audit),
+                functools.partial(self._is_lost, slots, audit),
+            )
         except BaseException:  # an interrupt
             if audit is not None:
                 self._worker.submit_behind(audit.drop)
@@ -262,17 +258,21 @@ class OpenWindow:
             if audit is not None:
                 audit.check({paths[j]: chunks for j, chunks in final.items()})
 
-        try:
-            if self._early.error is not None:
-                raise self._early.error
-            self._early.finish(slots, check)
-        except BaseException as error:
-            self._early.drop()
-            for promised in slots.values():
-                fail(promised, error)
-        finally:
-            if audit is not None:
-                audit.drop()
+        if self._early.error is not None:
+            raise self._early.error
+        self._early.finish(slots, check)
+        if audit is not None:
+            audit.drop()
+
+    def _is_lost(
+        self, slots: Mapping[int, Sequence[ChunkSlot]], audit: PendingAudit | None,
+        error: BaseException,
+    ) -> None:  # fmt: skip
+        self._early.drop()
+        if audit is not None:
+            audit.drop()
+        for promised in slots.values():
+            fail(promised, error)
 
     def _followed(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[Chunk]]:
         """The leaves that left early and were followed all the way, with the rows that did not."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from gockpt_jax.promise import Promise
 from gockpt_jax.transfer.boxes import Index
-from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.budget import ByteBudget, Loan
 from gockpt_jax.transfer.pull import HostChunk
 
 
@@ -31,8 +31,16 @@ def make_slots(indices: Sequence[Index]) -> list[ChunkSlot]:
     return [ChunkSlot(index, Promise()) for index in indices]
 
 
-def fill(slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk]) -> None:
+def fill(
+    slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk], host: ByteBudget, loan: Loan
+) -> None:
     """Resolves slots with the chunks at the same positions, all or none.
+
+    Args:
+      slots: Empty ones.
+      chunks: Of them.
+      host: Accounts for their bytes.
+      loan: That they are on; what a slot has is given back by whoever reads it.
 
     Raises:
       AssertionError: if a chunk is not the one the slot was made for.
@@ -40,7 +48,11 @@ def fill(slots: Sequence[ChunkSlot], chunks: Sequence[HostChunk]) -> None:
     for slot, chunk in zip(slots, chunks, strict=True):
         assert slot.index == chunk.index, f"chunk {chunk.index} came for slot {slot.index}"
     for slot, chunk in zip(slots, chunks, strict=True):
-        slot.data.set_result(chunk.data)
+        try:
+            slot.data.set_result(chunk.data)
+        finally:  # somebody who was called may have raised
+            if slot.data.done():
+                host.hand_over(chunk.data.nbytes, loan)
 
 
 def give_back(slots: Sequence[ChunkSlot], host: ByteBudget) -> None:

@@ -62,6 +62,9 @@ class StepRoom:
         def watch() -> None:
             with contextlib.suppress(Exception):  # that of a step is the trainer's
                 jax.block_until_ready(results)
+            free()
+
+        def free(_: BaseException | None = None) -> None:
             results.clear()  # before the budget says that the memory is free
             for loan in freed:
                 self._device.repay(loan)
@@ -74,7 +77,7 @@ class StepRoom:
         def follows(num_bytes: int) -> Callable[[], None]:
             # More than was taken, if the compiler has put a value elsewhere than was foreseen.
             self._device.split(self._taken, num_bytes, followed, passed)
-            self._watcher.submit(watch)
+            self._watcher.submit(watch, free)
             return pulled
 
         try:
@@ -82,5 +85,5 @@ class StepRoom:
         except BaseException:  # whoever was to give something back may never hear of it
             taken, self._taken = self._taken, Loan()
             freed += [taken, followed]
-            self._watcher.submit(watch)
+            self._watcher.submit(watch, free)
             raise

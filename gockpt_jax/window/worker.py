@@ -10,12 +10,22 @@ from gockpt_jax.locks import shared_lock
 
 _log = logging.getLogger("gockpt_jax")
 
+Task = Callable[[], object]
+Failed = Callable[[BaseException], object]
+
 _POLL_SECS = 0.2
 _IDLE_POLLS = 50
 
 
+def _log_it(error: BaseException) -> None:
+    _log.error("a task of a worker thread failed", exc_info=error)
+
+
 class Worker:
     """Runs tasks one after another, in the order they were given.
+
+    What goes wrong with a task, wherever it does, and be it before its first line, is for `failed`:
+    somebody waits for what the task would have done. By default it is logged.
 
     The thread is not a daemon: one that is inside JAX while the interpreter shuts down aborts the
     process. It ends by itself when it has nothing to do and the main thread is gone, so that a
@@ -31,7 +41,7 @@ class Worker:
     def __init__(self, name: str = "gockpt-worker", behind: "Worker | None" = None) -> None:
         self._name = name
         self._behind = behind
-        self._tasks: collections.deque[Callable[[], None]] = collections.deque()
+        self._tasks: collections.deque[tuple[Task, Failed]] = collections.deque()
         self._lock = shared_lock()  # taken itself: an interrupt in `Condition.__enter__` keeps it
         self._changed = threading.Condition(self._lock)
         self._runner: threading.Thread | None = None  # the only one that runs tasks
@@ -39,10 +49,10 @@ class Worker:
         self._busy = False
         self._closed = False
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Appends a task. It must handle its own errors; one that escapes is logged."""
+    def submit(self, task: Task, failed: Failed = _log_it) -> None:
+        """Appends a task."""
         with self._lock:
-            self._tasks.append(task)
+            self._tasks.append((task, failed))
             self._changed.notify_all()
             has_runner = self._has_runner()
         if not has_runner:
@@ -68,14 +78,14 @@ class Worker:
             self._is_starting = False
             raise
 
-    def pass_on(self, task: Callable[[], None]) -> None:
+    def pass_on(self, task: Task, failed: Failed = _log_it) -> None:
         """Appends a task to those of the worker behind; called by a task of this one."""
         assert self._behind is not None, "there is no worker behind"
-        self._behind.submit(task)
+        self._behind.submit(task, failed)
 
-    def submit_behind(self, task: Callable[[], None]) -> None:
+    def submit_behind(self, task: Task, failed: Failed = _log_it) -> None:
         """Appends a task that runs on the worker behind, after all that is passed on until then."""
-        self.submit(lambda: self.pass_on(task))
+        self.submit(lambda: self.pass_on(task, failed), failed)
 
     def wait_until_idle(self) -> None:
         """Returns when every task given so far has run, and what they passed on."""
@@ -132,14 +142,17 @@ class Worker:
             return True
 
     def _do_next(self) -> None:
-        task = self._tasks.popleft()
+        task, failed = self._tasks.popleft()
         try:
-            with unwatched():
-                task()
-        except BaseException:  # a task that lets an error escape has a bug; the thread goes on
-            _log.exception("a task of the worker thread failed")
+            try:
+                with unwatched():
+                    task()
+            except BaseException as error:
+                failed(error)
+        except BaseException as error:  # of `failed` itself: the thread goes on
+            _log_it(error)
         finally:
-            del task  # it holds chunks
+            del task, failed  # they hold chunks
             with self._lock:
                 self._busy = False
                 self._changed.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +15,9 @@ import nursery
 from .trainer import DEVICES, LIMIT_SECS
 
 TESTS = Path(__file__).resolve().parent.parent
+
+ENDS_WITHOUT_THREADS = (3, 12) <= sys.version_info < (3, 12, 3)
+"""Whether a Python that is ending starts no thread any more, which Orbax needs for a save."""
 
 
 def environment(devices: int = DEVICES) -> dict[str, str]:

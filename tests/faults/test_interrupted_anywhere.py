@@ -13,10 +13,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from bits import differing
@@ -25,35 +21,14 @@ from signals import Signals
 
 import gockpt_jax as gockpt
 
+from .periods import INTERVAL, NoTrouble, Periods, batch, fresh, train_step
 from .states import abstract, bits_of, stock_restore, stock_steps
 
-LABELS, INTERVAL = 40, 4
+LABELS = 40
 MEAN_PLACES = 5_000  # between two interrupts; a life passes some 40,000
-TX = optax.adam(1e-2)
 LIVES = seeds("INTERRUPTS") or range(4)
 PLACES = seeds("PLACES") or range(1, 4_000, 149)  # of some 3,300 in a period
 PARTS = 4
-
-
-def fresh() -> Any:
-    params = {f"w{n}": jax.random.normal(jax.random.key(n), (32, 32)) for n in range(3)}
-    return {"params": params, "opt": TX.init(params)}
-
-
-@jax.jit  # not donated: whoever is interrupted behind the step's dispatch still has its arguments
-def train_step(state: Any, batch: Any) -> Any:
-    def loss(params: Any) -> Any:
-        x = batch
-        for w in params.values():
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
-    updates, opt = TX.update(jax.grad(loss)(state["params"]), state["opt"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
-
-
-def batch(label: int) -> np.ndarray:
-    return np.random.default_rng(label).standard_normal((8, 32)).astype(np.float32)
 
 
 @functools.cache
@@ -102,69 +77,6 @@ def test_interrupted_anywhere(tmp_path: Path, seed: int) -> None:
     assert written <= set(listed), told
 
 
-class Periods:
-    """A loop of periods: some steps, the last of which are a window's, and the save.
-
-    Args:
-      directory: Of the checkpoints.
-      on_busy: As in `WindowOptions`.
-    """
-
-    def __init__(self, directory: Path, on_busy: Any):
-        self._directory = directory
-        self._target = abstract(fresh())
-        self.manager = gockpt.GoCkptManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(save_interval_steps=INTERVAL, max_to_keep=2),
-            window=gockpt.WindowOptions(steps=3, on_busy=on_busy),
-        )
-        self._step = self.manager.wrap(train_step)
-        self._state, self._plain = fresh(), fresh()
-        self._label, self._saved = -1, {-1: bits_of(self._plain)}
-        for _ in range(3):  # until all is compiled
-            self.run(Signals([]))
-            self.manager.wait_until_finished()
-        self._open_bytes = self._held_bytes  # the next window is open
-        self._kind = self.assert_saved().kind  # a snapshot on CPUs with FMA
-
-    def run(self, signals: Signals) -> None:
-        """The save comes first: the next window has to be begun behind it."""
-        for _ in range(INTERVAL):
-            self._label += 1
-            values = batch(self._label % LABELS)
-            self._plain = train_step(self._plain, values)
-            self._state = signals.during(self._step, self._state, values)
-            assert not differing(bits_of(self._state), bits_of(self._plain))
-            if self._label % INTERVAL == 0:
-                self._saved = {self._label: bits_of(self._plain)}
-            args = gockpt.GoCkptSave(self._state)
-            signals.during(self.manager.save, self._label, args=args)
-        signals.during(self.manager.wait_until_finished)
-
-    @property
-    def _held_bytes(self) -> int:
-        session = self.manager._gockpt_session
-        session.resources.worker.wait_until_idle()  # all has landed that has left by now
-        return session.host.used_bytes
-
-    def assert_saved(self) -> gockpt.SaveReport:
-        """The last save is there, as it was at its label; its report."""
-        ((label, true),) = self._saved.items()
-        report = [r for r in self.manager.reports if r.step == label][-1]
-        assert label in stock_steps(self._directory), report
-        assert not differing(stock_restore(self._directory, label, self._target), true), report
-        assert report.error is None
-        return report
-
-    def assert_as_ever(self) -> None:
-        """The last save's window was as before any interrupt, and no more is held."""
-        report = self.assert_saved()
-        # An update that was counted, and then repeated, moves the next save.
-        is_early = "steps early" in str(report.reason)
-        assert report.kind == self._kind or is_early, report
-        assert self._held_bytes <= self._open_bytes
-
-
 @pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")  # on CPUs with FMA
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's coroutines
 @pytest.mark.parametrize("part", range(PARTS))
@@ -178,11 +90,11 @@ def test_interrupted_at_each_place(tmp_path: Path, on_busy: str, part: int) -> N
             try:
                 periods.run(signals)
                 periods.assert_saved()
-                periods.run(Signals([]))
+                periods.run(NoTrouble())
                 periods.assert_as_ever()
             except BaseException as error:
                 error.add_note(f"interrupted at place {place}: {signals.came_at}")
                 raise
             if not signals.came_at:  # the period has no more
                 break
-    assert periods.manager._gockpt_session.host.used_bytes == 0
+    assert periods.held_bytes == {"host": 0, "device": 0}

@@ -39,6 +39,22 @@ def test_waits_for_room():
     assert budget.used_bytes == 10
 
 
+def test_of_a_loan_is_given_back_what_it_has_and_no_more():
+    """Whoever lost count of what somebody else has given back takes nothing of others."""
+    budget, loan = ByteBudget(None), Loan()
+    budget.add(7)  # somebody else's
+    budget.add(10, loan)
+    budget.acquire(5, loan)
+    budget.release(4, loan)
+    assert (budget.used_bytes, loan.num_bytes) == (18, 11)
+    budget.hand_over(3, loan)
+    assert (budget.used_bytes, loan.num_bytes) == (18, 8)
+    budget.release(100, loan)
+    assert (budget.used_bytes, loan.num_bytes) == (10, 0)
+    budget.repay(loan)
+    assert (budget.used_bytes, loan.num_bytes) == (10, 0)
+
+
 def test_one_larger_than_the_limit_goes_alone():
     budget = ByteBudget(10)
     budget.acquire(25)

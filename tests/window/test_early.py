@@ -159,12 +159,12 @@ class Room(ByteBudget):
         super().__init__(limit_bytes)
         self.is_awaited = threading.Event()
 
-    def acquire(self, num_bytes):
+    def acquire(self, num_bytes, loan=None):
         with self._changed:
             if not self._fits(num_bytes):
                 self.is_awaited.set()
             assert self._changed.wait_for(lambda: self._fits(num_bytes), PATIENCE_SECS)
-            super().acquire(num_bytes)
+            super().acquire(num_bytes, loan)
 
 
 class Threads:
@@ -176,16 +176,7 @@ class Threads:
         self.worker.submit_behind(lambda: self.may_replay.wait(PATIENCE_SECS) and None)
 
     def land(self, cut):
-        self.worker.submit(lambda: self.worker.pass_on(self._guarded(self.early.take_in(*cut))))
-
-    def _guarded(self, task):
-        def run():
-            try:
-                task()
-            except Exception as error:
-                self.early.failed(error)
-
-        return run
+        self.worker.submit(lambda: self.worker.pass_on(self.early.take_in(*cut), self.early.failed))
 
 
 @pytest.fixture
@@ -225,6 +216,22 @@ def test_landing_ends_though_replay_fails_while_it_waits(window, threads, monkey
     threads.worker.wait_until_idle()
     assert str(window.early.error) == "injected"
     assert caplog.records == []  # of no task that has lost its patience
+    assert (window.host.used_bytes, threads.room.used_bytes) == (0, 0)
+
+
+def test_landing_ends_though_what_it_waits_for_was_lost(window, threads):
+    """The task that was to replay it was not run: the worker tells of that, and of no more."""
+    window.land(0)
+    for n in range(3):  # the last of which waits
+        threads.land(window.update(n))
+    assert threads.room.is_awaited.wait(PATIENCE_SECS)
+    has_landed = threading.Event()
+    window.early.failed(RuntimeError("injected"))
+    threads.worker.submit(has_landed.set)
+    assert has_landed.wait(PATIENCE_SECS / 2)
+    threads.worker.submit_behind(window.early.drop)
+    threads.may_replay.set()
+    threads.worker.wait_until_idle()
     assert (window.host.used_bytes, threads.room.used_bytes) == (0, 0)
 
 
@@ -278,12 +285,12 @@ def test_nothing_is_replayed_after_an_error(window):
 
 
 def test_what_waits_for_an_update_that_is_never_passed_on_is_given_back(window):
-    """No thread could be started for it, say. What it holds itself is then lost, and that alone."""
+    """No thread could be started for it, say."""
     window.land(0)
     first, _ = [window.early.take_in(*window.update(n)) for n in range(2)]
     first()
     window.early.drop()
-    assert window.host.used_bytes == CUT_BYTES
+    assert window.host.used_bytes == 0
 
 
 def test_what_could_not_be_put_in_its_place_is_given_back(window, monkeypatch):

@@ -158,10 +158,10 @@ def test_landing_waits_for_replay_where_the_host_has_no_room(tmp_path, monkeypat
             super().__init__(limit_bytes)
             rooms.append(self)
 
-        def acquire(self, num_bytes):
+        def acquire(self, num_bytes, loan=None):
             if not self._fits(num_bytes):
                 is_awaited.set()
-            super().acquire(num_bytes)
+            super().acquire(num_bytes, loan)
 
     loop = Loop(tmp_path, 8, host_budget_bytes=state + 2 * follows)
     with loop.manager:
@@ -197,7 +197,7 @@ class Link:
         self._tasks = collections.deque()
         self.landed_bytes = 0
 
-    def submit(self, task):
+    def submit(self, task, failed=None):
         self._tasks.append(task)
 
     def land_one(self, device):

@@ -23,7 +23,7 @@ from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import block, layout
 from gockpt_jax.transfer.budget import ByteBudget
-from gockpt_jax.window import units
+from gockpt_jax.window import units, worker
 from gockpt_jax.window.cost import copied_bytes
 from gockpt_jax.window.departure import make_departure, nothing_left
 from gockpt_jax.window.early import EarlyChunks
@@ -293,7 +293,7 @@ def test_a_step_that_did_not_run_gives_all_back(room):
 
 
 def test_an_interrupt_before_anybody_watches_gives_all_back(room, monkeypatch):
-    def interrupted(task):
+    def interrupted(task, failed):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
@@ -303,6 +303,29 @@ def test_an_interrupt_before_anybody_watches_gives_all_back(room, monkeypatch):
     with pytest.raises(KeyboardInterrupt), room.dispatched([]) as follows:
         follows(30)
     watcher.wait_until_idle()
+    assert device.used_bytes == 0
+
+
+@pytest.mark.parametrize("interrupted", ["before", "behind", "not"])
+def test_where_nobody_can_watch_all_is_given_back(room, monkeypatch, interrupted):
+    @contextlib.contextmanager
+    def cannot_be_entered():
+        raise MemoryError
+        yield
+
+    room, device, watcher = room
+    monkeypatch.setattr(worker, "unwatched", cannot_be_entered)
+    room.take(90)
+    with contextlib.suppress(KeyboardInterrupt), room.dispatched([]) as follows:
+        if interrupted == "before":
+            raise KeyboardInterrupt
+        pulled = follows(30)
+        if interrupted == "behind":
+            raise KeyboardInterrupt
+    watcher.wait_until_idle()
+    if interrupted == "not":
+        assert device.used_bytes == 30
+        pulled()
     assert device.used_bytes == 0
 
 

@@ -29,6 +29,13 @@ def worker():
     worker.close()
 
 
+@pytest.fixture
+def pair():
+    pair = Worker(behind=Worker("behind"))
+    yield pair
+    pair.close()
+
+
 def threads():
     return [t for t in threading.enumerate() if t.name == "gockpt-worker"]
 
@@ -72,6 +79,56 @@ def test_survives_an_error_and_logs_it(worker, caplog, error):
         worker.wait_until_idle()
     assert ran == [True]
     assert [r.exc_info[1] for r in caplog.records] == [error]
+
+
+class Lost(Exception):
+    """Of a task."""
+
+
+def fail():
+    raise Lost
+
+
+@contextlib.contextmanager
+def cannot_be_entered():
+    raise Lost
+    yield
+
+
+def test_whoever_waits_for_a_task_hears_what_went_wrong_with_it(pair, caplog):
+    told = []
+    pair.submit(fail, told.append)
+    pair.submit_behind(fail, told.append)
+    pair.submit(lambda: pair.pass_on(fail, told.append))
+    pair.wait_until_idle()
+    assert [type(error) for error in told] == [Lost] * 3
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("name", ["submit", "submit_behind"])
+def test_a_task_that_was_never_run_has_failed(pair, monkeypatch, name):
+    told = []
+    monkeypatch.setattr(worker_module, "unwatched", cannot_be_entered)
+    getattr(pair, name)(lambda: pytest.fail("it ran"), told.append)
+    pair.wait_until_idle()
+    assert [type(error) for error in told] == [Lost]
+
+
+def test_a_task_that_could_not_be_passed_on_has_failed(pair, monkeypatch):
+    told = []
+    monkeypatch.setattr(pair._behind, "submit", lambda *task: fail())
+    pair.submit_behind(lambda: pytest.fail("it ran"), told.append)
+    pair.wait_until_idle()
+    assert [type(error) for error in told] == [Lost]
+
+
+def test_the_thread_survives_those_who_hear_of_an_error(worker, caplog):
+    ran = []
+    worker.submit(fail, lambda error: fail())
+    worker.submit(lambda: ran.append(True))
+    worker.wait_until_idle()
+    assert ran == [True]
+    assert [type(r.exc_info[1]) for r in caplog.records] == [Lost]
 
 
 def test_close_runs_what_is_left_and_ends_the_thread():
@@ -160,13 +217,6 @@ def test_a_thread_whose_start_was_interrupted_is_not_relied_on(monkeypatch):
     assert both_ran.wait(WAIT_SECS / 2)
     assert ran == [1, 2]
     worker.close()
-
-
-@pytest.fixture
-def pair():
-    pair = Worker(behind=Worker("behind"))
-    yield pair
-    pair.close()
 
 
 def test_what_is_passed_on_runs_in_order_and_holds_nothing_up(pair):

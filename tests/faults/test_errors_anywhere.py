@@ -1,0 +1,166 @@
+"""An error wherever a thread of the background calls a function of the library's, once in a period.
+
+Training goes on, and hears of it. The save is there and right, or its report says why not, and
+nothing of it is visible; nothing hangs, and the next save and what is held are as ever.
+`make errors` tries all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from campaigns import seeds
+from signals import LIBRARY
+
+from gockpt_jax.window import worker
+
+from .periods import NoTrouble, Periods
+
+PLACES = seeds("ERRORS") or range(1, 4_000, 97)  # of some 2,100 in a period
+PARTS = 4
+_TRIES = 6
+_GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+NOT_THERE = {
+    # What catches errors, where it does not yet, or no more.
+    "Worker._run", "Worker._comes", "Worker._do_next",
+    # What counts bytes as they are given back: they stay counted.
+    "ByteBudget.release", "ByteBudget.hand_over", "give_back", "give_back.<locals>.<lambda>",
+    "HostShard.release", "WriteBudget._add", "WriteBudget._remove", "span",
+    "Promise.done", "Promise.result", "Promise.exception", "Promise.add_done_callback",
+    "Promise._require_done", "Promise._call_all",
+}  # fmt: skip
+
+
+class Injected(Exception):
+    """At the place that was chosen."""
+
+
+class ErrorAt:
+    """Raises where the background comes to the n-th place.
+
+    Args:
+      place: Which it is, counted from one, whichever thread comes there.
+
+    Attributes:
+      came_at: Where it came, if it has.
+      told: What the loop was told.
+    """
+
+    def __init__(self, place: int):
+        self.came_at: str | None = None
+        self.told: list[BaseException] = []
+        self._left = place
+        self._lock = threading.Lock()
+
+    def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls; again where an error was told, as a loop that does not give up."""
+        for _ in range(_TRIES):
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                self.told.append(error)
+        raise AssertionError("no end of errors") from self.told[-1]
+
+    def profile(self, frame: Any, event: str, arg: Any) -> None:
+        """As `threading.setprofile` takes it: calls of the library's, by threads started then."""
+        code = frame.f_code
+        # A generator that goes on would not see what is raised as it does.
+        if event != "call" or code.co_flags & _GOES_ON:
+            return
+        if code.co_filename.startswith(LIBRARY) and code.co_qualname not in NOT_THERE:
+            self._pass(f"{code.co_qualname}, {code.co_filename}:{frame.f_lineno}")
+
+    def once_entered(self, context: Callable[[], Any]) -> Callable[[], Any]:
+        """A context manager of the library's that cannot be entered at the place."""
+
+        @contextlib.contextmanager
+        def entered() -> Iterator[None]:
+            self._pass(context.__name__)
+            with context():
+                yield
+
+        return entered
+
+    def _pass(self, where: str) -> None:
+        with self._lock:
+            self._left -= 1
+            is_here = self._left == 0
+        if is_here:
+            self.came_at = f"{where}, {threading.current_thread().name}"
+            raise Injected
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it came from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@pytest.fixture
+def own_profile() -> Iterator[None]:
+    """Whoever measures tests has one, too."""
+    before = threading.getprofile()
+    yield
+    threading.setprofile(before)  # type: ignore[arg-type]  # None, as a rule
+
+
+def assert_nothing_is_lost(periods: Periods, error_at: ErrorAt) -> None:
+    """Behind a period in which an error came, wherever it came."""
+    report = periods.assert_saved_or_reported()
+    assert report.error is None or error_at.told, report
+    for told in error_at.told:
+        assert any(isinstance(cause, Injected) for cause in causes(told)), told
+    periods.run(NoTrouble())
+    periods.run(NoTrouble())
+    periods.assert_as_ever()
+
+
+@pytest.mark.usefixtures("own_profile")
+@pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")  # on CPUs with FMA
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's coroutines
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("on_busy", ["wait", "newest"])
+def test_an_error_at_each_place(tmp_path: Path, on_busy: str, part: int) -> None:
+    periods = Periods(tmp_path, on_busy)
+    with periods.manager:
+        for place in PLACES[part::PARTS]:
+            error_at = ErrorAt(place)
+            periods.end_threads()
+            threading.setprofile(error_at.profile)
+            try:
+                periods.run(error_at)
+                threading.setprofile(None)  # type: ignore[arg-type]
+                periods.end_threads()
+                assert_nothing_is_lost(periods, error_at)
+            except BaseException as error:
+                error.add_note(f"at place {place}: {error_at.came_at}; told {error_at.told}")
+                raise
+            if error_at.came_at is None:  # the period has no more
+                break
+    assert periods.held_bytes == {"host": 0, "device": 0}
+
+
+@pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")  # on CPUs with FMA
+def test_each_task_that_is_not_run_is_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    periods = Periods(tmp_path, "wait")
+    with periods.manager:
+        for place in itertools.count(1):
+            error_at = ErrorAt(place)
+            with monkeypatch.context() as patch:
+                patch.setattr(worker, "unwatched", error_at.once_entered(worker.unwatched))
+                periods.run(error_at)
+            if error_at.came_at is None:
+                break
+            assert_nothing_is_lost(periods, error_at)
+    assert place > 4
+    assert periods.held_bytes == {"host": 0, "device": 0}
