@@ -106,15 +106,18 @@ class WrappedStep(StandIn):
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         try:
             if armed is None:
-                result, unsettled = self._run_unarmed(args, kwargs)
+                result, traced = self._run_unarmed(args, kwargs)
             else:
-                result, unsettled = armed.result, None
+                result, traced = armed.result, None
         except BaseException:
             if program is not None and self.program is None and self.why_not is None:
                 self._take(program)  # dropped for this call, which says nothing of others
             raise
-        self._keep(result, unsettled)
-        self._observer.after_update(self, armed if is_asked else None)
+        with self.giving_up_on_errors():  # the old state may be donated: the new one is to be had
+            if is_asked and armed is not None and call is not None:
+                self._kinds.ran_armed(call.program)
+            self._keep(result, self._settle(result, traced))
+            self._observer.after_update(self, armed if is_asked else None)
         return result
 
     def _run_armed(
@@ -147,8 +150,6 @@ class WrappedStep(StandIn):
             if self.program is None and call.program.takes(args, kwargs):
                 self._kinds.drop(call.program)  # the state was moved: it is traced anew
             return None
-        if is_asked:
-            self._kinds.ran_armed(call.program)
         return armed
 
     def _needs_more_room(self, error: BaseException) -> bool:
@@ -163,20 +164,23 @@ class WrappedStep(StandIn):
     def _run_unarmed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, StepProgram | None]:
-        """What the user's own executable returns, and a program of this call that is not kept."""
+        """What the user's own executable returns, and the program of this call, if it is new."""
         is_first = not self.last.has_come  # its arguments seldom lie where later ones do
         traced = None if is_first else self._trace(args, kwargs)
-        result = self.step(*args, **kwargs)  # if it fails, that says nothing of its arguments
-        if self._untraced is not None:
+        return self.step(*args, **kwargs), traced
+
+    def _settle(self, result: Any, traced: StepProgram | None) -> StepProgram | None:
+        """Takes the new program of a call that has run, or returns it, if it is not kept."""
+        if self._untraced is not None:  # a step that fails, too, says nothing of its arguments
             self.give_up(self._untraced)
         if traced is None:
-            return result, None
+            return None
         self._kinds.traced()
         if not (self._always or self.last.lies_like(result, traced.returned)):
-            return result, traced  # the next call's arguments will lie elsewhere
+            return traced  # the next call's arguments will lie elsewhere
         traced.returns_at(jax.tree.leaves(result))  # as that is run, so the armed one is to be
         self._take(traced)
-        return result, None
+        return None
 
     def _take(self, program: StepProgram) -> None:
         self._kinds.add(program)

@@ -62,10 +62,12 @@ class ByteBudget:
     def release(self, num_bytes: int, loan: Loan | None = None) -> None:
         """Gives bytes back; of a loan, if they are on one, as many as it has left at most."""
         with self._lock:
-            loan = Loan(num_bytes) if loan is None else loan
-            num_bytes = min(num_bytes, loan.num_bytes)
-            used_bytes, left = self.used_bytes - num_bytes, loan.num_bytes - num_bytes
-            self.used_bytes, loan.num_bytes = used_bytes, left
+            if loan is None:
+                self.used_bytes -= num_bytes
+            else:
+                num_bytes = min(num_bytes, loan.num_bytes)
+                used_bytes, left = self.used_bytes - num_bytes, loan.num_bytes - num_bytes
+                self.used_bytes, loan.num_bytes = used_bytes, left
             self._changed.notify_all()
 
     def hand_over(self, num_bytes: int, loan: Loan) -> None:

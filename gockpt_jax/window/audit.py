@@ -15,7 +15,7 @@ from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget, Loan
-from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
     Grid,
@@ -28,7 +28,9 @@ from gockpt_jax.transfer.sample import (
     start_sample,
 )
 from gockpt_jax.transfer.turns import Turn, Turns
+from gockpt_jax.window.landing import landing_task
 from gockpt_jax.window.resources import Resources
+from gockpt_jax.window.worker import in_any_case
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Auditor:
             with events.span(events.SPAN_AUDIT):
                 self._send_all(pairs, pending)
         except BaseException:
-            self._worker.submit(pending.drop)
+            self._worker.submit(*in_any_case(pending.drop))
             raise
         return pending
 
@@ -166,20 +168,9 @@ class Auditor:
         self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit",
         give_back: Callable[[], None], heed: Callable[[BaseException], object],
     ) -> None:  # fmt: skip
-        sample = start_sample(probes)
-
-        def land() -> None:
-            try:
-                pending.land(boxes, sample)
-            finally:
-                give_back()
-
-        def failed(error: BaseException) -> None:
-            pending.failed(error.with_traceback(None))  # it would keep the copy alive
-            give_back()
-            heed(error)
-
-        self._worker.submit(land, failed)
+        land = functools.partial(pending.land, boxes)
+        sample = start_sample(probes).result
+        self._worker.submit(*landing_task(sample, land, give_back, heed, pending.failed))
 
     def _demote(self, path: str) -> bool:
         """Makes a leaf late from now on; False if it must not be."""
@@ -209,9 +200,8 @@ class PendingAudit:
         self._held = Loan()  # of the host's bytes
         self._error: BaseException | None = None
 
-    def land(self, boxes: Sequence[_Box], sample: Pull[list[np.ndarray]]) -> None:
+    def land(self, boxes: Sequence[_Box], true: Sequence[np.ndarray]) -> None:
         """Takes in boxes."""
-        true = sample.result()
         self._host.add(sum(x.nbytes for x in true), self._held)
         self._landed += zip(boxes, true, strict=True)
 

@@ -28,8 +28,8 @@ from gockpt_jax.window.departure import Follower
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.slots import ChunkSlot, fill
 from gockpt_jax.window.units import GroupUnit
+from gockpt_jax.window.worker import Task
 
-Task = Callable[[], None]
 _Rows = tuple[int, Chunk, Sequence[HostChunk]]
 """Of a leaf, by its position, rows and what has come of them."""
 UnitValue = tuple[int, int]

@@ -1,6 +1,7 @@
-"""Where the chunks of a leaf land on the host, and become its shards again."""
+"""How chunks land on the host, and where those of a leaf become its shards again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -8,9 +9,45 @@ from gockpt_jax.replay.memory import own
 from gockpt_jax.transfer.boxes import Index, explicit, overlap, shape_of, within
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
+from gockpt_jax.window.worker import Failed, Task
+
+_T = TypeVar("_T")
 
 # A page: storage writes from it without a copy. The CPU backend asks for 64 bytes.
 _ALIGNMENT = 4096
+
+
+def landing_task(
+    pull: Callable[[], _T], land: Callable[[_T], object], has_landed: Callable[[], None],
+    heed: Failed, failed: Failed,
+) -> tuple[Task, Failed]:  # fmt: skip
+    """For `Worker.submit`: waits for what is on its way to the host, and takes it in.
+
+    Args:
+      pull: Waits for it; nobody else holds what this one does, so that it is free behind it.
+      land: Takes it in.
+      has_landed: Gives back what it had of the device budget; may be called again.
+      heed: Is told of an error first: a runtime may find out only now that it had no room.
+      failed: Is told then.
+    """
+    on_its_way = [pull]
+
+    def task() -> None:
+        found = on_its_way.pop()()
+        has_landed()
+        land(found)
+
+    def not_landed(error: BaseException) -> None:
+        # These would keep it on the device, which has to be free before the budget says so.
+        on_its_way.clear()
+        error.with_traceback(None)
+        try:
+            has_landed()
+            heed(error)
+        finally:
+            failed(error)
+
+    return task, not_landed
 
 
 class Landing:

@@ -18,13 +18,13 @@ from gockpt_jax.transfer.chunks import (
     row_size,
 )
 from gockpt_jax.transfer.layout import padded_bytes
-from gockpt_jax.transfer.pull import ChunkPull, HostChunk
+from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.device_budget import DeviceBudget
-from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.landing import Landing, landing_task
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, give_back, make_slots
-from gockpt_jax.window.worker import Failed, Task, Worker
+from gockpt_jax.window.worker import Failed, Worker, in_any_case
 
 Numbered = tuple[int, Chunk]
 """A chunk behind the position, or another number, of its array."""
@@ -61,7 +61,7 @@ def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, lis
             one.count()
         send_late(arrays, chunks, receivers, worker, device)
     except BaseException:
-        worker.submit(forget)
+        worker.submit(*in_any_case(forget))
         raise
     return promised
 
@@ -145,9 +145,10 @@ def send_late(
             with device.lent(num_bytes) as give_back:
                 beside_bytes = device.used_bytes - num_bytes
                 pull = stage_and_pull(block, [arrays[i] for i, _ in sent])
-                landed = [(chunk, receivers[i]) for i, chunk in sent]
+                land, failed = _for_all([(chunk, receivers[i]) for i, chunk in sent])
                 heed = functools.partial(device.heed, num_bytes, beside_bytes)
-                worker.submit(*_landing_task(pull, landed, give_back, heed))
+                worker.submit(*landing_task(pull.result, land, give_back, heed, failed))
+                del pull  # the worker has it
             continue
         except jax.errors.JaxRuntimeError as error:
             if not device.allows_less(num_bytes, beside_bytes, error):
@@ -158,29 +159,20 @@ def send_late(
         return
 
 
-def _landing_task(
-    pull: ChunkPull, landed: Sequence[tuple[Chunk, Receiver]],
-    has_landed: Callable[[], None], heed: Callable[[BaseException], object],
-) -> tuple[Task, Failed]:  # fmt: skip
-    pulls = [pull]
+def _for_all(
+    sent: Sequence[tuple[Chunk, Receiver]],
+) -> tuple[Callable[[Sequence[Sequence[HostChunk]]], None], Failed]:
+    """What takes in, or hears of, chunks that were sent together."""
 
-    def task() -> None:
-        try:
-            found = pulls.pop().result()
-        finally:  # nothing holds the staged copies any more
-            has_landed()
-        for (chunk, (land, _)), shards in zip(landed, found, strict=True):
-            land(chunk, shards)
+    def land(found: Sequence[Sequence[HostChunk]]) -> None:
+        for (chunk, (receive, _)), shards in zip(sent, found, strict=True):
+            receive(chunk, shards)
 
     def failed(error: BaseException) -> None:
-        pulls.clear()
-        has_landed()
-        heed(error)  # a runtime may find out only now
-        error.with_traceback(None)  # it would keep staged copies alive
-        for _, (_, tell) in landed:
+        for _, (_, tell) in sent:
             tell(error)
 
-    return task, failed
+    return land, failed
 
 
 def _staged_bytes(chunk: Chunk) -> int:

@@ -16,7 +16,8 @@ from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.audit import Auditor, PendingAudit
 from gockpt_jax.window.departure import Departure, make_departure
-from gockpt_jax.window.early import EarlyChunks, Task
+from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.landing import landing_task
 from gockpt_jax.window.late import send_late
 from gockpt_jax.window.late_groups import LateGroups
 from gockpt_jax.window.planned import Planned
@@ -24,6 +25,7 @@ from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, make_slots
 from gockpt_jax.window.step_room import StepRoom
 from gockpt_jax.window.units import units_behind
+from gockpt_jax.window.worker import Task, in_any_case
 
 _ROUNDED = "replayed up to rounding, as no exact window fits the device budget"
 
@@ -183,26 +185,18 @@ class OpenWindow:
           has_landed: Gives back what it held.
           num_bytes: As many.
         """
-        beside_bytes = self._device.used_bytes - num_bytes
+        heed = functools.partial(self._device.heed, num_bytes, self._device.used_bytes - num_bytes)
+        self._worker.submit(
+            *landing_task(
+                lambda: land() if self._early.error is None else None,
+                self._pass_on, has_landed, heed, self._early.failed,
+            )
+        )  # fmt: skip
 
-        def run() -> None:
-            try:
-                then = land() if self._early.error is None else None
-            finally:
-                has_landed()
-            if then is not None:
-                self._pass_on(then)
-
-        def failed(error: BaseException) -> None:
-            self._early.failed(error.with_traceback(None))  # it would keep copies alive
-            has_landed()
-            self._device.heed(num_bytes, beside_bytes, error)
-
-        self._worker.submit(run, failed)
-
-    def _pass_on(self, task: Task) -> None:
+    def _pass_on(self, task: Task | None) -> None:
         """Has something done with what has landed, after all that has landed before it."""
-        self._worker.pass_on(task, self._early.failed)
+        if task is not None:
+            self._worker.pass_on(task, self._early.failed)
 
     def seal(
         self, arrays: Sequence[jax.Array], promised: dict[int, list[ChunkSlot]]
@@ -243,7 +237,7 @@ class OpenWindow:
             )
         except BaseException:  # an interrupt
             if audit is not None:
-                self._worker.submit_behind(audit.drop)
+                self._worker.submit_behind(*in_any_case(audit.drop))
             raise
         return None if audit is None else audit.metadata
 
@@ -268,6 +262,7 @@ class OpenWindow:
         self, slots: Mapping[int, Sequence[ChunkSlot]], audit: PendingAudit | None,
         error: BaseException,
     ) -> None:  # fmt: skip
+        self._early.failed(error)  # no other item of this save is made of what is left
         self._early.drop()
         if audit is not None:
             audit.drop()
@@ -297,4 +292,4 @@ class OpenWindow:
 
     def _forget_rest(self) -> None:
         self._early.promise_no_more()
-        self._worker.submit_behind(self._early.drop)
+        self._worker.submit_behind(*in_any_case(self._early.drop))

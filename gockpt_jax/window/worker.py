@@ -1,6 +1,7 @@
 """The threads beside the trainer's: one lands what has left, one behind it replays."""
 
 import collections
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -21,11 +22,17 @@ def _log_it(error: BaseException) -> None:
     _log.error("a task of a worker thread failed", exc_info=error)
 
 
+def in_any_case(task: Callable[[], object]) -> tuple[Task, Failed]:
+    """For `Worker.submit`: a task that is run again, if it has not been run to its end."""
+    return task, lambda _: task()
+
+
 class Worker:
     """Runs tasks one after another, in the order they were given.
 
     What goes wrong with a task, wherever it does, and be it before its first line, is for `failed`:
-    somebody waits for what the task would have done. By default it is logged.
+    somebody waits for what the task would have done. It is called on the task's thread, in its
+    turn. By default it logs the error.
 
     The thread is not a daemon: one that is inside JAX while the interpreter shuts down aborts the
     process. It ends by itself when it has nothing to do and the main thread is gone, so that a
@@ -85,7 +92,10 @@ class Worker:
 
     def submit_behind(self, task: Task, failed: Failed = _log_it) -> None:
         """Appends a task that runs on the worker behind, after all that is passed on until then."""
-        self.submit(lambda: self.pass_on(task, failed), failed)
+        self.submit(
+            lambda: self.pass_on(task, failed),
+            lambda error: self.pass_on(functools.partial(failed, error), failed),
+        )
 
     def wait_until_idle(self) -> None:
         """Returns when every task given so far has run, and what they passed on."""

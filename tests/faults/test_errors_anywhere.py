@@ -1,7 +1,8 @@
-"""An error wherever a thread of the background calls a function of the library's, once in a period.
+"""An error wherever a function of the library's is called, once in a period.
 
-Training goes on, and hears of it. The save is there and right, or its report says why not, and
-nothing of it is visible; nothing hangs, and the next save and what is held are as ever.
+On a thread of the background: training goes on, and hears of it. The save is there and right, or
+its report says why not, and nothing of it is visible; nothing hangs, and the next save and what is
+held are as ever. On the trainer's thread, behind the dispatch of a step: the state is not lost.
 `make errors` tries all of them.
 """
 
@@ -10,20 +11,27 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import orbax.checkpoint as ocp
 import pytest
+from bits import differing
 from campaigns import seeds
 from signals import LIBRARY
 
+import gockpt_jax as gockpt
 from gockpt_jax.window import worker
 
-from .periods import NoTrouble, Periods
+from .periods import INTERVAL, NoTrouble, Periods, batch, fresh, train_step
+from .states import abstract, bits_of, stock_restore
 
 PLACES = seeds("ERRORS") or range(1, 4_000, 97)  # of some 2,100 in a period
+STEP_PLACES = seeds("ERRORS") or range(1, 400, 9)  # of some 300
 PARTS = 4
 _TRIES = 6
 _GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -35,6 +43,8 @@ NOT_THERE = {
     "HostShard.release", "WriteBudget._add", "WriteBudget._remove", "span",
     "Promise.done", "Promise.result", "Promise.exception", "Promise.add_done_callback",
     "Promise._require_done", "Promise._call_all",
+    # Of what a step has returned, where it is taken apart; with Python 3.12 that is no call.
+    "StepProgram.call.<locals>.<listcomp>",
 }  # fmt: skip
 
 
@@ -49,11 +59,13 @@ class ErrorAt:
       place: Which it is, counted from one, whichever thread comes there.
 
     Attributes:
+      may_come: Whether what is passed now is a place.
       came_at: Where it came, if it has.
       told: What the loop was told.
     """
 
     def __init__(self, place: int):
+        self.may_come: Callable[[], bool] = lambda: True
         self.came_at: str | None = None
         self.told: list[BaseException] = []
         self._left = place
@@ -74,8 +86,18 @@ class ErrorAt:
         # A generator that goes on would not see what is raised as it does.
         if event != "call" or code.co_flags & _GOES_ON:
             return
-        if code.co_filename.startswith(LIBRARY) and code.co_qualname not in NOT_THERE:
+        is_ours = code.co_filename.startswith(LIBRARY) and code.co_qualname not in NOT_THERE
+        if is_ours and self.may_come():
             self._pass(f"{code.co_qualname}, {code.co_filename}:{frame.f_lineno}")
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """On this thread, too."""
+        sys.setprofile(self.profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
     def once_entered(self, context: Callable[[], Any]) -> Callable[[], Any]:
         """A context manager of the library's that cannot be entered at the place."""
@@ -112,6 +134,16 @@ def own_profile() -> Iterator[None]:
     threading.setprofile(before)  # type: ignore[arg-type]  # None, as a rule
 
 
+@contextlib.contextmanager
+def naming(error_at: ErrorAt) -> Iterator[None]:
+    """Says of a failure where the error came."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"an error came at {error_at.came_at}; told {error_at.told}")
+        raise
+
+
 def assert_nothing_is_lost(periods: Periods, error_at: ErrorAt) -> None:
     """Behind a period in which an error came, wherever it came."""
     report = periods.assert_saved_or_reported()
@@ -135,14 +167,11 @@ def test_an_error_at_each_place(tmp_path: Path, on_busy: str, part: int) -> None
             error_at = ErrorAt(place)
             periods.end_threads()
             threading.setprofile(error_at.profile)
-            try:
+            with naming(error_at):
                 periods.run(error_at)
                 threading.setprofile(None)  # type: ignore[arg-type]
                 periods.end_threads()
                 assert_nothing_is_lost(periods, error_at)
-            except BaseException as error:
-                error.add_note(f"at place {place}: {error_at.came_at}; told {error_at.told}")
-                raise
             if error_at.came_at is None:  # the period has no more
                 break
     assert periods.held_bytes == {"host": 0, "device": 0}
@@ -164,3 +193,50 @@ def test_each_task_that_is_not_run_is_one_that_failed(
             assert_nothing_is_lost(periods, error_at)
     assert place > 4
     assert periods.held_bytes == {"host": 0, "device": 0}
+
+
+@pytest.mark.parametrize("place", [1, 2])  # on the thread that lands, and on the one behind it
+def test_an_abandoned_window_holds_nothing_though_the_task_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    periods, error_at = Periods(tmp_path, "wait"), ErrorAt(place)
+    with periods.manager:
+        assert periods.held_bytes["host"] > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "unwatched", error_at.once_entered(worker.unwatched))
+            periods.manager._gockpt_session.abandon("a test has it so")
+            assert periods.held_bytes == {"host": 0, "device": 0}
+    assert error_at.came_at is not None
+
+
+def donating_life(directory: Path, error_at: ErrorAt) -> None:
+    """Steps that donate what they are given, two windows, and an error behind a step's dispatch."""
+    state, plain, label = fresh(), fresh(), 0
+    options = ocp.CheckpointManagerOptions(save_interval_steps=INTERVAL)
+    window = gockpt.WindowOptions(steps=2)
+    with gockpt.GoCkptManager(directory, options=options, window=window) as manager:
+        step = manager.wrap(jax.jit(train_step.__wrapped__, donate_argnums=0))
+        for label in range(2 * INTERVAL + 1):
+            plain = train_step(plain, batch(label))
+            error_at.may_come = jax.tree.leaves(state)[0].is_deleted
+            with error_at.here():
+                state = error_at.during(step, state, batch(label))
+            assert not differing(bits_of(state), bits_of(plain))
+            if step.program is not None and step.program.is_armed:
+                step.program.wait_until_ready()
+            manager.save(label, args=gockpt.GoCkptSave(state))
+        manager.wait_until_finished()
+        assert not any(report.error for report in manager.reports), manager.reports
+    assert not differing(stock_restore(directory, label, abstract(plain)), bits_of(plain))
+
+
+@pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_an_error_behind_a_step_loses_no_state(tmp_path: Path, part: int) -> None:
+    """What was given to the step is donated: it has to return, whatever becomes of windows."""
+    for place in STEP_PLACES[part::PARTS]:
+        error_at = ErrorAt(place)
+        with naming(error_at):
+            donating_life(tmp_path / str(place), error_at)
+        if error_at.came_at is None:  # a life has no more
+            break

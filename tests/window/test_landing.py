@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from gockpt_jax.transfer.chunks import Chunk, Source, row_ranges
 from gockpt_jax.transfer.pull import HostChunk, owned_shards
-from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.landing import Landing, landing_task
 
 MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 VALUES = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
@@ -43,3 +46,63 @@ def test_shards_are_cut_anew_where_they_lie_otherwise(wanted, kind, parts):
     assert [chunk.index for chunk in found] == boxes
     for chunk in found:
         np.testing.assert_array_equal(chunk.data, np.array(stored(array))[chunk.index])
+
+
+class Copy:
+    """On the device, until nobody has it any more."""
+
+
+class OnItsWay:
+    """What happens as a copy lands."""
+
+    def __init__(self, error=None):
+        copy, self.happened = Copy(), []
+        self.copy = weakref.ref(copy)
+
+        def pull(copy=copy):
+            if error is not None:
+                raise error
+            return "landed"
+
+        self.task, self.failed = landing_task(
+            pull,
+            self.happened.append,
+            lambda: self.happened.append(f"free: {self.copy() is None}"),
+            lambda error: self.happened.append(("heeded", error)),
+            lambda error: self.happened.append(("told", error)),
+        )
+
+
+def test_a_copy_is_free_before_it_is_taken_in():
+    on_its_way = OnItsWay()
+    on_its_way.task()
+    assert on_its_way.happened == ["free: True", "landed"]
+
+
+def test_a_copy_that_did_not_land_is_free_before_anybody_hears_of_it():
+    """Its traceback would hold it."""
+    error = MemoryError()
+    on_its_way = OnItsWay(error)
+    try:
+        on_its_way.task()
+    except MemoryError as caught:
+        on_its_way.failed(caught)
+    assert on_its_way.happened == ["free: True", ("heeded", error), ("told", error)]
+
+
+def test_a_copy_that_nobody_waited_for_is_free():
+    on_its_way, error = OnItsWay(), MemoryError()
+    on_its_way.failed(error)
+    assert on_its_way.happened == ["free: True", ("heeded", error), ("told", error)]
+
+
+def test_an_error_is_told_though_it_cannot_be_heeded():
+    told, error = [], MemoryError()
+
+    def cannot(error):
+        raise RuntimeError
+
+    _, failed = landing_task(lambda: None, print, lambda: None, cannot, told.append)
+    with contextlib.suppress(RuntimeError):
+        failed(error)
+    assert told == [error]

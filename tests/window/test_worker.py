@@ -17,7 +17,7 @@ import pytest
 from signals import Signals, interrupt
 
 from gockpt_jax.window import worker as worker_module
-from gockpt_jax.window.worker import Worker
+from gockpt_jax.window.worker import Worker, in_any_case
 
 WAIT_SECS = 60
 
@@ -114,12 +114,28 @@ def test_a_task_that_was_never_run_has_failed(pair, monkeypatch, name):
     assert [type(error) for error in told] == [Lost]
 
 
-def test_a_task_that_could_not_be_passed_on_has_failed(pair, monkeypatch):
-    told = []
-    monkeypatch.setattr(pair._behind, "submit", lambda *task: fail())
-    pair.submit_behind(lambda: pytest.fail("it ran"), told.append)
+def test_a_task_that_could_not_be_passed_on_has_failed_on_its_own_thread(pair, monkeypatch):
+    """In its turn: what it was to do is no matter of the thread before."""
+    told, submit, refused = [], pair._behind.submit, []
+
+    def refuse_once(*task):
+        refused.append(task)
+        fail() if len(refused) == 1 else submit(*task)
+
+    monkeypatch.setattr(pair._behind, "submit", refuse_once)
+    pair.submit_behind(
+        lambda: pytest.fail("it ran"),
+        lambda error: told.append((type(error), threading.current_thread().name)),
+    )
     pair.wait_until_idle()
-    assert [type(error) for error in told] == [Lost]
+    assert told == [(Lost, "behind")]
+
+
+def test_what_is_to_be_done_in_any_case_is_done_again(worker):
+    ran = []
+    worker.submit(*in_any_case(lambda: (ran.append(len(ran)), len(ran) > 1 or fail())))
+    worker.wait_until_idle()
+    assert ran == [0, 1]
 
 
 def test_the_thread_survives_those_who_hear_of_an_error(worker, caplog):
