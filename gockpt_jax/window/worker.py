@@ -22,7 +22,7 @@ def _log_it(error: BaseException) -> None:
     _log.error("a task of a worker thread failed", exc_info=error)
 
 
-def in_any_case(task: Callable[[], object]) -> tuple[Task, Failed]:
+def in_any_case(task: Task) -> tuple[Task, Failed]:
     """For `Worker.submit`: a task that is run again, if it has not been run to its end."""
     return task, lambda _: task()
 
