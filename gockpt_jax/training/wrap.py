@@ -113,7 +113,7 @@ class WrappedStep(StandIn):
             if program is not None and self.program is None and self.why_not is None:
                 self._take(program)  # dropped for this call, which says nothing of others
             raise
-        with self.giving_up_on_errors():  # the old state may be donated: the new one is to be had
+        with self._losing_no_state():
             if is_asked and armed is not None and call is not None:
                 self._kinds.ran_armed(call.program)
             self._keep(result, self._settle(result, traced))
@@ -330,6 +330,25 @@ class WrappedStep(StandIn):
         except Exception as error:
             _log.debug("analysis failed", exc_info=error)
             why = f"its analysis failed with {_brief(error)}; please report it"
+        self.give_up(why)
+
+    @contextlib.contextmanager
+    def _losing_no_state(self) -> Iterator[None]:
+        """Training goes on without windows, whatever goes wrong behind a step's dispatch.
+
+        The old state may be donated: the new one is to be had. Not beside other processes, which
+        would run other executables than this one, and wait for it; nor where a warning is an error.
+        """
+        try:
+            yield
+            return
+        except (StepMismatchError, ProcessError, Warning):
+            raise
+        except Exception as error:
+            if jax.process_count() > 1:
+                raise
+            _log.warning("what follows a step failed, training is not affected", exc_info=error)
+            why = f"what follows a step failed with {_brief(error)}; please report it"
         self.give_up(why)
 
     def give_up(self, why: str) -> None:

@@ -1,8 +1,6 @@
 """Byte budgets: what may be in flight at once."""
 
-import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -91,24 +89,12 @@ class ByteBudget:
             self.used_bytes, loan.num_bytes = self.used_bytes - loan.num_bytes, 0
             self._changed.notify_all()
 
-    @contextlib.contextmanager
-    def lent(self, num_bytes: int) -> Iterator[Callable[[], None]]:
-        """Takes bytes, waiting for room, for what is begun here and ends on another thread.
+    def lent(self, num_bytes: int) -> "_Lent":
+        """Takes bytes, waiting for room, for what is begun in a `with`, and ends on another thread.
 
-        Yields:
-          What gives them back, to be called there; if it cannot be begun, they are given back here.
+        It gives what gives them back, to be called there; what cannot be begun gives them back.
         """
-        loan = Loan()
-        try:
-            self.acquire(num_bytes, loan)
-            yield functools.partial(self.repay, loan)
-        except BaseException:
-            try:
-                self.repay(loan)
-            except BaseException:  # an interrupt of the interrupted: nobody else would
-                self.repay(loan)
-                raise
-            raise
+        return _Lent(self, num_bytes)
 
     def reset_peak(self) -> None:
         """Measures the peak from now on."""
@@ -127,6 +113,37 @@ class ByteBudget:
         # All or nothing: an interrupt comes behind a call, or before.
         num_bytes += loan.num_bytes
         self.used_bytes, self.peak_bytes, loan.num_bytes = used_bytes, peak_bytes, num_bytes
+
+
+class _Lent:
+    """`ByteBudget.lent`. An interrupt behind the `next` of a generator would leave what it took."""
+
+    def __init__(self, budget: ByteBudget, num_bytes: int):
+        self._budget = budget
+        self._num_bytes = num_bytes
+        self._loan = Loan()
+
+    def __enter__(self) -> Callable[[], None]:
+        try:
+            self._budget.acquire(self._num_bytes, self._loan)
+        except BaseException:
+            self._give_back_now()
+            raise
+        return self._give_back
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is not None:
+            self._give_back_now()
+
+    def _give_back(self) -> None:
+        self._budget.repay(self._loan)
+
+    def _give_back_now(self) -> None:
+        try:
+            self._give_back()
+        except BaseException:  # an interrupt of the interrupted: nobody else would
+            self._give_back()
+            raise
 
 
 def batches(

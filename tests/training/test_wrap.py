@@ -99,6 +99,35 @@ def test_results_are_the_users(arm, armed_at):
     assert observer.cuts == [n in armed_at for n in range(8)]
 
 
+class Unsteady(Observer):
+    """Fails once, behind a step."""
+
+    def after_update(self, step, armed):
+        super().after_update(step, armed)
+        if len(self.cuts) == 5:
+            raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("armed_at", [(), (3, 4, 5)])
+def test_what_goes_wrong_behind_a_step_does_not_lose_what_that_has_returned(armed_at, caplog):
+    """It was given the only other state there was."""
+    jitted, observer = jax.jit(update, donate_argnums=0), Unsteady(armed_at)
+    step = wrap(jitted, observer)
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="follows a step failed with RuntimeError"):
+        state = run(step, fresh(), 8)
+    assert_same(state, run(jitted, fresh(), 8))
+    assert step.program is None
+    assert observer.cuts == [n in armed_at and n < 5 for n in range(8)]
+    assert [str(r.exc_info[1]) for r in caplog.records] == ["injected"]
+
+
+def test_beside_other_processes_it_ends_the_job(monkeypatch):
+    """They run armed steps, and this one would not any more: they would wait for it."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match="injected"):
+        run(wrap(jax.jit(update, donate_argnums=0), Unsteady()), fresh(), 8)
+
+
 @pytest.mark.parametrize("arm", ["window", "always"])
 def test_the_users_python_is_traced_no_more_often(arm):
     traces = []
@@ -441,6 +470,15 @@ def test_a_step_that_cannot_be_traced_again_warns_once(monkeypatch):
         state = run(step, fresh(), 5)
     assert len(told) == 1
     assert_same(state, run(jitted, fresh(), 5))
+
+
+def test_a_warning_that_is_an_error_says_what_it_warned_of(monkeypatch):
+    untraceable = Failing(jax.jit(update))
+    untraceable.trace = Failing(None, times=8)
+    step = wrap(jax.jit(update))
+    monkeypatch.setattr(step, "step", untraceable)
+    with pytest.raises(gockpt.SnapshotOnlyWarning, match="are snapshots: tracing it failed with"):
+        run(step, fresh(), 5)
 
 
 def test_another_program_of_the_same_shapes_is_the_users():
