@@ -477,7 +477,7 @@ def test_a_warning_that_is_an_error_says_what_it_warned_of(monkeypatch):
     untraceable.trace = Failing(None, times=8)
     step = wrap(jax.jit(update))
     monkeypatch.setattr(step, "step", untraceable)
-    with pytest.raises(gockpt.SnapshotOnlyWarning, match="are snapshots: tracing it failed with"):
+    with pytest.raises(gockpt.SnapshotOnlyWarning, match=r"^[^:]*: tracing it failed with"):
         run(step, fresh(), 5)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import itertools
 import threading
 import types
 
 import jax
 import pytest
+from signals import Signals
 
 from gockpt_jax.transfer.budget import ByteBudget, Loan, device_headroom_bytes
 
@@ -167,6 +171,21 @@ def test_an_interrupt_of_giving_back_leaves_nothing_taken(monkeypatch):
     with pytest.raises(KeyboardInterrupt), budget.lent(6):
         raise RuntimeError
     assert budget.used_bytes == 0
+
+
+def test_an_interrupt_as_it_is_lent_leaves_nothing_taken():
+    """In the budget, or on the way from there into the `with`."""
+    there = (inspect.getsourcefile(ByteBudget), contextlib.__file__)
+    for place in itertools.count(1):
+        budget, lent, signals = ByteBudget(10), [], Signals([place], inside=there)
+        with contextlib.suppress(KeyboardInterrupt), signals.coming(), budget.lent(6) as give_back:
+            lent.append(give_back)
+        for give_back in lent:  # what was begun ends
+            give_back()
+        assert budget.used_bytes == 0, signals.came_at
+        if not signals.came_at:
+            break
+    assert place > 5
 
 
 def test_the_limit_holds_for_many_threads():

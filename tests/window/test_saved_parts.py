@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
-from window.training_loop import Options, assert_same, to_host
+from window.training_loop import Loop, Options, assert_same, to_host
 
-from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax import AuditError, GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.window import open_window
+from gockpt_jax.window.audit import PendingAudit
 
 LEAF = 64 * 64 * 4
 NAMES = "abcd"
@@ -136,3 +139,38 @@ def test_a_fixed_k_is_a_window_whatever_is_saved(tmp_path, monkeypatch):
     moments = [lambda state: state["m"]] * 4
     reports, _, _ = run(tmp_path, moments, monkeypatch, steps=3)
     assert [(r.kind, r.window_steps) for r in reports[1:]] == [("window", 3)] * 3
+
+
+def test_what_fails_one_item_of_a_window_is_what_fails_the_others(tmp_path, monkeypatch):
+    """They are made of the same chunks, and of an update that may have come too late, or never."""
+    told, fail, failing = [], open_window.fail, []
+
+    def noting(slots, error):
+        told.append(error)
+        fail(slots, error)
+
+    def check(audit, final):
+        failing.append(AuditError("injected"))
+        if len(failing) == 1:
+            raise failing[0]
+
+    def moments(state):
+        adam = state["opt"][0]
+        return {"args": ocp.args.Composite(mu=GoCkptSave(adam.mu), nu=GoCkptSave(adam.nu))}
+
+    loop = Loop(tmp_path, window={"steps": 3})
+    with loop.manager:
+        while loop.label <= 12:
+            loop.update()
+            if loop.label == 12:
+                loop.manager.wait_until_finished()
+                loop.settle()
+                monkeypatch.setattr(open_window, "fail", noting)
+                monkeypatch.setattr(PendingAudit, "check", check)
+            loop.manager.save(loop.label, **moments(loop.state))
+            loop.label += 1
+        with pytest.raises(AuditError, match="injected"):
+            loop.manager.wait_until_finished()
+        assert loop.kinds == {0: "snapshot", 4: "window", 8: "window", 12: "window"}
+        assert {*map(id, told)} == {id(failing[0])}
+        assert len(told) == 2
