@@ -43,8 +43,8 @@ NOT_THERE = {
     "HostShard.release", "WriteBudget._add", "WriteBudget._remove", "span",
     "Promise.done", "Promise.result", "Promise.exception", "Promise.add_done_callback",
     "Promise._require_done", "Promise._call_all",
-    # Orbax's barrier behind a commit: what fails there is reported as failed, and there.
-    "Turn.told_at.<locals>.heard", "Turn._settle", "_alone",
+    # What Orbax does behind a commit: what fails there is reported as failed, and is there.
+    "Turn.told_at.<locals>.heard", "Turn._settle", "_alone", "Deleter.delete_steps",
     # Of what a step has returned, where it is taken apart; with Python 3.12 that is no call.
     "StepProgram.call.<locals>.<listcomp>",
 }  # fmt: skip
