@@ -28,16 +28,16 @@ def test_what_is_counted_on_the_device_is_taken_off():
 
     def accounts():
         sampled.append(None)
-        return 32 * MIB, 96 * MIB * len(counted)
+        return 128 * MIB, 384 * MIB * len(counted)
 
     base = resident_bytes()
     with _sampled(accounts) as peaks:
         counted.append(None)  # before it is taken, as the library does
-        held = np.ones(128 * MIB, np.uint8)
+        held = np.ones(512 * MIB, np.uint8)  # beside what other threads of the process may take
         seen = len(sampled)
         while len(sampled) < seen + 4:  # two samples since
             time.sleep(0.001)
-    assert 20 * MIB < peaks.host - base < 60 * MIB
+    assert 100 * MIB < peaks.host - base < 200 * MIB
     assert peaks.accounted == held.nbytes
 
 
