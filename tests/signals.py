@@ -16,7 +16,7 @@ import gockpt_jax
 from gockpt_jax import compiling, locks
 
 LIBRARY = os.path.dirname(gockpt_jax.__file__)
-_GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _BETWEEN = (contextlib.__file__, threading.__file__)
 """Who calls these is inside, if they are."""
 _STARTS = threading.Thread.start.__code__
@@ -70,6 +70,16 @@ def _place(frame: Any) -> str:
     return found[0] if inside or frame.f_back is None else f"{found[0]} < {_place(frame.f_back)}"
 
 
+@contextlib.contextmanager
+def profiled(profile: Callable[[Any, str, Any], None]) -> Iterator[None]:
+    """Has this thread's calls inside told to a profile, as `sys.setprofile` says."""
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
 class Signals:
     """Sends a signal to this thread where the library gives it a chance, once or now and then.
 
@@ -98,14 +108,9 @@ class Signals:
         self._handler = handler
         self._inside = inside
 
-    @contextlib.contextmanager
-    def coming(self) -> Iterator[None]:
+    def coming(self) -> contextlib.AbstractContextManager[None]:
         """They come in what is called inside."""
-        sys.setprofile(self._profile)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
+        return profiled(self._profile)
 
     def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls; again, and again, where it is interrupted."""
@@ -128,7 +133,7 @@ class Signals:
     def _profile(self, frame: Any, event: str, arg: Any) -> None:
         code = frame.f_code
         # A generator that goes on would not see what is raised as it does.
-        begins = event == "call" and not code.co_flags & _GOES_ON
+        begins = event == "call" and not code.co_flags & GOES_ON
         if (event == "c_return" or begins) and self._is_inside(frame):
             self.passed += 1
             self._left -= 1

@@ -92,7 +92,9 @@ class ByteBudget:
     def lent(self, num_bytes: int) -> "_Lent":
         """Takes bytes, waiting for room, for what is begun in a `with`, and ends on another thread.
 
-        It gives what gives them back, to be called there; what cannot be begun gives them back.
+        Returns:
+          What to enter. It yields what gives the bytes back, to be called there; if it cannot be
+          begun, they are given back as the `with` ends.
         """
         return _Lent(self, num_bytes)
 

@@ -57,7 +57,12 @@ class Worker:
         self._closed = False
 
     def submit(self, task: Task, failed: Failed = _log_it) -> None:
-        """Appends a task."""
+        """Appends a task.
+
+        Args:
+          task: Is called on the worker's thread.
+          failed: Is called there with what went wrong with it; maybe again, if that does, too.
+        """
         with self._lock:
             self._tasks.append((task, failed))
             self._changed.notify_all()

@@ -9,9 +9,7 @@ held are as ever. On the trainer's thread, behind the dispatch of a step: the st
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from bits import differing
 from campaigns import seeds
-from signals import LIBRARY
+from signals import GOES_ON, LIBRARY, profiled
 
 import gockpt_jax as gockpt
 from gockpt_jax.window import worker
@@ -34,7 +32,6 @@ PLACES = seeds("ERRORS") or range(1, 4_000, 97)  # of some 2,100 in a period
 STEP_PLACES = seeds("ERRORS") or range(1, 400, 9)  # of some 300
 PARTS = 4
 _TRIES = 6
-_GOES_ON = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 NOT_THERE = {
     # What catches errors, where it does not yet, or no more.
     "Worker._run", "Worker._comes", "Worker._do_next",
@@ -86,20 +83,11 @@ class ErrorAt:
         """As `threading.setprofile` takes it: calls of the library's, by threads started then."""
         code = frame.f_code
         # A generator that goes on would not see what is raised as it does.
-        if event != "call" or code.co_flags & _GOES_ON:
+        if event != "call" or code.co_flags & GOES_ON:
             return
         is_ours = code.co_filename.startswith(LIBRARY) and code.co_qualname not in NOT_THERE
         if is_ours and self.may_come():
             self._pass(f"{code.co_qualname}, {code.co_filename}:{frame.f_lineno}")
-
-    @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
-        """On this thread, too."""
-        sys.setprofile(self.profile)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
 
     def once_entered(self, context: Callable[[], Any]) -> Callable[[], Any]:
         """A context manager of the library's that cannot be entered at the place."""
@@ -222,7 +210,7 @@ def donating_life(directory: Path, error_at: ErrorAt) -> None:
         for label in range(2 * INTERVAL + 1):
             plain = train_step(plain, batch(label))
             error_at.may_come = jax.tree.leaves(state)[0].is_deleted
-            with error_at.here():
+            with profiled(error_at.profile):
                 state = error_at.during(step, state, batch(label))
             assert not differing(bits_of(state), bits_of(plain))
             if step.program is not None and step.program.is_armed:
