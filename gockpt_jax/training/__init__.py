@@ -24,7 +24,8 @@ In the order of their imports:
     program    one traced step: its state, its cut, its armed executable
     last_result  what a step has returned last
     stand_in   what is called in place of a function
-    kinds      a step's programs, one for each kind of its calls
+    kinds      which programs a step has at once, and when one more is traced
+    traced     a step and its programs, one for each kind of its calls
     wrap       the wrapped step
     nested     steps whose `jax.jit` lies inside another object
     jit        `jax.jit` for functions of more than arrays

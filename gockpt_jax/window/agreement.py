@@ -4,7 +4,7 @@ import weakref
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.window.processes import Processes
 
 
@@ -19,11 +19,11 @@ class Agreement:
     def __init__(self, options: WindowOptions, processes: Processes):
         self._options = options
         self._processes = processes
-        self._asked: weakref.WeakSet[StepProgram | WrappedStep] = weakref.WeakSet()
+        self._asked: weakref.WeakSet[StepProgram | TracedStep] = weakref.WeakSet()
         self._ready: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         self._refused = (-1, "")  # the last save for which a process was not ready, and why
 
-    def settle(self, step: WrappedStep, *, planned: bool) -> None:
+    def settle(self, step: TracedStep, *, planned: bool) -> None:
         """A step that one process cannot arm is given up by all.
 
         Args:

@@ -9,7 +9,7 @@ import jax
 
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.window.clock import StepClock
 from gockpt_jax.window.plan import Facts
@@ -75,7 +75,7 @@ class Known:
         least = {name: min(told, default=None) for name, told in known.items()}
         return Facts(**least, unsaved=unsaved.intersection(*(x for _, x in answers)))
 
-    def has_saved(self, step: WrappedStep, items: Sequence[Collection[int]]) -> None:
+    def has_saved(self, step: TracedStep, items: Sequence[Collection[int]]) -> None:
         """Told of each save: windows carry what one of the last two has taken.
 
         Args:

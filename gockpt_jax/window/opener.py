@@ -10,7 +10,7 @@ import jax
 from gockpt_jax.compiling import debugged_by
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.open_window import OpenWindow
@@ -71,7 +71,7 @@ class Opener:
         self._tried_for = -1  # the last save whose window was due: what came of it has been told
 
     def open(
-        self, step: WrappedStep, args: Any, kwargs: Any, version: int, sealed_at: int,
+        self, step: TracedStep, args: Any, kwargs: Any, version: int, sealed_at: int,
         no_room_for: int,
     ) -> OpenWindow | str | None:  # fmt: skip
         """Opens a window, if it is time.
@@ -145,11 +145,11 @@ class Opener:
             window.record.reason += f"; put off {deferral.steps} times, for {deferral.why}"
         return window
 
-    def _prepare(self, step: WrappedStep) -> None:
+    def _prepare(self, step: TracedStep) -> None:
         """Plans for a step that has run, and settles with the others whether it can be armed."""
         self._agreement.settle(step, planned=self._planner.prepare(step))
 
-    def why_not_follow(self, window: OpenWindow, step: WrappedStep) -> str | None:
+    def why_not_follow(self, window: OpenWindow, step: TracedStep) -> str | None:
         """Why a window does not go on with this step, if another has opened it; `None` if so."""
         program = step.program
         if (setting := debugged_by()) is not None:

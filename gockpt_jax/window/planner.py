@@ -13,7 +13,7 @@ from gockpt_jax.replay.contraction import cpu_contracts
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
-from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
@@ -67,7 +67,7 @@ class Planner:
             weakref.WeakKeyDictionary()
         )
 
-    def prepare(self, step: WrappedStep) -> bool:
+    def prepare(self, step: TracedStep) -> bool:
         """Plans for a new program, long before its first window: arming it takes long.
 
         And once after each save for one that has a plan, if what was measured has moved.
@@ -94,7 +94,7 @@ class Planner:
         self._settle(step, program, leaves)
         return True
 
-    def _settle(self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> None:
+    def _settle(self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> None:
         """Accepts a plan, or one that allows for rounding, and makes it ready."""
         if self._finds_no_room(self._plans[program]) and not self._options.must_be_exact:
             step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
@@ -154,7 +154,7 @@ class Planner:
         """More may be known than when the plans were made; looked at before the next window."""
         self._reviewed.clear()
 
-    def _review(self, step: WrappedStep, program: StepProgram) -> bool:
+    def _review(self, step: TracedStep, program: StepProgram) -> bool:
         """Makes the plan anew if what it was made for has moved: the armed step stays."""
         self._reviewed.add(program)
         planned = self._plans[program]
@@ -176,7 +176,7 @@ class Planner:
         return True
 
     def _make_ready(
-        self, step: WrappedStep, program: StepProgram, leaves: Sequence[jax.Array]
+        self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]
     ) -> None:
         """Compiles ahead what the program's plan needs."""
         planned = self._plans[program]
@@ -213,7 +213,7 @@ class Planner:
             self._compile_samples(program, planned, leaves)
         return found
 
-    def has_saved(self, step: WrappedStep) -> None:
+    def has_saved(self, step: TracedStep) -> None:
         """Told of each save, after `Known`: its items are sampled each by itself."""
         program = step.program
         planned = None if program is None else self._plans.get(program)
@@ -279,7 +279,7 @@ class Planner:
         """Whether a step's plan rests on the time that it takes, and nobody has said that."""
         return program in self._timed
 
-    def explain(self, step: WrappedStep) -> str:
+    def explain(self, step: TracedStep) -> str:
         """What the saves of a step's state are planned to be and why, and its cut, as text."""
         planned = None if step.program is None else self.planned(step.program)
         if planned is None:
