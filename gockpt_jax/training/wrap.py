@@ -79,6 +79,7 @@ class WrappedStep(TracedStep):
         is_asked = call is not None
         if call is None and always and self.program is not None:
             call = ArmedCall(self.program)
+        behind = self._losing_no_state()  # had now: behind the dispatch nothing else may raise
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         try:
             if armed is None:
@@ -88,7 +89,7 @@ class WrappedStep(TracedStep):
         except BaseException:
             self._has_failed(program)
             raise
-        with self._losing_no_state():
+        with behind:
             if is_asked and armed is not None and call is not None:
                 self._kinds.ran_armed(call.program)
             self._settle(result, traced)
@@ -137,7 +138,7 @@ class WrappedStep(TracedStep):
         return self.step(*args, **kwargs), traced
 
     def _losing_no_state(self) -> contextlib.AbstractContextManager[None]:
-        """Behind a step's dispatch: the old state may be donated, so the new one is to be had.
+        """For what follows a step's dispatch: the old state may be donated, the new one must come.
 
         Not beside other processes, which would run other executables than this one, and wait for
         it.
