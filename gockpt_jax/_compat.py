@@ -326,6 +326,16 @@ def items_have_names(manager: Any) -> None:
     manager._default_item.set(False)
 
 
+def who_ends(manager: Any, item: str) -> Any | None:
+    """The handler by which a `CheckpointManager` with a registry ends the item of a save.
+
+    It is the first that was registered under the name, whoever has written the item; `None`: there
+    is none yet, and who writes it is the first. Of Orbax 0.11.33 to 0.12.
+    """
+    entries = manager._checkpointer._handler._handler_registry.get_all_entries()
+    return next((handler for (name, _), handler in entries.items() if name == item), None)
+
+
 def wait_for_metadata(manager: Any) -> Callable[[], None]:
     """What waits until the notes of a `CheckpointManager` on its steps have been written.
 

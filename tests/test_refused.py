@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.inspecting.verify import verify_item
 
 STATE = {"w": jnp.arange(4.0), "n": np.arange(3)}
 
@@ -177,6 +178,62 @@ def test_arguments_that_cannot_be_saved(manager: gockpt.GoCkptManager, name: str
     message = refused(manager, **save)
     assert told in message
     assert advice in message
+
+
+TREE = {"w": jnp.arange(6.0)}
+OTHERS: dict[str, tuple[dict[str, Any], list[ocp.args.CheckpointArgs]]] = {
+    "a name of stock's": ({}, [ocp.args.StandardSave(TREE)]),
+    "a user's handler": (
+        {"item_handlers": {"x": ocp.JsonCheckpointHandler()}}, [gockpt.GoCkptSave(TREE)],
+    ),
+    "a user's handler of trees": (
+        {"item_handlers": {"x": ocp.StandardCheckpointHandler()}}, [gockpt.GoCkptSave(TREE)],
+    ),
+    "another kind before": ({}, [ocp.args.JsonSave({"a": 1}), ocp.args.PyTreeSave(TREE)]),
+    "arrays before": ({}, [ocp.args.ArraySave(jnp.ones(2)), ocp.args.StandardSave(TREE)]),
+}  # fmt: skip
+
+
+def assert_is_whole(item: Path) -> None:
+    verdict = verify_item(item)
+    assert (verdict.faults, verdict.notes) == ((), ()), verdict
+
+
+@pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_tree_that_another_handler_would_end(
+    tmp_path: Path, name: str, is_asynchronous: bool
+) -> None:
+    """Orbax ends an item by the first handler under its name: nobody could read ours."""
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=is_asynchronous)
+    given, saves = OTHERS[name]
+    item = "metrics" if name == "a name of stock's" else "x"
+    *before, last = enumerate(saves)
+    with gockpt.GoCkptManager(tmp_path, options=options, **given) as manager:
+        for step, args in before:
+            assert manager.save(step, args=ocp.args.Composite(**{item: args}))
+            manager.wait_until_finished()
+        step, args = last
+        both = {"state": gockpt.GoCkptSave(TREE), item: args}
+        with pytest.raises(ValueError, match=f"item `{item}` is a tree of arrays, but under that"):
+            manager.save(step, args=ocp.args.Composite(**both))
+        assert list(manager.all_steps()) == [step for step, _ in before]
+        assert manager.save(step, args=ocp.args.Composite(state=both["state"], y=args))
+    assert_is_whole(tmp_path / str(step) / "y")
+
+
+@pytest.mark.parametrize("save", [gockpt.GoCkptSave, ocp.args.StandardSave, ocp.args.PyTreeSave])
+@pytest.mark.parametrize("item", ["state", "x"])
+def test_a_restore_leaves_trees_to_our_handler(tmp_path: Path, item: str, save: Any) -> None:
+    args = ocp.args.Composite(**{item: save(TREE)})
+    for step in range(2):
+        with gockpt.GoCkptManager(tmp_path) as manager:
+            if step:
+                manager.restore(0)
+            assert manager.save(step, args=args)
+            manager.wait_until_finished()
+            assert_is_whole(tmp_path / str(step) / item)
 
 
 def test_what_is_not_saved_is_not_looked_at(manager: gockpt.GoCkptManager) -> None:

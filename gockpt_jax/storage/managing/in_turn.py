@@ -1,11 +1,12 @@
 """One save is with Orbax at a time: which is begun now, which waits for it, which is left out."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.storage.managing.arguments import as_they_are
 from gockpt_jax.storage.managing.calls import Calls
@@ -87,8 +88,9 @@ class SavesInTurn:
             return False
         self._agree_on_questions(step)
         arguments = as_they_are(arguments | {"args": self._naming.name(arguments["args"])})
-        items = arguments["args"].items()
-        session.predictor.takes_state = any(self._naming.is_ours(*item) for item in items)
+        ours = [item for item in arguments["args"].items() if self._naming.is_ours(*item)]
+        session.predictor.takes_state = bool(ours)
+        self._refuse_ended_by_others(name for name, _ in ours)
         if not session.processes.several:
             # Beside other processes it fails at its commit, where all of them hear of it.
             self._refuse(arguments)
@@ -124,6 +126,25 @@ class SavesInTurn:
         for name, args in arguments["args"].items():
             if self._naming.is_ours(name, args):
                 self._handler.leaves_to_save(args)
+
+    def _refuse_ended_by_others(self, trees: Iterable[str]) -> None:
+        """Refuses trees that nobody could read: what our handler writes, it has to end.
+
+        On all processes alike, for they register the same handlers at the same calls.
+
+        Raises:
+          ValueError: if Orbax has another handler end one of them.
+        """
+        for name in trees:
+            other = _compat.who_ends(self._manager, name)
+            if other not in (None, self._handler):
+                raise ValueError(
+                    f"`args`: item `{name}` is a tree of arrays, but under that name the manager "
+                    f"has a `{type(other).__name__}`: it was given for it, or took another kind of "
+                    "item that was so named, as metrics are. Orbax would end the tree by it, and "
+                    "nobody could read what was written. Give the tree another name, or leave that "
+                    "handler out."
+                )
 
     def _why_later(self, step: int, arguments: Mapping[str, Any]) -> str | None:
         """Why an accepted save is not made now; `None` if it is. One that waits goes before it."""
