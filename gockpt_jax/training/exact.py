@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.training.merging import is_rounded, merges
-from gockpt_jax.training.numbers import is_power_of_two, number_of
+from gockpt_jax.training.numbers import is_power_of_two, may_hold, number_of
 from gockpt_jax.training.values import (
     CHOICE,
     IDENTITIES,
@@ -61,7 +61,7 @@ def is_exact(op: Op) -> bool:
     if op.name in ("abs", "sign") and jnp.issubdtype(op.inputs[0].dtype, jnp.complexfloating):
         return False  # they are made of a root
     if op.name in _LOOKS:
-        return all(map(_is_as_it_is_stored, op.inputs))
+        return not _is_found_true(op) and all(map(_is_as_it_is_stored, op.inputs))
     if op.name in _MOVES or op.name == "abs":
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
@@ -97,6 +97,16 @@ def is_close(op: Op) -> bool:
     repeats = _ROUNDED | PRODUCTS | SUMS
     is_wide = op.name in repeats and _full_width(op.inputs[0].dtype)
     return is_exact(op) or (is_wide and not _is_emulated(op))
+
+
+def _is_found_true(op: Op) -> bool:
+    """Whether XLA may find that a number is never below zero: of `exp(x)` or `x * x`, say.
+
+    To it `x >= 0` is then true, also where `x` is no number (NaN); to whom is given `x`, not.
+    """
+    if op.name not in ("ge", "le") or not jnp.issubdtype(op.inputs[0].dtype, jnp.floating):
+        return False
+    return may_hold(op.inputs[1 if op.name == "ge" else 0], lambda number: number == 0)
 
 
 def _is_remainder_of_known(op: Op) -> bool:

@@ -6,7 +6,6 @@ compiler merges what another leaves, so the host does not repeat it.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator
 
 import jax.numpy as jnp
@@ -77,8 +76,9 @@ def merges(op: Op) -> bool:
 
     Some make `x * (a * b)` of `(x * a) * b` where `a` is a constant, and `(a + b) * c` of
     `ac + bc`; others leave them. So neither is repeated. By a power of two it is the same number.
+    Nor is a product by flags, of which a choice is made where they are seen to be such.
     """
-    return shares_a_factor(op) or _folds(op)
+    return shares_a_factor(op) or _folds(op) or _may_choose(op)
 
 
 def melts(op: Op) -> bool:
@@ -147,9 +147,9 @@ def shares_a_factor(op: Op) -> bool:
 
 
 @judged_once
-def _shares_a_scalar(op: Op) -> bool:
-    """Whether they share a number, or a constant: one that folds with what follows."""
-    return any(map(_is_one_number, _shared_factors(op)))
+def _shares_a_spread(op: Op) -> bool:
+    """Whether they share what is spread, or a constant: one that folds with what follows."""
+    return any(map(_may_be_spread, _shared_factors(op)))
 
 
 def _shared_factors(op: Op) -> Iterator[Value]:
@@ -197,26 +197,74 @@ def _folds(op: Op) -> bool:
         return any(
             any(map(_multiplies_by_constant, _chain(v, _ends_chain)))
             for v, factor in pairs
-            if _is_one_number(factor) and not is_power_of_two(factor)
+            if _may_be_spread(factor) and not is_power_of_two(factor)
         )
     return _adds_constant(op) and any(
         _adds_constant(inner) for v, _ in pairs for inner in _chain(v, _ends_sum)
     )
 
 
-def _is_one_number(value: Value) -> bool:
-    """Whether a compiler sees one number that is spread, be it after what makes it."""
+@judged_once
+def _may_be_spread(value: Value) -> bool:
+    """Whether a compiler sees a number that is spread, or a row: be it after what makes it.
+
+    With that it folds a constant in front, as with another constant.
+    """
     stack, seen = [value], set[Value]()
     while stack:
+        value = stack.pop()
+        source = unspread(value)
+        op = source.op
+        if source.size < value.size or source.size == 1 or is_known(source) or source in seen:
+            continue
+        seen.add(source)
+        if op is None or not op.inputs:
+            return False
+        if not any(map(_may_be_spread, may_be_all_of(op))):
+            stack.extend(v for v in op.inputs if not _is_spread_by(op, v, source))
+    return True
+
+
+def _is_spread_by(op: Op, value: Value, result: Value) -> bool:
+    """Whether an operation goes by elements, and spreads one of its operands."""
+    shapes = [v.shape for v in op.inputs]
+    is_elementwise = all(len(shape) in (0, len(result.shape)) for shape in shapes) and all(
+        set(sizes) <= {1, size}
+        for size, *sizes in zip(result.shape, *filter(None, shapes), strict=True)
+    )
+    return is_elementwise and value.size < result.size
+
+
+def _may_choose(op: Op) -> bool:
+    """Whether a product may be made a choice: `select(flag, x, 0)`, which has no zero below zero.
+
+    XLA does so where it sees that a factor is made of flags: behind a transposition, say, or where
+    a row of them was spread before, it sees that on one side only. Of flags that the step is given
+    it does on both.
+    """
+    is_float = jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
+    return op.name == "mul" and is_float and any(map(_may_be_flags, op.inputs))
+
+
+def _may_be_flags(factor: Value) -> bool:
+    """Whether a compiler may find that numbers are flags that the step has made."""
+    stack, seen = [factor], set[Value]()
+    while stack:
         value = unspread(stack.pop())
-        if value in seen or math.prod(value.shape) == 1 or is_known(value):
+        op = value.op
+        if value.dtype == jnp.bool_ and value.size > 1:
+            is_given = op is None and value.size == factor.size
+            if not is_given:
+                return True
+        if op is None or value in seen:
             continue
         seen.add(value)
-        inputs = value.op.inputs if value.op else ()
-        if not inputs:
-            return False
-        stack.extend(inputs)
-    return True
+        if op.name in ("mul", "div"):
+            pairs = (op.inputs, op.inputs[::-1]) if op.name == "mul" else (op.inputs,)
+            stack.extend(x for x, y in pairs if may_hold(y, lambda number: number == 1))
+        else:
+            stack.extend(op.inputs if op.name in IDENTITIES else may_be_all_of(op))
+    return False
 
 
 def _multiplies_by_constant(op: Op) -> bool:
@@ -229,10 +277,13 @@ def _hides(op: Op) -> bool:
     """Whether XLA sees more of an operation than we do: a body, parts, an array changed in place.
 
     It erases the walls of an interpreted Pallas kernel, a `custom_vmap`, a `custom_partitioning`,
-    and makes of `jax.new_ref` the numbers that are written there.
+    and makes of `jax.new_ref` the numbers that are written there. Of flags that are made numbers it
+    still knows what they are (`_may_choose`).
     """
     if any(_compat.is_mutable(v.aval) for v in op.inputs) or computes_apart(op):
         return True
+    if op.name == "convert_element_type" and op.inputs[0].dtype == jnp.bool_:
+        return bool(jnp.issubdtype(op.params["new_dtype"], jnp.inexact))
     if (op.name in _ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
         return False
     params = (p if isinstance(p, tuple | list) else (p,) for p in op.params.values())
@@ -259,7 +310,7 @@ def _is_rounding_factor(op: Op) -> bool:
 def _ends_chain(op: Op) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
     if op.name in SUMS or op.name in ("select_n", "max", "min"):
-        return not (may_be_all_of(op) or _shares_a_scalar(op))
+        return not (may_be_all_of(op) or _shares_a_spread(op))
     if op.name == "clamp":
         return not any(may_hold(v, np.isinf) for v in op.inputs)
     if op.name in _ENDS:

@@ -1,0 +1,154 @@
+"""What a compiler sees on one side of a cut, and not on the other.
+
+The device has the whole step, the host what follows the cut. Where a compiler makes something else
+of what it sees on one of them alone, what is replayed has other bits: zeros of the other sign, and
+numbers where there should be none (NaN), among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from training_helpers import analyse
+
+ROWS, COLUMNS = 64, 32
+
+
+def scales(g: Any, axis: int = 1) -> Any:
+    """One for each row, or column."""
+    return 1 / (1 + jnp.linalg.norm(g, axis=axis))
+
+
+def by_rows(g: Any) -> Any:
+    return jnp.broadcast_to(scales(g)[:, None], g.shape)
+
+
+def flags(g: Any) -> Any:
+    """One for each row: small ones and large ones are about as many."""
+    norms = jnp.linalg.norm(g, axis=1)
+    return norms > jnp.median(norms)
+
+
+def decayed(m: Any, v: Any, q: Any) -> tuple[Any, Any]:
+    return 0.9 * m * q, 0.999 * v * q
+
+
+def loss(g: Any) -> Any:
+    """A number, or none where one of the gradients is none."""
+    return jnp.exp(jnp.mean(jnp.sin(g)))
+
+
+def where_right(is_right: Any, scale: Any, m: Any, v: Any, g: Any) -> tuple[Any, Any]:
+    return jnp.where(is_right, m + scale, m), jnp.where(is_right, v + scale, v)
+
+
+@jax.checkpoint
+def seldom(g: Any) -> Any:
+    return (jnp.sin(g) < 0).astype(jnp.float32)
+
+
+# Of moments `m` and `v` and gradients: the moments behind an update.
+SPREAD: dict[str, Callable[..., Any]] = {
+    "rows": lambda m, v, g: decayed(m, v, by_rows(g)),
+    "columns": lambda m, v, g: decayed(m, v, jnp.broadcast_to(scales(g, 0), g.shape)),
+    "rows, computed with": lambda m, v, g: decayed(m, v, jnp.sqrt(by_rows(g)) + 0.5),
+    "rows, nothing added": lambda m, v, g: decayed(m, v, by_rows(g) + 0.0),
+    "rows of ones, scaled": lambda m, v, g: decayed(m, v, jnp.ones_like(g) * scales(g)[:, None]),
+    "rows by rows": lambda m, v, g: decayed(m, v, by_rows(g) * by_rows(g * g)),
+    "the larger of rows and themselves": lambda m, v, g: decayed(
+        m, v, jnp.maximum(by_rows(g), by_rows(g))
+    ),
+    "numbers, one for each member": lambda m, v, g: jax.vmap(
+        lambda m, v, g: decayed(m, v, jnp.full_like(m, 1 / (1 + jnp.linalg.norm(g))))
+    )(m, v, g),
+    "rows that are shared by products": lambda m, v, g: (
+        (m * by_rows(g) + g * by_rows(g)) * 0.7, 0.999 * v * by_rows(g)
+    ),
+}  # fmt: skip
+CHOSEN: dict[str, Callable[..., Any]] = {
+    "flags of rows": lambda m, v, g: (
+        m * jnp.broadcast_to(flags(g)[:, None], g.shape),
+        v * jnp.repeat(flags(g), COLUMNS).reshape(g.shape),
+    ),
+    "flags of rows, negated": lambda m, v, g: (
+        m * ~jnp.broadcast_to(flags(g)[:, None], g.shape), v
+    ),
+    "flags behind a transposition": lambda m, v, g: (m * (jnp.sin(g.T) < 0).T, v + g),
+    "numbers of flags behind a transposition": lambda m, v, g: (
+        m * (jnp.sin(g.T) < 0).astype(jnp.float32).T, v + g
+    ),
+    "numbers of flags, reshaped": lambda m, v, g: (
+        m * (jnp.sin(g.reshape(-1)) < 0).astype(jnp.float32).reshape(g.shape), v + g
+    ),
+    "numbers of flags out of a block computed again": lambda m, v, g: (m * seldom(g), v + g),
+    "numbers of flags times one": lambda m, v, g: (
+        m * ((jnp.sin(g.T) < 0).T.astype(jnp.float32) * 1.0), v + g
+    ),
+    "flags of rows, picked": lambda m, v, g: (
+        m * jnp.take(flags(g), jnp.argsort(g[:, 0]))[:, None].repeat(COLUMNS, 1), v
+    ),
+}  # fmt: skip
+NEVER_BELOW: dict[str, Callable[..., Any]] = {
+    "an exponential": lambda m, v, g: where_right(loss(g) >= 0, loss(g), m, v, g),
+    "an exponential, from the other side": lambda m, v, g: where_right(
+        lax.le(0.0, loss(g)), loss(g), m, v, g
+    ),
+    "exponentials": lambda m, v, g: where_right(jnp.exp(g) >= 0, jnp.exp(g), m, v, g),
+    "an exponential, or more": lambda m, v, g: where_right(
+        jnp.maximum(loss(g), jnp.exp(loss(g))) >= 0, loss(g), m, v, g
+    ),
+}  # fmt: skip
+STEPS = SPREAD | CHOSEN | NEVER_BELOW
+
+
+def step_of(name: str) -> Callable[..., Any]:
+    def step(state: Any, g: Any) -> Any:
+        m, v = STEPS[name](state["m"], state["v"], g)
+        return {"m": m, "v": v}
+
+    return step
+
+
+def given(*, bad: float | None = None) -> tuple[Any, Any]:
+    m, v, g = np.random.default_rng(0).standard_normal((3, ROWS, COLUMNS)).astype(np.float32)
+    if bad is not None:
+        m[::3], g[3, 5] = bad, np.nan
+    return {"m": jnp.asarray(m), "v": jnp.asarray(v)}, jnp.asarray(g)
+
+
+def bits(array: Any) -> Any:
+    """Of any NaN the same, but of a zero that of its sign."""
+    found = np.asarray(array)
+    return np.where(np.isnan(found), np.uint32(0x7FC00000), found.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("bad", [None, np.inf, np.nan])
+def test_what_is_replayed_is_what_the_device_has(name: str, bad: float | None) -> None:
+    found = analyse(step_of(name), *given(bad=bad), even_for_nothing=True)
+    new, cut = found.run()
+    for fence in (None, np.int32(0)):  # for a CPU's run, and for an accelerator's
+        for j, leaf in found.replayed(cut, fence):
+            np.testing.assert_array_equal(bits(leaf), bits(new[j]))
+
+
+def test_flags_that_the_step_is_given_are_seen_on_both_sides() -> None:
+    """As where weights are pruned: both make a choice of the product."""
+
+    def step(state: Any, g: Any) -> Any:
+        kept = g * state["mask"]
+        return {**state, "m": 0.9 * state["m"] + 0.1 * kept, "v": 0.9 * state["v"] + 0.1 * g}
+
+    state, g = given()
+    found = analyse(step, {**state, "mask": g > 0}, g, even_for_nothing=True)
+    assert not found.late
+    new, cut = found.run()
+    for fence in (None, np.int32(0)):
+        for j, leaf in found.replayed(cut, fence):
+            np.testing.assert_array_equal(np.asarray(leaf).tobytes(), np.asarray(new[j]).tobytes())
