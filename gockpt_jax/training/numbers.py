@@ -81,17 +81,20 @@ class Source:
       is_product: Whether it is of the second kind.
       near: Of the last, what it is made of.
       roots: And of which arguments and products that is made.
+      name: The same of the same, and of nothing else; what they are made of may be deep.
     """
 
-    arguments: int
-    is_product: bool = False
-    near: "frozenset[Source]" = frozenset()
-    roots: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False)
+    arguments: int = dataclasses.field(compare=False)
+    is_product: bool = dataclasses.field(default=False, compare=False)
+    near: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    roots: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    name: bytes = dataclasses.field(init=False)
 
-    def __hash__(self) -> int:
-        # Python's own hash of an integer has one bit for every 61st argument.
-        bits = self.arguments.bit_length()
-        return hash((bits, self.arguments, self.is_product, self.near))
+    def __post_init__(self) -> None:
+        of = b"".join(sorted(source.name for source in self.near))
+        told = f"{self.is_product} {self.arguments:x} ".encode()
+        digest = hashlib.blake2b(told + of, digest_size=16).digest()
+        object.__setattr__(self, "name", digest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

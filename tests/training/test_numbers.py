@@ -278,3 +278,29 @@ def test_a_step_may_have_tens_of_thousands_of_arguments():
     (value,) = graph_of(lambda *all: jnp.outer(all[-1], X) @ X, *many).outputs
     assert not may_be_equal(value, graph_of(lambda x: x, last).outputs[0])
     assert len({hash(Source(1 << n)) for n in range(15_000)}) == 15_000
+
+
+def sums_of_each_other(x, turns):
+    """Each is made of the next, all the way down."""
+    fields = [x, x * x, jnp.sin(x)]
+    for _ in range(turns):
+        moved = [jnp.roll(field, 1) * fields[(n + 1) % 3] for n, field in enumerate(fields)]
+        fields = [a + 0.1 * jnp.cumsum(b) for a, b in zip(fields, moved, strict=True)]
+    return sum(map(jnp.sum, fields))
+
+
+def sorted_again_and_again(x, turns):
+    for _ in range(10 * turns):
+        x = jnp.sort(jnp.cos(x))
+    return x[0]
+
+
+@pytest.mark.parametrize("far", [sums_of_each_other, sorted_again_and_again])
+def test_what_is_computed_twice_is_one_however_far_it_has_come(far):
+    """Compared in as many steps as there are ways through it, this would never end."""
+    one, other = graph_of(lambda x, y: (far(x + y, 60), far(y + x, 60)), X, Y).outputs
+    is_one = may_be_equal(one, other)  # not within `assert`, which would write down what they are
+    of_x, of_y = graph_of(lambda x, y: (far(x, 60), far(y, 60)), X, Y).outputs
+    is_other = not may_be_equal(of_x, of_y)
+    assert is_one
+    assert is_other
