@@ -85,7 +85,9 @@ class Audit:
         4 KiB. They move on with every window, so all is looked at once in about `1 / fraction`
         windows. The default adds 1.6% to the bytes that leave early.
       max_ulps: Units in the last place by which a replayed element may differ. Replay repeats what
-        IEEE 754 fixes, so the default is 0. Denormals are flushed to zero on both sides.
+        IEEE 754 fixes, so the default is 0. The host flushes denormals to zero, which a GPU does
+        not: elements that are no further apart than 64 of the least normal numbers (7.5e-37) are
+        taken for equal.
       max_relative_error: By how much elements of a chunk may differ all the same, over the largest
         value of the replayed shard. It is the bound for rounding: an element that the updates take
         past zero is many of its own units off, and far below the leaf's scale (of Adam's parameters

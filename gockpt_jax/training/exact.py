@@ -35,6 +35,8 @@ _MOVES = IDENTITIES | names(
 )
 # Exact likewise, but of what was rounded they are something else.
 _LOOKS = names("is_finite eq ne lt le gt ge round floor ceil sign")
+# Of the smallest numbers they make what is made of zero, or something else by far.
+_TELL_ZERO = names("eq ne lt le gt ge floor ceil sign")
 # Within a few ULPs on every machine, though not the same bits.
 _ROUNDED = names(
     """div sqrt rsqrt cbrt exp exp2 expm1 log log1p pow integer_pow tanh logistic sin cos tan asin
@@ -61,7 +63,8 @@ def is_exact(op: Op) -> bool:
     if op.name in ("abs", "sign") and jnp.issubdtype(op.inputs[0].dtype, jnp.complexfloating):
         return False  # they are made of a root
     if op.name in _LOOKS:
-        return not _is_found_true(op) and all(map(_is_as_it_is_stored, op.inputs))
+        is_other = _is_found_true(op) or _may_tell_zero_otherwise(op)
+        return not is_other and all(map(_is_as_it_is_stored, op.inputs))
     if op.name in _MOVES or op.name == "abs":
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
@@ -107,6 +110,23 @@ def _is_found_true(op: Op) -> bool:
     if op.name not in ("ge", "le") or not jnp.issubdtype(op.inputs[0].dtype, jnp.floating):
         return False
     return may_hold(op.inputs[1 if op.name == "ge" else 0], lambda number: number == 0)
+
+
+def _may_tell_zero_otherwise(op: Op) -> bool:
+    """Whether a GPU may find that a number is not zero, where the host takes it for zero.
+
+    XLA's CPU backend flushes denormals, which a moment decays to where no gradient comes; a TPU
+    does, too, and a GPU's kernels do not. A number that is known to be larger is told from both.
+    """
+    if op.name not in _TELL_ZERO or jax.default_backend() != "gpu":
+        return False
+    numbers = [v for v in op.inputs if jnp.issubdtype(v.dtype, jnp.inexact)]
+    narrow = all(v.dtype == jnp.float16 for v in numbers)  # whose denormals are none of fp32
+    return not narrow and not any(may_hold(v, _is_far_from_zero) for v in numbers)
+
+
+def _is_far_from_zero(number: Any) -> Any:
+    return abs(number) > jnp.finfo(jnp.float32).tiny
 
 
 def _is_remainder_of_known(op: Op) -> bool:
@@ -158,6 +178,8 @@ def _convert_is_exact(op: Op) -> bool:
     """
     (operand,) = op.inputs
     new = op.params["new_dtype"]
+    if jnp.issubdtype(new, jnp.integer) and jnp.issubdtype(operand.dtype, jnp.inexact):
+        return False  # what is too large for it, or no number, each machine makes another of
     if jnp.issubdtype(new, jnp.floating) and not _rounds_once(operand.dtype, new):
         return False
     is_stored = without_walls(operand).op is None

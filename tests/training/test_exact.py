@@ -314,6 +314,7 @@ OTHER = [
     ),
     case("compare what was narrowed", lambda x, y: x.astype(y.dtype) == y, "float32", "float16"),
     case("compare a narrow product", lambda x, y: x * y <= y, "bfloat16", "bfloat16"),
+    *(case("to whole numbers", lambda x: x.astype(jnp.int32), d) for d in ("float32", "bfloat16")),
     case("narrow to 8 bits", lambda x: x.astype(jnp.float8_e4m3fn), "float32"),
     case("narrow a large count", lambda n: n.astype(jnp.bfloat16), "int32"),
     case("round a count twice", lambda n: n.astype(jnp.float32).astype(jnp.bfloat16), "int32"),
@@ -396,6 +397,31 @@ def test_a_tpu_has_no_fp64_of_its_own(f, dtype, monkeypatch):
     assert not is_close(on_tpu)
     assert not is_exact(on_tpu)
     assert is_exact(narrow)
+
+
+@pytest.mark.parametrize(
+    ("f", "dtype", "expected"),
+    [
+        (jnp.sign, "float32", False),
+        (jnp.sign, "bfloat16", False),
+        (lambda x: x > 0, "float32", False),
+        (lambda x: x == -x, "float32", False),
+        (jnp.floor, "float32", False),
+        (lambda x: x > 1, "float32", True),
+        (lambda x: x < -1e-30, "float32", True),
+        (jnp.isfinite, "float32", True),
+        (jnp.sign, "int32", True),
+        (lambda x: x > 0, "int32", True),
+        (jnp.sign, "float16", True),
+        (lambda x: x + x, "float32", True),
+    ],
+)
+def test_a_gpu_may_tell_from_zero_what_the_host_flushes(f, dtype, expected, monkeypatch):
+    """A moment without gradients decays to 7e-44, and stays there; its sign is that of Lion."""
+    op, on_gpu = (last(f, dtype).op for _ in range(2))
+    assert is_exact(op)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert is_exact(on_gpu) is expected
 
 
 @pytest.mark.parametrize(("f", "dtypes"), OTHER)

@@ -247,6 +247,23 @@ def test_what_is_near_zero_is_bound_by_the_leafs_scale(worker, bounds, is_right)
     assert record.audit.max_relative_error == pytest.approx(1e-6 / 255)
 
 
+@pytest.mark.parametrize(("added", "is_right"), [(1.5e-38, True), (7e-37, True), (8e-37, False)])
+def test_what_flushing_denormals_makes_is_no_difference(worker, added, is_right):
+    """A term of a sum that is lost on the host: 12 ULPs and more of a sum that is small itself."""
+    auditor = Auditor(Audit(fraction=0.99), resources_of(worker))
+    record = SaveRecord(kind="window", reason="a test")
+    pending = auditor.sample({"leaf": jnp.full(256, 1e-32)}, record)
+    values = np.full(256, 1e-32, np.float32)
+    values[7] += np.float32(added)
+    worker.wait_until_idle()
+    if is_right:
+        pending.check({"leaf": [HostChunk((slice(None),), values)]})
+    else:
+        with pytest.raises(AuditError, match="1 of 256 elements differ"):
+            pending.check({"leaf": [HostChunk((slice(None),), values)]})
+    assert record.audit.max_ulps > 10
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_no_rounding_is_not_excused(worker, value):
     _, pending, _ = audit_of(worker, max_relative_error=1.0)
