@@ -282,6 +282,34 @@ def test_a_step_that_is_not_there(saved: Path, asks: str) -> None:
         getattr(manager, asks)(9)
 
 
+ASKS = ["restore", "delete", "metadata", "item_metadata"]
+
+
+@pytest.mark.parametrize("asks", ASKS)
+@pytest.mark.parametrize("label", ["4", 4.0, True, b"4", np.float32(4), np.array([4])], ids=repr)
+def test_a_label_that_is_no_integer(saved: Path, asks: str, label: Any) -> None:
+    """Of some, checkpoints were found, which `save` would not have taken."""
+    with GoCkptManager(saved) as manager:
+        with pytest.raises(TypeError, match=r"`step` must be an integer of at least 0, got "):
+            getattr(manager, asks)(label)
+        assert manager.all_steps() == [0, 4]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, jnp.int32])
+def test_labels_of_numpy_and_jax(tmp_path: Path, kind: Any) -> None:
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(kind(4), args=gockpt.GoCkptSave(STATE))
+        manager.wait_until_finished()
+        assert manager.restore(kind(4))["seed"] == manager.restore(None)["seed"] == 7
+        assert "seed" in manager.metadata(kind(4)).item_metadata
+        assert manager.metadata(None).custom_metadata == manager.metadata().custom_metadata
+        manager.delete(kind(4))
+        assert manager.all_steps() == []
+        for ask in (getattr(manager, name) for name in ASKS):
+            with pytest.raises(gockpt.NoCheckpointError):
+                ask(-1)
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Arrays of 64 bits, and others."""
