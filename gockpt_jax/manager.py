@@ -149,7 +149,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           StorageError: if the storage refuses this save, or has refused the one before.
           RuntimeError: if the manager is closed, a signal handler calls in the middle of a step or
             of another call, or the user's own callback of the last save does.
-          TypeError: if the state is not given as `args`, or the label is no integer.
+          TypeError: if the state is not given as `args`, the label is no integer, or what `best_fn`
+            returns cannot be compared.
           ValueError: if the label is negative, there are no `args`, or the state has been donated
             to a later step.
         """
