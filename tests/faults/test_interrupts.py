@@ -261,6 +261,23 @@ def test_the_next_save_does_not_hear_of_an_interrupted_one(
         assert manager.all_steps(read=True) == [1]
 
 
+def test_an_interrupt_while_the_writes_of_a_stopped_save_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, once = Policy(), Once(monkeypatch, _compat, "wait_for_writes")
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    args = gockpt.GoCkptSave(STATES["a tree"])
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        policy.error, once.armed = KeyError("the user's"), True
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert manager.all_steps() == []
+        assert manager.reports[0].error == 'KeyError: "the user\'s"'
+        assert manager.save(1, args=args)
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [1]
+
+
 def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
