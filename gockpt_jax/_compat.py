@@ -256,6 +256,11 @@ def commit_thread(manager: Any) -> Any | None:
     return manager._finalize_thread.get()
 
 
+def wait_for_writes(manager: Any) -> None:
+    """Waits for what a `CheckpointManager` writes (0.11.33 to 0.12), and raises why it failed."""
+    manager._checkpointer.wait_until_finished()
+
+
 # Of this thread, or of one in whose place a loop of Orbax's runs.
 _own_operation: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "own_operation", default=None

@@ -149,7 +149,8 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
           StorageError: if the storage refuses this save, or has refused the one before.
           RuntimeError: if the manager is closed, a signal handler calls in the middle of a step or
             of another call, or the user's own callback of the last save does.
-          TypeError: if the state is not given as `args`, or the label is no integer.
+          TypeError: if the state is not given as `args`, the label is no integer, or what `best_fn`
+            returns cannot be compared.
           ValueError: if the label is negative, there are no `args`, or the state has been donated
             to a later step.
         """
@@ -204,9 +205,10 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         Raises:
           NoCheckpointError: if there is no such step or item; says what there is.
           TargetError: if checkpoint and target do not fit together; names all leaves.
-          TypeError: if the target is not given as `args`.
+          TypeError: if the target is not given as `args`, or the label is no integer.
           VerifyError: if `verify` and the checkpoint is not what was written.
         """
+        step = None if step is None else arguments.as_asked_label(step)
         arguments.refuse_unnamed("restore", "target", by_position, items, restore_kwargs)
         self._gockpt_saves.calls.refuse_inside("restore")
         self._gockpt_session.state_replaced()
@@ -272,9 +274,11 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         Raises:
           NoCheckpointError: if there is no such step, or its save is under way.
+          TypeError: if the label is no integer.
         """
         if step is None:
             return super().metadata()
+        step = arguments.as_asked_label(step)
         path = arguments.step_path(self.directory, step, self._gockpt_options)
         if step in self._gockpt_saves.under_way and not path.is_dir():
             raise resume.not_yet(path)
@@ -296,7 +300,9 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         Raises:
           NoCheckpointError: if there is no such step.
+          TypeError: if the label is no integer.
         """
+        step = arguments.as_asked_label(step)
         self._gockpt_saves.calls.refuse_inside(f"deletion of step {step}")
         if self._gockpt_saves.is_to_be_finished(step):
             self._gockpt_saves.finish()

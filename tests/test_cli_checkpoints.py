@@ -188,6 +188,24 @@ def test_bits_that_compare_equal_are_differences_of_no_ulps(tmp_path, base):
     assert found["b"].max_ulps is None  # one of the two is not finite
 
 
+def test_differences_that_float64_cannot_hold(tmp_path):
+    most, tiny = np.finfo("f8").max, np.finfo("f8").tiny
+    trees = [
+        {"sign": np.array([most, 1.0]), "scale": np.array([tiny]), "pair": np.array([1j * most])},
+        {"sign": np.array([-most, 1.0]), "scale": np.array([1.0]), "pair": np.array([-1j * most])},
+    ]
+    roots = [saved(tmp_path / str(n), tree) for n, tree in enumerate(trees)]
+    found = {x.name: x for x in diff_items(*(root / "0/state" for root in roots))}
+    assert {name: (x.max_absolute, x.max_relative) for name, x in found.items()} == {
+        "sign": (np.inf, np.inf), "scale": (1.0, 1 / tiny), "pair": (np.inf, np.inf),
+    }  # fmt: skip
+    text = run("diff", "--json", *roots).output
+    told = {x["name"]: x for x in json.loads(text, parse_constant=pytest.fail)["differing"]}
+    assert (told["sign"]["max_absolute"], told["sign"]["max_relative"]) == (most, most)
+    assert told["scale"]["max_absolute"] == 1.0
+    assert "inf" in run("diff", *roots).output
+
+
 def test_what_cannot_be_compared(tmp_path, base):
     for wrong in (tmp_path / "absent", tmp_path):
         assert run("diff", base, wrong).exit_code == 2

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint import checkpoint_managers
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.inspecting.verify import verify_item
@@ -178,6 +179,64 @@ def test_arguments_that_cannot_be_saved(manager: gockpt.GoCkptManager, name: str
     message = refused(manager, **save)
     assert told in message
     assert advice in message
+
+
+UNRANKED: dict[str, tuple[Any, type[Exception], str]] = {
+    "another's": ({"accuracy": 1.0}, KeyError, "'loss'"),
+    "None": ({"loss": None}, TypeError, "`best_fn` returned None for the `metrics` given to"),
+    "several": ({"loss": [1, 2]}, TypeError, "`best_fn` returned array.*compared.*Have it return"),
+}  # fmt: skip
+
+
+def by_loss(metrics: Any) -> Any:
+    loss = metrics["loss"]
+    return np.asarray(loss) if isinstance(loss, list) else loss
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+@pytest.mark.parametrize("name", UNRANKED)
+def test_metrics_that_rank_no_checkpoint(
+    tmp_path: Path, name: str, on_save_error: Any, is_asynchronous: bool
+) -> None:
+    """Before anything of them is made, which every save that follows would be asked of."""
+    metrics, kind, told = UNRANKED[name]
+    options = ocp.CheckpointManagerOptions(
+        best_fn=by_loss, max_to_keep=1, enable_async_checkpointing=is_asynchronous
+    )
+    window = gockpt.WindowOptions(on_save_error=on_save_error)
+    with gockpt.GoCkptManager(tmp_path, options=options, window=window) as manager:
+        assert manager.save(0, args=SAVE, metrics={"loss": 1.0})
+        manager.wait_until_finished()
+        for force in (False, True):
+            with pytest.raises(kind, match=told):
+                manager.save(1, args=SAVE, metrics=metrics, force=force)
+        assert [path.name for path in tmp_path.iterdir()] == ["0"]
+        assert manager.save(1, args=SAVE, metrics={"loss": 2.0})
+        manager.wait_until_finished()
+        assert (list(manager.all_steps()), manager.best_step()) == ([1], 1)
+        assert [(report.step, report.error) for report in manager.reports] == [(0, None), (1, None)]
+
+
+NOT_ASKED: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
+    "all kept": ({}, {"accuracy": 1.0}, [0, 1, 2]),
+    "a policy": (
+        {"preservation_policy": checkpoint_managers.LatestN(2)}, {"accuracy": 1.0}, [1, 2],
+    ),
+    "no metrics": ({"max_to_keep": 1}, None, [0, 1, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_ASKED)
+def test_metrics_by_which_nothing_is_ranked(tmp_path: Path, name: str) -> None:
+    """Stock asks `best_fn` in no save then, so metrics may be others."""
+    given, metrics, kept = NOT_ASKED[name]
+    options = ocp.CheckpointManagerOptions(best_fn=by_loss, **given)
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        for step in range(3):
+            assert manager.save(step, args=SAVE, metrics=metrics)
+        manager.wait_until_finished()
+        assert list(manager.all_steps()) == kept
 
 
 TREE = {"w": jnp.arange(6.0)}

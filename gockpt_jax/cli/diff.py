@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import sys
+from typing import Any
 
 import click
 from rich.markup import escape
@@ -25,17 +27,24 @@ def diff(
 
     Exit code 0: they hold the same tree, bit for bit. 1: they differ. 2: one cannot be read.
     Layout, compression and placement do not matter, nor whether a node of the tree is a list, a
-    tuple, or a dictionary of the same keys.
+    tuple, or a dictionary of the same keys. JSON has no infinity: a difference that float64 cannot
+    hold is its largest number there.
     """
     try:
         found = list(diff_items(tree_at(a, item), tree_at(b, item), limit_bytes=limit_mib << 20))
     except (OSError, ValueError) as error:
         raise UnreadableError(str(error)) from error
     if as_json:
-        click.echo(json.dumps({"differing": [dataclasses.asdict(leaf) for leaf in found]}))
+        differing = [dataclasses.asdict(leaf, dict_factory=_as_json) for leaf in found]
+        click.echo(json.dumps({"differing": differing}, allow_nan=False))
     elif found:
         _print(found)
     context.exit(1 if found else 0)
+
+
+def _as_json(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    most = sys.float_info.max
+    return {name: min(x, most) if isinstance(x, float) else x for name, x in fields}
 
 
 def _print(found: list[LeafDifference]) -> None:

@@ -56,7 +56,9 @@ class SaveReport:
       reason: Why it was that kind, in words.
       window_steps: K; 1 for a snapshot.
       deferred_steps: Steps for which its window found no room in the host budget, and did not open.
-      state_bytes: Bytes that this process wrote or replayed of the state.
+      state_bytes: Bytes that this process wrote or replayed of the state. Of `jax.Array`s, here and
+        in `written_bytes`: what else is in it (NumPy's arrays, numbers, texts) stock's handlers
+        write, and nobody counts.
       early_bytes: Those of them that left before the save step and were replayed.
       gradient_bytes: Bytes of retained values that followed them.
       late_leaves: Of each group (leaves that are updated together) that was planned early and

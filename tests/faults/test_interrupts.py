@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import pytest
 from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_waits
 
 import gockpt_jax as gockpt
+from gockpt_jax import _compat
 from gockpt_jax.storage.managing import waiting
+from gockpt_jax.storage.saving import hand_over
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
@@ -149,6 +152,130 @@ def test_what_orbax_has_begun_it_brings_to_its_end(
             assert set(manager.restore(step, verify=True)["w"].tolist()) == {float(step)}
         assert [report.error for report in manager.reports] == [None] * 3
         assert manager._gockpt_session.host.used_bytes == 0
+
+
+class Policy:
+    """The user's own, which Orbax asks when its checkpointer has begun to write."""
+
+    error: BaseException | None = None
+
+    def should_preserve(self, infos: Sequence[Any], *, context: Any) -> list[bool]:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return [True] * len(infos)
+
+
+# A tree is handed over to be written; a bare array begins to be written within `save`.
+STATES: dict[str, Any] = {"a tree": {"w": jnp.ones(1000)}, "an array": jnp.ones(1000)}
+
+
+@pytest.mark.parametrize("on_save_error", ["raise", "warn"])
+@pytest.mark.parametrize("state", STATES)
+def test_the_next_save_does_not_hear_of_one_that_the_users_policy_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, on_save_error: Any
+) -> None:
+    policy, go_on = Policy(), threading.Event()
+    wait, check = _compat.wait_for_writes, leaf_writer._check_data
+    monkeypatch.setattr(_compat, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    window = gockpt.WindowOptions(on_save_error=on_save_error)
+    args = gockpt.GoCkptSave(STATES[state])
+    with gockpt.GoCkptManager(tmp_path, options=options, window=window) as manager:
+        policy.error = KeyError("the user's")
+        with pytest.raises(KeyError, match="the user's"):
+            manager.save(0, args=args)
+        assert go_on.is_set(), "nobody has waited for what Orbax writes"
+        assert (manager.all_steps(), manager.all_steps(read=True)) == ([], [])
+        assert manager.save(1, args=args)
+        assert_equal(manager.restore(1, verify=True), STATES[state])
+        go_on.clear()
+        policy.error = KeyError("the user's")
+        with pytest.raises(KeyError, match="the user's"):
+            manager.save(2, args=args)
+        assert_equal(manager.restore(1), STATES[state])  # nor do restores
+        assert manager.save(2, args=args)
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [1, 2]
+        errors = [(report.step, report.error is None) for report in manager.reports]
+        assert errors == [(0, False), (1, True), (2, False), (2, True)]
+        assert manager._gockpt_session.host.used_bytes == 0
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_what_the_users_policy_has_stopped_never_begins_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wrapped: bool
+) -> None:
+    """However fast it would be: the checkpoint of a save that has failed would be there."""
+    monkeypatch.setattr(hand_over, "_HELD_SECS", 60)
+    policy, begin, began = Policy(), StateHandler._begin_writing, []
+    monkeypatch.setattr(
+        StateHandler, "_begin_writing", lambda *args: began.append(args[1]) or begin(*args)
+    )
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        asked, gates = policy.should_preserve, manager._gockpt_handler.begun
+
+        def asked_meanwhile(infos: Sequence[Any], *, context: Any) -> list[bool]:
+            assert not gates.may_be_written.is_open
+            return asked(infos, context=context)
+
+        monkeypatch.setattr(policy, "should_preserve", asked_meanwhile)
+        state = {"w": jnp.ones(3)}
+        if is_wrapped:
+            state = manager.wrap(jax.jit(lambda state: {"w": state["w"] + 1}))(state)
+        for step in range(3):
+            policy.error = KeyError("the user's")
+            with pytest.raises(KeyError, match="the user's"):
+                manager.save(step, args=gockpt.GoCkptSave(state))
+            assert gates.may_be_written.is_open
+        assert began == []
+        assert manager.save(3, args=gockpt.GoCkptSave(state))
+        assert gates.may_be_written.is_open is not is_wrapped
+    assert len(began) == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == ["3"]
+
+
+def test_the_next_save_does_not_hear_of_an_interrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not handed over stops; nobody waits for that before the next save."""
+    policy, go_on = Policy(), threading.Event()
+    wait, check = _compat.wait_for_writes, leaf_writer._check_data
+    monkeypatch.setattr(_compat, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
+    monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    args = gockpt.GoCkptSave(STATES["an array"])
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        policy.error = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert not go_on.is_set()
+        assert manager.save(1, args=args)
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [1]
+
+
+def test_an_interrupt_while_the_writes_of_a_stopped_save_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, once = Policy(), Once(monkeypatch, _compat, "wait_for_writes")
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    args = gockpt.GoCkptSave(STATES["a tree"])
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        policy.error, once.armed = KeyError("the user's"), True
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert manager.all_steps() == []
+        assert manager.reports[0].error == 'KeyError: "the user\'s"'
+        assert manager.save(1, args=args)
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [1]
 
 
 def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(

@@ -11,17 +11,20 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.inspecting.diff import diff_items
 
 AWKWARD = {
     "absolute": ["/nowhere/w"],
     "outside": ["../../w"],
     "dots": [".", ".."],
     "empty": [""],
+    "slash": ["/"],
     "backslash": ["a\\b", "a"],
     "twice": ["a//b", "a/b"],
     "at the end": ["a/", "b//"],
     "long": ["x" * 300],
     "taken": ["_METADATA", "_sharding", "manifest.ocdbt"],
+    "a process's": ["ocdbt.process_0"],
     "chunk": ["a", "a/0", "a/.zarray"],
     "chunk, not beside it": ["a", "a-b", "a/0"],
     "zero byte": ["a\0b"],
@@ -102,6 +105,27 @@ def test_two_leaves_of_one_name_are_refused(tmp_path, tree, options):
         with pytest.raises(ValueError, match="would both be stored as `a"):
             manager.save(0, args=gockpt.GoCkptSave(state))
         assert manager.save(1, args=gockpt.GoCkptSave({"a": state["a"]}))
+
+
+EMPTY = {"None": None, "dictionary": {}, "list": []}
+
+
+@pytest.mark.parametrize("empty", EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_empty_node_hides_no_array_of_its_name(tmp_path, empty, is_first):
+    trees = []
+    for value in (1.0, 2.0):
+        array, node = {"a": {"b": jnp.full(3, value)}}, {"a.b": empty}
+        trees.append({**node, **array} if is_first else {**array, **node})
+        root = tmp_path / str(value)
+        with gockpt.GoCkptManager(root) as manager:
+            manager.save(0, args=gockpt.GoCkptSave(trees[-1]))
+            manager.wait_until_finished()
+            found = manager.restore(0, args=gockpt.GoCkptRestore(trees[-1], verify=True))
+        assert found["a.b"] == empty
+        np.testing.assert_array_equal(found["a"]["b"], trees[-1]["a"]["b"])
+    (told,) = diff_items(tmp_path / "1.0/0/state", tmp_path / "2.0/0/state")
+    assert (told.name, told.kind, told.elements) == ("a.b", "values", 3)
 
 
 def test_metadata_is_that_of_the_call(tmp_path):

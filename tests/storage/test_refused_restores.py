@@ -20,8 +20,8 @@ from gockpt_jax import GoCkptManager, GoCkptRestore
 from gockpt_jax.storage.restoring import restore as restoring
 
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
-STATE = {"w": jnp.arange(4.0), "n": jnp.int32(3), "seed": np.int64(7)}
-TARGET = {"w": jax.ShapeDtypeStruct((4,), "f4"), "n": jnp.int32(0), "seed": np.int64(0)}
+STATE = {"w": jnp.arange(4.0), "n": jnp.int32(3), "seed": np.int64(7), "name": "a run"}
+TARGET = {"w": jax.ShapeDtypeStruct((4,), "f4"), "n": jnp.int32(0), "seed": np.int64(0), "name": ""}
 PLAIN = {"use_ocdbt": False, "use_compression": False}
 
 
@@ -63,6 +63,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two of them": (
         {"args": GoCkptRestore({**TARGET, "w": "x", "n": object()})}, gockpt.TargetError,
         "2 leaves of another kind:\n  n: int32[] in the checkpoint, object in the target\n  w: ",
+    ),
+    "a number for a text": (
+        {"args": GoCkptRestore({**TARGET, "name": 1, "w": "x"})}, gockpt.TargetError,
+        "2 leaves of another kind:\n  name: string in the checkpoint, int in the target\n  w: ",
+    ),
+    "an array for a text": (
+        {"args": ocp.args.StandardRestore({**TARGET, "name": jnp.ones(3)})}, gockpt.TargetError,
+        "1 leaf of another kind:\n  name: string in the checkpoint, float32[3] in the target\n",
     ),
     "a type": (with_leaf(float), gockpt.TargetError, KIND.format("type")),
     "a number": (with_leaf(1.0), gockpt.TargetError, KIND.format("float")),
@@ -140,7 +148,7 @@ def test_a_state_is_its_own_target(saved: Path) -> None:
     found = restored(saved, args=GoCkptRestore(STATE))
     for name, value in STATE.items():
         np.testing.assert_array_equal(found[name], value)
-        assert found[name].dtype == value.dtype
+        assert np.asarray(found[name]).dtype == np.asarray(value).dtype
 
 
 def remove(*names: str) -> Callable[[Path], None]:
@@ -272,6 +280,34 @@ def test_a_step_that_is_not_there(saved: Path, asks: str) -> None:
         ),
     ):
         getattr(manager, asks)(9)
+
+
+ASKS = ["restore", "delete", "metadata", "item_metadata"]
+
+
+@pytest.mark.parametrize("asks", ASKS)
+@pytest.mark.parametrize("label", ["4", 4.0, True, b"4", np.float32(4), np.array([4])], ids=repr)
+def test_a_label_that_is_no_integer(saved: Path, asks: str, label: Any) -> None:
+    """Of some, checkpoints were found, which `save` would not have taken."""
+    with GoCkptManager(saved) as manager:
+        with pytest.raises(TypeError, match=r"`step` must be an integer of at least 0, got "):
+            getattr(manager, asks)(label)
+        assert manager.all_steps() == [0, 4]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, jnp.int32])
+def test_labels_of_numpy_and_jax(tmp_path: Path, kind: Any) -> None:
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(kind(4), args=gockpt.GoCkptSave(STATE))
+        manager.wait_until_finished()
+        assert manager.restore(kind(4))["seed"] == manager.restore(None)["seed"] == 7
+        assert "seed" in manager.metadata(kind(4)).item_metadata
+        assert manager.metadata(None).custom_metadata == manager.metadata().custom_metadata
+        manager.delete(kind(4))
+        assert manager.all_steps() == []
+        for ask in (getattr(manager, name) for name in ASKS):
+            with pytest.raises(gockpt.NoCheckpointError):
+                ask(-1)
 
 
 @pytest.fixture(scope="module")

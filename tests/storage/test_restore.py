@@ -318,6 +318,33 @@ def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
         assert_same_arrays(manager.restore(0, args=args), {"bool": state["bool"]})
 
 
+@pytest.mark.parametrize("axes", ["replica", ("replica", "data"), ("data", "replica")], ids=str)
+def test_what_has_no_replicas_is_read_by_all(tmp_path, monkeypatch, axes):
+    """Divided over the first axis of the mesh; the others are sent."""
+    asked = []
+    handler = ocp.type_handlers.SingleReplicaArrayHandler
+    deserialize = handler.deserialize
+
+    async def noted(self, infos, args=None):
+        asked.extend(info.name for info in infos)
+        return await deserialize(self, infos, args)
+
+    monkeypatch.setattr(handler, "deserialize", noted)
+    state = {
+        "divided": put(jnp.arange(64.0).reshape(8, 8), axes),
+        "last": put(jnp.arange(64.0).reshape(8, 8), None, axes),
+        "sent": put(jnp.arange(8.0), "data"),
+    }
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=GoCkptRestore(abstract(state), single_replica=True))
+    assert_same_arrays(restored, state)
+    assert {name: x.sharding for name, x in restored.items()} == {
+        name: x.sharding for name, x in state.items()
+    }
+    assert asked == ["sent"]
+
+
 def test_one_replica_sends_beside_a_handler_that_does_so_too(tmp_path):
     state = {"v": put(jnp.arange(8.0), "data"), "on one device": jnp.arange(8.0)}
     with GoCkptManager(tmp_path) as manager:

@@ -41,7 +41,7 @@ class LeafDifference:
       size: Of how many.
       max_ulps: The largest distance in units in the last place, zero equal to denormals and NaN
         to NaN; `None` where there is none: integers, or only one of the two is finite.
-      max_absolute: The largest difference of finite elements.
+      max_absolute: The largest difference of finite elements; infinite if float64 cannot hold it.
       max_relative: The same over the largest magnitude in A's leaf.
     """
 
@@ -157,7 +157,8 @@ def _compare(job: _Job) -> _Figures:
         bits = (x.view(np.uint8).reshape(-1, x.dtype.itemsize) for x in (left, right))
         other = np.any(np.not_equal(*bits), axis=1)
         if other.any():
-            found = difference(left[other], right[other])
+            with np.errstate(over="ignore"):
+                found = difference(left[other], right[other])
             total = total.joined(_Figures(int(other.sum()), found.max_ulps, found.max_absolute))
     return total
 

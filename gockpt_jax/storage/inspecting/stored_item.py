@@ -93,7 +93,10 @@ class StoredItem:
             raise StoredItemError(
                 f"`{METADATA_FILE}` in {self.path} is damaged: {error!r}"
             ) from error
-        self.leaves = {leaf.name: leaf for leaf in leaves}
+        self.leaves: dict[str, StoredLeaf] = {}
+        for leaf in leaves:  # an empty node may have an array's name: `{"a": {"b": x}, "a.b": {}}`
+            if leaf.has_data or leaf.name not in self.leaves:
+                self.leaves[leaf.name] = leaf
         ocdbt = metadata.get("use_ocdbt")
         has_database = (self.path / "manifest.ocdbt").exists()
         self.use_ocdbt: bool = has_database if ocdbt is None else bool(ocdbt)
@@ -110,6 +113,11 @@ class StoredItem:
     def arrays(self) -> dict[str, StoredLeaf]:
         """The leaves whose values are arrays."""
         return {name: leaf for name, leaf in self.leaves.items() if leaf.is_array}
+
+    @property
+    def texts(self) -> set[str]:
+        """The names of the leaves that are strings, of which `text` gives the value."""
+        return {x.name for x in self.leaves.values() if x.has_data and x.value_type == "string"}
 
     def text(self, name: str) -> str | None:
         """The value of a leaf that is a string: Orbax takes its name for a JSON pointer."""

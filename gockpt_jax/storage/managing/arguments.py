@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -151,6 +152,18 @@ def as_label(step: Any) -> int:
     """Orbax would write the checkpoints of other labels, and never find them again."""
     advice = "Pass the label of the state, for example the loop's index."
     return as_count("step", step, advice, least=0, no_integer=TypeError)
+
+
+def as_asked_label(step: Any) -> int:
+    """The label of a checkpoint to be found; there is none of a negative one, and that is told.
+
+    Raises:
+      TypeError: if it is no integer.
+    """
+    try:
+        return as_label(step)
+    except ValueError:
+        return operator.index(step)
 
 
 def as_they_are(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from gockpt_jax.storage.managing.turn import Turn, told_of_turns
 from gockpt_jax.storage.managing.waiting import WaitingRoom, WaitingSave
 from gockpt_jax.storage.saving.commit import with_word_of_commits
 from gockpt_jax.storage.saving.policies import arrange
-from gockpt_jax.storage.saving.refused import refuse_save
+from gockpt_jax.storage.saving.refused import refuse_save, refuse_unranked
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.telemetry.report import SaveReport
 
@@ -123,6 +123,7 @@ class SavesInTurn:
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         """Refuses a save that cannot be stored, or not be found again."""
         refuse_save(arguments, metrics_are_written=self.options.best_fn is not None)
+        refuse_unranked(arguments.get("metrics"), self.options)
         for name, args in arguments["args"].items():
             if self._naming.is_ours(name, args):
                 self._handler.leaves_to_save(args)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -67,8 +68,13 @@ class LastSave:
     @property
     def is_writing(self) -> bool:
         """Whether it is being written, whatever an interrupted wait has Orbax say of it."""
+        return self.is_unheard and self._is_ending
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether Orbax's thread that ends a save runs: it hears what has failed of the writes."""
         commit = _compat.commit_thread(self._manager)
-        return self.is_unheard and commit is not None and locks.is_running(commit)
+        return commit is not None and locks.is_running(commit)
 
     @property
     def newest(self) -> int | None:
@@ -89,9 +95,10 @@ class LastSave:
         """
         before, begun = self._log.pending, False
         with self.attempt(step):
-            steps_follow = self._is_asynchronous and self._session.version > 0
-            with self._handler.begun.held_back(steps_follow):
+            with self._handler.begun.held_back(self._is_asynchronous):
                 begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
+            if self._session.version == 0:  # no step follows
+                self._handler.begun.let_go()
             if begun and (pending := self._now_with_orbax(step, before)) is not None:
                 pending.returned(started_at)
                 if _compat.commit_thread(self._manager) is None:  # Orbax saves on this thread
@@ -121,12 +128,15 @@ class LastSave:
             except BaseException as error:
                 pending = None if self._log.pending is before else self._log.pending
                 if pending is not None and self._goes_on(step, commit):
+                    begun.let_go()
                     self._now_with_orbax(step, before)  # whatever has stopped `save`
                     pending.returned(time.perf_counter())
                     raise
-                self._give_up(error, pending)
-                if not was_listed:
-                    self._unlist(step)
+                try:
+                    self._give_up(error, pending)
+                finally:
+                    if not was_listed:
+                        self._unlist(step)
                 found = self._named(step, error)
                 if not isinstance(found, _FAILURES):
                     raise  # the caller's, or an interrupt
@@ -175,9 +185,12 @@ class LastSave:
         if pending is not None:
             pending.failed(error)
             begun.give_up(error)  # not the last one, in flight maybe
+        begun.let_go()
         begun.leave_directory()
         if votes is not None:
             votes.cancel()
+        if self._is_asynchronous and not self._session.processes.several and not self._is_ending:
+            begun.leave_writes(functools.partial(_compat.wait_for_writes, self._manager), error)
 
     def hear(self) -> None:
         """Waits for it if it is being written, and raises what went wrong with it."""

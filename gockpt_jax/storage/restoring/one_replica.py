@@ -1,5 +1,6 @@
 """Restoring where one replica reads and sends to the others what they would read again."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,16 +20,25 @@ def single_replica_args(target: Any, shardings: Any) -> Any:
 
     Args:
       target: A tree of arrays or `ShapeDtypeStruct`s.
-      shardings: Theirs; those with a `NamedSharding` are sent.
+      shardings: Theirs; those with a `NamedSharding` are sent, unless they divide the leaf over
+        that axis.
     """
 
     def args(leaf: Any, sharding: Any, plain: Any) -> Any:
-        if not (isinstance(sharding, jax.sharding.NamedSharding) and _can_be_sent(leaf.dtype)):
+        if not (_has_replicas(sharding) and _can_be_sent(leaf.dtype)):
             return plain
         return SingleReplicaArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
 
     plain = ocp.checkpoint_utils.construct_restore_args(target, shardings)
     return jax.tree.map(args, target, shardings, plain)
+
+
+def _has_replicas(sharding: Any) -> bool:
+    """Whether there is one at each place of the mesh's first axis, as stock's handler expects."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return False
+    axes = [axis if isinstance(axis, tuple) else (axis,) for axis in sharding.spec]
+    return sharding.mesh.axis_names[0] not in itertools.chain.from_iterable(axes)
 
 
 def without_others(args: Any) -> Any:

@@ -80,13 +80,13 @@ def check_target(
             if not leaves_out or name in branches
         ],
     }
-    found |= _other_arrays(item, stored, wanted, strict=strict, cast=cast)
+    found |= _others(item, stored, wanted, strict=strict, cast=cast)
     found["that cannot lie as the target says"] = _misplaced(wanted)
     if any(found.values()):
         raise TargetError(_message(item.path, found))
 
 
-def _other_arrays(
+def _others(
     item: StoredItem,
     stored: Mapping[str, Stored],
     wanted: Mapping[str, Any],
@@ -95,7 +95,11 @@ def _other_arrays(
     cast: bool,
 ) -> dict[str, list[str]]:
     """The leaves that are there, but not as the target has them."""
-    kinds: list[str] = []
+    kinds = [
+        f"{name}: string in the checkpoint, {_told(wanted[name])} in the target"
+        for name in sorted(wanted.keys() & item.texts)
+        if not isinstance(wanted[name], str)
+    ]
     shapes: list[str] = []
     dtypes: list[str] = []
     for name in sorted(wanted.keys() & stored.keys()):
@@ -112,7 +116,7 @@ def _other_arrays(
             (kinds if _is_key(wanted[name]) else shapes).append(line)
         elif not cast and (_loses(have, want) if is_number else want.dtype != have.dtype):
             dtypes.append(line)
-    return {"of another kind": kinds, "of another shape": shapes, _OF_ANOTHER_DTYPE: dtypes}
+    return {"of another kind": sorted(kinds), "of another shape": shapes, _OF_ANOTHER_DTYPE: dtypes}
 
 
 def _misplaced(wanted: Mapping[str, Any]) -> list[str]:

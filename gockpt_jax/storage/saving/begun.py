@@ -131,17 +131,14 @@ class BegunSave:
 
         Else two threads run Python, and the one that is the trainer's waits for the interpreter
         wherever it gives it away: in each file that Orbax touches, each thread that it starts, in
-        the dispatch of the next step.
+        the dispatch of the next step. And what is given up has not begun.
 
         Args:
-          is_held: Whether it is: whether somebody will let it go.
+          is_held: Whether it is: whether somebody will let it go, also if what is inside fails.
         """
         self._holds = is_held
         try:
             yield
-        except BaseException:
-            self.let_go()
-            raise
         finally:
             self._holds = False
 
@@ -250,6 +247,20 @@ class BegunSave:
         """It does not begin, and Orbax may still be making its directory."""
         with contextlib.suppress(Exception):  # the job's coordinator is gone: the error is told
             self._left.append(_Left(_directory_made().result, _DIRECTORY_SECS))
+
+    def leave_writes(self, wait: Callable[[], None], error: BaseException) -> None:
+        """It does not begin, and Orbax may be writing it: what that fails with nobody shall hear.
+
+        Args:
+          wait: Waits for that, and raises it.
+          error: Why it does not begin. An interrupt has nobody wait for long.
+        """
+        left = _Left(lambda secs: wait())
+        self._left.append(left)
+        if isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                wait()
+            self._left.remove(left)
 
     def wait_for_directory(self) -> None:
         """Likewise, and there is nobody to wait for it later: Orbax would make it twice at once."""

@@ -195,3 +195,27 @@ def refuse_save(offered: Mapping[str, Any], *, metrics_are_written: bool) -> Non
     refuse_no_json("custom_metadata", offered.get("custom_metadata"))
     if metrics_are_written:
         refuse_no_json("metrics", offered.get("metrics"))
+
+
+def refuse_unranked(metrics: Any, options: ocp.CheckpointManagerOptions) -> None:
+    """Refuses metrics by which Orbax could not tell the best checkpoints.
+
+    Where it keeps so many of them it asks `best_fn` when it has begun to write, and of these
+    metrics again in every save that follows.
+
+    Raises:
+      TypeError: if what `best_fn` returns cannot be compared.
+      Exception: what `best_fn` raises.
+    """
+    best_fn: Any = options.best_fn
+    if best_fn is None or metrics is None or not options.max_to_keep:
+        return
+    value = best_fn(metrics)
+    try:
+        bool(value < value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`best_fn` returned {value!r} for the `metrics` given to `save`, which cannot be "
+            f"compared with that of other checkpoints: {error}. Have it return a number, as in "
+            "`float(metrics['loss'])`, or save without `metrics`."
+        ) from error

@@ -128,7 +128,9 @@ def _put(array: PlacedArray, placeholder: np.ndarray[Any, Any], store: ts.KvStor
 
 def key_of(name: str, key: str) -> str:
     """Returns the key of an array's value; the array that is the whole tree has no name."""
-    return f"{name}{'' if name.endswith('/') else '/'}{key}" if name else key
+    if name in ("", "/"):  # TensorStore takes the one for the other
+        return key
+    return f"{name}{'' if name.endswith('/') else '/'}{key}"
 
 
 def _commits(

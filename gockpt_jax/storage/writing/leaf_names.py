@@ -22,6 +22,8 @@ _MAX_BYTES = 255  # of a file's name, on all file systems that we write plain fi
 _TAKEN = frozenset(
     {"_METADATA", "_sharding", "_strings.json", "array_metadatas", "manifest.ocdbt", FOLDER}
 )
+PROCESS_FOLDER = "ocdbt.process_"
+"""With the number of a process: where its database is until Orbax merges all of them."""
 
 
 def refuse_shared(tree: Any) -> None:
@@ -59,7 +61,8 @@ def why_no_files(tree: Any) -> str | None:
     names = [name for name, _ in _leaves(tree)]
     for name in names:
         parts = name.split("/")
-        if parts[0] in _TAKEN or not all(map(_is_file_name, parts)):
+        is_taken = parts[0] in _TAKEN or parts[0].startswith(PROCESS_FOLDER)
+        if is_taken or not all(map(_is_file_name, parts)):
             return f"a leaf's name, `{name}`, cannot be a file's"
     # The files in it might be of one name with those of the other's chunks.
     for folder, following in itertools.pairwise(sorted(f"{name}/" for name in names)):

@@ -21,23 +21,20 @@ from gockpt_jax.storage.files.literal import literal
 from gockpt_jax.storage.files.plain_array import is_stored_as_it_is
 from gockpt_jax.storage.writing.array_layout import ArrayLayout, ItemLayout
 from gockpt_jax.storage.writing.database_index import PlacedArray
+from gockpt_jax.storage.writing.leaf_names import PROCESS_FOLDER
 
 Json = dict[str, Any]
 
 
-_PROCESS_FOLDER = "ocdbt.process_"
-
-
 def process_folder(item: ItemLayout) -> str:
     """Returns the folder of this process's database, which Orbax merges with the others'."""
-    return f"{item.folder}/{_PROCESS_FOLDER}{jax.process_index()}/"
+    return f"{item.folder}/{PROCESS_FOLDER}{jax.process_index()}/"
 
 
 def is_unmerged(folder: epath.Path) -> bool:
     """Whether databases of processes lie in an item's folder, and none of all of them."""
     return (
-        any(literal(folder).glob(f"{_PROCESS_FOLDER}*"))
-        and not (folder / "manifest.ocdbt").exists()
+        any(literal(folder).glob(f"{PROCESS_FOLDER}*")) and not (folder / "manifest.ocdbt").exists()
     )
 
 
