@@ -362,7 +362,8 @@ def test_window_status_and_explain(tmp_path, capsys):
         manager.explain()
         text = capsys.readouterr().out
         assert text.startswith("foreseen saves are windows of 3 steps: `steps=3`\n")
-        assert "2 leaves leave early, in 1 groups; 2 leaves are late" in text
+        assert "2 leaves leave early, in 1 group: " in text
+        assert "; 2 leaves are late." in text
         for path in ("mu['w']", "nu['w']", "['params']['w']", "count"):
             assert path in text
 
