@@ -6,6 +6,7 @@ Whatever it is, the checkpoints that were there stay, and training can go on.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -310,11 +311,16 @@ def test_the_result_of_wrap_is_not_used(tmp_path):
         assert_same(manager.restore(10), to_host(state))
 
 
-def test_nothing_is_wrapped_where_nothing_is_trained(tmp_path):
-    """A converter of checkpoints, say: no warning, which would be an error here."""
-    with manager_of(tmp_path) as manager:
-        for n in range(0, 16, 5):
+def test_nothing_is_wrapped_where_nothing_is_trained(tmp_path, caplog):
+    """A converter of checkpoints, say: no warning, which would be an error here, but a line."""
+    with manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "gockpt_jax"):
+        assert manager.save(0, args=gockpt.GoCkptSave(fresh()))
+        assert not caplog.records  # of a first state it may be
+        for n in range(5, 16, 5):
             assert manager.save(n, args=gockpt.GoCkptSave(fresh()))
+    (told,) = caplog.records  # once is enough
+    assert "no step has been wrapped" in told.getMessage()
+    assert "`train_step = manager.wrap(train_step)`" in told.getMessage()
 
 
 def test_a_step_without_the_states_tree(tmp_path):

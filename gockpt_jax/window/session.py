@@ -49,12 +49,15 @@ from gockpt_jax.window.slots import give_back
 
 _log = logging.getLogger("gockpt_jax")
 
-_NOT_PREDICTED = "the save was not predicted, so no window was open"
 _NOT_OURS = "no windows: the handlers given to the manager took all items of the last save"
 _NOT_WRAPPED = "no wrapped step has run; if steps have, call what `wrap(train_step)` returned"
 _UNUSED = (
     "Two saves have come, and no wrapped step has run, so all saves are snapshots. Call what "
     "`wrap` returned, as in `train_step = manager.wrap(train_step)`."
+)
+_NONE_WRAPPED = (
+    "Two saves have come, and no step has been wrapped, so all saves are snapshots. For windows "
+    "train with `train_step = manager.wrap(train_step)`; without them nothing is to be done."
 )
 
 
@@ -301,12 +304,12 @@ class Session:
         self._sealed_at = self.version
         self._current.abandon_interrupted()
         window = self._current.sealed_at(self.version)
-        unforeseen = _NOT_PREDICTED
+        unforeseen = self.predictor.why_unforeseen
         if self._last_step is None:
             unforeseen = _NOT_WRAPPED
             self._saves_unwrapped += 1
-            if self.has_wrapped and self._saves_unwrapped == 2:  # one may be of the first state
-                warn(_UNUSED, SnapshotOnlyWarning)
+            if self._saves_unwrapped == 2:  # one may be of the first state
+                self._tell_of_no_step()
         record = SaveRecord(kind="snapshot", reason=self._current.why_none or unforeseen)
         record.deferred_steps = self._opener.deferred_steps(self.version)
         if window is not None:
@@ -314,6 +317,13 @@ class Session:
         self.known.clock.pause(self.version)
         self._current.why_none = None
         return Seal(window, record, self.resources)
+
+    def _tell_of_no_step(self) -> None:
+        """A warning where the user has wrapped a step; where not, windows may not be wanted."""
+        if self.has_wrapped:
+            warn(_UNUSED, SnapshotOnlyWarning)
+        else:
+            _log.warning(_NONE_WRAPPED)
 
     def _let_go(self, until: int) -> None:
         """Of states that steps have returned up to a version: nothing else may hold them still."""
@@ -370,6 +380,7 @@ class Session:
         if threading.get_ident() == self._trainer:
             with self.lock:
                 self.abandon("a checkpoint was restored")
+                self.predictor.state_replaced()
                 self._let_go(until=self.version)  # there may be no room for two states
 
     def close(self) -> None:

@@ -47,6 +47,7 @@ def test_fixed_steps_make_every_predictable_save_a_window(tmp_path, interval, st
             (0, "snapshot", 1), (interval, "window", steps), (2 * interval, "window", steps),
         ]  # fmt: skip
         assert "not predicted" in manager.reports[0].reason
+        assert "it is the first of this run" in manager.reports[0].reason
         assert all(f"`steps={steps}`" in r.reason for r in manager.reports[1:])
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
@@ -229,7 +230,23 @@ def test_a_save_that_comes_before_its_window_opens_was_not_predicted(tmp_path):
         report = manager.last_report
         assert manager._gockpt_session.window_steps == 3
         assert (report.kind, report.deferred_steps) == ("snapshot", 0)
-        assert "not predicted" in report.reason
+        assert "not predicted, so no window was open; `manager.expect_save(" in report.reason
+
+
+def test_a_save_that_nothing_foresaw_says_which_it_is(tmp_path):
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for n in range(1, 12):
+            state = step(state, BATCH)
+            if n == 7:
+                manager.restore(6)
+            if n in (3, 6, 8, 11):
+                manager.save(n, args=GoCkptSave(state), force=True)
+        manager.wait_until_finished()
+        told = "first of this run", "the second", "restored since", "open; `manager.expect_save("
+        for report, why in zip(manager.reports, told, strict=True):
+            assert "not predicted" in report.reason
+            assert why in report.reason
 
 
 def wait_for_compilation(step):
