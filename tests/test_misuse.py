@@ -323,6 +323,16 @@ def test_nothing_is_wrapped_where_nothing_is_trained(tmp_path, caplog):
     assert "`train_step = manager.wrap(train_step)`" in told.getMessage()
 
 
+@pytest.mark.parametrize("old", ["items", "save_kwargs"])
+def test_a_state_in_the_old_form(tmp_path, old):
+    """It has a name there, but not the one that is asked for; by position it has none."""
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(TypeError, match=rf"`{old}=` is Orbax's old form.*write `args=\.\.\.`"):
+            manager.save(0, **{old: fresh()})
+        with pytest.raises(TypeError, match="got a `dict` without a name"):
+            manager.save(0, fresh())
+
+
 def test_a_step_without_the_states_tree(tmp_path):
     """An optimizer in place of the state: told before anything is armed, with the remedy."""
     with manager_of(tmp_path) as manager:
