@@ -86,7 +86,10 @@ MISUSES = {
         afterwards="snapshot",  # a program with bf16 parameters, which has no cut
     ),
     "a copy of the state": Misuse(
-        saved=lambda n, s: jax.tree.map(jnp.copy, s), reason="nothing given to `save` had left"
+        saved=lambda n, s: jax.tree.map(jnp.copy, s), reason="not the state that the last wrapped"
+    ),
+    "the state on the host": Misuse(
+        saved=lambda n, s: to_host(s), reason="none of it is a `jax.Array`; give what the last"
     ),
     "a state of its own": Misuse(
         saved=lambda n, s: fresh() | {"rate": s["rate"]}, reason="nothing given to `save` had left"

@@ -383,6 +383,24 @@ def test_window_status_and_explain(tmp_path, capsys):
         assert "; 2 leaves are late." in text
         for path in ("mu['w']", "nu['w']", "['params']['w']", "count"):
             assert path in text
+        assert "beside" not in text
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2])
+def test_explain_counts_what_is_saved_beside_the_state(tmp_path, capsys, beside):
+    """Of two steps that take turns each has returned its part of it."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        split = manager.wrap(jax.jit(lambda key: jax.random.split(key)[0]))
+        step, state, key = manager.wrap(update), fresh(), jax.random.key(0)
+        for label in range(3):
+            key, state = split(key), step(state, BATCH)
+            more = [jnp.full(SIZE, n) for n in range(beside)]
+            manager.save(label, args=GoCkptSave([state, key, more]))
+        manager.explain()
+        text = capsys.readouterr().out
+        assert text.startswith("foreseen saves are windows of 2 steps")
+        told = [None, "given 1 array that", "given 2 arrays that"][beside]
+        assert (told in text) if told else ("beside" not in text)
 
 
 # Reports.
