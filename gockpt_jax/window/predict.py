@@ -11,7 +11,7 @@ _log = logging.getLogger("gockpt_jax")
 
 _PATIENCE = 2
 _UNFORESEEN = "the save was not predicted, so no window was open"
-_REMEDY = "`manager.expect_save(in_steps=n)` foresees an irregular one"
+_REMEDY = "`manager.expect_save(in_steps=n)` announces such a save"
 
 
 class CallHistory:
