@@ -1,4 +1,4 @@
-"""Checks of what users give, with errors that name it and say what to do."""
+"""Checks of what users give, with errors that name it and say what to do; and words for these."""
 
 import operator
 import reprlib
@@ -11,6 +11,21 @@ _short.maxlong, _short.maxstring, _short.maxother = 500, 80, 80
 def told(value: Any) -> str:
     """What came, in an error: not all of a state's arrays."""
     return _short.repr(value)
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """So many of something, for a reader.
+
+    Args:
+      number: How many.
+      one: What one of them is called, or does.
+      more: Several of them; "": the same with an s.
+
+    Example:
+      >>> counted(1, "step"), counted(2, "step"), counted(1, "leaf is late", "leaves are late")
+      ('1 step', '2 steps', '1 leaf is late')
+    """
+    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def as_count(

@@ -135,11 +135,13 @@ class WindowOptions:
     """How a checkpoint's state leaves the device.
 
     Attributes:
-      max_steps: The largest K the planner may choose, in training steps. The paper caps K at 7
-        (arXiv 2511.07035, section 4); gradient traffic grows with K(K-1)/2, so more never pays.
+      max_steps: The largest K the planner may choose, in training steps; `steps` may be more. The
+        paper caps K at 7 (arXiv 2511.07035, section 4); gradient traffic grows with K(K-1)/2, so
+        more never pays.
       steps: Fixes K, for tests and benchmarks: every predictable save is then a window of this many
         steps (fewer where the saves lie closer together), opening waits for the armed step to
-        compile, and groups leave early even where that saves no bytes. `None`: the planner chooses.
+        compile, and groups leave early even where that saves no bytes. At most 100. `None`: the
+        planner chooses.
       device_budget_bytes: Bytes per device that staged copies and retained gradients may take.
         `None`: what the device reports as free, or the whole state where it reports nothing.
       step_secs: Time of one training step, for the plan. `None`: learned while training, without

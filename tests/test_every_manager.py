@@ -120,6 +120,22 @@ def test_handler_in_a_stock_manager(alone: bool, tmp_path: Path) -> None:
             assert_same(restored if alone else restored.state, given[label])
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_the_policy_tells_a_handler(knows: bool, tmp_path: Path) -> None:
+    """Without it the period of the last two saves is all, which one that is forced upsets."""
+    job = PROGRAMS["clip_adamw"].build(1)
+    handler = gockpt.GoCkptHandler(window=WINDOW, save_decision_policy=EVERY if knows else None)
+    options = ocp.CheckpointManagerOptions(save_decision_policy=EVERY)
+    with ocp.CheckpointManager(tmp_path, options=options, item_handlers=handler) as manager:
+        step, state = handler.wrap(job.step), job.state
+        for label in range(31):
+            state = job.advance(step, state, label)
+            manager.save(label, args=gockpt.GoCkptSave(state), force=label == 13)
+            manager.wait_until_finished()
+    windows = [r.step for r in handler.reports if r.kind == "window"]
+    assert windows == [12, *([18, 24] if knows else []), 30]
+
+
 def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
     """As in a notebook."""
 

@@ -6,6 +6,7 @@ Whatever it is, the checkpoints that were there stay, and training can go on.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +86,10 @@ MISUSES = {
         afterwards="snapshot",  # a program with bf16 parameters, which has no cut
     ),
     "a copy of the state": Misuse(
-        saved=lambda n, s: jax.tree.map(jnp.copy, s), reason="nothing given to `save` had left"
+        saved=lambda n, s: jax.tree.map(jnp.copy, s), reason="not the state that the last wrapped"
+    ),
+    "the state on the host": Misuse(
+        saved=lambda n, s: to_host(s), reason="none of it is a `jax.Array`; give what the last"
     ),
     "a state of its own": Misuse(
         saved=lambda n, s: fresh() | {"rate": s["rate"]}, reason="nothing given to `save` had left"
@@ -310,11 +314,26 @@ def test_the_result_of_wrap_is_not_used(tmp_path):
         assert_same(manager.restore(10), to_host(state))
 
 
-def test_nothing_is_wrapped_where_nothing_is_trained(tmp_path):
-    """A converter of checkpoints, say: no warning, which would be an error here."""
-    with manager_of(tmp_path) as manager:
-        for n in range(0, 16, 5):
+def test_nothing_is_wrapped_where_nothing_is_trained(tmp_path, caplog):
+    """A converter of checkpoints, say: no warning, which would be an error here, but a line."""
+    with manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "gockpt_jax"):
+        assert manager.save(0, args=gockpt.GoCkptSave(fresh()))
+        assert not caplog.records  # of a first state it may be
+        for n in range(5, 16, 5):
             assert manager.save(n, args=gockpt.GoCkptSave(fresh()))
+    (told,) = caplog.records  # once is enough
+    assert "no step has been wrapped" in told.getMessage()
+    assert "`train_step = manager.wrap(train_step)`" in told.getMessage()
+
+
+@pytest.mark.parametrize("old", ["items", "save_kwargs"])
+def test_a_state_in_the_old_form(tmp_path, old):
+    """It has a name there, but not the one that is asked for; by position it has none."""
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(TypeError, match=rf"`{old}=` is Orbax's old form.*write `args=\.\.\.`"):
+            manager.save(0, **{old: fresh()})
+        with pytest.raises(TypeError, match="got a `dict` without a name"):
+            manager.save(0, fresh())
 
 
 def test_a_step_without_the_states_tree(tmp_path):

@@ -23,6 +23,10 @@ _NOTHING_LEFT_EARLY = (
     "nothing given to `save` had left early: it is not the state that the last wrapped step"
     " returned, or a part that leaves at the save"
 )
+_NOTHING_ON_DEVICES = (
+    "nothing given to `save` had left early: none of it is a `jax.Array`; give what the last"
+    " wrapped step returned, without `np.asarray` or `device_get`"
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,6 +40,7 @@ class SaveRecord:
     step: int = -1
     state_bytes: int = 0
     taken_bytes: int = 0  # of it on the host: an array that lies in several places is there once
+    num_arrays: int = 0  # that were given, on devices
     early_bytes: int = 0
     early_leaves: int = 0  # of which this process may own nothing
     gradient_bytes: int = 0
@@ -86,7 +91,8 @@ class SaveRecord:
         """A window of which the save has taken nothing was a snapshot after all."""
         if self.kind == "window" and not self.early_leaves:
             self.kind, self.window_steps = "snapshot", 1
-            self.reason = _in_short(self.late_leaves) or _NOTHING_LEFT_EARLY
+            nothing = _NOTHING_LEFT_EARLY if self.num_arrays else _NOTHING_ON_DEVICES
+            self.reason = _in_short(self.late_leaves) or nothing
 
 
 def _in_words(error: BaseException) -> str:

@@ -1,9 +1,11 @@
 """What stays of a step's cut once its graph is dropped: positions, places and recipes."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gockpt_jax.checks import counted
 from gockpt_jax.training.call import Positions
 from gockpt_jax.training.cut import Cut, find_cut
 from gockpt_jax.training.graph import flatten
@@ -23,6 +25,11 @@ class ArraySpec:
     def of(cls, value: Any) -> "ArraySpec":
         """That of a value, or of an abstract one."""
         return cls(tuple(value.shape), value.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the global value; 0 for what has no size (tokens)."""
+        return math.prod(self.shape) * int(getattr(self.dtype, "itemsize", 0))
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -75,9 +82,12 @@ class StepCut:
     def explain(self) -> str:
         """The groups, what is retained for them, and what is late and why, as text."""
         early = [j for group in self.groups for j in group.leaves]
+        size, kept_size = _in_mb(self.leaf_specs), _in_mb(self.arrays)
         lines = [
-            f"in a window {len(early)} leaves leave early, in {len(self.groups)} groups; "
-            f"{len(self.late)} leaves are late."
+            f"in a window {counted(len(early), 'leaf leaves', 'leaves leave')} early, in "
+            f"{counted(len(self.groups), 'group')}: {_in_mb(self.leaf_specs[j] for j in early)} of "
+            f"{size} MB, retaining {kept_size} MB in each step; "
+            f"{counted(len(self.late), 'leaf is', 'leaves are')} late."
         ]
         for group in self.groups:
             kept = [str(self.arrays[i]) for i in (*group.retained, *group.scalars)]
@@ -90,6 +100,10 @@ class StepCut:
 
     def _leaf(self, j: int) -> str:
         return f"  {self.paths[j]} {self.leaf_specs[j]}"
+
+
+def _in_mb(specs: Iterable[ArraySpec]) -> str:
+    return f"{sum(spec.num_bytes for spec in specs) / 1e6:.2f}"
 
 
 def cut_step(jaxpr: Any, positions: Positions, *, even_for_nothing: bool, exact: bool) -> StepCut:

@@ -30,6 +30,7 @@ In the order of their imports:
     failures     how a failed save reaches the trainer
     current      the window that is open, and how it ends
     seal         a save at its seal, item by item
+    advice       what is said where saves could be windows
     session      the life of windows
     face         what a user sees of them
 """

@@ -72,7 +72,7 @@ def _too_small(terms: Terms, budget_bytes: int) -> str:
 def why_one_copy(state_bytes: int, budget_bytes: int | None) -> str | None:
     """Why one device copy is all that a save needs; `None` if the device budget is too small."""
     if budget_bytes is None:
-        budget = "no device budget"
+        budget = "and the device tells no free memory, nor is `device_budget_bytes` set"
     elif state_bytes <= budget_bytes:
         budget = f"the device budget of {describe_bytes(budget_bytes)}"
     else:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import jax
 
+from gockpt_jax.checks import counted
 from gockpt_jax.errors import is_out_of_memory
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
@@ -83,7 +84,8 @@ class CurrentWindow:
         if window is None or self.is_due(version):
             return window
         steps = window.target - version
-        self.abandon(window.given_up or f"the save came {steps} steps early")
+        early = f"the save came {counted(steps, 'step')} early"
+        self.abandon(window.given_up or early)
         if self._several and steps == 0 and window.error is not None:
             surface(window_failed(window.error), self._on_save_error)
         return None

@@ -4,6 +4,7 @@ from gockpt_jax.errors import (
     DeviceMemoryError,
     ReplayError,
     SaveFailedWarning,
+    brief,
     is_out_of_memory,
     warn,
 )
@@ -19,8 +20,11 @@ def surface(error: BaseException, on_save_error: OnSaveError) -> None:
     """
     if on_save_error == "raise" or not isinstance(error, Exception):
         raise error
-    cause = f", from {error.__cause__!r}" if error.__cause__ is not None else ""
-    warn(f"{type(error).__name__}: {error}{cause}", SaveFailedWarning)
+    told, cause = f"{type(error).__name__}: {error}", error.__cause__
+    is_told = isinstance(cause, Exception) and str(cause) != "" and brief(cause) in told
+    if cause is not None and not is_told:
+        told = f"{told.rstrip('.')}, from {cause!r}."
+    warn(told, SaveFailedWarning)
 
 
 def window_failed(failure: BaseException) -> ReplayError:

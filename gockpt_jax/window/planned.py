@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from gockpt_jax.checks import counted
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import Chunk
@@ -54,7 +55,7 @@ class Planned:
             fixed = options.steps and steps
             limited = dataclasses.replace(options, steps=fixed, max_steps=steps)
             plan = plan_window(self.size, limited, budget_bytes, self.facts)
-            why = f"{plan.reason}; the save was {steps - 1} steps away"
+            why = f"{plan.reason}; the save was {counted(steps - 1, 'step')} away"
             self._shorter[steps] = dataclasses.replace(plan, reason=why)
         return dataclasses.replace(self, plan=self._shorter[steps])
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 _log = logging.getLogger("gockpt_jax")
 
 _PATIENCE = 2
+_UNFORESEEN = "the save was not predicted, so no window was open"
+_REMEDY = "`manager.expect_save(in_steps=n)` announces such a save"
 
 
 class CallHistory:
@@ -96,6 +98,7 @@ class SavePredictor:
         self._saves_as_told = True  # what it asks for, when the answer is yes
         self._accepted: list[int] = []  # versions of the last two accepted saves
         self._abandoned = 0
+        self._has_restored = False  # since the last accepted save
         self._is_over = False
         self._cached: tuple[int, int | None] | None = None  # computed at, predicted
 
@@ -109,7 +112,7 @@ class SavePredictor:
         self._calls.observe(version, label, accepted)
         self._cached = None
         if accepted:
-            self._abandoned = 0
+            self._abandoned, self._has_restored = 0, False
             if self._questions.last is not None:
                 asked_at, asked_for = self._questions.last
                 updates = self._questions.updates_per_label(sees_every_call=True) or 1
@@ -162,6 +165,24 @@ class SavePredictor:
                 "has come. Call `manager.expect_save(in_steps=n)` some steps before a save.",
                 _PATIENCE,
             )  # fmt: skip
+
+    def state_replaced(self) -> None:
+        """Told when the loop has restored a checkpoint: labels and periods may begin anew."""
+        self._has_restored = True
+
+    @property
+    def why_unforeseen(self) -> str:
+        """That the save which comes now was not predicted, and why, as far as that is known."""
+        why = ""
+        if not self._accepted:
+            why = ": it is the first of this run"
+        elif self._has_restored:
+            why = ": a checkpoint was restored since the last one"
+        elif self._abandoned >= _PATIENCE:
+            why = ": windows had been opened for saves that did not come"
+        elif len(self._accepted) == 1 and not self._knows_better_than_periods:
+            why = ": it is the second, and their period is not known yet"
+        return f"{_UNFORESEEN}{why}; {_REMEDY}"
 
     def end(self) -> None:
         """No more saves will come: the manager is closed."""
@@ -230,11 +251,13 @@ class SavePredictor:
                 return last_version + label * updates
         return None
 
+    @property
+    def _knows_better_than_periods(self) -> bool:
+        """Whether a policy says no to the labels ahead, whatever the period of the past."""
+        return self.is_started or (self.is_save_label is not None and self._in_step() is not None)
+
     def _by_period(self, version: int) -> int | None:
-        # A policy that says no to the labels ahead knows better than the period of the past.
-        knows_better = self.is_save_label is not None and self._in_step() is not None
-        knows_better |= self.is_started
-        if len(self._accepted) < 2 or knows_better:
+        if len(self._accepted) < 2 or self._knows_better_than_periods:
             return None
         period = self._accepted[1] - self._accepted[0]
         target = self._accepted[1] + period

@@ -68,6 +68,7 @@ class Seal:
             if self._window is not None:
                 audit = self._window.seal(arrays, slots)
             record.early_leaves += len(slots)
+            record.num_arrays += len(arrays)
             record.state_bytes += sum(owned[id(a)] for a in arrays)
             record.taken_bytes += taken_bytes
             record.early_bytes += sum(owned[id(a)] for a in arrays if id(a) in slots)

@@ -29,13 +29,13 @@ from typing import Any
 
 import jax
 
-from gockpt_jax.errors import SnapshotOnlyWarning, warn
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.wrap import ArmedCall, WrappedStep
 from gockpt_jax.transfer.probe import probe
 from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.advice import NOT_OURS, NOT_WRAPPED, num_beside, of_beside, tell_of_no_step
 from gockpt_jax.window.current import CurrentWindow
 from gockpt_jax.window.known import Known
 from gockpt_jax.window.open_window import OpenWindow
@@ -48,14 +48,6 @@ from gockpt_jax.window.seal import Seal, Taken
 from gockpt_jax.window.slots import give_back
 
 _log = logging.getLogger("gockpt_jax")
-
-_NOT_PREDICTED = "the save was not predicted, so no window was open"
-_NOT_OURS = "no windows: the handlers given to the manager took all items of the last save"
-_NOT_WRAPPED = "no wrapped step has run; if steps have, call what `wrap(train_step)` returned"
-_UNUSED = (
-    "Two saves have come, and no wrapped step has run, so all saves are snapshots. Call what "
-    "`wrap` returned, as in `train_step = manager.wrap(train_step)`."
-)
 
 
 class Session:
@@ -100,6 +92,7 @@ class Session:
         self._steps = weakref.WeakKeyDictionary[WrappedStep, int]()
         self._sealed_at = -1
         self._saves_unwrapped = 0  # before a wrapped step has run
+        self._num_beside = 0  # arrays of the last save, beside the state
         self.known = Known(options, processes, resources, self._probe)
         self.planner = Planner(options, self.known, resources)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
@@ -301,12 +294,12 @@ class Session:
         self._sealed_at = self.version
         self._current.abandon_interrupted()
         window = self._current.sealed_at(self.version)
-        unforeseen = _NOT_PREDICTED
+        unforeseen = self.predictor.why_unforeseen
         if self._last_step is None:
-            unforeseen = _NOT_WRAPPED
+            unforeseen = NOT_WRAPPED
             self._saves_unwrapped += 1
-            if self.has_wrapped and self._saves_unwrapped == 2:  # one may be of the first state
-                warn(_UNUSED, SnapshotOnlyWarning)
+            if self._saves_unwrapped == 2:  # one may be of the first state
+                tell_of_no_step(has_wrapped=self.has_wrapped)
         record = SaveRecord(kind="snapshot", reason=self._current.why_none or unforeseen)
         record.deferred_steps = self._opener.deferred_steps(self.version)
         if window is not None:
@@ -331,6 +324,7 @@ class Session:
                 self._seal.end()  # again, if it is interrupted
                 items, self._seal = self._seal.items, None
                 if self._last_step is not None and any(items):
+                    self._num_beside = num_beside(items, list(self._steps))
                     self.known.has_saved(self._last_step, items)
                     self.planner.has_saved(self._last_step)
 
@@ -362,14 +356,18 @@ class Session:
     def explain(self) -> str:
         """What saves are planned to be, what leaves early, what is retained, what is late."""
         if not self.predictor.takes_state:
-            return f"{_NOT_OURS}."
-        return self.planner.explain(self._last_step) if self._last_step else f"{_NOT_WRAPPED}."
+            return f"{NOT_OURS}."
+        if self._last_step is None:
+            return f"{NOT_WRAPPED}."
+        beside = of_beside(self._num_beside if self.window_steps > 1 else 0)
+        return self.planner.explain(self._last_step) + beside
 
     def state_replaced(self) -> None:
         """A checkpoint was restored; on another thread than the trainer's, to be looked at."""
         if threading.get_ident() == self._trainer:
             with self.lock:
                 self.abandon("a checkpoint was restored")
+                self.predictor.state_replaced()
                 self._let_go(until=self.version)  # there may be no room for two states
 
     def close(self) -> None:

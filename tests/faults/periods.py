@@ -132,7 +132,7 @@ class Periods:
         """The last save's window was as before anything went wrong, and no more is held."""
         report = self.assert_saved()
         # An update that was counted, and then repeated, moves the next save.
-        is_early = "steps early" in str(report.reason)
+        is_early = "the save came" in str(report.reason)
         assert report.kind == self._kind or is_early, report
         held, most = self.held_bytes, self._open_bytes
         assert all(held[where] <= most[where] for where in most), (held, most)

@@ -66,7 +66,7 @@ def test_early_save_says_why_it_is_a_snapshot(tmp_path: Path) -> None:
         trainer.run(7)
         trainer.save(force=True)
         trainer.assert_intact()
-        assert "the save came 1 steps early" in trainer.report(7).reason
+        assert "the save came 1 step early" in trainer.report(7).reason
 
 
 def test_an_abandoned_window_holds_no_state(tmp_path: Path) -> None:

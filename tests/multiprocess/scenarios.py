@@ -20,6 +20,7 @@ from data_position import Position
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
+from gockpt_jax.checks import counted
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.saving import state_handler, taken
 from gockpt_jax.storage.writing import array_handler, leaf_writer
@@ -575,7 +576,7 @@ def forced(directory: Path) -> None:
         loop.manager.wait_until_finished()
         report = loop.report(last - early_by)
         assert (report.kind, report.error) == ("snapshot", None), report
-        why = "injected" if is_faulty else f"the save came {early_by} steps early"
+        why = "injected" if is_faulty else f"the save came {counted(early_by, 'step')} early"
         assert why in report.reason, report
         loop.run(last)
         loop.manager.wait_until_finished()

@@ -52,8 +52,8 @@ KIND = (
 )
 LEFT_OUT = "1 leaf left out by `PLACEHOLDER`:\n  {}\nBuild the"
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "what went with items": ({"restore_kwargs": {}}, TypeError, "by name, as in `restore(step, "),
-    "items": ({"items": STATE}, TypeError, "by name, as in `restore(step, args=GoCkptRestore("),
+    "what went with items": ({"restore_kwargs": {}}, TypeError, "`restore_kwargs=` is Orbax's old"),
+    "items": ({"items": STATE}, TypeError, "as in `restore(step, args=GoCkptRestore(state))`."),
     "what is saved": (
         {"args": gockpt.GoCkptSave(STATE)}, TypeError,
         "such as `GoCkptRestore(target)`, got a `GoCkptSave`",
@@ -130,7 +130,7 @@ def test_targets(saved: Path, name: str) -> None:
 
 
 def test_a_target_by_position(saved: Path) -> None:
-    with pytest.raises(TypeError, match=r"by name, as in .*; got a `dict` without"):
+    with pytest.raises(TypeError, match=r"by name, as in .*; got a `dict` without a name"):
         restored(saved, 4, STATE, restore_kwargs={"restore_args": {}})
 
 

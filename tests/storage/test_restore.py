@@ -734,8 +734,8 @@ def flax_files(root):
     ("change", "said"),
     [
         (other_names, "found the checkpoints `step_3`. Give a label that is there, or the"),
-        (an_item, "it is itself the item of a checkpoint, not a directory of steps. Restore it"),
-        (a_step, "it is itself the step of a checkpoint, not a directory of steps. Give the dir"),
+        (an_item, ": it is itself the item of a checkpoint, not a directory of steps. Restore"),
+        (a_step, ": it is itself the step of a checkpoint, not a directory of steps. Give the di"),
         (flax_files, "no checkpoint of Orbax's: `checkpoint_100`. That is not an Orbax layout"),
     ],
 )

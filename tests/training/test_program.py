@@ -268,7 +268,8 @@ def test_explain_tells_every_leaf_its_shape_and_its_fate():
         return {"count": state["count"] + 1, **new}, loss
 
     text = arm(jax.jit(step), fresh() | {"count": jnp.int32(0)}, X).cut.explain()
-    assert "2 leaves leave early, in 1 groups; 1 leaves are late" in text
+    assert "2 leaves leave early, in 1 group: " in text
+    assert "; 1 leaf is late." in text
     assert "retaining float32[6]" in text
     assert "['m'] float32[6]" in text
     assert "late (it is as small as what would be retained for it):\n  ['count'] int32[]" in text

@@ -277,7 +277,7 @@ FP32_ADAM = Terms(
 @pytest.mark.parametrize(
     ("budget", "steps", "says"),
     [
-        (None, 1, "one device copy of the state fits: 12 kB, no device budget"),
+        (None, 1, "one device copy of the state fits: 12 kB, and the device tells no free memory,"),
         (12_000, 1, "12 kB, the device budget of 12 kB"),
         (
             10_000,

@@ -467,3 +467,37 @@ def test_nothing_is_predicted_once_it_is_over():
     predictor.end()
     predictor.expect(9)
     assert predictor.next_save(7, HORIZON) is None
+
+
+class TestWhyUnforeseen:
+    """What a save is told that nothing has predicted."""
+
+    def test_the_first_ones_of_a_loop_that_decides_itself(self):
+        predictor = SavePredictor(every(1))
+        assert ": it is the first of this run; " in predictor.why_unforeseen
+        loop(predictor, [None] * 4 + [5], lambda _: True)
+        assert ": it is the second, and their period is not known yet; " in predictor.why_unforeseen
+        loop(predictor, [None] * 4 + [10], lambda _: True, first_version=5)
+        assert "no window was open; `manager.expect_save(in_steps=n)`" in predictor.why_unforeseen
+
+    def test_a_policy_that_is_asked_at_each_step_needs_no_period(self):
+        predictor = SavePredictor(every(5))
+        loop(predictor, range(7), every(5))
+        assert "no window was open; `manager.expect_save(in_steps=n)`" in predictor.why_unforeseen
+
+    def test_the_one_behind_a_restore(self):
+        predictor = SavePredictor(None)
+        predictor.state_replaced()
+        assert "it is the first of this run" in predictor.why_unforeseen  # that says more
+        loop(predictor, range(1, 11), every(5))
+        assert "restored" not in predictor.why_unforeseen
+        predictor.state_replaced()
+        loop(predictor, [6, 7], lambda _: False, first_version=10)
+        assert ": a checkpoint was restored since the last one; " in predictor.why_unforeseen
+
+    def test_windows_that_were_opened_in_vain(self):
+        predictor = SavePredictor(None)
+        loop(predictor, range(1, 11), every(5))
+        predictor.abandoned()
+        predictor.abandoned()
+        assert ": windows had been opened for saves that did not come; " in predictor.why_unforeseen

@@ -96,7 +96,7 @@ def test_a_window_of_fewer_steps_than_planned_keeps_the_device_budget(tmp_path, 
     facts = [Facts(4.0, RATE)] * 4
     reports, _ = run(tmp_path, facts, monkeypatch, interval=2, leaves=15)
     assert [(r.kind, r.window_steps) for r in reports[2:]] == [("window", 2)] * 3
-    assert "the save was 1 steps away" in reports[-1].reason
+    assert "the save was 1 step away" in reports[-1].reason
     assert max(r.peak_device_bytes for r in reports) <= 15 * LEAF
 
 

@@ -47,6 +47,7 @@ def test_fixed_steps_make_every_predictable_save_a_window(tmp_path, interval, st
             (0, "snapshot", 1), (interval, "window", steps), (2 * interval, "window", steps),
         ]  # fmt: skip
         assert "not predicted" in manager.reports[0].reason
+        assert "it is the first of this run" in manager.reports[0].reason
         assert all(f"`steps={steps}`" in r.reason for r in manager.reports[1:])
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
@@ -229,7 +230,23 @@ def test_a_save_that_comes_before_its_window_opens_was_not_predicted(tmp_path):
         report = manager.last_report
         assert manager._gockpt_session.window_steps == 3
         assert (report.kind, report.deferred_steps) == ("snapshot", 0)
-        assert "not predicted" in report.reason
+        assert "not predicted, so no window was open; `manager.expect_save(" in report.reason
+
+
+def test_a_save_that_nothing_foresaw_says_which_it_is(tmp_path):
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for n in range(1, 12):
+            state = step(state, BATCH)
+            if n == 7:
+                manager.restore(6)
+            if n in (3, 6, 8, 11):
+                manager.save(n, args=GoCkptSave(state), force=True)
+        manager.wait_until_finished()
+        told = "first of this run", "the second", "restored since", "open; `manager.expect_save("
+        for report, why in zip(manager.reports, told, strict=True):
+            assert "not predicted" in report.reason
+            assert why in report.reason
 
 
 def wait_for_compilation(step):
@@ -362,9 +379,28 @@ def test_window_status_and_explain(tmp_path, capsys):
         manager.explain()
         text = capsys.readouterr().out
         assert text.startswith("foreseen saves are windows of 3 steps: `steps=3`\n")
-        assert "2 leaves leave early, in 1 groups; 2 leaves are late" in text
+        assert "2 leaves leave early, in 1 group: " in text
+        assert "; 2 leaves are late." in text
         for path in ("mu['w']", "nu['w']", "['params']['w']", "count"):
             assert path in text
+        assert "beside" not in text
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2])
+def test_explain_counts_what_is_saved_beside_the_state(tmp_path, capsys, beside):
+    """Of two steps that take turns each has returned its part of it."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        split = manager.wrap(jax.jit(lambda key: jax.random.split(key)[0]))
+        step, state, key = manager.wrap(update), fresh(), jax.random.key(0)
+        for label in range(3):
+            key, state = split(key), step(state, BATCH)
+            more = [jnp.full(SIZE, n) for n in range(beside)]
+            manager.save(label, args=GoCkptSave([state, key, more]))
+        manager.explain()
+        text = capsys.readouterr().out
+        assert text.startswith("foreseen saves are windows of 2 steps")
+        told = [None, "given 1 array that", "given 2 arrays that"][beside]
+        assert (told in text) if told else ("beside" not in text)
 
 
 # Reports.

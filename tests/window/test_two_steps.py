@@ -342,3 +342,25 @@ def test_bytes_of_a_donated_array(spec):
         want = FIRST_ALONE.owned_bytes(placed_array)
         placed_array.delete()
         assert FIRST_ALONE.owned_bytes_at_most(placed_array) == want
+
+
+@jax.jit
+def update_several(states, batch):
+    return {name: update(state, batch) for name, state in states.items()}
+
+
+def test_members_of_a_population_that_one_function_steps_in_turn(tmp_path):
+    """What had left of one is not what the next call goes on from; only the last block's is."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step = manager.wrap(update_several)
+        members = [{"a": fresh(), "b": fresh()} for _ in range(2)]
+        for n in range(8):
+            members = [step(member, BATCH) for member in members]
+            if n % 2:
+                manager.save(n, args=GoCkptSave(members), force=True)
+        manager.wait_until_finished()
+        report = manager.last_report
+        assert (report.kind, report.window_steps) == ("window", 3)
+        assert 0 < report.early_bytes < report.state_bytes / 4
+        assert "not what the step before returned" in report.late_leaves[0]
+        assert_same(manager.restore(7), to_host(members))

@@ -132,20 +132,25 @@ def step_names(options: ocp.CheckpointManagerOptions) -> Any:
 
 
 def refuse_unnamed(
-    call: Literal["save", "restore"], what: str, by_position: Sequence[Any], *by_old_name: Any
+    call: Literal["save", "restore"], what: str, by_position: Sequence[Any], items: Any, kwargs: Any
 ) -> None:
     """Refuses Orbax's old form, in which a state or a target comes as it is.
 
     Raises:
       TypeError: if something has come by position, or by a name of that form.
     """
-    given = [*by_position, *(x for x in by_old_name if x is not None)]
-    if given:
-        got = type(given[0]).__name__
+    example = f"`{call}(step, args=GoCkpt{call.capitalize()}(state))`"
+    if by_position:
         raise TypeError(
-            f"`{call}` takes the {what} by name, as in `{call}(step, "
-            f"args=GoCkpt{call.capitalize()}(state))`; got a `{got}` without."
+            f"`{call}` takes the {what} by name, as in {example}; "
+            f"got a `{type(by_position[0]).__name__}` without a name."
         )
+    for name, given in (("items", items), (f"{call}_kwargs", kwargs)):
+        if given is not None:
+            raise TypeError(
+                f"`{name}=` is Orbax's old form, which is not supported: write `args=...` in its "
+                f"place, as in {example}."
+            )
 
 
 def as_label(step: Any) -> int:

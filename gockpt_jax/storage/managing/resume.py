@@ -125,7 +125,9 @@ def _require_no_faults(step: Step) -> None:
 
 def _no_checkpoint(root: epath.Path, what: str) -> NoCheckpointError:
     found = _look(root)
-    held = "it does not exist" if found is None else f"found {found.describe()}"
+    held = "it does not exist" if found is None else found.describe()
+    if found is not None and found.kind == "root":
+        held = f"found {held}"
     return NoCheckpointError(f"{what}: {held}. {_advice(found)}")
 
 

@@ -1,0 +1,32 @@
+"""How a failed save is told to a trainer who has asked for a warning."""
+
+from __future__ import annotations
+
+import pytest
+
+from gockpt_jax import SaveFailedWarning
+from gockpt_jax.storage.files.bucket import storage_error
+from gockpt_jax.window.failures import surface, window_failed
+
+
+def warned_of(error, cause):
+    error.__cause__ = cause
+    with pytest.warns(SaveFailedWarning) as told:
+        surface(error, "warn")
+    return str(told[0].message)
+
+
+def test_a_cause_that_the_error_tells_is_told_once(tmp_path):
+    refused = OSError(20, "Not a directory")
+    told = warned_of(storage_error("the save of step 3", tmp_path, refused), refused)
+    assert told.startswith("StorageError: the save of step 3 failed: [Errno 20] Not a directory. ")
+    assert told.endswith(" The next save tries anew.")
+    injected = RuntimeError("injected")
+    assert warned_of(window_failed(injected), injected).endswith("opens a new window.")
+
+
+@pytest.mark.parametrize("end", ["", "."])
+def test_another_cause_ends_the_sentence(end):
+    told = warned_of(RuntimeError(f"it failed{end}"), ValueError("why"))
+    assert told == "RuntimeError: it failed, from ValueError('why')."
+    assert warned_of(RuntimeError("it failed"), ValueError()).endswith(", from ValueError().")
