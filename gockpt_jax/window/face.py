@@ -107,6 +107,16 @@ class WindowFace:
                 "Have one process decide, and tell the others."
             )
 
+    def release(self) -> None:
+        """Lets go of the state that was returned last, before the loop drops it.
+
+        Until the next call a wrapped step holds what it has returned, and so does an open window,
+        which this ends. A loop that takes its state off the device in between, to generate or to
+        evaluate another model, and brings it back, would need room for two of them. Of several
+        processes all call it, between the same steps.
+        """
+        self._gockpt_session.release("the loop has let go of its state")
+
     def explain(self, file: TextIO | None = None) -> None:
         """Prints what saves are planned to be; what leaves early, what is retained, what is late.
 

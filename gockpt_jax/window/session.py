@@ -366,9 +366,14 @@ class Session:
         """A checkpoint was restored; on another thread than the trainer's, to be looked at."""
         if threading.get_ident() == self._trainer:
             with self.lock:
-                self.abandon("a checkpoint was restored")
                 self.predictor.state_replaced()
-                self._let_go(until=self.version)  # there may be no room for two states
+                self.release("a checkpoint was restored")  # there may be no room for two states
+
+    def release(self, reason: str) -> None:
+        """Holds no state any more that the loop drops, nor a window of it."""
+        with self.lock:
+            self.abandon(reason)
+            self._let_go(until=self.version)
 
     def close(self) -> None:
         """Drops the open window, lets go of what steps returned, and ends the threads."""

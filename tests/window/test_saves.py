@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from window.training_loop import (
 
 from gockpt_jax import (
     GoCkptManager,
+    GoCkptRestore,
     GoCkptSave,
     HostBudgetError,
     SnapshotOnlyWarning,
@@ -404,6 +406,31 @@ def test_explain_counts_what_is_saved_beside_the_state(tmp_path, capsys, beside)
 
 
 # Reports.
+
+
+@pytest.mark.parametrize("in_a_window", [False, True])
+def test_what_the_loop_has_released_is_held_by_nobody(tmp_path, in_a_window):
+    """As where it leaves the device between phases of training, and comes back."""
+    options = Options(save_interval_steps=10)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(19 if in_a_window else 14):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+            manager.wait_until_finished()
+        assert (manager.window_status == "idle") is not in_a_window
+        offloaded, held = to_host(state), [weakref.ref(x) for x in jax.tree.leaves(state)]
+        manager.release()
+        del state
+        manager._gockpt_session.resources.worker.wait_until_idle()
+        assert [ref() for ref in held] == [None] * len(held)
+        state = jax.tree.map(jnp.asarray, offloaded)
+        for label in range(20, 31):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert_same(manager.restore(30, args=GoCkptRestore(fresh())), state)
+    assert kinds(manager)[-1] == (30, "window", 4)
 
 
 def test_reports_are_plausible_and_told_to_monitoring(tmp_path, caplog):
