@@ -79,7 +79,7 @@ class WrappedStep(TracedStep):
         is_asked = call is not None
         if call is None and always and self.program is not None:
             call = ArmedCall(self.program)
-        behind = self._losing_no_state()  # had now: behind the dispatch nothing else may raise
+        behind = self.losing_no_state()  # had now: behind the dispatch nothing else may raise
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         try:
             if armed is None:
@@ -137,7 +137,7 @@ class WrappedStep(TracedStep):
         traced = None if is_first else self._trace(args, kwargs)
         return self.step(*args, **kwargs), traced
 
-    def _losing_no_state(self) -> contextlib.AbstractContextManager[None]:
+    def losing_no_state(self) -> contextlib.AbstractContextManager[None]:
         """For what follows a step's dispatch: the old state may be donated, the new one must come.
 
         Not beside other processes, which would run other executables than this one, and wait for

@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -161,6 +162,82 @@ def test_other_threads_call_the_same_object():
     assert step.jitted_fn is inside
 
 
+class Beside(Observer):
+    """Has another thread make a call in the middle of each of this one's, or end it behind it.
+
+    Args:
+      place: Of this thread's calls at which the other one's begins.
+      crosses: Whether that one goes on, before its own dispatch, only behind this thread's.
+    """
+
+    def __init__(self, place, *, crosses=False):
+        super().__init__(armed_at=range(6, 12))
+        self.place, self.crosses, self.here = place, crosses, threading.current_thread()
+        self.may_begin, self.has_begun, self.may_end, self.has_ended = (
+            threading.Semaphore(0) for _ in range(4)
+        )
+
+    def before_update(self, *args):
+        if threading.current_thread() is not self.here and self.crosses:
+            self.has_begun.release()
+            self.wait_for(self.may_end)
+        self.come_to("before")
+        return super().before_update(*args)
+
+    def after_update(self, *args):
+        super().after_update(*args)
+        self.come_to("behind")
+
+    def come_to(self, place):
+        if place == self.place and threading.current_thread() is self.here:
+            self.may_begin.release()
+            self.wait_for(self.has_begun if self.crosses else self.has_ended)
+
+    def wait_for(self, semaphore):
+        assert semaphore.acquire(timeout=WAIT_SECS)
+
+    def here_by(self, step):
+        """The step as this thread calls it."""
+
+        def call(*args):
+            result = step(*args)
+            if self.crosses:
+                self.may_end.release()
+                self.wait_for(self.has_ended)
+            return result
+
+        return call
+
+    def there_by(self, step):
+        """The step as the other one does."""
+
+        def call(*args):
+            self.wait_for(self.may_begin)
+            try:
+                return step(*args)
+            finally:
+                self.has_ended.release()
+
+        return call
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+@pytest.mark.parametrize("place", ["before", "behind"])
+@pytest.mark.parametrize("kind", ["nnx", "eqx donated", "jit"])
+def test_two_threads_call_it_from_the_start(kind, place, crosses):
+    """Each on a state of its own, which was looked for in what the other's call had returned."""
+    make, run = KINDS[kind]
+    observer = Beside(place, crosses=crosses)
+    wrapped = wrap(make(), observer)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(run, observer.there_by(wrapped))
+        states = run(observer.here_by(wrapped)), other.result(WAIT_SECS)
+    for state in states:
+        jax.tree.map(np.testing.assert_array_equal, state, run(make()))
+    assert observer.cuts == [False] * 6 + [True] * 6
+    assert observer.refusals == []
+
+
 def test_the_users_python_is_traced_no_more_often():
     traced = []
 
@@ -309,6 +386,17 @@ def test_a_call_before_training_that_returns_no_state(kind, arm):
         result = wrapped(*state, X, train=True)
         state = state if kind == "nnx" else result[:2]
     assert observer.cuts == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("kind", ["nnx donated", "eqx donated", "jit"])
+def test_what_goes_wrong_as_it_is_looked_at_does_not_lose_it(kind, monkeypatch):
+    """The step was given the only other state there was."""
+    make, run = KINDS[kind]
+    want = run(make())
+    monkeypatch.setattr(nested, "identical", lambda *_: {}["injected"])
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="what follows a step failed with KeyError"):
+        found = run(wrap(make()))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 @pytest.mark.parametrize("kind", ["nnx", "eqx", "jit"])
