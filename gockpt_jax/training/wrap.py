@@ -77,8 +77,8 @@ class WrappedStep(TracedStep):
         program = self.program
         call = self._observer.before_update(self, args, kwargs)
         is_asked = call is not None
-        if call is None and always and self.program is not None:
-            call = ArmedCall(self.program)
+        if call is None and always:
+            call = self._armed_without_a_window()
         behind = self.losing_no_state()  # had now: behind the dispatch nothing else may raise
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         try:
@@ -95,6 +95,11 @@ class WrappedStep(TracedStep):
             self._settle(result, traced)
             self._observer.after_update(self, armed if is_asked else None)
         return result
+
+    def _armed_without_a_window(self) -> ArmedCall | None:
+        """The call, if its program is armed: it may be one that another thread has just brought."""
+        program = self.program
+        return None if program is None or not program.is_armed else ArmedCall(program)
 
     def _run_armed(
         self, call: ArmedCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool
