@@ -81,15 +81,15 @@ class CallForm:
         def came_back(leaves: range, n: int) -> int:
             return sum(id(before[i]) in given_ids[n] for i in leaves) if before else 0
 
+        places = [i for i in identical([*itertools.chain(*given)], before) if i is not None]
+        are_all = bool(places) and len(set(places)) == sum(map(len, given))
         try:
-            return tuple(itertools.chain(*self._new_states(out_tree, states, came_back)))
+            new = self._new_states(out_tree, states, came_back, largest_first=not are_all)
+            return tuple(itertools.chain(*new))
         except StepMismatchError:
-            if self._state_out is not None:
+            if self._state_out is not None or not are_all:
                 raise
             # In other containers than it went in with; the loop puts the arrays back itself.
-            places = [i for i in identical([*itertools.chain(*given)], before) if i is not None]
-            if not places or len(set(places)) < sum(map(len, given)):
-                raise
             return tuple(places)
 
     def new_leaves_of(self, result: Any, states: Sequence[Any]) -> list[Any]:
@@ -107,12 +107,13 @@ class CallForm:
         return [new[i] for part in self._new_states(out_tree, states, looks_like) for i in part]
 
     def _new_states(
-        self, out_tree: Any, states: Sequence[Any], likeness: Callable[[range, int], int]
-    ) -> Sequence[Sequence[int]]:
+        self, out_tree: Any, states: Sequence[Any], likeness: Callable[[range, int], int],
+        *, largest_first: bool = True,
+    ) -> Sequence[Sequence[int]]:  # fmt: skip
         """Which of the result's leaves are the new state, for each state argument."""
         wanted = [jax.tree.structure(s) for s in states]
         if self._state_out is None:
-            return states_within(out_tree, wanted, likeness)
+            return states_within(out_tree, wanted, likeness, largest_first=largest_first)
         numbered = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         return [jax.tree.leaves(p) for p in states_at(numbered, self._state_out, wanted)]
 

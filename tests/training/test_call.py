@@ -116,6 +116,15 @@ def test_static_arguments_are_told_apart(options, args, kwargs, dynamic, static)
         ([{"x": STATE}, {"w": 3, "m": 4}], [STATE], None, ({"w": 3, "m": 4},)),
         ((0.5, [STATE, {"w": 3, "m": 4}]), [STATE, 0], None, (STATE, 0.5)),
         (([(1, 2), 3], (4, 5)), [[(0, 0), 0], (0, 0)], None, ([(1, 2), 3], (4, 5))),
+        (((1, 0.5), (3, 4)), [0, (0, 0)], None, (1, (3, 4))),
+        # One takes a part of what is another's, in its turn.
+        (([(1, 2), 3], {"of": (4, 5)}), [(0, 0), [(0, 0), 0]], None, ((4, 5), [(1, 2), 3])),
+        (
+            ([STATE, 3, STATE], {"of": [{"w": 4, "m": 5}, {"w": 6, "m": 7}]}),
+            [STATE, STATE, [STATE, 0, STATE]],
+            None,
+            ({"w": 4, "m": 5}, {"w": 6, "m": 7}, [STATE, 3, STATE]),
+        ),
     ],
 )
 def test_state_in_result(result, states, state_out, expected):
@@ -222,6 +231,22 @@ def returned_elsewhere(given, state_out=None):
 def test_a_state_in_another_container_is_what_the_loop_gives_back():
     assert returned_elsewhere(lambda new: (new["b"], new["a"])) == (2, 1)
     assert returned_elsewhere(lambda new: [[new["a"]], (new["b"],)]) == (1, 2)
+
+
+def test_what_the_loop_gives_back_whole_is_not_taken_for_what_is_like_it():
+    """The parameters come out in a list, and what has their container is a part of another's."""
+    w = {"w": jnp.ones(2)}
+    before = {"deep": {"er": {"average": w}}, "new": [jnp.ones(2)], "opt": [w, jnp.ones(2)]}
+    before = jax.tree.map(jnp.copy, before)
+    places = CallForm(jitted := jax.jit(lambda *args: None), (0, 1), _compat.jit_settings(jitted))
+    leaves, out_tree = jax.tree.flatten(before)
+    args = {"w": before["new"][0]}, before["opt"]
+    assert places.locate(args, {}, out_tree, leaves).outputs == (1, 2, 3)
+
+
+def test_the_message_names_what_is_missing_and_not_what_was_taken_for_it():
+    with pytest.raises(StepMismatchError, match=r"state it was given, \{'w': \*\};"):
+        found_in((0.5, [{"w": 1}, 2]), [{"w": 0}, [{"w": 0}, 0]], None)
 
 
 @pytest.mark.parametrize(

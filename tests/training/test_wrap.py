@@ -547,6 +547,29 @@ def test_with_always_a_changed_call_is_a_new_program_at_once():
     assert observer.cuts == [n != 4 for n in range(8)]
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_parameters_that_have_the_structure_of_moments_are_found_behind_these(arm):
+    """Where the results are of several structures: nobody knows yet what comes back."""
+
+    def train(params, opt, x, logs):
+        m = {"w": 0.9 * opt[0]["w"] + jnp.tanh(x)}
+        params = {"w": params["w"] - 0.1 * m["w"]}
+        return [jnp.sum(x)] * logs, {"opt": (m, opt[1] + 1), "trained": {"net": {"of": params}}}
+
+    observer = Observer(range(8, 30))
+    jitted = jax.jit(train, donate_argnums=(0, 1), static_argnames="logs")
+    step = wrap(jitted, observer, state=("params", "opt"), arm=arm)
+    params, opt = {"w": jnp.ones(8)}, ({"w": jnp.zeros(8)}, 0)
+    for n in range(30):
+        _, new = step(params, opt, X * n, logs=n % 3)
+        params, opt = new["trained"]["net"]["of"], new["opt"]
+    assert all(observer.cuts[20:])
+    found = step.program.returned.leaves(step.last.new_state)
+    assert [x is y for x, y in zip(found, jax.tree.leaves((params, opt)), strict=True)] == [
+        True
+    ] * 3
+
+
 class TellingLock:
     """A lock that says when another thread than this one comes for it."""
 
