@@ -74,7 +74,7 @@ def wrap_step(
     form = CallForm(step, state, settings, state_out)
     if attribute is None:
         return WrappedStep(step, observer, form, options)
-    inside = InnerForm(jitted, settings)
+    inside = InnerForm(jitted, settings, form)
     inner = WrappedStep(jitted, observer, inside, options)
     return NestedStep(step, attribute, inner, outer_form=form, inner_form=inside)
 
@@ -159,10 +159,14 @@ class InnerForm(CallForm):
     Args:
       jitted: The function.
       settings: What is known of its `jax.jit` call.
+      outer: How the object is called.
     """
 
-    def __init__(self, jitted: Callable[..., Any], settings: _compat.JitSettings):
+    def __init__(
+        self, jitted: Callable[..., Any], settings: _compat.JitSettings, outer: CallForm
+    ):  # fmt: skip
         super().__init__(jitted, 0, settings)
+        self._outer = outer
         self._here = threading.local()  # each thread's call that is under way
         # Structures of results, the last few, and where the new state's leaves are in them, or that
         # it is not. Not by their hashes: NNX has equal ones whose hashes differ.
@@ -187,6 +191,11 @@ class InnerForm(CallForm):
         """The object around it has looked."""
         del args, kwargs
         return False
+
+    @property
+    def told_state(self) -> str:
+        """Those of the object around it."""
+        return self._outer.told_state
 
     def state_leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Those that the object around it was given."""

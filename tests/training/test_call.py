@@ -54,9 +54,38 @@ def test_missing_state_names_what_was_looked_for_and_what_came(state):
         form(step, state).state_of(("p", "o"), {"batch": "b"})
     message = str(error.value)
     assert re.search(r"`state=.*` names no argument", message)
-    assert "2 positional arguments" in message
-    assert "['batch']" in message
+    assert "whose parameters are `(params, opt_state, batch, *, train)`;" in message
+    assert "given by position: 2, and by keyword `batch`." in message
     assert "wrap(step, state=...)" in message
+
+
+@pytest.mark.parametrize(
+    ("f", "takes"),
+    [
+        (lambda s, x: s, ", whose parameters are `(s, x)`"),
+        (lambda s, /, x: jnp.ones(99_999), ", whose parameters are `(s, /, x)`"),
+        (lambda s, *xs, rate=[0] * 999: s, ", whose parameters are `(s, *xs, rate)`"),
+        (dict, ""),  # Python tells no signature of it
+    ],
+)
+def test_missing_state_names_the_parameters_where_they_are_known(f, takes):
+    told = re.escape(f"of the wrapped step{takes}; given by position: 2. Pass")
+    with pytest.raises(StepMismatchError, match=told):
+        CallForm(f, "y", _compat.JitSettings()).state_of((1, 2), {})
+
+
+@pytest.mark.parametrize(
+    ("f", "state", "told"),
+    [
+        (step, 0, "argument `params`"),
+        (step, (0, "batch"), "arguments `params`, `batch`"),
+        (step, -1, "the arguments at (-1,)"),
+        (dict, 0, "the first argument"),
+        (dict, (0, 1), "the arguments at (0, 1)"),
+    ],
+)
+def test_which_arguments_are_the_state_in_words(f, state, told):
+    assert CallForm(f, state, _compat.JitSettings()).told_state == told
 
 
 def test_only_what_may_be_given_by_position_has_one():

@@ -440,6 +440,14 @@ def test_a_state_that_is_not_in_the_program():
         wrapped(*state, X)
 
 
+@pytest.mark.parametrize("jit", [eqx.filter_jit, gockpt.jit])
+def test_a_batch_taken_for_the_state_is_named_as_the_user_does(jit):
+    step = wrap(jit(lambda state, batch: (jnp.sum(batch), state)), state="batch")
+    step(jnp.ones(4), X)
+    with pytest.raises(gockpt.StepMismatchError, match="does not update argument `batch`"):
+        step(jnp.ones(4), X)
+
+
 # `jit`.
 
 
