@@ -223,8 +223,7 @@ class TracedStep(StandIn):
     def arm(self) -> None:
         """Starts compiling the armed step, unless that has been done.
 
-        With "always" it has, by the call; of a program that another thread's call has brought since
-        then, the next one does.
+        With "always" the call has; what another thread has brought since then, the next call does.
         """
         if not self._always:
             self._arm()
