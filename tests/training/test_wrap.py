@@ -609,6 +609,26 @@ def test_with_always_two_threads_arm_a_program_once(monkeypatch):
     assert step.why_not is None
 
 
+def test_with_always_a_signal_handler_may_step_while_a_program_is_armed(monkeypatch):
+    """It runs on the thread that it interrupts, which holds the lock for that."""
+    step, states = wrap(jax.jit(update), arm="always"), []
+    take = step._take
+
+    def interrupted(program):
+        monkeypatch.setattr(step, "_take", take)
+        states.append(run(step, fresh(), 2))
+        take(program)
+
+    monkeypatch.setattr(step, "_take", interrupted)
+    # A daemon: if it fails here, it waits for ever.
+    thread = threading.Thread(target=lambda: states.append(run(step, fresh(), 4)), daemon=True)
+    thread.start()
+    thread.join(WAIT_SECS)
+    for state, steps in zip(states, (2, 4), strict=True):
+        assert_same(state, run(jax.jit(update), fresh(), steps))
+    assert step.program.is_armed
+
+
 def test_with_always_a_program_that_another_thread_brings_is_armed_by_the_next_call():
     """Its calls are of another kind: one comes between this call's beginning and its dispatch."""
 
