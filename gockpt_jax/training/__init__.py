@@ -27,6 +27,7 @@ In the order of their imports:
     kinds      which programs a step has at once, and when one more is traced
     traced     a step and its programs, one for each kind of its calls
     wrap       the wrapped step
+    inner      how a jitted function inside another object is called
     nested     steps whose `jax.jit` lies inside another object
     jit        `jax.jit` for functions of more than arrays
     markers    which values are the gradients, where the user says so

@@ -37,7 +37,7 @@ class CallForm:
         self._places = as_places("state", state)
         self._state_out = None if state_out is None else as_places("state_out", state_out)
         self.settings = settings
-        self._parameters = _parameters(step)
+        self._parameters, self._told = _parameters(step)
 
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call is a trace (`eval_shape`, an outer `jit`) and not an update."""
@@ -81,15 +81,15 @@ class CallForm:
         def came_back(leaves: range, n: int) -> int:
             return sum(id(before[i]) in given_ids[n] for i in leaves) if before else 0
 
+        places = [i for i in identical([*itertools.chain(*given)], before) if i is not None]
+        are_all = bool(places) and len(set(places)) == sum(map(len, given))
         try:
-            return tuple(itertools.chain(*self._new_states(out_tree, states, came_back)))
+            new = self._new_states(out_tree, states, came_back, largest_first=not are_all)
+            return tuple(itertools.chain(*new))
         except StepMismatchError:
-            if self._state_out is not None:
+            if self._state_out is not None or not are_all:
                 raise
             # In other containers than it went in with; the loop puts the arrays back itself.
-            places = [i for i in identical([*itertools.chain(*given)], before) if i is not None]
-            if not places or len(set(places)) < sum(map(len, given)):
-                raise
             return tuple(places)
 
     def new_leaves_of(self, result: Any, states: Sequence[Any]) -> list[Any]:
@@ -107,12 +107,13 @@ class CallForm:
         return [new[i] for part in self._new_states(out_tree, states, looks_like) for i in part]
 
     def _new_states(
-        self, out_tree: Any, states: Sequence[Any], likeness: Callable[[range, int], int]
-    ) -> Sequence[Sequence[int]]:
+        self, out_tree: Any, states: Sequence[Any], likeness: Callable[[range, int], int],
+        *, largest_first: bool = True,
+    ) -> Sequence[Sequence[int]]:  # fmt: skip
         """Which of the result's leaves are the new state, for each state argument."""
         wanted = [jax.tree.structure(s) for s in states]
         if self._state_out is None:
-            return states_within(out_tree, wanted, likeness)
+            return states_within(out_tree, wanted, likeness, largest_first=largest_first)
         numbered = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         return [jax.tree.leaves(p) for p in states_at(numbered, self._state_out, wanted)]
 
@@ -135,11 +136,21 @@ class CallForm:
             return kwargs[name]
         if -len(args) <= index < len(args):
             return args[index]
+        takes = f", whose parameters are `{self._told}`" if self._told else ""
+        by_name = f", and by keyword `{'`, `'.join(sorted(kwargs))}`" if kwargs else ""
         raise StepMismatchError(
-            f"`state={place!r}` names no argument of this call of the wrapped step: it got "
-            f"{len(args)} positional arguments and the keywords {sorted(kwargs)}. Pass the "
-            "position or the name of the state to `wrap(step, state=...)`."
+            f"`state={place!r}` names no argument of this call of the wrapped step{takes}; given "
+            f"by position: {len(args)}{by_name}. Pass the position or the name of the state to "
+            "`wrap(step, state=...)`."
         )
+
+    @property
+    def told_state(self) -> str:
+        """Which arguments are taken for the state, in words."""
+        names = [self._name(p) if isinstance(p, int) else p for p in self._places]
+        if None not in names:
+            return f"argument{'s' * (len(names) > 1)} `{'`, `'.join(map(str, names))}`"
+        return "the first argument" if self._places == (0,) else f"the arguments at {self._places}"
 
     def _name(self, index: int) -> str | None:
         return next((n for n, i in self._parameters.items() if i == index), None)
@@ -182,14 +193,21 @@ def _same_kind(a: Any, b: Any) -> bool:
     return kinds[0] == kinds[1]
 
 
-def _parameters(step: Callable[..., Any]) -> dict[str, int]:
-    """Positions of the positional parameters by name; empty where there is no signature."""
+def _parameters(step: Callable[..., Any]) -> tuple[dict[str, int], str]:
+    """Positions of the positional parameters by name, and all in words, such as `(s, x)`.
+
+    Both are empty where there is no signature.
+    """
     try:
-        parameters = inspect.signature(step).parameters.values()
+        signature = inspect.signature(step)
     except (TypeError, ValueError):
-        return {}
+        return {}, ""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return {p.name: i for i, p in enumerate(parameters) if p.kind in kinds}
+    parameters = list(signature.parameters.values())
+    positions = {p.name: i for i, p in enumerate(parameters) if p.kind in kinds}
+    # Defaults may be arrays, and annotations whole types.
+    bare = [p.replace(default=p.empty, annotation=p.empty) for p in parameters]
+    return positions, str(inspect.Signature(bare))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,15 +5,16 @@ the result back (or updates the arguments in place). During a call of ours that 
 replaced by a `WrappedStep` around it. Where the state went is not read from the object's private
 layout: the arrays themselves are found again, by identity.
 
-The object is the user's: other threads may be calling it meanwhile, as it is or wrapped by another
-manager. What stands in the jitted function's place asks which thread is calling.
+The object is the user's: other threads may be calling it meanwhile, as it is, wrapped, or wrapped
+by another manager. What stands in the jitted function's place asks which thread is calling, and
+what is known of a call is that thread's.
 """
 
 import contextlib
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -21,13 +22,11 @@ import jax
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError, WrapError
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.training.call import CallForm, NotLookedAtError, Positions, leaf_paths
-from gockpt_jax.training.places import Place, Places, as_places, identical
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.inner import InnerCall, InnerForm
+from gockpt_jax.training.places import Place, Places, as_places
 from gockpt_jax.training.stand_in import StandIn
 from gockpt_jax.training.wrap import StepObserver, WrappedStep
-
-_MAX_RESULTS = 8
-"""Structures of results of which it is known where the state is in them."""
 
 Wrapped: TypeAlias = "WrappedStep | NestedStep | types.MethodType"
 """What the user calls in place of the step; of a bound method, a bound method."""
@@ -73,7 +72,7 @@ def wrap_step(
     form = CallForm(step, state, settings, state_out)
     if attribute is None:
         return WrappedStep(step, observer, form, options)
-    inside = InnerForm(jitted, settings)
+    inside = InnerForm(jitted, settings, form)
     inner = WrappedStep(jitted, observer, inside, options)
     return NestedStep(step, attribute, inner, outer_form=form, inner_form=inside)
 
@@ -121,88 +120,6 @@ def _refuse_bound_state(method: types.MethodType) -> None:
         )
 
 
-class InnerForm(CallForm):
-    """How a jitted function inside another object is called.
-
-    Args:
-      jitted: The function.
-      settings: What is known of its `jax.jit` call.
-
-    Attributes:
-      states: As the object around it was given them, in the call that is under way.
-      looked_at: Their leaves, if what the call returns is to be looked at.
-    """
-
-    def __init__(self, jitted: Callable[..., Any], settings: _compat.JitSettings):
-        super().__init__(jitted, 0, settings)
-        self.states: Any = ()
-        self.looked_at: Sequence[Any] | None = None
-        # Structures of results, the last few, and where the new state's leaves are in them, or that
-        # it is not. Not by their hashes: NNX has equal ones whose hashes differ.
-        self._results: list[tuple[Any, Sequence[int | None] | str]] = []
-
-    def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """The object around it has looked."""
-        del args, kwargs
-        return False
-
-    def state_leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Those that the object around it was given."""
-        del args, kwargs
-        return jax.tree.leaves(self.states)
-
-    def look(self) -> None:
-        """What the call returns is to be looked at; before it changes anything in place."""
-        self.looked_at = jax.tree.leaves(self.states)
-
-    def found(self, new: Sequence[Any] | str, result: Any) -> None:
-        """Takes down where the state is in results like one.
-
-        Args:
-          new: Its leaves, or why there are none.
-          result: Of the jitted function.
-        """
-        leaves, structure = jax.tree.flatten(result)
-        at = new if isinstance(new, str) else identical(new, leaves)
-        others = [known for known in self._results if known[0] != structure]
-        self._results = [*others, (structure, at)][-_MAX_RESULTS:]
-
-    def locate(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
-    ) -> Positions:
-        """Finds the state's arrays again, by identity.
-
-        Leaves that do not go through the program (functions, numbers, what the step does not
-        return) are not part of its state; saves take them as they are.
-
-        Raises:
-          NotLookedAtError: if no call that returns such a structure was looked at; this one is.
-          StepMismatchError: if none of them does, or the state does not come back.
-        """
-        del before
-        leaves = jax.tree.leaves(self.states)
-        new_positions = next((at for tree, at in self._results if tree == out_tree), ())
-        if isinstance(new_positions, str):
-            raise StepMismatchError(new_positions)
-        if len(leaves) != len(new_positions):
-            self.look()
-            raise NotLookedAtError
-        old_positions = identical(leaves, jax.tree.leaves(self.dynamic(args, kwargs)))
-        unique: dict[int, tuple[int, str]] = {}  # leaves that share an array are one here
-        for old, new, path in zip(
-            old_positions, new_positions, leaf_paths(self.states), strict=True
-        ):
-            if old is not None and new is not None:
-                unique.setdefault(old, (new, path))
-        if not unique:
-            raise StepMismatchError(
-                "no array of the state goes through the wrapped step. Say where the state is with "
-                "`wrap(step, state=..., state_out=...)`."
-            )
-        outputs, paths = zip(*unique.values(), strict=True)
-        return Positions(tuple(unique), outputs, paths)
-
-
 class NestedStep(StandIn):
     """A train step around a jitted function of its own; called in its place.
 
@@ -228,37 +145,32 @@ class NestedStep(StandIn):
         """Runs one update, exactly as the user's step would."""
         if self._outer_form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
-        if self._inner.why_not is not None:
-            with self._wrapped_inside():
-                return self.step(*args, **kwargs)
-        form = self._inner_form
-        form.states, form.looked_at = self._outer_form.state_of(args, kwargs), None
-        try:
-            if self._inner.program is None:
-                form.look()
-            with self._wrapped_inside():
-                result = self.step(*args, **kwargs)
-            whole = self._inner.last.whole  # of a kind of call that is known it is not held
-            if form.looked_at is not None and whole is not None:  # or the call itself has asked
-                self._look(form.looked_at, form.states, result, whole)
-        finally:
-            form.states, form.looked_at = (), None  # donated
+        call = InnerCall(self._inner, self._outer_form.state_of(args, kwargs))
+        if self._inner.program is None and self._inner.why_not is None:
+            call.look()  # else it may ask for that itself
+        behind = self._inner.losing_no_state()
+        with self._inner_form.during(call), self._wrapped_inside(call):
+            result = self.step(*args, **kwargs)
+        with behind:
+            self._look(call, result)
         return result
 
-    def _look(self, old: Sequence[Any], states: Any, result: Any, whole: Any) -> None:
-        """Notes where the state's arrays have come out of the jitted function."""
-        found = self._inner_form.found
-        new = jax.tree.leaves(states)
+    def _look(self, call: InnerCall, result: Any) -> None:
+        """Notes where the state's arrays have come out of the jitted function, if it is asked."""
+        old, found = call.looked_at, self._inner_form.found
+        if old is None or call.result is None:
+            return
+        new = jax.tree.leaves(call.states)
         try:
             if all(a is b for a, b in zip(new, old, strict=False)):  # none changed in place
-                new = self._outer_form.new_leaves_of(result, states)
+                new = self._outer_form.new_leaves_of(result, call.states)
         except StepMismatchError as error:  # another such call raises it, before it donates any
-            found(str(error), whole)
+            found(str(error), call.result)
         else:
-            found(new, whole)
+            found(new, call.result)
 
     @contextlib.contextmanager
-    def _wrapped_inside(self) -> Iterator[None]:
+    def _wrapped_inside(self, call: InnerCall) -> Iterator[None]:
         """The step's own object, since it may know itself by identity, for one call."""
         with _placing:
             inside = getattr(self.step, self._attribute)
@@ -267,7 +179,7 @@ class NestedStep(StandIn):
                 object.__setattr__(self.step, self._attribute, inside)  # Equinox's are frozen
             inside.num_calls += 1
         try:
-            with inside.called_as(self._inner):
+            with inside.called_as(call):
                 yield
         finally:
             with _placing:
@@ -295,11 +207,11 @@ class _ByThread(StandIn):
         self._here = threading.local()
 
     @contextlib.contextmanager
-    def called_as(self, inner: WrappedStep) -> Iterator[None]:
+    def called_as(self, inner: Callable[..., Any]) -> Iterator[None]:
         """This thread calls a wrapped step in the function's place."""
         before = getattr(self._here, "inner", self.step)
-        self._here.inner = inner
         try:
+            self._here.inner = inner
             yield
         finally:
             self._here.inner = before

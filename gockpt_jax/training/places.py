@@ -65,8 +65,9 @@ def states_at(result: Any, state_out: tuple[Place, ...], wanted: Sequence[Any]) 
 
 
 def states_within(
-    out_tree: Any, wanted: Sequence[Any], likeness: Callable[[range, int], int]
-) -> tuple[range, ...]:
+    out_tree: Any, wanted: Sequence[Any], likeness: Callable[[range, int], int], *,
+    largest_first: bool = True,
+) -> tuple[range, ...]:  # fmt: skip
     """Finds the new state in a result, however deep it lies.
 
     Args:
@@ -74,6 +75,8 @@ def states_within(
       wanted: The structure of each state argument.
       likeness: Of the leaves of a tree to the n-th state: of several trees of its structure the
         likest is taken, and of these the outermost, and the first.
+      largest_first: Whether the largest choose first if one finds nothing in its turn: a smaller
+        one may have taken a part of what is its own, as parameters have the structure of moments.
 
     Returns:
       For each state argument, which of the result's leaves are the new one; no two share any.
@@ -82,21 +85,38 @@ def states_within(
       StepMismatchError: if there is no such tree; the message says what to do.
     """
     trees = [(tree, leaves) for tree, leaves in _trees_in(out_tree) if tree in wanted]
-    found = []
-    for n, structure in enumerate(wanted):
-        alike = [i for i, (tree, _) in enumerate(trees) if tree == structure]
+    in_turn = range(len(wanted))
+    orders: list[Sequence[int]] = [in_turn]
+    if largest_first:
+        orders.append(sorted(in_turn, key=lambda n: -wanted[n].num_leaves))
+    for order in orders:
+        found = _chosen(trees, wanted, likeness, order)
+        if len(found) == len(wanted):
+            return tuple(found[n] for n in in_turn)
+    missing = wanted[order[len(found)]]
+    raise StepMismatchError(
+        "the wrapped step's result holds no tree like the state it was given, "
+        f"{_told([missing])}; it is {_told([out_tree])}. Return the new state with the structure "
+        "of the old one, or say where it is with `wrap(step, state=..., state_out=...)`."
+    )
+
+
+def _chosen(
+    trees: list[tuple[Any, range]], wanted: Sequence[Any],
+    likeness: Callable[[range, int], int], order: Sequence[int],
+) -> dict[int, range]:  # fmt: skip
+    """The leaves that each state takes in turn, up to the first one that finds none."""
+    found: dict[int, range] = {}
+    trees = list(trees)
+    for n in order:
+        alike = [i for i, (tree, _) in enumerate(trees) if tree == wanted[n]]
         if not alike:
-            raise StepMismatchError(
-                "the wrapped step's result holds no tree like the state it was given, "
-                f"{_told([structure])}; it is {_told([out_tree])}. Return the new state with the "
-                "structure of the old one, or say where it is with `wrap(step, state=..., "
-                "state_out=...)`."
-            )
+            break
         likest = max((likeness(trees[i][1], n), -i) for i in alike)
         _, taken = trees.pop(-likest[1])
-        found.append(taken)
+        found[n] = taken
         trees = [(tree, leaves) for tree, leaves in trees if _apart(leaves, taken)]
-    return tuple(found)
+    return found
 
 
 def identical(leaves: Sequence[Any], among: Sequence[Any]) -> list[int | None]:

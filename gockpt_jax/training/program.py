@@ -75,7 +75,7 @@ class StepProgram:
         self._beside = sorted(set(range(len(flat))).difference(self.positions.inputs))
         self._traced_for = self._signature(flat, args, kwargs)
         specs = _state_specs(traced.jaxpr, self.positions)
-        refuse_no_state(specs, self.positions.paths)
+        refuse_no_state(specs, self.positions.paths, form.told_state)
         news = [new for _, new in specs]
         self.returned = StateInResult(self.out_tree, self.positions.outputs, news)
         self._even_for_nothing = even_for_nothing

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ class TracedStep(StandIn):
         self.why_not: str | None = None
         self._form = form
         self._always = options.arm == "always"
+        self._arming = threading.RLock()  # where no session's is held; a signal handler may step
         self._even_for_nothing = options.steps is not None  # a fixed K promises windows
         self._found: StepProgram | None = None  # the last program, kept or not
         self._kinds = Kinds(always=self._always)
@@ -61,20 +63,25 @@ class TracedStep(StandIn):
         self._forget()
 
     def _arm_at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Has such a call's program armed before it runs, the first call's, too."""
-        is_first = self.program is None and not self.last.has_come
-        if is_first and (traced := self._trace(args, kwargs)) is not None:
-            self._kinds.traced()
-            self._take(traced)
-        self.turn_to(args, kwargs)
-        self.arm()
+        """Has such a call's program armed before it runs, the first call's, too.
+
+        One thread at a time, for a program drops its trace as it is armed.
+        """
+        with self._arming:
+            is_first = self.program is None and not self.last.has_come
+            if is_first and (traced := self._trace(args, kwargs)) is not None:
+                self._kinds.traced()
+                self._take(traced)
+            self.turn_to(args, kwargs)
+            self._arm()
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
         """The program of a call, cut, if the step has none and one can be made."""
         if self.program is None:
             self.turn_to(args, kwargs)
-            if self.program is not None and not self.program.has_such_a_state(args, kwargs):
-                self._kinds.drop(self.program)  # nothing else tells its calls from these
+            program = self.program
+            if program is not None and not program.has_such_a_state(args, kwargs):
+                self._kinds.drop(program)  # nothing else tells its calls from these
                 self.program = None
         if self.program is not None or self.why_not is not None:
             return None
@@ -214,31 +221,43 @@ class TracedStep(StandIn):
             self.program = None
 
     def arm(self) -> None:
-        """Starts compiling the armed step, unless that has been done."""
-        if self.program is None or self.program.is_armed:
+        """Starts compiling the armed step, unless that has been done.
+
+        With "always" the call has; what another thread has brought since then, the next call does.
+        """
+        if not self._always:
+            self._arm()
+
+    def _arm(self) -> None:
+        program = self.program  # which another thread's call may change
+        if program is None or program.is_armed:
             return
-        if not self.program.is_of_these_settings():
+        if not program.is_of_these_settings():
             self.program = None  # this call traces it anew
         else:
             with self.giving_up_on_errors():
-                self.program.arm()
+                program.arm()
             self._forget()  # until then the program itself has kept the trace
 
     def _forget(self) -> None:
         """This call traces the step anew if JAX does."""
-        if self.program is not None and self.program.is_forgotten():
+        program = self.program
+        if program is not None and program.is_forgotten():
             self._kinds.forget()
             self.program = None
 
     def accept_rounding(self, is_worth_it: Callable[[StepProgram], bool]) -> None:
         """Cuts the step anew: leaves may leave early that the host repeats but for rounding.
 
+        Not once it is armed, so never with "always".
+
         Args:
           is_worth_it: Whether the program with the new cut is to take the place of this one.
         """
-        if self.program is not None and not self.program.is_armed:
+        program = self.program
+        if program is not None and not program.is_armed and not self._always:
             with self.giving_up_on_errors():
-                rounded = self.program.rounded()
+                rounded = program.rounded()
                 if is_worth_it(rounded):
                     self._take(rounded)
 

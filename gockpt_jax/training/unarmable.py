@@ -58,12 +58,15 @@ def refuse_state_in_place(leaves: Sequence[Any]) -> None:
         )
 
 
-def refuse_no_state(specs: Sequence[tuple[Any, Any]], paths: Sequence[str]) -> None:
+def refuse_no_state(
+    specs: Sequence[tuple[Any, Any]], paths: Sequence[str], told_state: str
+) -> None:
     """What comes out as something else in every leaf is a batch, say, and a loss of its structure.
 
     Args:
       specs: What each leaf goes in as, and comes out as.
       paths: Theirs.
+      told_state: Which arguments they are of, in words.
 
     Raises:
       StepMismatchError: if no leaf keeps its shape and dtype.
@@ -71,7 +74,8 @@ def refuse_no_state(specs: Sequence[tuple[Any, Any]], paths: Sequence[str]) -> N
     if specs and all(old != new for old, new in specs):
         (old, new), path = specs[0], paths[0]
         raise StepMismatchError(
-            f"what the wrapped step was given as its state is none: {path} goes in as {old} and "
-            f"comes out as {new}, and no other leaf stays what it was. Say where the state is with "
-            "`wrap(step, state=..., state_out=...)`."
+            f"the wrapped step does not update {told_state}, taken for its state (`state=` names "
+            f"it, by default the first argument): {path} goes in as {old} and comes out as {new}, "
+            "and no other leaf stays what it was. Say where the state is with `wrap(step, "
+            "state=..., state_out=...)`."
         )

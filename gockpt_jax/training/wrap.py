@@ -77,9 +77,9 @@ class WrappedStep(TracedStep):
         program = self.program
         call = self._observer.before_update(self, args, kwargs)
         is_asked = call is not None
-        if call is None and always and self.program is not None:
-            call = ArmedCall(self.program)
-        behind = self._losing_no_state()  # had now: behind the dispatch nothing else may raise
+        if call is None and always:
+            call = self._armed_without_a_window()
+        behind = self.losing_no_state()  # had now: behind the dispatch nothing else may raise
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         try:
             if armed is None:
@@ -95,6 +95,11 @@ class WrappedStep(TracedStep):
             self._settle(result, traced)
             self._observer.after_update(self, armed if is_asked else None)
         return result
+
+    def _armed_without_a_window(self) -> ArmedCall | None:
+        """The call, if its program is armed: it may be one that another thread has just brought."""
+        program = self.program
+        return None if program is None or not program.is_armed else ArmedCall(program)
 
     def _run_armed(
         self, call: ArmedCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool
@@ -137,7 +142,7 @@ class WrappedStep(TracedStep):
         traced = None if is_first else self._trace(args, kwargs)
         return self.step(*args, **kwargs), traced
 
-    def _losing_no_state(self) -> contextlib.AbstractContextManager[None]:
+    def losing_no_state(self) -> contextlib.AbstractContextManager[None]:
         """For what follows a step's dispatch: the old state may be donated, the new one must come.
 
         Not beside other processes, which would run other executables than this one, and wait for

@@ -169,7 +169,7 @@ def test_all_locks_are_known() -> None:
     """Those that the trainer's thread never holds, beside saves that need them, are listed here."""
     not_the_trainers = {"data_file.py", "hand_over.py", "step_room.py", "syncs.py"}
     # These say by `is_held` that a handler is inside, or are no matter of a save.
-    asked = {"calls.py", "locks.py", "nested.py", "session.py"}
+    asked = {"calls.py", "locks.py", "nested.py", "session.py", "traced.py"}
     sources = Path(gockpt.__file__).parent.rglob("*.py")
     made = re.compile(r"threading\.(Lock|RLock|Condition|Semaphore|Event|Barrier)\(\)")
     found = {path.name for path in sources if made.search(path.read_text())}

@@ -54,9 +54,38 @@ def test_missing_state_names_what_was_looked_for_and_what_came(state):
         form(step, state).state_of(("p", "o"), {"batch": "b"})
     message = str(error.value)
     assert re.search(r"`state=.*` names no argument", message)
-    assert "2 positional arguments" in message
-    assert "['batch']" in message
+    assert "whose parameters are `(params, opt_state, batch, *, train)`;" in message
+    assert "given by position: 2, and by keyword `batch`." in message
     assert "wrap(step, state=...)" in message
+
+
+@pytest.mark.parametrize(
+    ("f", "takes"),
+    [
+        (lambda s, x: s, ", whose parameters are `(s, x)`"),
+        (lambda s, /, x: jnp.ones(99_999), ", whose parameters are `(s, /, x)`"),
+        (lambda s, *xs, rate=[0] * 999: s, ", whose parameters are `(s, *xs, rate)`"),
+        (dict, ""),  # Python tells no signature of it
+    ],
+)
+def test_missing_state_names_the_parameters_where_they_are_known(f, takes):
+    told = re.escape(f"of the wrapped step{takes}; given by position: 2. Pass")
+    with pytest.raises(StepMismatchError, match=told):
+        CallForm(f, "y", _compat.JitSettings()).state_of((1, 2), {})
+
+
+@pytest.mark.parametrize(
+    ("f", "state", "told"),
+    [
+        (step, 0, "argument `params`"),
+        (step, (0, "batch"), "arguments `params`, `batch`"),
+        (step, -1, "the arguments at (-1,)"),
+        (dict, 0, "the first argument"),
+        (dict, (0, 1), "the arguments at (0, 1)"),
+    ],
+)
+def test_which_arguments_are_the_state_in_words(f, state, told):
+    assert CallForm(f, state, _compat.JitSettings()).told_state == told
 
 
 def test_only_what_may_be_given_by_position_has_one():
@@ -116,6 +145,15 @@ def test_static_arguments_are_told_apart(options, args, kwargs, dynamic, static)
         ([{"x": STATE}, {"w": 3, "m": 4}], [STATE], None, ({"w": 3, "m": 4},)),
         ((0.5, [STATE, {"w": 3, "m": 4}]), [STATE, 0], None, (STATE, 0.5)),
         (([(1, 2), 3], (4, 5)), [[(0, 0), 0], (0, 0)], None, ([(1, 2), 3], (4, 5))),
+        (((1, 0.5), (3, 4)), [0, (0, 0)], None, (1, (3, 4))),
+        # One takes a part of what is another's, in its turn.
+        (([(1, 2), 3], {"of": (4, 5)}), [(0, 0), [(0, 0), 0]], None, ((4, 5), [(1, 2), 3])),
+        (
+            ([STATE, 3, STATE], {"of": [{"w": 4, "m": 5}, {"w": 6, "m": 7}]}),
+            [STATE, STATE, [STATE, 0, STATE]],
+            None,
+            ({"w": 4, "m": 5}, {"w": 6, "m": 7}, [STATE, 3, STATE]),
+        ),
     ],
 )
 def test_state_in_result(result, states, state_out, expected):
@@ -222,6 +260,22 @@ def returned_elsewhere(given, state_out=None):
 def test_a_state_in_another_container_is_what_the_loop_gives_back():
     assert returned_elsewhere(lambda new: (new["b"], new["a"])) == (2, 1)
     assert returned_elsewhere(lambda new: [[new["a"]], (new["b"],)]) == (1, 2)
+
+
+def test_what_the_loop_gives_back_whole_is_not_taken_for_what_is_like_it():
+    """The parameters come out in a list, and what has their container is a part of another's."""
+    w = {"w": jnp.ones(2)}
+    before = {"deep": {"er": {"average": w}}, "new": [jnp.ones(2)], "opt": [w, jnp.ones(2)]}
+    before = jax.tree.map(jnp.copy, before)
+    places = CallForm(jitted := jax.jit(lambda *args: None), (0, 1), _compat.jit_settings(jitted))
+    leaves, out_tree = jax.tree.flatten(before)
+    args = {"w": before["new"][0]}, before["opt"]
+    assert places.locate(args, {}, out_tree, leaves).outputs == (1, 2, 3)
+
+
+def test_the_message_names_what_is_missing_and_not_what_was_taken_for_it():
+    with pytest.raises(StepMismatchError, match=r"state it was given, \{'w': \*\};"):
+        found_in((0.5, [{"w": 1}, 2]), [{"w": 0}, [{"w": 0}, 0]], None)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -18,7 +19,7 @@ from flax import nnx
 from training.test_wrap import Observer
 
 import gockpt_jax as gockpt
-from gockpt_jax.training import nested
+from gockpt_jax.training import inner
 from gockpt_jax.training.nested import NestedStep, wrap_step
 
 WAIT_SECS = 60
@@ -159,6 +160,82 @@ def test_other_threads_call_the_same_object():
     observers[0].thread.join(WAIT_SECS)
     assert [len(observer.cuts) for observer in observers] == [1, 1]
     assert step.jitted_fn is inside
+
+
+class Beside(Observer):
+    """Has another thread make a call in the middle of each of this one's, or end it behind it.
+
+    Args:
+      place: Of this thread's calls at which the other one's begins.
+      crosses: Whether that one goes on, before its own dispatch, only behind this thread's.
+    """
+
+    def __init__(self, place, *, crosses=False):
+        super().__init__(armed_at=range(6, 12))
+        self.place, self.crosses, self.here = place, crosses, threading.current_thread()
+        self.may_begin, self.has_begun, self.may_end, self.has_ended = (
+            threading.Semaphore(0) for _ in range(4)
+        )
+
+    def before_update(self, *args):
+        if threading.current_thread() is not self.here and self.crosses:
+            self.has_begun.release()
+            self.wait_for(self.may_end)
+        self.come_to("before")
+        return super().before_update(*args)
+
+    def after_update(self, *args):
+        super().after_update(*args)
+        self.come_to("behind")
+
+    def come_to(self, place):
+        if place == self.place and threading.current_thread() is self.here:
+            self.may_begin.release()
+            self.wait_for(self.has_begun if self.crosses else self.has_ended)
+
+    def wait_for(self, semaphore):
+        assert semaphore.acquire(timeout=WAIT_SECS)
+
+    def here_by(self, step):
+        """The step as this thread calls it."""
+
+        def call(*args):
+            result = step(*args)
+            if self.crosses:
+                self.may_end.release()
+                self.wait_for(self.has_ended)
+            return result
+
+        return call
+
+    def there_by(self, step):
+        """The step as the other one does."""
+
+        def call(*args):
+            self.wait_for(self.may_begin)
+            try:
+                return step(*args)
+            finally:
+                self.has_ended.release()
+
+        return call
+
+
+@pytest.mark.parametrize("crosses", [False, True])
+@pytest.mark.parametrize("place", ["before", "behind"])
+@pytest.mark.parametrize("kind", ["nnx", "eqx donated", "jit"])
+def test_two_threads_call_it_from_the_start(kind, place, crosses):
+    """Each on a state of its own, which was looked for in what the other's call had returned."""
+    make, run = KINDS[kind]
+    observer = Beside(place, crosses=crosses)
+    wrapped = wrap(make(), observer)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(run, observer.there_by(wrapped))
+        states = run(observer.here_by(wrapped)), other.result(WAIT_SECS)
+    for state in states:
+        jax.tree.map(np.testing.assert_array_equal, state, run(make()))
+    assert observer.cuts == [False] * 6 + [True] * 6
+    assert observer.refusals == []
 
 
 def test_the_users_python_is_traced_no_more_often():
@@ -311,6 +388,17 @@ def test_a_call_before_training_that_returns_no_state(kind, arm):
     assert observer.cuts == [False] * 5 + [True]
 
 
+@pytest.mark.parametrize("kind", ["nnx donated", "eqx donated", "jit"])
+def test_what_goes_wrong_as_it_is_looked_at_does_not_lose_it(kind, monkeypatch):
+    """The step was given the only other state there was."""
+    make, run = KINDS[kind]
+    want = run(make())
+    monkeypatch.setattr(inner, "identical", lambda *_: {}["injected"])
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="what follows a step failed with KeyError"):
+        found = run(wrap(make()))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
 @pytest.mark.parametrize("kind", ["nnx", "eqx", "jit"])
 def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch):
     """Which takes time at every call, and would keep a second state on the devices."""
@@ -324,7 +412,7 @@ def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch
 
     for _ in range(2):
         state = call(state)
-    monkeypatch.setattr(nested, "leaf_paths", lambda states: pytest.fail("it was looked at"))
+    monkeypatch.setattr(inner, "leaf_paths", lambda states: pytest.fail("it was looked at"))
     state = call(state)
     gc.collect()
     there = {id(x) for x in jax.tree.leaves(state)}
@@ -350,6 +438,14 @@ def test_a_state_that_is_not_in_the_program():
         step("name", X)
     with pytest.raises(gockpt.StepMismatchError, match="`state=3` names no argument"):
         wrapped(*state, X)
+
+
+@pytest.mark.parametrize("jit", [eqx.filter_jit, gockpt.jit])
+def test_a_batch_taken_for_the_state_is_named_as_the_user_does(jit):
+    step = wrap(jit(lambda state, batch: (jnp.sum(batch), state)), state="batch")
+    step(jnp.ones(4), X)
+    with pytest.raises(gockpt.StepMismatchError, match="does not update argument `batch`"):
+        step(jnp.ones(4), X)
 
 
 # `jit`.

@@ -291,7 +291,10 @@ def test_a_state_of_nothing_is_no_error():
 def test_a_batch_taken_for_the_state_is_an_error():
     jitted = jax.jit(lambda batch, state: (jnp.sum(batch), state))
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
-    told = r"the state goes in as float32\[3,2\] and comes out as float32\[\].*`wrap\(step, state="
+    told = (
+        r"does not update argument `batch`, taken for its state.*the state goes in as "
+        r"float32\[3,2\] and comes out as float32\[\].*`wrap\(step, state="
+    )
     with pytest.raises(StepMismatchError, match=told):
         StepProgram(
             jitted.trace(jnp.ones((3, 2)), fresh()),

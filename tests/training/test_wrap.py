@@ -7,8 +7,10 @@ import dataclasses
 import functools
 import gc
 import re
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.unarmable import CannotArmError
 from gockpt_jax.training.wrap import ArmedCall
 
+WAIT_SECS = 60
 X = jnp.arange(8.0)
 
 
@@ -542,6 +545,112 @@ def test_with_always_a_changed_call_is_a_new_program_at_once():
     observer, step = Observer(range(8)), jax.jit(update, donate_argnums=0)
     run(wrap(step, observer, arm="always"), fresh(), 8, lambda n: X[:1] if n < 4 else X)
     assert observer.cuts == [n != 4 for n in range(8)]
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_parameters_that_have_the_structure_of_moments_are_found_behind_these(arm):
+    """Where the results are of several structures: nobody knows yet what comes back."""
+
+    def train(params, opt, x, logs):
+        m = {"w": 0.9 * opt[0]["w"] + jnp.tanh(x)}
+        params = {"w": params["w"] - 0.1 * m["w"]}
+        return [jnp.sum(x)] * logs, {"opt": (m, opt[1] + 1), "trained": {"net": {"of": params}}}
+
+    observer = Observer(range(8, 30))
+    jitted = jax.jit(train, donate_argnums=(0, 1), static_argnames="logs")
+    step = wrap(jitted, observer, state=("params", "opt"), arm=arm)
+    params, opt = {"w": jnp.ones(8)}, ({"w": jnp.zeros(8)}, 0)
+    for n in range(30):
+        _, new = step(params, opt, X * n, logs=n % 3)
+        params, opt = new["trained"]["net"]["of"], new["opt"]
+    assert all(observer.cuts[20:])
+    found = step.program.returned.leaves(step.last.new_state)
+    assert [x is y for x, y in zip(found, jax.tree.leaves((params, opt)), strict=True)] == [
+        True
+    ] * 3
+
+
+class TellingLock:
+    """A lock that says when another thread than this one comes for it."""
+
+    def __init__(self, lock, has_come):
+        self.lock, self.has_come, self.here = lock, has_come, threading.current_thread()
+
+    def __enter__(self):
+        if threading.current_thread() is not self.here:
+            self.has_come.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_with_always_two_threads_arm_a_program_once(monkeypatch):
+    """The first call's is lowered; another thread's call, which begins meanwhile, waits for it."""
+    step, arm, other = wrap(jax.jit(update), arm="always"), StepProgram.arm, []
+    has_come, armed = threading.Event(), []
+    monkeypatch.setattr(step, "_arming", TellingLock(step._arming, has_come))
+
+    def with_another(program):
+        armed.append(program)
+        if len(armed) == 1:
+            other.append(thread.submit(run, step, fresh(), 4))
+            assert has_come.wait(WAIT_SECS)
+        else:
+            has_come.set()
+        arm(program)
+
+    monkeypatch.setattr(StepProgram, "arm", with_another)
+    with ThreadPoolExecutor(1) as thread:
+        states = run(step, fresh(), 4), other[0].result(WAIT_SECS)
+    for state in states:
+        assert_same(state, run(jax.jit(update), fresh(), 4))
+    assert armed == [step.program]
+    assert step.why_not is None
+
+
+def test_with_always_a_signal_handler_may_step_while_a_program_is_armed(monkeypatch):
+    """It runs on the thread that it interrupts, which holds the lock for that."""
+    step, states = wrap(jax.jit(update), arm="always"), []
+    take = step._take
+
+    def interrupted(program):
+        monkeypatch.setattr(step, "_take", take)
+        states.append(run(step, fresh(), 2))
+        take(program)
+
+    monkeypatch.setattr(step, "_take", interrupted)
+    # A daemon: if it fails here, it waits for ever.
+    thread = threading.Thread(target=lambda: states.append(run(step, fresh(), 4)), daemon=True)
+    thread.start()
+    thread.join(WAIT_SECS)
+    for state, steps in zip(states, (2, 4), strict=True):
+        assert_same(state, run(jax.jit(update), fresh(), steps))
+    assert step.program.is_armed
+
+
+def test_with_always_a_program_that_another_thread_brings_is_armed_by_the_next_call():
+    """Its calls are of another kind: one comes between this call's beginning and its dispatch."""
+
+    class Meanwhile(Observer):
+        def before_update(self, step, args, kwargs):
+            if len(self.cuts) == 3 and not brought:
+                brought.append(None)
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(step, fresh(), X[:1]).result(WAIT_SECS)
+                step.arm()  # the session does, under its own lock alone
+                assert not step.program.is_armed
+            return super().before_update(step, args, kwargs)
+
+    brought, observer = [], Meanwhile(range(5, 12))
+    jitted = jax.jit(lambda state, x: update(state, jnp.sum(x)), donate_argnums=0)
+    step = wrap(jitted, observer, arm="always")
+    assert_same(run(step, fresh(), 8), run(jitted, fresh(), 8))
+    run(step, fresh(), 2, lambda n: X[:1])
+    assert brought
+    assert observer.cuts == [n > 4 for n in range(11)]
+    assert observer.refusals == []
+    assert step.why_not is None
 
 
 def test_shapes_that_never_settle_are_armed_a_few_times(monkeypatch):
