@@ -224,7 +224,10 @@ UPDATES = {
         loss_scaled, state("m", "w") | {"count": jnp.float32(3)}, [["m", "w"]], scalars=1,
         late={"count": "small"},
     ),
-    "counted": Update(counted, {k: jnp.arange(N) for k in "mn"}, [["m", "n"]]),
+    "counted": Update(
+        counted, {k: jnp.arange(N) for k in "mn"}, [["m", "n"]],
+        lambda s, g: [(g * 8.0).astype(jnp.int32)],
+    ),
     "growing": Update(
         growing, state("m", "queue", "u"), [["m", "u"]], late={"queue": "float32.24. to .*48"}
     ),
