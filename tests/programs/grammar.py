@@ -38,6 +38,16 @@ def _axis(x: jax.Array) -> int | None:
     return 0 if x.ndim else None
 
 
+def _by_rows(f: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """An array times something of the sums of its rows."""
+
+    def times(x: jax.Array) -> jax.Array:
+        sums = jnp.sum(x, -1, keepdims=True) if x.ndim else x
+        return x * jnp.broadcast_to(f(sums), x.shape)
+
+    return times
+
+
 @jax.custom_vjp
 def identity(x: jax.Array) -> jax.Array:
     """Whose gradient is clipped."""
@@ -80,6 +90,10 @@ UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "clipped by norm": lambda x: jnp.where(_norm(x) < 0.5, x, (x / _norm(x)) * 0.5),
     "scaled by norm": lambda x: x * jnp.minimum(1.0, 0.5 / (_norm(x) + 1e-6)),
     "if finite": lambda x: jnp.where(jnp.all(jnp.isfinite(x)), x, jnp.zeros_like(x)),
+    "by rows": _by_rows(lambda sums: 1.0 / (1.0 + jnp.abs(sums))),
+    "flags of rows": _by_rows(lambda sums: sums > 0),
+    "flags, turned": lambda x: x * (jnp.sin(x.T) > 0).T,
+    "if a number": lambda x: jnp.where(jnp.exp(jnp.mean(jnp.sin(x))) >= 0, x, 0.5 * x),
     # Loops.
     "loop": lambda x: lax.fori_loop(0, 2, lambda _, c: c * 0.9 + 0.1, x),
     "one turn": lambda x: lax.fori_loop(0, 1, lambda _, c: c * 0.9, x),
@@ -141,7 +155,8 @@ REPEATED = (
     "second moment", "product of scaled", "plus constants", "larger", "where positive", "branch",
     "masked", "averaged by", "both by one", "scaled twice", "scaled square", "polynomial",
     "infinity norm", "largest moment", "by a choice", "not below zero", "resized", "either scaled",
-    "added or not", "if finite", "scaled by norm",
+    "added or not", "if finite", "scaled by norm", "by rows", "flags of rows", "flags, turned",
+    "if a number",
 )  # fmt: skip
 
 
