@@ -22,7 +22,7 @@ class Planned:
       cut: The step's.
       plan: The plan.
       size: Bytes of the state on one device.
-      host_bytes: What a window holds in this process: the state, and what follows one step.
+      state_bytes: Of what saves take, in this process.
       num_devices: Of this process, with a part of the state.
       facts: What was measured, or said.
       budget_bytes: Of the device; `None`: no limit.
@@ -31,7 +31,7 @@ class Planned:
     cut: StepCut
     plan: Plan
     size: StateBytes
-    host_bytes: tuple[int, int]
+    state_bytes: int
     num_devices: int
     facts: Facts
     budget_bytes: int | None = None
@@ -57,6 +57,13 @@ class Planned:
             why = f"{plan.reason}; the save was {steps - 1} steps away"
             self._shorter[steps] = dataclasses.replace(plan, reason=why)
         return dataclasses.replace(self, plan=self._shorter[steps])
+
+    @property
+    def host_bytes(self) -> tuple[int, int]:
+        """What its windows hold in this process: the state, and what follows a step at the most."""
+        units, blocks = self.size.units, self.plan.blocks
+        following = sum(units[u].retained_bytes for block in blocks for u in block)
+        return self.state_bytes, following * self.num_devices
 
     def early_leaves(self) -> set[int]:
         """The leaves of which something leaves before the sealed version."""

@@ -130,7 +130,6 @@ class Planner:
         size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved)
         sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
         state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
-        host_bytes = state_bytes, size.followers * num_devices
         if not program.cut.groups:
             plan = Plan((), _why_all_late(program.cut, size))
         elif facts.unsaved and not size.units:
@@ -141,7 +140,7 @@ class Planner:
             self._timed.add(program)
         budget_bytes = self._device.limit_bytes
         self._plans[program] = Planned(
-            program.cut, plan, size, host_bytes, num_devices, facts, budget_bytes
+            program.cut, plan, size, state_bytes, num_devices, facts, budget_bytes
         )
         return self._plans[program]
 

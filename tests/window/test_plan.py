@@ -148,12 +148,21 @@ def test_units_of_a_block_are_in_order():
 def test_a_plan_is_shortened_only_where_the_save_is_nearer():
     """As it was chosen otherwise: its blocks need not be even."""
     size = state_of((100, 100, 100), [unit(100, 5, group) for group in range(3)])
-    planned = Planned(NO_CUT, Plan(((0, 1), (2,), ()), "chosen"), size, (300, 15), 1, Facts())
+    planned = Planned(NO_CUT, Plan(((0, 1), (2,), ()), "chosen"), size, 300, 2, Facts())
     of_user = WindowOptions(steps=4)
     assert planned.within(4, of_user, None) is planned.within(9, of_user, None) is planned
     shorter = planned.within(3, of_user, None)
     assert shorter.plan == Plan(((0, 1), (2,)), "`steps=3`; the save was 2 steps away")
     assert shorter.size is size
+    assert planned.host_bytes == shorter.host_bytes == (300, 2 * 15)
+
+
+def test_the_host_needs_what_follows_that_which_leaves():
+    """As the plan was chosen by: were all counted, it might be refused for ever."""
+    size = state_of((100, 100, 100), [unit(100, n, group) for group, n in enumerate((5, 6, 7))])
+    for blocks, following in ((), 0), (((1,),), 6), (((0,), (2,)), 12):
+        planned = Planned(NO_CUT, Plan(blocks, "chosen"), size, 600, 2, Facts())
+        assert planned.host_bytes == (600, 2 * following)
 
 
 KNOWN = Facts(step_secs=1.0, link_bytes_per_sec=100.0)
@@ -177,7 +186,7 @@ def test_a_plan_that_is_shortened_keeps_the_budget(size, steps, budget, is_known
     """Its blocks are larger than those of the window that it is a part of."""
     options, facts = WindowOptions(max_steps=8), KNOWN if is_known else Facts()
     plan = plan_window(size, options, budget, facts)
-    shorter = Planned(NO_CUT, plan, size, (0, 0), 1, facts).within(steps, options, budget).plan
+    shorter = Planned(NO_CUT, plan, size, 0, 1, facts).within(steps, options, budget).plan
     assert shorter.steps <= min(plan.steps, steps)
     if shorter.steps > 1:
         in_blocks = (sum(size.units[u].state_bytes for u in block) for block in shorter.blocks)

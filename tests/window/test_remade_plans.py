@@ -140,6 +140,16 @@ def test_windows_need_host_memory(tmp_path, monkeypatch, room, in_memory, kind):
     assert ("the host budget" in reports[-1].reason) == (kind == "snapshot")
 
 
+@pytest.mark.parametrize("room", [27, 30, 34])
+def test_a_window_that_was_planned_for_the_host_s_room_has_it(tmp_path, monkeypatch, room):
+    """Of 8 groups some leave early; had all, what follows them would not fit."""
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE, "write_limit_bytes": 1, "audit": None}
+    said["host_budget_bytes"] = room * LEAF
+    (_, *reports), _ = run(tmp_path, [Facts()] * 2, monkeypatch, **said)
+    assert [(r.kind, r.deferred_steps) for r in reports] == [("window", 0)] * 2
+    assert all(0 < r.early_bytes < 16 * LEAF for r in reports)
+
+
 def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
     """By an evaluation, just before the save after which the plan would have been made anew."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
@@ -220,7 +230,7 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         HostBudget, "room_bytes", lambda budget, n: (asked.append(n), room(budget, n))[1]
     )
     rows = jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a"))
-    window = WindowOptions(device_budget_bytes=LEAF, host_budget_bytes=80 * LEAF)
+    window = WindowOptions(device_budget_bytes=20 * LEAF // 8, host_budget_bytes=80 * LEAF)
     with GoCkptManager(tmp_path, window=window) as manager:
         step, state = manager.wrap(update), jax.device_put(fresh(), rows)
         for label in range(4):
@@ -231,6 +241,7 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         planned = planner.planned(step.program)
         assert asked == [24 * LEAF] * 2  # when it was made, and looked at again behind the save
         assert planned.num_devices == 8
+        assert {u for block in planned.plan.blocks for u in block} == set(range(8)), "all leaves"
         assert planned.host_bytes == (24 * LEAF, 8 * LEAF)
         assert planned.facts.host_budget_bytes == 80 * LEAF // 8
         # A process may have no device with a part of the state: it sets no bound.
