@@ -105,6 +105,7 @@ class Session:
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._seal: Seal | None = None  # of the save whose items are being taken
         self._has_asked = False  # the other processes, for that save
+        self._is_closed = False
 
     # What the wrapped step tells.
 
@@ -129,6 +130,8 @@ class Session:
             return self._begin_update(step, args, kwargs)
 
     def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
+        if self._is_closed:  # no save will come that could be planned for
+            return None
         start = time.perf_counter()
         current = self._current
         if current.window is None and self.planner.rests_on_time(step.program):
@@ -374,6 +377,7 @@ class Session:
 
     def close(self) -> None:
         """Drops the open window, lets go of what steps returned, and ends the threads."""
+        self._is_closed = True
         self.abandon("the manager was closed")
         self._current.failure = None  # of a window that nobody waits for any more
         self._let_go(until=self.version)  # it would stay there until garbage is collected

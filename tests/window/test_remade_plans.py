@@ -349,6 +349,26 @@ def test_steps_are_timed_where_a_plan_rests_on_it(tmp_path, monkeypatch, said):
     assert bool(loop.probes) == (not said)
 
 
+@pytest.mark.parametrize("steps_before", [0, 1, 30])
+def test_nothing_is_planned_nor_timed_for_a_closed_manager(tmp_path, monkeypatch, steps_before):
+    """Its step may go on for long: an evaluation, or training without checkpoints."""
+    asked, gather = [], Processes.gather
+    monkeypatch.setattr(
+        Processes, "gather", lambda self, *args: (asked.append(args[0]), gather(self, *args))[1]
+    )
+    loop = TimedLoop(tmp_path, monkeypatch)
+    for label in range(steps_before):
+        loop.advance()
+        loop.save(label)
+    loop.manager.close()
+    loop.probes.clear()
+    asked.clear()
+    for _ in range(40):
+        loop.advance()
+    assert (loop.probes, asked) == ([], [])
+    assert (loop.session.planner.planned(loop.step.program) is None) == (steps_before < 2)
+
+
 def test_a_probe_is_of_what_the_step_makes(tmp_path, monkeypatch):
     """What it passes on is ready before it has run, on a CPU."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
