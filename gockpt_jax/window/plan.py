@@ -16,7 +16,14 @@ from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.choice import choose, into_blocks, why_one_copy
-from gockpt_jax.window.cost import Blocks, Terms, Unit, copied_bytes, describe_bytes
+from gockpt_jax.window.cost import (
+    STEPS_IN_FLIGHT,
+    Blocks,
+    Terms,
+    Unit,
+    copied_bytes,
+    describe_bytes,
+)
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
 _log = logging.getLogger("gockpt_jax")
@@ -67,6 +74,11 @@ class StateBytes:
     def followers(self) -> int:
         """Of retained values, what is sent after a step once all units have left."""
         return sum(u.retained_bytes for u in self.units)
+
+    @property
+    def most_on_host(self) -> int:
+        """Of what a window takes there from which all units leave: more is of no use to a plan."""
+        return sum(self.leaves) + STEPS_IN_FLIGHT * self.followers
 
     @property
     def sent(self) -> int:
@@ -132,6 +144,13 @@ class Facts:
         """What the plan waits for, in words."""
         measured = {"step time": self.step_secs, "link": self.link_bytes_per_sec}
         return " and ".join(name for name, value in measured.items() if value is None)
+
+    def have_more_of_the_host(self, planned: "Facts") -> bool:
+        """Whether the host has so much more room than a plan was made for that it is made anew."""
+        now, then = self.host_budget_bytes, planned.host_budget_bytes
+        if then is None or self.unknown:
+            return False
+        return now is None or now > _DRIFT * then
 
     def differ_from(self, planned: "Facts") -> bool:
         """Whether they moved so far from those a plan was made for that it is made anew."""

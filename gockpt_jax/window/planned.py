@@ -65,6 +65,14 @@ class Planned:
         following = sum(units[u].retained_bytes for block in blocks for u in block)
         return self.state_bytes, following * self.num_devices
 
+    def is_outdated_by(self, facts: Facts) -> bool:
+        """Whether what it was made for has moved so far that it is made anew."""
+        if facts.differ_from(self.facts):
+            return True
+        room = self.facts.host_budget_bytes
+        was_short = room is not None and room < self.size.most_on_host
+        return was_short and facts.have_more_of_the_host(self.facts)
+
     def early_leaves(self) -> set[int]:
         """The leaves of which something leaves before the sealed version."""
         groups = {self.size.units[u].group for block in self.plan.blocks for u in block}

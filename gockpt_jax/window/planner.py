@@ -161,7 +161,7 @@ class Planner:
             return False
         facts = self._known.facts(program, sum(planned.size.leaves), planned.num_devices)
         has_less = self._device.limit_bytes != planned.budget_bytes  # it had no room for a save
-        if not (has_less or facts.differ_from(planned.facts)):
+        if not (has_less or planned.is_outdated_by(facts)):
             return False
         leaves = program.returned.leaves(step.last.new_state)
         if leaves is None:  # another program's, as above: after the next save

@@ -214,6 +214,27 @@ def test_plans_are_made_anew_only_for_a_drift(step_secs, rate, differs):
     assert now.differ_from(Facts()) is (step_secs is not None and rate is not None)
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "is_outdated"),
+    [
+        (25, 25, False), (25, 37, False), (25, 38, True), (25, None, True), (0, 1, True),
+        (39, 10**9, True), (40, 10**9, False), (40, None, False), (None, 10, False),
+    ],
+)  # fmt: skip
+def test_plans_that_were_short_of_the_host_s_room_are_made_anew_when_it_has_grown(
+    then, now, is_outdated
+):
+    """A window takes 40 of it at the most: the state, and twice what follows."""
+    size = state_of((10, 10, 10), [unit(10, 5)])
+    planned = Planned(NO_CUT, Plan((), "why"), size, 30, 1, with_room(KNOWN, then))
+    assert planned.is_outdated_by(with_room(KNOWN, now)) is is_outdated
+    assert not planned.is_outdated_by(with_room(Facts(), now)), "nothing is predicted with that"
+
+
+def with_room(facts, host_budget_bytes):
+    return dataclasses.replace(facts, host_budget_bytes=host_budget_bytes)
+
+
 def test_peak_counts_what_follows_a_step_beside_all_that_the_next_retains():
     size = state_of((100, 80, 50), [unit(100, 7, group=0), unit(80, 5, group=1)])
     assert peak_device_bytes(fill_blocks(size.units, 2, ""), size) == 180 + 12

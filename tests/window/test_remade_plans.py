@@ -150,6 +150,20 @@ def test_a_window_that_was_planned_for_the_host_s_room_has_it(tmp_path, monkeypa
     assert all(0 < r.early_bytes < 16 * LEAF for r in reports)
 
 
+@pytest.mark.parametrize("later", [10**9, None])
+def test_windows_come_back_with_the_host_s_room(tmp_path, monkeypatch, later):
+    """It was short for a moment, when the plan was made."""
+    room = [25 * LEAF] * 2 + [later] * 3  # as often as it is looked at for a plan
+    monkeypatch.setattr(
+        HostBudget, "room_bytes", lambda budget, n: room.pop(0) if len(room) > 1 else room[0]
+    )
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE}
+    (_, *reports), executables = run(tmp_path, [Facts()] * 5, monkeypatch, **said)
+    assert [r.kind for r in reports] == ["snapshot"] * 2 + ["window"] * 3
+    assert "no window fits the host budget" in reports[1].reason
+    assert len(executables) == 1
+
+
 def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
     """By an evaluation, just before the save after which the plan would have been made anew."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
