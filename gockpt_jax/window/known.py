@@ -42,6 +42,8 @@ class Known:
         self._left_out: weakref.WeakKeyDictionary[
             StepProgram, collections.deque[frozenset[int]]
         ] = weakref.WeakKeyDictionary()
+        # Those whose windows the host has had no room for, since their plans were looked at.
+        self._refused: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         self._items: weakref.WeakKeyDictionary[StepProgram, Sequence[frozenset[int]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -69,11 +71,19 @@ class Known:
         }
         left_out = self._left_out.get(program) if said.steps is None else None
         unsaved = frozenset.intersection(*(left_out or [frozenset()]))
-        mine = json.dumps([measured, sorted(unsaved)])
+        mine = json.dumps([measured, sorted(unsaved), program in self._refused])
+        self._refused.discard(program)
         answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
-        known = {name: [x[name] for x, _ in answers if x[name] is not None] for name in measured}
-        least = {name: min(told, default=None) for name, told in known.items()}
-        return Facts(**least, unsaved=unsaved.intersection(*(x for _, x in answers)))
+        known = {name: [x[name] for x, *_ in answers if x[name] is not None] for name in measured}
+        return Facts(
+            **{name: min(told, default=None) for name, told in known.items()},
+            unsaved=unsaved.intersection(*(x for _, x, _ in answers)),
+            was_refused=any(x for _, _, x in answers),
+        )
+
+    def was_refused(self, program: StepProgram) -> None:
+        """Told of each window for which the host had no room when it was to open."""
+        self._refused.add(program)
 
     def has_saved(self, step: TracedStep, items: Sequence[Collection[int]]) -> None:
         """Told of each save: windows carry what one of the last two has taken.

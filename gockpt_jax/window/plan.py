@@ -75,10 +75,9 @@ class StateBytes:
         """Of retained values, what is sent after a step once all units have left."""
         return sum(u.retained_bytes for u in self.units)
 
-    @property
-    def most_on_host(self) -> int:
-        """Of what a window takes there from which all units leave: more is of no use to a plan."""
-        return sum(self.leaves) + STEPS_IN_FLIGHT * self.followers
+    def on_host(self, followers: int) -> int:
+        """Of what a window takes there at the most, if so many follow each of its last steps."""
+        return sum(self.leaves) + STEPS_IN_FLIGHT * followers
 
     @property
     def sent(self) -> int:
@@ -132,12 +131,14 @@ class Facts:
       link_bytes_per_sec: Rate from one device to the host; `None`: not known yet.
       host_budget_bytes: Host memory for one device's part of a save; `None`: no limit.
       unsaved: Positions of the leaves that saves do not take.
+      was_refused: Whether the host had no room for a window that was to open, on any process.
     """
 
     step_secs: float | None = None
     link_bytes_per_sec: float | None = None
     host_budget_bytes: int | None = None
     unsaved: frozenset[int] = frozenset()
+    was_refused: bool = False
 
     @property
     def unknown(self) -> str:

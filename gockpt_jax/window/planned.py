@@ -61,17 +61,29 @@ class Planned:
     @property
     def host_bytes(self) -> tuple[int, int]:
         """What its windows hold in this process: the state, and what follows a step at the most."""
-        units, blocks = self.size.units, self.plan.blocks
-        following = sum(units[u].retained_bytes for block in blocks for u in block)
-        return self.state_bytes, following * self.num_devices
+        return self.state_bytes, self._following_bytes * self.num_devices
+
+    @property
+    def _following_bytes(self) -> int:
+        """On one device, of what follows its last step."""
+        return sum(self.size.units[u].retained_bytes for block in self.plan.blocks for u in block)
 
     def is_outdated_by(self, facts: Facts) -> bool:
         """Whether what it was made for has moved so far that it is made anew."""
-        if facts.differ_from(self.facts):
+        return facts.differ_from(self.facts) or self._host_has_moved(facts)
+
+    def _host_has_moved(self, facts: Facts) -> bool:
+        """Whether the host's room has grown, and had bounded it, or it has been refused for want.
+
+        Less room alone is no reason: it is looked for again when a window opens, and just behind a
+        save there may be less than then.
+        """
+        then, now, size = self.facts.host_budget_bytes, facts.host_budget_bytes, self.size
+        was_bound = then is not None and then < size.on_host(size.followers)
+        if was_bound and facts.have_more_of_the_host(self.facts):
             return True
-        room = self.facts.host_budget_bytes
-        was_short = room is not None and room < self.size.most_on_host
-        return was_short and facts.have_more_of_the_host(self.facts)
+        was_refused = facts.was_refused and self.plan.steps > 1
+        return was_refused and now is not None and now < size.on_host(self._following_bytes)
 
     def early_leaves(self) -> set[int]:
         """The leaves of which something leaves before the sealed version."""

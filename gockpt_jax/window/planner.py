@@ -149,6 +149,10 @@ class Planner:
         fits = why_one_copy(size.sent, self._device.limit_bytes) is not None
         return self._options.steps is None and bool(size.units) and not fits
 
+    def was_refused(self, program: StepProgram) -> None:
+        """Told of each window for which this process's host had no room when it was to open."""
+        self._known.was_refused(program)
+
     def ask_for_review(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
         self._reviewed.clear()

@@ -231,6 +231,20 @@ def test_plans_that_were_short_of_the_host_s_room_are_made_anew_when_it_has_grow
     assert not planned.is_outdated_by(with_room(Facts(), now)), "nothing is predicted with that"
 
 
+def test_a_plan_that_has_been_refused_is_made_anew_where_the_host_has_less_than_it_takes():
+    size = state_of((10, 10, 10, 10), [unit(10, 5), unit(10, 7, group=1)])
+    facts = with_room(KNOWN, 100)
+    window, snapshot = (
+        Planned(NO_CUT, Plan(blocks, "why"), size, 40, 1, facts) for blocks in (((0,),), ())
+    )
+    for room, was_refused, is_outdated in (
+        (50, True, False), (49, True, True), (49, False, False), (None, True, False)
+    ):  # fmt: skip
+        now = dataclasses.replace(with_room(KNOWN, room), was_refused=was_refused)
+        assert window.is_outdated_by(now) is is_outdated
+        assert not snapshot.is_outdated_by(now)
+
+
 def with_room(facts, host_budget_bytes):
     return dataclasses.replace(facts, host_budget_bytes=host_budget_bytes)
 

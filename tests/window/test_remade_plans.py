@@ -46,8 +46,10 @@ def fresh():
     return {"m": leaves(0.0), "v": leaves(0.0), "w": leaves(0.5)}
 
 
-def run(tmp_path, facts, monkeypatch, *, interval=10, leaves=20, **options):
-    """Saves every so many steps, each at other measured facts."""
+def run(
+    tmp_path, facts, monkeypatch, *, interval=10, leaves=20, at=lambda label: None, **options
+):  # fmt: skip
+    """Saves every so many steps, each at other measured facts; tells of each label."""
     # As in large models: small arrays are copied before they travel, and here all are small.
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
     now = iter(facts)
@@ -60,6 +62,7 @@ def run(tmp_path, facts, monkeypatch, *, interval=10, leaves=20, **options):
     with GoCkptManager(tmp_path, options=saves, window=window) as manager:
         step, state = manager.wrap(update), fresh()
         for label in range(interval * len(facts) + 1):
+            at(label)
             state = step(state, BATCH)
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
@@ -164,6 +167,21 @@ def test_windows_come_back_with_the_host_s_room(tmp_path, monkeypatch, later):
     assert len(executables) == 1
 
 
+def test_a_window_that_the_host_refuses_is_planned_smaller(tmp_path, monkeypatch):
+    """It has less room for good: for the 24 leaves, and two steps' values for one group."""
+    room = [48 * LEAF]
+    monkeypatch.setattr(host_budget, "host_headroom_bytes", lambda: room[0])
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE, "write_limit_bytes": 1, "audit": None}
+
+    def shrinks(label):
+        room[0] = (48 if label <= 10 else 27) * LEAF
+
+    (_, *reports), _ = run(tmp_path, [Facts()] * 4, monkeypatch, at=shrinks, **said)
+    assert [r.kind for r in reports] == ["window", "snapshot", "window", "window"]
+    assert "the host budget had no room" in reports[1].reason
+    assert 0 < reports[2].early_bytes < reports[0].early_bytes
+
+
 def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
     """By an evaluation, just before the save after which the plan would have been made anew."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
@@ -263,7 +281,12 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         assert known.facts(step.program, 24 * LEAF, 0).host_budget_bytes is None
 
 
-def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("refused_here", "refused"), [(False, False), (True, False), (False, True)]
+)
+def test_processes_go_by_the_worst_that_one_of_them_has_seen(
+    tmp_path, monkeypatch, refused_here, refused
+):
     """And save what any of them has saved."""
     with GoCkptManager(tmp_path) as manager:
         step, known = manager.wrap(update), manager._gockpt_session.known
@@ -272,8 +295,16 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypat
         leaves = jax.tree.leaves(state)
         known.has_saved(step, [set(map(id, leaves[2:]))])
         others = [
-            ({"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40}, [0, 1, 2]),
-            ({"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None}, [1, 5]),
+            (
+                {"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40},
+                [0, 1, 2],
+                refused,
+            ),
+            (
+                {"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None},
+                [1, 5],
+                False,
+            ),
         ]
         monkeypatch.setattr(known_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
         monkeypatch.setattr(HostBudget, "room_bytes", lambda budget, n: 50)
@@ -281,7 +312,11 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypat
             Processes, "gather",
             lambda self, subject, mine: dict(enumerate([mine, *map(json.dumps, others)])),
         )  # fmt: skip
-        assert known.facts(step.program, 0, 1) == Facts(2.0, 7.0, 40, frozenset({1}))
+        if refused_here:
+            known.was_refused(step.program)
+        is_refused = refused or refused_here
+        assert known.facts(step.program, 0, 1) == Facts(2.0, 7.0, 40, frozenset({1}), is_refused)
+        assert known.facts(step.program, 0, 1).was_refused == refused, "what is past is past"
 
 
 class Time:
