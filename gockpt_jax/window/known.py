@@ -1,6 +1,7 @@
 """What plans rest on: what the user said, what has been measured, what other processes know."""
 
 import collections
+import functools
 import json
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +13,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.window.clock import StepClock
-from gockpt_jax.window.plan import Facts
+from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 
@@ -37,11 +38,14 @@ class Known:
         self.clock = StepClock(resources.watcher, probe)
         self._options = options
         self._processes = processes
-        self._host = resources.host
-        # Positions of the leaves that each of the last two saves did not take.
-        self._left_out: weakref.WeakKeyDictionary[
-            StepProgram, collections.deque[frozenset[int]]
+        self._host, self._replicas = resources.host, resources.replicas
+        # Of the last two saves, the positions of the leaves that they did not take, and all bytes.
+        self._saves: weakref.WeakKeyDictionary[
+            StepProgram, collections.deque[tuple[frozenset[int], SavedBytes]]
         ] = weakref.WeakKeyDictionary()
+        self._beside: weakref.WeakKeyDictionary[StepProgram, SavedBytes] = (
+            weakref.WeakKeyDictionary()
+        )
         # Those whose windows the host has had no room for, since their plans were looked at.
         self._refused: weakref.WeakSet[StepProgram] = weakref.WeakSet()
         self._items: weakref.WeakKeyDictionary[StepProgram, Sequence[frozenset[int]]] = (
@@ -69,28 +73,34 @@ class Known:
             # A process may have no device with a part of the state.
             "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
         }
-        left_out = self._left_out.get(program) if said.steps is None else None
-        unsaved = frozenset.intersection(*(left_out or [frozenset()]))
-        mine = json.dumps([measured, sorted(unsaved), program in self._refused])
+        unsaved = self._unsaved(program) if said.steps is None else frozenset()
+        beside = self.beside(program)
+        most = [program in self._refused, beside.of_device, beside.in_host_memory]
+        mine = json.dumps([measured, sorted(unsaved), most])
         self._refused.discard(program)
         answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
         known = {name: [x[name] for x, *_ in answers if x[name] is not None] for name in measured}
+        refused, *beside_bytes = map(max, zip(*(x for *_, x in answers), strict=True))
         return Facts(
             **{name: min(told, default=None) for name, told in known.items()},
             unsaved=unsaved.intersection(*(x for _, x, _ in answers)),
-            was_refused=any(x for _, _, x in answers),
+            was_refused=refused,
+            beside=SavedBytes(*beside_bytes),
         )
 
     def was_refused(self, program: StepProgram) -> None:
         """Told of each window for which the host had no room when it was to open."""
         self._refused.add(program)
 
-    def has_saved(self, step: TracedStep, items: Sequence[Collection[int]]) -> None:
+    def has_saved(
+        self, step: TracedStep, items: Sequence[Collection[int]], taken: SavedBytes
+    ) -> None:
         """Told of each save: windows carry what one of the last two has taken.
 
         Args:
           step: The last that ran.
           items: Of each item, the ids of the arrays that were saved.
+          taken: Of all of them.
         """
         program = step.program
         leaves = None if program is None else program.returned.leaves(step.last.new_state)
@@ -98,8 +108,22 @@ class Known:
             number = {id(a): j for j, a in enumerate(leaves)}
             of_items = [frozenset(number[i] for i in ids if i in number) for ids in items]
             left_out = frozenset(range(len(leaves))).difference(*of_items)
-            self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)
+            saves = self._saves.setdefault(program, collections.deque(maxlen=2))
+            saves.append((left_out, taken))
             self._items[program] = of_items
+            unsaved = self._unsaved(program)
+            carried = (a for j, a in enumerate(leaves) if j not in unsaved)
+            most = functools.reduce(SavedBytes.or_more, (x for _, x in saves))
+            self._beside[program] = most.beyond(SavedBytes.of(carried, self._replicas))
+
+    def _unsaved(self, program: StepProgram) -> frozenset[int]:
+        """Positions of the leaves that neither of the last two saves took."""
+        saves = self._saves.get(program, ())
+        return frozenset.intersection(*[x for x, _ in saves] or [frozenset()])
+
+    def beside(self, program: StepProgram) -> SavedBytes:
+        """What the larger of the last two saves took beyond the leaves that one of them took."""
+        return self._beside.get(program, NO_BYTES)
 
     def items(self, program: StepProgram) -> Sequence[frozenset[int]]:
         """Positions of the leaves in each item of the last save; nothing before the first."""

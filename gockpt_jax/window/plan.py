@@ -24,14 +24,13 @@ from gockpt_jax.window.cost import (
     copied_bytes,
     describe_bytes,
 )
+from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
 _log = logging.getLogger("gockpt_jax")
 
 _LITTLE = 0.1
 """Of the state: a window of less spreads next to nothing."""
-_DRIFT = 1.5
-"""Plans are not made anew for less: a step or a link is never quite the same twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,14 +60,21 @@ class StateBytes:
       leaves: Of each leaf of the state, what the device sends; none, if saves do not take it.
       retained: Of all cut values together, what it holds in every armed step.
       units: What may leave early.
-      in_host_memory: Of the leaves that the host holds already: they are copied there, and take
-        neither room on the device nor time on the link.
+      in_host_memory: Of what the host holds already: it is copied there, and takes neither room on
+        the device nor time on the link.
+      beside: Of what saves take besides.
     """
 
     leaves: tuple[int, ...]
     retained: int
     units: tuple[GroupUnit, ...]
     in_host_memory: int = 0
+    beside: int = 0
+
+    @property
+    def saved(self) -> int:
+        """Of what a save takes."""
+        return sum(self.leaves) + self.beside
 
     @property
     def followers(self) -> int:
@@ -77,12 +83,12 @@ class StateBytes:
 
     def on_host(self, followers: int) -> int:
         """Of what a window takes there at the most, if so many follow each of its last steps."""
-        return sum(self.leaves) + STEPS_IN_FLIGHT * followers
+        return self.saved + STEPS_IN_FLIGHT * followers
 
     @property
     def sent(self) -> int:
         """Of what is staged on the device and sent to the host."""
-        return sum(self.leaves) - self.in_host_memory
+        return self.saved - self.in_host_memory
 
     @property
     def late(self) -> int:
@@ -92,7 +98,7 @@ class StateBytes:
 
 def measure_bytes(
     cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas,
-    unsaved: frozenset[int] = frozenset(),
+    unsaved: frozenset[int] = frozenset(), beside: SavedBytes = NO_BYTES,
 ) -> StateBytes:  # fmt: skip
     """Bytes of one device, of the state as the last update returned it.
 
@@ -102,6 +108,7 @@ def measure_bytes(
       replicas: How they share what leaves.
       unsaved: Positions of those that saves do not take. One is sent all the same if it is the
         smaller part of what is updated together, as replay reads it; if not, all of that is late.
+      beside: What they take that no leaf is.
     """
     weights = [replicas.source(a).shard_bytes for a in leaves]
     groups = {
@@ -114,60 +121,13 @@ def measure_bytes(
     weights = [0 if j in unsent else num_bytes for j, num_bytes in enumerate(weights)]
     in_host = [w for w, a in zip(weights, leaves, strict=True) if in_host_memory(a.sharding)]
     retained = retained_bytes(cut, leaves, replicas)
-    return StateBytes(tuple(weights), retained, units, sum(in_host))
+    in_host_bytes = sum(in_host) + beside.in_host_memory
+    return StateBytes(tuple(weights), retained, units, in_host_bytes, beside.of_device)
 
 
 def _is_most_saved(group: Sequence[int], weights: Sequence[int], unsaved: frozenset[int]) -> bool:
     left_out = sum(weights[j] for j in group if j in unsaved)
     return 2 * left_out < sum(weights[j] for j in group)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of the machine beside the device budget.
-
-    Attributes:
-      step_secs: Time of a training step; `None`: not known yet.
-      link_bytes_per_sec: Rate from one device to the host; `None`: not known yet.
-      host_budget_bytes: Host memory for one device's part of a save; `None`: no limit.
-      unsaved: Positions of the leaves that saves do not take.
-      was_refused: Whether the host had no room for a window that was to open, on any process.
-    """
-
-    step_secs: float | None = None
-    link_bytes_per_sec: float | None = None
-    host_budget_bytes: int | None = None
-    unsaved: frozenset[int] = frozenset()
-    was_refused: bool = False
-
-    @property
-    def unknown(self) -> str:
-        """What the plan waits for, in words."""
-        measured = {"step time": self.step_secs, "link": self.link_bytes_per_sec}
-        return " and ".join(name for name, value in measured.items() if value is None)
-
-    def have_more_of_the_host(self, planned: "Facts") -> bool:
-        """Whether the host has so much more room than a plan was made for that it is made anew."""
-        now, then = self.host_budget_bytes, planned.host_budget_bytes
-        if then is None or self.unknown:
-            return False
-        return now is None or now > _DRIFT * then
-
-    def differ_from(self, planned: "Facts") -> bool:
-        """Whether they moved so far from those a plan was made for that it is made anew."""
-        if self.unsaved != planned.unsaved:
-            return True
-        pairs = (
-            (self.step_secs, planned.step_secs),
-            (self.link_bytes_per_sec, planned.link_bytes_per_sec),
-        )
-        if any(now is None for now, _ in pairs):
-            return False  # both are needed to predict anything
-        return any(
-            then is None or not 1 / _DRIFT <= now / then <= _DRIFT
-            for now, then in pairs
-            if now is not None
-        )
 
 
 def plan_window(

@@ -10,7 +10,8 @@ from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.window.cost import Blocks
 from gockpt_jax.window.departure import Departure, make_departure, nothing_left
-from gockpt_jax.window.plan import Facts, Plan, StateBytes, plan_window
+from gockpt_jax.window.facts import Facts
+from gockpt_jax.window.plan import Plan, StateBytes, plan_window
 from gockpt_jax.window.units import units_behind
 
 
@@ -22,10 +23,11 @@ class Planned:
       cut: The step's.
       plan: The plan.
       size: Bytes of the state on one device.
-      state_bytes: Of what saves take, in this process.
+      state_bytes: Of the leaves that saves take, in this process.
       num_devices: Of this process, with a part of the state.
       facts: What was measured, or said.
       budget_bytes: Of the device; `None`: no limit.
+      beside_bytes: Of what saves take that no leaf is, in this process.
     """
 
     cut: StepCut
@@ -35,6 +37,7 @@ class Planned:
     num_devices: int
     facts: Facts
     budget_bytes: int | None = None
+    beside_bytes: int = 0
     _shorter: dict[int, Plan] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     _departures: dict[Blocks, list[Departure]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -60,8 +63,8 @@ class Planned:
 
     @property
     def host_bytes(self) -> tuple[int, int]:
-        """What its windows hold in this process: the state, and what follows a step at the most."""
-        return self.state_bytes, self._following_bytes * self.num_devices
+        """What a window holds in this process: what it saves, and what follows its last step."""
+        return self.state_bytes + self.beside_bytes, self._following_bytes * self.num_devices
 
     @property
     def _following_bytes(self) -> int:

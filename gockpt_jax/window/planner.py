@@ -1,5 +1,6 @@
 """The plan of each step's windows: made once per program, and anew when what it rests on moves."""
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.departure import Departure
+from gockpt_jax.window.facts import Facts
 from gockpt_jax.window.known import Known
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import (
-    Facts,
     Plan,
     StateBytes,
     measure_bytes,
@@ -127,7 +128,7 @@ class Planner:
         if facts is None:
             whole_bytes = sum(self._replicas.source(a).shard_bytes for a in leaves)
             facts = self._known.facts(program, whole_bytes, num_devices)
-        size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved)
+        size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved, facts.beside)
         sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
         state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
         if not program.cut.groups:
@@ -140,8 +141,9 @@ class Planner:
             self._timed.add(program)
         budget_bytes = self._device.limit_bytes
         self._plans[program] = Planned(
-            program.cut, plan, size, state_bytes, num_devices, facts, budget_bytes
-        )
+            program.cut, plan, size, state_bytes, num_devices, facts, budget_bytes,
+            self._known.beside(program).owned,
+        )  # fmt: skip
         return self._plans[program]
 
     def _is_chosen(self, size: StateBytes) -> bool:
@@ -163,7 +165,7 @@ class Planner:
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
-        facts = self._known.facts(program, sum(planned.size.leaves), planned.num_devices)
+        facts = self._known.facts(program, planned.size.saved, planned.num_devices)
         has_less = self._device.limit_bytes != planned.budget_bytes  # it had no room for a save
         if not (has_less or planned.is_outdated_by(facts)):
             return False
@@ -217,10 +219,17 @@ class Planner:
         return found
 
     def has_saved(self, step: TracedStep) -> None:
-        """Told of each save, after `Known`: its items are sampled each by itself."""
+        """Told of each save, after `Known`: the host needs room for what it took beside the state.
+
+        And its items are sampled each by itself.
+        """
         program = step.program
         planned = None if program is None else self._plans.get(program)
-        if program is None or planned is None or not planned.is_ready:
+        if program is None or planned is None:
+            return
+        beside_bytes = self._known.beside(program).owned
+        self._plans[program] = planned = dataclasses.replace(planned, beside_bytes=beside_bytes)
+        if not planned.is_ready:
             return
         if (leaves := program.returned.leaves(step.last.new_state)) is not None:
             with step.giving_up_on_errors():

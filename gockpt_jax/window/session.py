@@ -332,9 +332,9 @@ class Session:
         with self._changing:  # another thread's save may end in the meantime
             if self._seal is not None:
                 self._seal.end()  # again, if it is interrupted
-                items, self._seal = self._seal.items, None
-                if self._last_step is not None and any(items):
-                    self.known.has_saved(self._last_step, items)
+                seal, self._seal = self._seal, None
+                if self._last_step is not None and any(seal.items):
+                    self.known.has_saved(self._last_step, seal.items, seal.taken)
                     self.planner.has_saved(self._last_step)
 
     # What policies and the face ask.

@@ -20,8 +20,8 @@ from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.facts import Facts
 from gockpt_jax.window.plan import (
-    Facts,
     GroupUnit,
     Plan,
     StateBytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -20,8 +21,8 @@ from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import known as known_module
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
+from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.host_budget import HostBudget
-from gockpt_jax.window.plan import Facts
 from gockpt_jax.window.processes import Processes
 
 SIZE = 64
@@ -293,17 +294,17 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(
         for _ in range(2):
             state = step(fresh(), BATCH)
         leaves = jax.tree.leaves(state)
-        known.has_saved(step, [set(map(id, leaves[2:]))])
+        known.has_saved(step, [set(map(id, leaves[2:]))], SavedBytes(22 * LEAF + 6, 1, 0))
         others = [
             (
                 {"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40},
                 [0, 1, 2],
-                refused,
+                [refused, 7, 0],
             ),
             (
                 {"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None},
                 [1, 5],
-                False,
+                [False, 5, 3],
             ),
         ]
         monkeypatch.setattr(known_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
@@ -314,8 +315,10 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(
         )  # fmt: skip
         if refused_here:
             known.was_refused(step.program)
-        is_refused = refused or refused_here
-        assert known.facts(step.program, 0, 1) == Facts(2.0, 7.0, 40, frozenset({1}), is_refused)
+        found = known.facts(step.program, 0, 1)
+        assert dataclasses.astuple(found)[:4] == (2.0, 7.0, 40, frozenset({1}))
+        assert found.was_refused == (refused or refused_here)
+        assert found.beside == SavedBytes(7, 3)
         assert known.facts(step.program, 0, 1).was_refused == refused, "what is past is past"
 
 
