@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterable
 
 import jax
 
-from gockpt_jax.transfer.chunks import in_host_memory
+from gockpt_jax.transfer.chunks import Source, in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.units import sharers
 
 _DRIFT = 1.5
 """Plans are not made anew for less: a step or a link is never quite the same twice."""
+
+
+def bytes_to_host(source: Source) -> int:
+    """What one device sends of an array that travels by itself, replicas as if all sent alike."""
+    return -(-source.shard_bytes // sharers(source))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,20 +26,25 @@ class SavedBytes:
     Attributes:
       of_device: One device's part.
       in_host_memory: Of that, what the host holds already.
+      to_host: Of that, what comes to the host: replicas of a process share the rest.
       owned: By this process.
     """
 
     of_device: int = 0
     in_host_memory: int = 0
+    to_host: int = 0
     owned: int = 0
 
     @classmethod
     def of(cls, arrays: Iterable[jax.Array], replicas: Replicas) -> "SavedBytes":
         """Those of arrays, donated or not."""
-        found = [(a, replicas.source(a).shard_bytes) for a in arrays]
-        in_host = sum(n for a, n in found if in_host_memory(a.sharding))
-        owned = sum(replicas.owned_bytes_at_most(a) for a, _ in found)
-        return cls(sum(n for _, n in found), in_host, owned)
+        found = [(replicas.source(a), replicas.owned_bytes_at_most(a)) for a in arrays]
+        return cls(
+            of_device=sum(s.shard_bytes for s, _ in found),
+            in_host_memory=sum(s.shard_bytes for s, _ in found if in_host_memory(s.given)),
+            to_host=sum(map(bytes_to_host, (s for s, _ in found))),
+            owned=sum(owned for _, owned in found),
+        )
 
     def plus(self, other: "SavedBytes") -> "SavedBytes":
         """Both."""

@@ -61,7 +61,7 @@ class Known:
 
         Args:
           program: The plan's.
-          leaf_bytes: Of the state, on one device.
+          leaf_bytes: Of the state, what one device sends.
           num_devices: Of this process, with a part of the state.
         """
         said = self._options
@@ -75,7 +75,9 @@ class Known:
         }
         unsaved = self._unsaved(program) if said.steps is None else frozenset()
         beside = self.beside(program)
-        most = [program in self._refused, beside.of_device, beside.in_host_memory]
+        most = [
+            program in self._refused, beside.of_device, beside.in_host_memory, beside.to_host,
+        ]  # fmt: skip
         mine = json.dumps([measured, sorted(unsaved), most])
         self._refused.discard(program)
         answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]

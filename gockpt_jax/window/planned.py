@@ -68,8 +68,8 @@ class Planned:
 
     @property
     def _following_bytes(self) -> int:
-        """On one device, of what follows its last step."""
-        return sum(self.size.units[u].retained_bytes for block in self.plan.blocks for u in block)
+        """What one device sends behind its last step."""
+        return sum(self.size.units[u].following_bytes for block in self.plan.blocks for u in block)
 
     def is_outdated_by(self, facts: Facts) -> bool:
         """Whether what it was made for has moved so far that it is made anew."""

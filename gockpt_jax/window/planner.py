@@ -19,7 +19,7 @@ from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.departure import Departure
-from gockpt_jax.window.facts import Facts
+from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.known import Known
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import (
@@ -113,7 +113,7 @@ class Planner:
     def _finds_no_room(self, planned: Planned) -> bool:
         """Whether saves are snapshots for want of a window, and not because one copy fits."""
         limit_bytes = self._device.limit_bytes
-        return planned.plan.steps == 1 and why_one_copy(planned.size.sent, limit_bytes) is None
+        return planned.plan.steps == 1 and why_one_copy(planned.size.staged, limit_bytes) is None
 
     def _is_ready(self, program: StepProgram) -> bool:
         """Whether all has been done for its plan, which may have come under other settings."""
@@ -126,8 +126,8 @@ class Planner:
     ) -> Planned:
         num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
         if facts is None:
-            whole_bytes = sum(self._replicas.source(a).shard_bytes for a in leaves)
-            facts = self._known.facts(program, whole_bytes, num_devices)
+            to_host = SavedBytes.of(leaves, self._replicas).to_host
+            facts = self._known.facts(program, to_host, num_devices)
         size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved, facts.beside)
         sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
         state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
@@ -148,7 +148,7 @@ class Planner:
 
     def _is_chosen(self, size: StateBytes) -> bool:
         """Whether there is a choice: of K, or between a window and none."""
-        fits = why_one_copy(size.sent, self._device.limit_bytes) is not None
+        fits = why_one_copy(size.staged, self._device.limit_bytes) is not None
         return self._options.steps is None and bool(size.units) and not fits
 
     def was_refused(self, program: StepProgram) -> None:
@@ -165,7 +165,7 @@ class Planner:
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
-        facts = self._known.facts(program, planned.size.saved, planned.num_devices)
+        facts = self._known.facts(program, planned.size.to_host, planned.num_devices)
         has_less = self._device.limit_bytes != planned.budget_bytes  # it had no room for a save
         if not (has_less or planned.is_outdated_by(facts)):
             return False

@@ -284,11 +284,14 @@ def test_bytes_are_those_of_one_device(monkeypatch):
     program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     size = measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE)
     assert size.leaves == (32, 256, 4, 256)
-    assert size.retained == size.followers == 16 + 256
+    # One of the replicas sends what is no slice of anybody's, in turn: an eighth each.
+    assert (size.staged, size.to_host) == (32 + 256 + 4 + 256, 32 + 32 + 1 + 32)
+    assert (size.retained, size.followers) == (16 + 256, 16 + 32)
     monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 8)
     sharing = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
     size = measure_bytes(program.cut, jax.tree.leaves(state), sharing)
     assert size.leaves == (32, 32, 4, 32)
+    assert (size.staged, size.to_host) == (32 + 32 + 4 + 32, 32 + 32 + 1 + 32)
     assert (size.retained, size.followers, size.late) == (16 + 256, 16 + 32, 4)
 
 
@@ -306,12 +309,12 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=False)
     both = measure_bytes(program.cut, [state["m"], state["w"]], FIRST_ALONE)
-    assert (both.sent, both.late, len(both.units)) == (2 * leaf, 0, 1)
+    assert (both.staged, both.late, len(both.units)) == (2 * leaf, 0, 1)
     for on_host in (("m",), ("m", "w")):
         leaves = [jax.device_put(x, host) if k in on_host else x for k, x in state.items()]
         size = measure_bytes(program.cut, leaves, FIRST_ALONE)
         sent = 2 * leaf - len(on_host) * leaf
-        assert (size.sent, size.late, size.units, size.retained) == (sent, sent, (), leaf)
+        assert (size.staged, size.late, size.units, size.retained) == (sent, sent, (), leaf)
         assert size.leaves == (leaf, leaf)  # what is on the host and on disk in the end
         assert plan_window(size, WindowOptions(), max(sent, 1), Facts()).steps == 1
 
@@ -417,7 +420,7 @@ def test_copies_that_the_host_makes_take_of_its_budget():
     facts = dataclasses.replace(KNOWN, host_budget_bytes=300)
     assert plan_window(size, WindowOptions(), 200, facts).steps == 2
     beside = dataclasses.replace(size, leaves=(*size.leaves, 50), in_host_memory=50)
-    assert (beside.sent, beside.late) == (size.sent, size.late)
+    assert (beside.staged, beside.late) == (size.staged, size.late)
     tight = plan_window(beside, WindowOptions(), 200, facts)
     assert (tight.steps, "the host budget" in tight.reason) == (1, True)
     roomy = dataclasses.replace(facts, host_budget_bytes=350)

@@ -282,6 +282,29 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         assert known.facts(step.program, 24 * LEAF, 0).host_budget_bytes is None
 
 
+@pytest.mark.parametrize("devices", [1, 8])
+def test_replicas_of_one_process_take_its_memory_once(tmp_path, monkeypatch, devices):
+    """As much room makes for the same window, however many devices hold the state."""
+    monkeypatch.setattr(units, "LARGE_BYTES", 0)
+    everywhere = jax.NamedSharding(jax.make_mesh((devices,), ("a",)), jax.P())
+    window = WindowOptions(
+        device_budget_bytes=20 * LEAF, host_budget_bytes=28 * LEAF, step_secs=20.0,
+        link_bytes_per_sec=RATE / 10, write_limit_bytes=1, audit=None,
+    )  # fmt: skip
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=6), window=window) as manager:
+        step, state = manager.wrap(update), jax.device_put(fresh(), everywhere)
+        for label in range(13):
+            state = step(state, jax.device_put(BATCH, everywhere))
+            if manager.save(label, args=GoCkptSave(state)):
+                manager.wait_until_finished()
+            if step.program is not None and step.program.is_armed:
+                step.program.wait_until_ready()
+        assert_same(manager.restore(12), to_host(state))
+        planned = manager._gockpt_session.planner.planned(step.program)
+        assert planned.host_bytes == (24 * LEAF, 2 * LEAF)
+        assert [(r.kind, r.early_bytes) for r in manager.reports[1:]] == [("window", 4 * LEAF)] * 2
+
+
 @pytest.mark.parametrize(
     ("refused_here", "refused"), [(False, False), (True, False), (False, True)]
 )
@@ -294,17 +317,19 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(
         for _ in range(2):
             state = step(fresh(), BATCH)
         leaves = jax.tree.leaves(state)
-        known.has_saved(step, [set(map(id, leaves[2:]))], SavedBytes(22 * LEAF + 6, 1, 0))
+        known.has_saved(
+            step, [set(map(id, leaves[2:]))], SavedBytes(22 * LEAF + 6, 1, 22 * LEAF + 5)
+        )
         others = [
             (
                 {"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40},
                 [0, 1, 2],
-                [refused, 7, 0],
+                [refused, 7, 0, 4],
             ),
             (
                 {"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None},
                 [1, 5],
-                [False, 5, 3],
+                [False, 5, 3, 2],
             ),
         ]
         monkeypatch.setattr(known_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
@@ -318,7 +343,7 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(
         found = known.facts(step.program, 0, 1)
         assert dataclasses.astuple(found)[:4] == (2.0, 7.0, 40, frozenset({1}))
         assert found.was_refused == (refused or refused_here)
-        assert found.beside == SavedBytes(7, 3)
+        assert found.beside == SavedBytes(7, 3, 5)
         assert known.facts(step.program, 0, 1).was_refused == refused, "what is past is past"
 
 
