@@ -91,6 +91,7 @@ class Planner:
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
         if program not in self._plans:
+            self._known.has_program(step, program, leaves)
             self._plan(program, leaves)
         self._settle(step, program, leaves)
         return True
@@ -98,7 +99,13 @@ class Planner:
     def _settle(self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> None:
         """Accepts a plan, or one that allows for rounding, and makes it ready."""
         if self._finds_no_room(self._plans[program]) and not self._options.must_be_exact:
-            step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
+            exact = program
+
+            def is_worth_it(rounded: StepProgram) -> bool:
+                self._known.is_rounded(exact, rounded)
+                return self._plan(rounded, leaves).plan.steps > 1
+
+            step.accept_rounding(is_worth_it)
             if step.program is None:
                 return
             program = step.program

@@ -143,15 +143,17 @@ def test_what_is_saved_beside_the_state_is_reckoned_with(tmp_path, monkeypatch):
     """One device copy of the 12 leaves fits, of 16 none does; known from the first save on."""
     reports, _, _ = run(tmp_path, [Averaged()] * 4, monkeypatch, device_budget_bytes=13 * LEAF)
     assert [r.state_bytes for r in reports] == [16 * LEAF] * 4
-    assert [r.kind for r in reports] == ["snapshot"] * 2 + ["window"] * 2
+    assert [r.kind for r in reports] == ["snapshot"] + ["window"] * 3
     assert "of a snapshot 2.000 s" in reports[-1].reason  # 3 leaves too many
     assert max(r.peak_device_bytes for r in reports) <= 13 * LEAF + 64 * 16
 
 
-def test_what_is_saved_no_more_beside_the_state_is_forgotten(tmp_path, monkeypatch):
-    parts = [Averaged()] * 3 + [whole] * 4
+def test_what_is_saved_beside_the_state_for_a_while(tmp_path, monkeypatch):
+    """It is heard of, and forgotten, behind the next save."""
+    parts = [whole] * 2 + [Averaged()] * 3 + [whole] * 4
     reports, _, _ = run(tmp_path, parts, monkeypatch, device_budget_bytes=13 * LEAF)
-    assert [r.kind for r in reports[2:]] == ["window"] * 3 + ["snapshot"] * 2
+    kinds = ["snapshot"] * 3 + ["window"] * 4 + ["snapshot"] * 2
+    assert [r.kind for r in reports] == kinds
     assert reports[-1].reason.startswith("one device copy of the state fits: 197 kB")
 
 
@@ -179,9 +181,18 @@ def test_what_is_saved_beside_the_state_takes_room_on_the_host(
     leaves = 12 + 2 * 4 + 2 * following - missing
     budgets = {"host_budget_bytes": leaves * LEAF, "write_limit_bytes": 1}
     parts = [Averaged(2)] * 5
-    reports, _, _ = run(tmp_path, parts, monkeypatch, steps=steps, audit=None, **budgets)
-    assert [r.kind for r in reports[2:]] == ["snapshot" if missing else "window"] * 3
+    reports, _, _ = run(tmp_path, parts, monkeypatch, steps=steps, exact=True, **budgets)
+    assert [r.kind for r in reports[1:]] == ["snapshot" if missing else "window"] * 4
     assert ("host budget" in reports[-1].reason) == bool(missing)
+
+
+def test_what_is_saved_beside_is_known_where_rounding_is_accepted(tmp_path, monkeypatch):
+    """No exact window fits the host; where divisions are replayed, nothing follows what leaves."""
+    budgets = {"host_budget_bytes": 21 * LEAF, "write_limit_bytes": 1}
+    reports, _, _ = run(tmp_path, [Averaged(2)] * 2, monkeypatch, audit=None, **budgets)
+    assert reports[1].kind == "window"
+    assert "replayed up to rounding" in reports[1].reason
+    assert "of a snapshot 6.667 s" in reports[1].reason  # 20 leaves, 10 too many
 
 
 def test_windows_come_back_with_the_whole(tmp_path, monkeypatch):
