@@ -149,12 +149,14 @@ class WindowOptions:
       link_bytes_per_sec: Rate from one device to the host while all devices of the process send,
         for the plan. `None`: learned from the transfers of earlier saves. What several processes
         have learned differs: the shortest step and the slowest link count (docs/scale.md).
-      host_budget_bytes: Bytes of this process's memory that saves may take: chunks that have been
-        pulled and not yet been written, what is retained for them, and what the writer copies. A
-        window opens only if there is room for it beside what earlier saves still hold; else the
-        next step tries again with a smaller K, and the report says so. Training never waits for
-        room. A save that it cannot hold even alone is refused. `None`: what one save needs (the
-        state, two steps' retained values, `write_limit_bytes`) and a tenth, and with
+      host_budget_bytes: Bytes of this process's memory for chunks that have been pulled and not yet
+        been written, and for what is retained for them. A window opens only if there is room for it
+        beside what earlier saves still hold; else the next step tries again with a smaller K, and
+        the report says so. Training never waits for room. A save that it cannot hold even alone is
+        refused. What is taken beside these is counted, too, but a number that is given here does
+        not bound it: `write_limit_bytes` while chunks are being written, the audit's sample, and a
+        few MiB per replay thread may come on top. `None`: what one save needs in all (the state,
+        two steps' retained values, `write_limit_bytes`, the sample) and a tenth, and with
         `on_busy="newest"` two states more; but not more than the host has left, files in memory
         counted, nor on GPUs than XLA may pin for transfers
         (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, 64 GiB for each). It then puts windows off, and

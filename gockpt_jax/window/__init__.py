@@ -5,6 +5,7 @@ In the order of their imports:
     cost         what a plan costs, on numbers alone
     choice       the plan that costs least
     units        what may leave as one
+    facts        what a plan rests on beside the program and the device budget
     plan         what leaves when
     departure    what leaves at one version, and what follows
     planned      a step's plan, and its departures
@@ -19,7 +20,7 @@ In the order of their imports:
     slots        where the writer will find a chunk
     landing      where a leaf's chunks become its shards again
     late         chunks that are staged at the sealed version
-    known        what plans rest on
+    known        what is known of that, and by all processes
     planner      plans, made once and anew
     early        chunks that left before, replayed until the seal
     audit        samples, against what replay made of them

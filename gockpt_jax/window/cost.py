@@ -49,17 +49,29 @@ class Unit:
     """What leaves as one, in bytes on the fullest device after replica splitting.
 
     Attributes:
-      state_bytes: Staged and pulled when it leaves.
-      retained_bytes: Pulled behind it after each later step of the window.
+      state_bytes: Staged when it leaves.
+      retained_bytes: What follows it after each later step of the window.
       group: Whose rows it is; `None`: all of a group. What a group retains is pulled as it is if
         all its rows leave in one block, and else copied first.
       is_copied: Whether what it retains is copied first in any case: small arrays are packed.
+      sharers: How many replicas of a process, which all hold it, share the way to the host.
     """
 
     state_bytes: int
     retained_bytes: int
     group: int | None = None
     is_copied: bool = False
+    sharers: int = 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a device sends when it leaves."""
+        return -(-self.state_bytes // self.sharers)
+
+    @property
+    def following_bytes(self) -> int:
+        """And what it sends behind it after each later step."""
+        return -(-self.retained_bytes // self.sharers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +81,7 @@ class Terms:
     Attributes:
       units: What may leave early.
       late_bytes: What leaves at the sealed version in any case.
+      shared_bytes: Of that, what other replicas send.
       retained_bytes: What one armed step retains on the device, whatever has left. Less than what
         follows only if those values are there in any case, as the paper's gradients are.
       link_bytes_per_sec: Rate from this device to the host while all devices send.
@@ -86,16 +99,22 @@ class Terms:
     device_budget_bytes: int | None = None
     host_budget_bytes: int | None = None
     max_steps: int = 8
+    shared_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Of everything that a checkpoint holds."""
+        """Of everything that a checkpoint holds, on the device."""
         return self.late_bytes + sum(u.state_bytes for u in self.units)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the device sends of it."""
+        return self.late_bytes - self.shared_bytes + sum(u.sent_bytes for u in self.units)
 
     @property
     def blocking_secs(self) -> float:
         """What a save costs that blocks for the whole transfer, as stock Orbax does."""
-        return self.state_bytes / self.link_bytes_per_sec
+        return self.sent_bytes / self.link_bytes_per_sec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +182,16 @@ class _Link:
         self._held.append((self.free_at, num_bytes))
         self._held_bytes += num_bytes
 
-    def hold_rest(self, now: float, num_bytes: int) -> float:
+    def hold_rest(self, now: float, num_bytes: int, sent_bytes: int) -> float:
         """Takes in any number of bytes, part by part as there is room; when the last are in."""
         now = self.room_at(now, num_bytes)
         begins = max(self.free_at, now)
-        self.free_at = begins + num_bytes / self._rate
+        self.free_at = begins + sent_bytes / self._rate
         if self._exceeds(num_bytes):
             assert self._budget is not None
             self.peak_bytes = self._budget  # the others have gone, and it fills what there is
-            return begins + (num_bytes - self._budget) / self._rate
+            sent_before = sent_bytes * (num_bytes - self._budget) / num_bytes
+            return begins + sent_before / self._rate
         self.peak_bytes = max(self.peak_bytes, self._held_bytes + num_bytes)
         return now
 
@@ -224,30 +244,33 @@ def play(terms: Terms, blocks: Blocks) -> Cost:
     """
     link = _Link(terms)
     now = 0.0
-    left_bytes = following_bytes = moved_bytes = 0
+    left_bytes = left_sent = held_following = following_bytes = moved_bytes = 0
     copied = itertools.accumulate(copied_bytes(terms.units, blocks))
     for block, twice_bytes in zip(blocks, copied, strict=True):
         block_bytes = sum(terms.units[u].state_bytes for u in block)
+        block_sent = sum(terms.units[u].sent_bytes for u in block)
         now = link.room_at(now, block_bytes)
-        link.hold(now, block_bytes, block_bytes)
+        link.hold(now, block_bytes, block_sent)
         left_bytes += block_bytes
-        following_bytes += sum(terms.units[u].retained_bytes for u in block)
+        left_sent += block_sent
+        held_following += sum(terms.units[u].retained_bytes for u in block)
+        following_bytes += sum(terms.units[u].following_bytes for u in block)
         step_bytes = terms.retained_bytes + twice_bytes
-        held_bytes = min(following_bytes, step_bytes)
+        held_bytes = min(held_following, step_bytes)
         now = link.room_at(now, step_bytes)
         link.hold(now + terms.step_secs, held_bytes, following_bytes, step_bytes - held_bytes)
-        moved_bytes += block_bytes + following_bytes
+        moved_bytes += block_sent + following_bytes
         now += terms.step_secs
-    rest_bytes = terms.state_bytes - left_bytes
-    sealed_at = link.hold_rest(now, rest_bytes)
-    host_bytes = terms.state_bytes + STEPS_IN_FLIGHT * following_bytes
+    rest_sent = terms.sent_bytes - left_sent
+    sealed_at = link.hold_rest(now, terms.state_bytes - left_bytes, rest_sent)
+    host_bytes = terms.sent_bytes + STEPS_IN_FLIGHT * following_bytes
     fits_host = terms.host_budget_bytes is None or host_bytes <= terms.host_budget_bytes
     return Cost(
         steps=len(blocks) + 1,
         blocks=blocks,
         stall_secs=max(0.0, sealed_at - len(blocks) * terms.step_secs),
         drain_secs=max(0.0, link.free_at - sealed_at),
-        moved_bytes=moved_bytes + rest_bytes,
+        moved_bytes=moved_bytes + rest_sent,
         peak_bytes=link.peak_bytes,
         host_bytes=host_bytes,
         fits=link.fits and fits_host,

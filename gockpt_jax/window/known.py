@@ -1,6 +1,8 @@
 """What plans rest on: what the user said, what has been measured, what other processes know."""
 
 import collections
+import dataclasses
+import functools
 import json
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -12,9 +14,31 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.transfer.meter import LINK
 from gockpt_jax.window.clock import StepClock
-from gockpt_jax.window.plan import Facts
+from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
+
+
+@dataclasses.dataclass(slots=True)
+class _Saves:
+    """Of a program's state.
+
+    Attributes:
+      last: Of the last two, the positions of the leaves that they left out, and all that they took.
+      beside: What the larger of them took beyond the leaves that one of them took.
+      items: Positions of the leaves in each item of the last.
+    """
+
+    last: collections.deque[tuple[frozenset[int], SavedBytes]] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=2)
+    )
+    beside: SavedBytes = NO_BYTES
+    items: Sequence[frozenset[int]] = ()
+
+    @property
+    def unsaved(self) -> frozenset[int]:
+        """Positions of the leaves that neither of the last two took."""
+        return frozenset.intersection(*[x for x, _ in self.last] or [frozenset()])
 
 
 class Known:
@@ -37,14 +61,14 @@ class Known:
         self.clock = StepClock(resources.watcher, probe)
         self._options = options
         self._processes = processes
-        self._host = resources.host
-        # Positions of the leaves that each of the last two saves did not take.
-        self._left_out: weakref.WeakKeyDictionary[
-            StepProgram, collections.deque[frozenset[int]]
-        ] = weakref.WeakKeyDictionary()
-        self._items: weakref.WeakKeyDictionary[StepProgram, Sequence[frozenset[int]]] = (
+        self._host, self._replicas = resources.host, resources.replicas
+        self._saves: weakref.WeakKeyDictionary[StepProgram, _Saves] = weakref.WeakKeyDictionary()
+        # What the last save took of a step that had no program yet.
+        self._before: weakref.WeakKeyDictionary[TracedStep, SavedBytes] = (
             weakref.WeakKeyDictionary()
         )
+        # Those whose windows the host has had no room for, since their plans were looked at.
+        self._refused: weakref.WeakSet[StepProgram] = weakref.WeakSet()
 
     def facts(self, program: StepProgram, leaf_bytes: int, num_devices: int) -> Facts:
         """What the user said, else what has been measured; for a plan, on all processes.
@@ -55,7 +79,7 @@ class Known:
 
         Args:
           program: The plan's.
-          leaf_bytes: Of the state, on one device.
+          leaf_bytes: Of the state, what one device sends.
           num_devices: Of this process, with a part of the state.
         """
         said = self._options
@@ -67,33 +91,84 @@ class Known:
             # A process may have no device with a part of the state.
             "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
         }
-        left_out = self._left_out.get(program) if said.steps is None else None
-        unsaved = frozenset.intersection(*(left_out or [frozenset()]))
-        mine = json.dumps([measured, sorted(unsaved)])
+        unsaved = self._of(program).unsaved if said.steps is None else frozenset()
+        beside = self.beside(program)
+        most = [
+            program in self._refused, beside.of_device, beside.in_host_memory, beside.to_host,
+        ]  # fmt: skip
+        mine = json.dumps([measured, sorted(unsaved), most])
+        self._refused.discard(program)
         answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
-        known = {name: [x[name] for x, _ in answers if x[name] is not None] for name in measured}
-        least = {name: min(told, default=None) for name, told in known.items()}
-        return Facts(**least, unsaved=unsaved.intersection(*(x for _, x in answers)))
+        known = {name: [x[name] for x, *_ in answers if x[name] is not None] for name in measured}
+        refused, *beside_bytes = map(max, zip(*(x for *_, x in answers), strict=True))
+        return Facts(
+            **{name: min(told, default=None) for name, told in known.items()},
+            unsaved=unsaved.intersection(*(x for _, x, _ in answers)),
+            was_refused=refused,
+            beside=SavedBytes(*beside_bytes),
+        )
 
-    def has_saved(self, step: TracedStep, items: Sequence[Collection[int]]) -> None:
+    def was_refused(self, program: StepProgram) -> None:
+        """Told of each window for which the host had no room when it was to open."""
+        self._refused.add(program)
+
+    def has_saved(
+        self, step: TracedStep, items: Sequence[Collection[int]], taken: SavedBytes
+    ) -> None:
         """Told of each save: windows carry what one of the last two has taken.
 
         Args:
           step: The last that ran.
           items: Of each item, the ids of the arrays that were saved.
+          taken: Of all of them.
         """
         program = step.program
-        leaves = None if program is None else program.returned.leaves(step.last.new_state)
-        if program is not None and leaves is not None:
+        if program is None:
+            self._before[step] = taken
+            return
+        leaves = program.returned.leaves(step.last.new_state)
+        if leaves is not None:
             number = {id(a): j for j, a in enumerate(leaves)}
             of_items = [frozenset(number[i] for i in ids if i in number) for ids in items]
             left_out = frozenset(range(len(leaves))).difference(*of_items)
-            self._left_out.setdefault(program, collections.deque(maxlen=2)).append(left_out)
-            self._items[program] = of_items
+            saves = self._saves.setdefault(program, _Saves())
+            saves.items = of_items
+            saves.last.append((left_out, taken))
+            unsaved = saves.unsaved
+            carried = (a for j, a in enumerate(leaves) if j not in unsaved)
+            most = functools.reduce(SavedBytes.or_more, (x for _, x in saves.last))
+            saves.beside = most.beyond(SavedBytes.of(carried, self._replicas))
+
+    def has_program(
+        self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]
+    ) -> None:
+        """Told of a program that is to be planned for: the first save may have come before it.
+
+        Args:
+          step: Whose it is.
+          program: The program.
+          leaves: Of its state.
+        """
+        taken = self._before.pop(step, None)
+        if taken is not None and program not in self._saves:
+            beside = taken.beyond(SavedBytes.of(leaves, self._replicas))
+            self._saves[program] = _Saves(beside=beside)
+
+    def is_rounded(self, program: StepProgram, rounded: StepProgram) -> None:
+        """Told of a program with another cut of the same step: what is known of one is of both."""
+        found = self._of(program)
+        self._saves[rounded] = dataclasses.replace(found, last=found.last.copy())
+
+    def _of(self, program: StepProgram) -> _Saves:
+        return self._saves.get(program) or _Saves()
+
+    def beside(self, program: StepProgram) -> SavedBytes:
+        """What the larger of the last two saves took beyond the leaves that one of them took."""
+        return self._of(program).beside
 
     def items(self, program: StepProgram) -> Sequence[frozenset[int]]:
         """Positions of the leaves in each item of the last save; nothing before the first."""
-        return self._items.get(program, ())
+        return self._of(program).items
 
 
 def measured_facts(clock: StepClock) -> Facts:

@@ -129,6 +129,8 @@ class Opener:
         """The window, if the host has room for it, or those of other processes may have."""
         device, host = self._resources.device, self._resources.host
         no_room = host.why_no_room(*planned.host_bytes)
+        if no_room is not None:
+            self._planner.was_refused(program)
         if no_room is not None and not self._processes.several:
             return self._defer(target, no_room)
         device.reset_peak()

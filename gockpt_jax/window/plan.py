@@ -16,15 +16,21 @@ from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.choice import choose, into_blocks, why_one_copy
-from gockpt_jax.window.cost import Blocks, Terms, Unit, copied_bytes, describe_bytes
+from gockpt_jax.window.cost import (
+    STEPS_IN_FLIGHT,
+    Blocks,
+    Terms,
+    Unit,
+    copied_bytes,
+    describe_bytes,
+)
+from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes, bytes_to_host
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
 _log = logging.getLogger("gockpt_jax")
 
 _LITTLE = 0.1
 """Of the state: a window of less spreads next to nothing."""
-_DRIFT = 1.5
-"""Plans are not made anew for less: a step or a link is never quite the same twice."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,37 +57,61 @@ class StateBytes:
     """Bytes of one device.
 
     Attributes:
-      leaves: Of each leaf of the state, what the device sends; none, if saves do not take it.
+      leaves: Of each leaf of the state, what is staged; none, if saves do not take it.
       retained: Of all cut values together, what it holds in every armed step.
       units: What may leave early.
-      in_host_memory: Of the leaves that the host holds already: they are copied there, and take
-        neither room on the device nor time on the link.
+      in_host_memory: Of what the host holds already: it is copied there, and takes neither room on
+        the device nor time on the link.
+      beside: Of what saves take besides.
+      shared: Of what saves take, what other replicas of the process send.
     """
 
     leaves: tuple[int, ...]
     retained: int
     units: tuple[GroupUnit, ...]
     in_host_memory: int = 0
+    beside: int = 0
+    shared: int = 0
+
+    @property
+    def saved(self) -> int:
+        """Of what a save takes, on the device or held by the host."""
+        return sum(self.leaves) + self.beside
 
     @property
     def followers(self) -> int:
         """Of retained values, what is sent after a step once all units have left."""
-        return sum(u.retained_bytes for u in self.units)
+        return sum(u.following_bytes for u in self.units)
 
     @property
-    def sent(self) -> int:
-        """Of what is staged on the device and sent to the host."""
-        return sum(self.leaves) - self.in_host_memory
+    def to_host(self) -> int:
+        """Of what a save takes, what comes to the host."""
+        return self.saved - self.shared
+
+    def on_host(self, followers: int) -> int:
+        """Of what a window takes there at the most, if so many follow each of its last steps."""
+        return self.to_host + STEPS_IN_FLIGHT * followers
+
+    @property
+    def staged(self) -> int:
+        """Of what is staged on the device, to be sent."""
+        return self.saved - self.in_host_memory
 
     @property
     def late(self) -> int:
-        """Of what is sent and no unit holds: it leaves at the sealed version."""
-        return self.sent - sum(u.state_bytes for u in self.units)
+        """Of what is staged and no unit holds: it leaves at the sealed version."""
+        return self.staged - sum(u.state_bytes for u in self.units)
+
+    @property
+    def late_shared(self) -> int:
+        """Of that, what other replicas send."""
+        early = sum(u.state_bytes - u.sent_bytes for u in self.units)
+        return min(max(0, self.shared - early), self.late)
 
 
 def measure_bytes(
     cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas,
-    unsaved: frozenset[int] = frozenset(),
+    unsaved: frozenset[int] = frozenset(), beside: SavedBytes = NO_BYTES,
 ) -> StateBytes:  # fmt: skip
     """Bytes of one device, of the state as the last update returned it.
 
@@ -91,8 +121,10 @@ def measure_bytes(
       replicas: How they share what leaves.
       unsaved: Positions of those that saves do not take. One is sent all the same if it is the
         smaller part of what is updated together, as replay reads it; if not, all of that is late.
+      beside: What they take that no leaf is.
     """
-    weights = [replicas.source(a).shard_bytes for a in leaves]
+    sources = [replicas.source(a) for a in leaves]
+    weights = [source.shard_bytes for source in sources]
     groups = {
         g: group.leaves
         for g, group in enumerate(cut.groups)
@@ -100,54 +132,19 @@ def measure_bytes(
     }
     units = tuple(u for u in units_of(cut, leaves, replicas) if u.group in groups)
     unsent = unsaved.difference(*groups.values())
+    to_host = beside.to_host
+    to_host += sum(bytes_to_host(s) for j, s in enumerate(sources) if j not in unsent)
     weights = [0 if j in unsent else num_bytes for j, num_bytes in enumerate(weights)]
     in_host = [w for w, a in zip(weights, leaves, strict=True) if in_host_memory(a.sharding)]
     retained = retained_bytes(cut, leaves, replicas)
-    return StateBytes(tuple(weights), retained, units, sum(in_host))
+    in_host_bytes = sum(in_host) + beside.in_host_memory
+    shared = max(0, sum(weights) + beside.of_device - to_host)
+    return StateBytes(tuple(weights), retained, units, in_host_bytes, beside.of_device, shared)
 
 
 def _is_most_saved(group: Sequence[int], weights: Sequence[int], unsaved: frozenset[int]) -> bool:
     left_out = sum(weights[j] for j in group if j in unsaved)
     return 2 * left_out < sum(weights[j] for j in group)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of the machine beside the device budget.
-
-    Attributes:
-      step_secs: Time of a training step; `None`: not known yet.
-      link_bytes_per_sec: Rate from one device to the host; `None`: not known yet.
-      host_budget_bytes: Host memory for one device's part of a save; `None`: no limit.
-      unsaved: Positions of the leaves that saves do not take.
-    """
-
-    step_secs: float | None = None
-    link_bytes_per_sec: float | None = None
-    host_budget_bytes: int | None = None
-    unsaved: frozenset[int] = frozenset()
-
-    @property
-    def unknown(self) -> str:
-        """What the plan waits for, in words."""
-        measured = {"step time": self.step_secs, "link": self.link_bytes_per_sec}
-        return " and ".join(name for name, value in measured.items() if value is None)
-
-    def differ_from(self, planned: "Facts") -> bool:
-        """Whether they moved so far from those a plan was made for that it is made anew."""
-        if self.unsaved != planned.unsaved:
-            return True
-        pairs = (
-            (self.step_secs, planned.step_secs),
-            (self.link_bytes_per_sec, planned.link_bytes_per_sec),
-        )
-        if any(now is None for now, _ in pairs):
-            return False  # both are needed to predict anything
-        return any(
-            then is None or not 1 / _DRIFT <= now / then <= _DRIFT
-            for now, then in pairs
-            if now is not None
-        )
 
 
 def plan_window(
@@ -171,7 +168,7 @@ def plan_window(
     if options.steps is not None:
         plan = fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
         return _told_of_excess(plan, size, budget_bytes)
-    if (copy := why_one_copy(size.sent, budget_bytes)) is not None:
+    if (copy := why_one_copy(size.staged, budget_bytes)) is not None:
         return Plan((), copy)
     assert budget_bytes is not None, "without a budget one copy fits"
     if facts.step_secs is None or facts.link_bytes_per_sec is None:
@@ -181,6 +178,7 @@ def plan_window(
         Terms(
             units=size.units,
             late_bytes=size.late,
+            shared_bytes=size.late_shared,
             retained_bytes=size.retained,
             link_bytes_per_sec=facts.link_bytes_per_sec,
             step_secs=facts.step_secs,
@@ -203,12 +201,12 @@ def warn_of_late(size: StateBytes) -> bool:
       Whether it has.
     """
     early = sum(unit.state_bytes for unit in size.units)
-    if early >= _LITTLE * size.sent:
+    if early >= _LITTLE * size.staged:
         return False
     _log.warning(
         "saves will stall until what exceeds the device budget has left: a copy of the state's %s "
         "does not fit, and only %.0f%% may leave early; `explain()` tells why",
-        describe_bytes(size.sent), 100 * early / size.sent,
+        describe_bytes(size.staged), 100 * early / size.staged,
     )  # fmt: skip
     return True
 
@@ -257,4 +255,4 @@ def peak_device_bytes(plan: Plan, size: StateBytes) -> int:
     before = [0, *itertools.accumulate(follows)]
     beside = [b + f + size.retained for b, f in zip(blocks, before, strict=False)]
     copied = sum(copied_bytes(size.units, plan.blocks))
-    return max(size.sent - sum(blocks), *beside, size.retained + copied)
+    return max(size.staged - sum(blocks), *beside, size.retained + copied)

@@ -11,7 +11,8 @@ from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.window.cost import Blocks
 from gockpt_jax.window.departure import Departure, make_departure, nothing_left
-from gockpt_jax.window.plan import Facts, Plan, StateBytes, plan_window
+from gockpt_jax.window.facts import Facts
+from gockpt_jax.window.plan import Plan, StateBytes, plan_window
 from gockpt_jax.window.units import units_behind
 
 
@@ -23,19 +24,21 @@ class Planned:
       cut: The step's.
       plan: The plan.
       size: Bytes of the state on one device.
-      host_bytes: What a window holds in this process: the state, and what follows one step.
+      state_bytes: Of the leaves that saves take, in this process.
       num_devices: Of this process, with a part of the state.
       facts: What was measured, or said.
       budget_bytes: Of the device; `None`: no limit.
+      beside_bytes: Of what saves take that no leaf is, in this process.
     """
 
     cut: StepCut
     plan: Plan
     size: StateBytes
-    host_bytes: tuple[int, int]
+    state_bytes: int
     num_devices: int
     facts: Facts
     budget_bytes: int | None = None
+    beside_bytes: int = 0
     _shorter: dict[int, Plan] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     _departures: dict[Blocks, list[Departure]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -58,6 +61,33 @@ class Planned:
             why = f"{plan.reason}; the save was {counted(steps - 1, 'step')} away"
             self._shorter[steps] = dataclasses.replace(plan, reason=why)
         return dataclasses.replace(self, plan=self._shorter[steps])
+
+    @property
+    def host_bytes(self) -> tuple[int, int]:
+        """What a window holds in this process: what it saves, and what follows its last step."""
+        return self.state_bytes + self.beside_bytes, self._following_bytes * self.num_devices
+
+    @property
+    def _following_bytes(self) -> int:
+        """What one device sends behind its last step."""
+        return sum(self.size.units[u].following_bytes for block in self.plan.blocks for u in block)
+
+    def is_outdated_by(self, facts: Facts) -> bool:
+        """Whether what it was made for has moved so far that it is made anew."""
+        return facts.differ_from(self.facts) or self._host_has_moved(facts)
+
+    def _host_has_moved(self, facts: Facts) -> bool:
+        """Whether the host's room has grown, and had bounded it, or it has been refused for want.
+
+        Less room alone is no reason: it is looked for again when a window opens, and just behind a
+        save there may be less than then.
+        """
+        then, now, size = self.facts.host_budget_bytes, facts.host_budget_bytes, self.size
+        was_bound = then is not None and then < size.on_host(size.followers)
+        if was_bound and facts.have_more_of_the_host(self.facts):
+            return True
+        was_refused = facts.was_refused and self.plan.steps > 1
+        return was_refused and now is not None and now < size.on_host(self._following_bytes)
 
     def early_leaves(self) -> set[int]:
         """The leaves of which something leaves before the sealed version."""

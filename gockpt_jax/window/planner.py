@@ -1,5 +1,6 @@
 """The plan of each step's windows: made once per program, and anew when what it rests on moves."""
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Sequence
@@ -18,10 +19,10 @@ from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.sample import compile_samples_ahead
 from gockpt_jax.window.choice import why_one_copy
 from gockpt_jax.window.departure import Departure
+from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.known import Known
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import (
-    Facts,
     Plan,
     StateBytes,
     measure_bytes,
@@ -90,6 +91,7 @@ class Planner:
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
         if program not in self._plans:
+            self._known.has_program(step, program, leaves)
             self._plan(program, leaves)
         self._settle(step, program, leaves)
         return True
@@ -97,7 +99,13 @@ class Planner:
     def _settle(self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]) -> None:
         """Accepts a plan, or one that allows for rounding, and makes it ready."""
         if self._finds_no_room(self._plans[program]) and not self._options.must_be_exact:
-            step.accept_rounding(lambda rounded: self._plan(rounded, leaves).plan.steps > 1)
+            exact = program
+
+            def is_worth_it(rounded: StepProgram) -> bool:
+                self._known.is_rounded(exact, rounded)
+                return self._plan(rounded, leaves).plan.steps > 1
+
+            step.accept_rounding(is_worth_it)
             if step.program is None:
                 return
             program = step.program
@@ -112,7 +120,7 @@ class Planner:
     def _finds_no_room(self, planned: Planned) -> bool:
         """Whether saves are snapshots for want of a window, and not because one copy fits."""
         limit_bytes = self._device.limit_bytes
-        return planned.plan.steps == 1 and why_one_copy(planned.size.sent, limit_bytes) is None
+        return planned.plan.steps == 1 and why_one_copy(planned.size.staged, limit_bytes) is None
 
     def _is_ready(self, program: StepProgram) -> bool:
         """Whether all has been done for its plan, which may have come under other settings."""
@@ -125,12 +133,11 @@ class Planner:
     ) -> Planned:
         num_devices = len({d for a in leaves for d in a.sharding.addressable_devices})
         if facts is None:
-            whole_bytes = sum(self._replicas.source(a).shard_bytes for a in leaves)
-            facts = self._known.facts(program, whole_bytes, num_devices)
-        size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved)
+            to_host = SavedBytes.of(leaves, self._replicas).to_host
+            facts = self._known.facts(program, to_host, num_devices)
+        size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved, facts.beside)
         sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
         state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
-        host_bytes = state_bytes, size.followers * num_devices
         if not program.cut.groups:
             plan = Plan((), _why_all_late(program.cut, size))
         elif facts.unsaved and not size.units:
@@ -141,14 +148,19 @@ class Planner:
             self._timed.add(program)
         budget_bytes = self._device.limit_bytes
         self._plans[program] = Planned(
-            program.cut, plan, size, host_bytes, num_devices, facts, budget_bytes
-        )
+            program.cut, plan, size, state_bytes, num_devices, facts, budget_bytes,
+            self._known.beside(program).owned,
+        )  # fmt: skip
         return self._plans[program]
 
     def _is_chosen(self, size: StateBytes) -> bool:
         """Whether there is a choice: of K, or between a window and none."""
-        fits = why_one_copy(size.sent, self._device.limit_bytes) is not None
+        fits = why_one_copy(size.staged, self._device.limit_bytes) is not None
         return self._options.steps is None and bool(size.units) and not fits
+
+    def was_refused(self, program: StepProgram) -> None:
+        """Told of each window for which this process's host had no room when it was to open."""
+        self._known.was_refused(program)
 
     def ask_for_review(self) -> None:
         """More may be known than when the plans were made; looked at before the next window."""
@@ -160,9 +172,9 @@ class Planner:
         planned = self._plans[program]
         if self._options.steps is not None or not program.cut.groups:
             return False
-        facts = self._known.facts(program, sum(planned.size.leaves), planned.num_devices)
+        facts = self._known.facts(program, planned.size.to_host, planned.num_devices)
         has_less = self._device.limit_bytes != planned.budget_bytes  # it had no room for a save
-        if not (has_less or facts.differ_from(planned.facts)):
+        if not (has_less or planned.is_outdated_by(facts)):
             return False
         leaves = program.returned.leaves(step.last.new_state)
         if leaves is None:  # another program's, as above: after the next save
@@ -214,10 +226,17 @@ class Planner:
         return found
 
     def has_saved(self, step: TracedStep) -> None:
-        """Told of each save, after `Known`: its items are sampled each by itself."""
+        """Told of each save, after `Known`: the host needs room for what it took beside the state.
+
+        And its items are sampled each by itself.
+        """
         program = step.program
         planned = None if program is None else self._plans.get(program)
-        if program is None or planned is None or not planned.is_ready:
+        if program is None or planned is None:
+            return
+        beside_bytes = self._known.beside(program).owned
+        self._plans[program] = planned = dataclasses.replace(planned, beside_bytes=beside_bytes)
+        if not planned.is_ready:
             return
         if (leaves := program.returned.leaves(step.last.new_state)) is not None:
             with step.giving_up_on_errors():

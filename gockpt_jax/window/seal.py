@@ -8,6 +8,7 @@ import jax
 
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.save_record import SaveRecord
+from gockpt_jax.window.facts import NO_BYTES, SavedBytes
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.resources import Resources
@@ -27,6 +28,7 @@ class Seal:
 
     Attributes:
       items: Of each item so far, its arrays, by their ids.
+      taken: Bytes of them all.
     """
 
     def __init__(self, window: OpenWindow | None, record: SaveRecord, resources: Resources):
@@ -34,6 +36,7 @@ class Seal:
         self._record = record
         self._resources = resources
         self.items: list[set[int]] = []
+        self.taken = NO_BYTES
         device, host = resources.device, resources.host
         if window is None:  # a window's peaks are measured from its opening on
             device.reset_peak()
@@ -58,9 +61,11 @@ class Seal:
         """
         record = self._record
         to = self._resources
-        self.items.append(set(map(id, arrays)))
-        owned = {id(a): to.replicas.owned_bytes(a) for a in arrays}
-        taken_bytes = sum(owned.values())  # an array that lies in several places is taken once
+        distinct = {id(a): a for a in arrays}  # one that lies in several places is taken once
+        self.items.append(set(distinct))
+        self.taken = self.taken.plus(SavedBytes.of(distinct.values(), to.replicas))
+        owned = {i: to.replicas.owned_bytes(a) for i, a in distinct.items()}
+        taken_bytes = sum(owned.values())
         to.host.admit_save(record.taken_bytes + taken_bytes)
         slots: dict[int, list[ChunkSlot]] = {}
         audit: dict[str, Any] | None = None
@@ -76,7 +81,7 @@ class Seal:
             with events.span(events.SPAN_SEAL):
                 # Of an array on other processes' devices alone there is nothing to take.
                 slots.update((id(a), []) for a in arrays if not a.sharding.addressable_devices)
-                late = [a for a in {id(a): a for a in arrays}.values() if id(a) not in slots]
+                late = [a for i, a in distinct.items() if i not in slots]
                 slots |= take_now(late, to)
             to.worker.submit(record.drained)
             return record, [slots[id(a)] for a in arrays], audit

@@ -98,6 +98,7 @@ class Session:
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._seal: Seal | None = None  # of the save whose items are being taken
         self._has_asked = False  # the other processes, for that save
+        self._is_closed = False
 
     # What the wrapped step tells.
 
@@ -122,6 +123,8 @@ class Session:
             return self._begin_update(step, args, kwargs)
 
     def _begin_update(self, step: WrappedStep, args: Any, kwargs: Any) -> ArmedCall | None:
+        if self._is_closed:  # no save will come that could be planned for
+            return None
         start = time.perf_counter()
         current = self._current
         if current.window is None and self.planner.rests_on_time(step.program):
@@ -322,10 +325,10 @@ class Session:
         with self._changing:  # another thread's save may end in the meantime
             if self._seal is not None:
                 self._seal.end()  # again, if it is interrupted
-                items, self._seal = self._seal.items, None
-                if self._last_step is not None and any(items):
-                    self._num_beside = num_beside(items, list(self._steps))
-                    self.known.has_saved(self._last_step, items)
+                seal, self._seal = self._seal, None
+                if self._last_step is not None and any(seal.items):
+                    self._num_beside = num_beside(seal.items, list(self._steps))
+                    self.known.has_saved(self._last_step, seal.items, seal.taken)
                     self.planner.has_saved(self._last_step)
 
     # What policies and the face ask.
@@ -377,6 +380,7 @@ class Session:
 
     def close(self) -> None:
         """Drops the open window, lets go of what steps returned, and ends the threads."""
+        self._is_closed = True
         self.abandon("the manager was closed")
         self._current.failure = None  # of a window that nobody waits for any more
         self._let_go(until=self.version)  # it would stay there until garbage is collected

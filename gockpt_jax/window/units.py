@@ -95,7 +95,7 @@ def _units_of_group(
     # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
     is_copied = (
         min(itemsizes, default=0) * first.shard_size < LARGE_BYTES
-        or (can_be_cut(first) and place_of(place).replicas > 1)
+        or sharers(first) > 1
         or not given.is_equivalent_to(place, len(first.shape))
     )
     for start, stop in _ranges(sources, unit_bytes):
@@ -103,7 +103,13 @@ def _units_of_group(
             state_bytes=sum(_bytes(s, stop - start) for s in sources),
             retained_bytes=sum(itemsizes) * (stop - start),
             group=g, start=start, stop=stop, placed=place, given=given, is_copied=is_copied,
+            sharers=sharers(first),
         )  # fmt: skip
+
+
+def sharers(source: Source) -> int:
+    """How many replicas of a process share its way to the host: by slices, or in turn."""
+    return place_of(source.placed).replicas if can_be_cut(source) else 1
 
 
 def placement(

@@ -9,7 +9,7 @@ import pytest
 from gockpt_jax.window import clock as clock_module
 from gockpt_jax.window import known
 from gockpt_jax.window.clock import StepClock
-from gockpt_jax.window.plan import Facts
+from gockpt_jax.window.facts import Facts
 
 
 class Probe:

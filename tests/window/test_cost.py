@@ -31,12 +31,15 @@ def terms(draw):
                 retained_bytes=draw(st.integers(0, 600)),
                 group=draw(st.sampled_from([None, 0, 1])),
                 is_copied=draw(st.booleans()),
+                sharers=draw(st.sampled_from([1, 1, 4])),
             )
         )
+    late_bytes = draw(st.integers(1, 2000))
     beside = draw(st.integers(0, 100))  # retained for leaves that the plan keeps, or by replicas
     return Terms(
         units=tuple(units),
-        late_bytes=draw(st.integers(1, 2000)),
+        late_bytes=late_bytes,
+        shared_bytes=draw(st.sampled_from([0, 0, late_bytes // 2])),
         retained_bytes=sum(u.retained_bytes for u in units) + beside,
         link_bytes_per_sec=draw(st.floats(1.0, 1e4)),
         step_secs=draw(st.floats(0.01, 100.0)),
@@ -66,16 +69,17 @@ def held_over_time(terms, cost):
     for block in cost.blocks:
         block_bytes = sum(terms.units[u].state_bytes for u in block)
         wait_for(block_bytes)
-        free = max(free, now) + block_bytes / rate
+        free = max(free, now) + sum(terms.units[u].sent_bytes for u in block) / rate
         held.append((now, free, block_bytes))
         left.append(block)
         following = sum(terms.units[u].retained_bytes for b in left for u in b)
         copies = sum(terms.units[u].retained_bytes for b in left for u in b
                      if is_copied(terms.units, u, b))  # fmt: skip
+        sent = sum(terms.units[u].following_bytes for b in left for u in b)
         retained = terms.retained_bytes + copies
         wait_for(retained)
         ends = now + terms.step_secs
-        free = max(free, ends) + following / rate
+        free = max(free, ends) + sent / rate
         held += [(now, ends, retained - following), (now, free, following)]
         now = ends
     return held, now
@@ -111,6 +115,25 @@ def test_a_window_lasts_as_long_as_its_waits(terms):
         _, now = held_over_time(terms, cost)
         before_the_rest = now - (cost.steps - 1) * terms.step_secs
         assert cost.stall_secs >= before_the_rest - 1e-6 * (1 + now)
+
+
+def test_what_replicas_share_is_held_by_all_and_sent_by_one():
+    """The device has as much to hold as alone, the link and the host a fourth."""
+    alone = Terms(
+        units=(Unit(state_bytes=80, retained_bytes=40),), late_bytes=40, retained_bytes=40,
+        link_bytes_per_sec=10.0, step_secs=5.0, device_budget_bytes=90,
+    )  # fmt: skip
+    unit = dataclasses.replace(alone.units[0], sharers=4)
+    shared = dataclasses.replace(alone, units=(unit,), shared_bytes=30)
+    for blocks, host_bytes in (((), 120), (((0,),), 120 + 2 * 40)):
+        one, four = play(alone, blocks), play(shared, blocks)
+        assert (four.peak_bytes, four.moved_bytes) == (one.peak_bytes, one.moved_bytes / 4)
+        assert four.stall_secs == pytest.approx(one.stall_secs / 4)
+        assert (one.host_bytes, four.host_bytes) == (host_bytes, host_bytes // 4)
+    assert shared.blocking_secs == alone.blocking_secs / 4
+    assert shared.state_bytes == alone.state_bytes
+    assert play(dataclasses.replace(shared, host_budget_bytes=50), ((0,),)).fits
+    assert not play(dataclasses.replace(shared, host_budget_bytes=49), ((0,),)).fits
 
 
 def test_what_nothing_follows_is_held_while_its_step_runs():
@@ -154,10 +177,10 @@ def test_every_unit_leaves_exactly_once(terms):
         leaves_at = {u: i for i, block in enumerate(cost.blocks) for u in block}
         assert sum(map(len, cost.blocks)) == len(leaves_at)
         following = [
-            sum(terms.units[u].retained_bytes for u, at in leaves_at.items() if at <= i)
+            sum(terms.units[u].following_bytes for u, at in leaves_at.items() if at <= i)
             for i in range(len(cost.blocks))
         ]
-        assert cost.moved_bytes == terms.state_bytes + sum(following)
+        assert cost.moved_bytes == terms.sent_bytes + sum(following)
 
 
 @thorough

@@ -251,6 +251,16 @@ def test_saves_stay_within_the_default_budget(tmp_path):
     )
 
 
+def test_a_number_of_the_users_bounds_no_write_buffers(tmp_path):
+    """Nor is a save refused for them; they are counted, and at most as many as they may be."""
+    loop = Loop(tmp_path, host_budget_bytes=STATE_BYTES, write_limit_bytes=STATE_BYTES // 2)
+    loop.train(8)
+    loop.close()
+    for report in loop.manager.reports:
+        assert report.kind == "snapshot"
+        assert STATE_BYTES < report.peak_host_bytes <= STATE_BYTES + max(STATE_BYTES // 2, 2 * LEAF)
+
+
 def test_what_follows_is_counted_on_all_devices(tmp_path):
     """As much is retained on two of them as on one."""
 

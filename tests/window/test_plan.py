@@ -20,8 +20,8 @@ from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.facts import Facts
 from gockpt_jax.window.plan import (
-    Facts,
     GroupUnit,
     Plan,
     StateBytes,
@@ -148,12 +148,21 @@ def test_units_of_a_block_are_in_order():
 def test_a_plan_is_shortened_only_where_the_save_is_nearer():
     """As it was chosen otherwise: its blocks need not be even."""
     size = state_of((100, 100, 100), [unit(100, 5, group) for group in range(3)])
-    planned = Planned(NO_CUT, Plan(((0, 1), (2,), ()), "chosen"), size, (300, 15), 1, Facts())
+    planned = Planned(NO_CUT, Plan(((0, 1), (2,), ()), "chosen"), size, 300, 2, Facts())
     of_user = WindowOptions(steps=4)
     assert planned.within(4, of_user, None) is planned.within(9, of_user, None) is planned
     shorter = planned.within(3, of_user, None)
     assert shorter.plan == Plan(((0, 1), (2,)), "`steps=3`; the save was 2 steps away")
     assert shorter.size is size
+    assert planned.host_bytes == shorter.host_bytes == (300, 2 * 15)
+
+
+def test_the_host_needs_what_follows_that_which_leaves():
+    """As the plan was chosen by: were all counted, it might be refused for ever."""
+    size = state_of((100, 100, 100), [unit(100, n, group) for group, n in enumerate((5, 6, 7))])
+    for blocks, following in ((), 0), (((1,),), 6), (((0,), (2,)), 12):
+        planned = Planned(NO_CUT, Plan(blocks, "chosen"), size, 600, 2, Facts())
+        assert planned.host_bytes == (600, 2 * following)
 
 
 KNOWN = Facts(step_secs=1.0, link_bytes_per_sec=100.0)
@@ -177,7 +186,7 @@ def test_a_plan_that_is_shortened_keeps_the_budget(size, steps, budget, is_known
     """Its blocks are larger than those of the window that it is a part of."""
     options, facts = WindowOptions(max_steps=8), KNOWN if is_known else Facts()
     plan = plan_window(size, options, budget, facts)
-    shorter = Planned(NO_CUT, plan, size, (0, 0), 1, facts).within(steps, options, budget).plan
+    shorter = Planned(NO_CUT, plan, size, 0, 1, facts).within(steps, options, budget).plan
     assert shorter.steps <= min(plan.steps, steps)
     if shorter.steps > 1:
         in_blocks = (sum(size.units[u].state_bytes for u in block) for block in shorter.blocks)
@@ -203,6 +212,41 @@ def test_plans_are_made_anew_only_for_a_drift(step_secs, rate, differs):
     now = Facts(step_secs, rate)
     assert now.differ_from(KNOWN) is differs
     assert now.differ_from(Facts()) is (step_secs is not None and rate is not None)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "is_outdated"),
+    [
+        (25, 25, False), (25, 37, False), (25, 38, True), (25, None, True), (0, 1, True),
+        (39, 10**9, True), (40, 10**9, False), (40, None, False), (None, 10, False),
+    ],
+)  # fmt: skip
+def test_plans_that_were_short_of_the_host_s_room_are_made_anew_when_it_has_grown(
+    then, now, is_outdated
+):
+    """A window takes 40 of it at the most: the state, and twice what follows."""
+    size = state_of((10, 10, 10), [unit(10, 5)])
+    planned = Planned(NO_CUT, Plan((), "why"), size, 30, 1, with_room(KNOWN, then))
+    assert planned.is_outdated_by(with_room(KNOWN, now)) is is_outdated
+    assert not planned.is_outdated_by(with_room(Facts(), now)), "nothing is predicted with that"
+
+
+def test_a_plan_that_has_been_refused_is_made_anew_where_the_host_has_less_than_it_takes():
+    size = state_of((10, 10, 10, 10), [unit(10, 5), unit(10, 7, group=1)])
+    facts = with_room(KNOWN, 100)
+    window, snapshot = (
+        Planned(NO_CUT, Plan(blocks, "why"), size, 40, 1, facts) for blocks in (((0,),), ())
+    )
+    for room, was_refused, is_outdated in (
+        (50, True, False), (49, True, True), (49, False, False), (None, True, False)
+    ):  # fmt: skip
+        now = dataclasses.replace(with_room(KNOWN, room), was_refused=was_refused)
+        assert window.is_outdated_by(now) is is_outdated
+        assert not snapshot.is_outdated_by(now)
+
+
+def with_room(facts, host_budget_bytes):
+    return dataclasses.replace(facts, host_budget_bytes=host_budget_bytes)
 
 
 def test_peak_counts_what_follows_a_step_beside_all_that_the_next_retains():
@@ -240,11 +284,14 @@ def test_bytes_are_those_of_one_device(monkeypatch):
     program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     size = measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE)
     assert size.leaves == (32, 256, 4, 256)
-    assert size.retained == size.followers == 16 + 256
+    # One of the replicas sends what is no slice of anybody's, in turn: an eighth each.
+    assert (size.staged, size.to_host) == (32 + 256 + 4 + 256, 32 + 32 + 1 + 32)
+    assert (size.retained, size.followers) == (16 + 256, 16 + 32)
     monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 8)
     sharing = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
     size = measure_bytes(program.cut, jax.tree.leaves(state), sharing)
     assert size.leaves == (32, 32, 4, 32)
+    assert (size.staged, size.to_host) == (32 + 32 + 4 + 32, 32 + 32 + 1 + 32)
     assert (size.retained, size.followers, size.late) == (16 + 256, 16 + 32, 4)
 
 
@@ -262,12 +309,12 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=False)
     both = measure_bytes(program.cut, [state["m"], state["w"]], FIRST_ALONE)
-    assert (both.sent, both.late, len(both.units)) == (2 * leaf, 0, 1)
+    assert (both.staged, both.late, len(both.units)) == (2 * leaf, 0, 1)
     for on_host in (("m",), ("m", "w")):
         leaves = [jax.device_put(x, host) if k in on_host else x for k, x in state.items()]
         size = measure_bytes(program.cut, leaves, FIRST_ALONE)
         sent = 2 * leaf - len(on_host) * leaf
-        assert (size.sent, size.late, size.units, size.retained) == (sent, sent, (), leaf)
+        assert (size.staged, size.late, size.units, size.retained) == (sent, sent, (), leaf)
         assert size.leaves == (leaf, leaf)  # what is on the host and on disk in the end
         assert plan_window(size, WindowOptions(), max(sent, 1), Facts()).steps == 1
 
@@ -373,7 +420,7 @@ def test_copies_that_the_host_makes_take_of_its_budget():
     facts = dataclasses.replace(KNOWN, host_budget_bytes=300)
     assert plan_window(size, WindowOptions(), 200, facts).steps == 2
     beside = dataclasses.replace(size, leaves=(*size.leaves, 50), in_host_memory=50)
-    assert (beside.sent, beside.late) == (size.sent, size.late)
+    assert (beside.staged, beside.late) == (size.staged, size.late)
     tight = plan_window(beside, WindowOptions(), 200, facts)
     assert (tight.steps, "the host budget" in tight.reason) == (1, True)
     roomy = dataclasses.replace(facts, host_budget_bytes=350)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -20,8 +21,8 @@ from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import known as known_module
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import session as session_module
+from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.host_budget import HostBudget
-from gockpt_jax.window.plan import Facts
 from gockpt_jax.window.processes import Processes
 
 SIZE = 64
@@ -46,8 +47,10 @@ def fresh():
     return {"m": leaves(0.0), "v": leaves(0.0), "w": leaves(0.5)}
 
 
-def run(tmp_path, facts, monkeypatch, *, interval=10, leaves=20, **options):
-    """Saves every so many steps, each at other measured facts."""
+def run(
+    tmp_path, facts, monkeypatch, *, interval=10, leaves=20, at=lambda label: None, **options
+):  # fmt: skip
+    """Saves every so many steps, each at other measured facts; tells of each label."""
     # As in large models: small arrays are copied before they travel, and here all are small.
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
     now = iter(facts)
@@ -60,6 +63,7 @@ def run(tmp_path, facts, monkeypatch, *, interval=10, leaves=20, **options):
     with GoCkptManager(tmp_path, options=saves, window=window) as manager:
         step, state = manager.wrap(update), fresh()
         for label in range(interval * len(facts) + 1):
+            at(label)
             state = step(state, BATCH)
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
@@ -138,6 +142,45 @@ def test_windows_need_host_memory(tmp_path, monkeypatch, room, in_memory, kind):
     reports, _ = run(tmp_path, [Facts()], monkeypatch, **said)
     assert reports[-1].kind == kind
     assert ("the host budget" in reports[-1].reason) == (kind == "snapshot")
+
+
+@pytest.mark.parametrize("room", [27, 30, 34])
+def test_a_window_that_was_planned_for_the_host_s_room_has_it(tmp_path, monkeypatch, room):
+    """Of 8 groups some leave early; had all, what follows them would not fit."""
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE, "write_limit_bytes": 1, "audit": None}
+    said["host_budget_bytes"] = room * LEAF
+    (_, *reports), _ = run(tmp_path, [Facts()] * 2, monkeypatch, **said)
+    assert [(r.kind, r.deferred_steps) for r in reports] == [("window", 0)] * 2
+    assert all(0 < r.early_bytes < 16 * LEAF for r in reports)
+
+
+@pytest.mark.parametrize("later", [10**9, None])
+def test_windows_come_back_with_the_host_s_room(tmp_path, monkeypatch, later):
+    """It was short for a moment, when the plan was made."""
+    room = [25 * LEAF] * 2 + [later] * 3  # as often as it is looked at for a plan
+    monkeypatch.setattr(
+        HostBudget, "room_bytes", lambda budget, n: room.pop(0) if len(room) > 1 else room[0]
+    )
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE}
+    (_, *reports), executables = run(tmp_path, [Facts()] * 5, monkeypatch, **said)
+    assert [r.kind for r in reports] == ["snapshot"] * 2 + ["window"] * 3
+    assert "no window fits the host budget" in reports[1].reason
+    assert len(executables) == 1
+
+
+def test_a_window_that_the_host_refuses_is_planned_smaller(tmp_path, monkeypatch):
+    """It has less room for good: for the 24 leaves, and two steps' values for one group."""
+    room = [48 * LEAF]
+    monkeypatch.setattr(host_budget, "host_headroom_bytes", lambda: room[0])
+    said = {"step_secs": 20.0, "link_bytes_per_sec": RATE, "write_limit_bytes": 1, "audit": None}
+
+    def shrinks(label):
+        room[0] = (48 if label <= 10 else 27) * LEAF
+
+    (_, *reports), _ = run(tmp_path, [Facts()] * 4, monkeypatch, at=shrinks, **said)
+    assert [r.kind for r in reports] == ["window", "snapshot", "window", "window"]
+    assert "the host budget had no room" in reports[1].reason
+    assert 0 < reports[2].early_bytes < reports[0].early_bytes
 
 
 def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
@@ -220,7 +263,7 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         HostBudget, "room_bytes", lambda budget, n: (asked.append(n), room(budget, n))[1]
     )
     rows = jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a"))
-    window = WindowOptions(device_budget_bytes=LEAF, host_budget_bytes=80 * LEAF)
+    window = WindowOptions(device_budget_bytes=20 * LEAF // 8, host_budget_bytes=80 * LEAF)
     with GoCkptManager(tmp_path, window=window) as manager:
         step, state = manager.wrap(update), jax.device_put(fresh(), rows)
         for label in range(4):
@@ -231,6 +274,7 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         planned = planner.planned(step.program)
         assert asked == [24 * LEAF] * 2  # when it was made, and looked at again behind the save
         assert planned.num_devices == 8
+        assert {u for block in planned.plan.blocks for u in block} == set(range(8)), "all leaves"
         assert planned.host_bytes == (24 * LEAF, 8 * LEAF)
         assert planned.facts.host_budget_bytes == 80 * LEAF // 8
         # A process may have no device with a part of the state: it sets no bound.
@@ -238,17 +282,55 @@ def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatc
         assert known.facts(step.program, 24 * LEAF, 0).host_budget_bytes is None
 
 
-def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypatch):
+@pytest.mark.parametrize("devices", [1, 8])
+def test_replicas_of_one_process_take_its_memory_once(tmp_path, monkeypatch, devices):
+    """As much room makes for the same window, however many devices hold the state."""
+    monkeypatch.setattr(units, "LARGE_BYTES", 0)
+    everywhere = jax.NamedSharding(jax.make_mesh((devices,), ("a",)), jax.P())
+    window = WindowOptions(
+        device_budget_bytes=20 * LEAF, host_budget_bytes=28 * LEAF, step_secs=20.0,
+        link_bytes_per_sec=RATE / 10, write_limit_bytes=1, audit=None,
+    )  # fmt: skip
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=6), window=window) as manager:
+        step, state = manager.wrap(update), jax.device_put(fresh(), everywhere)
+        for label in range(13):
+            state = step(state, jax.device_put(BATCH, everywhere))
+            if manager.save(label, args=GoCkptSave(state)):
+                manager.wait_until_finished()
+            if step.program is not None and step.program.is_armed:
+                step.program.wait_until_ready()
+        assert_same(manager.restore(12), to_host(state))
+        planned = manager._gockpt_session.planner.planned(step.program)
+        assert planned.host_bytes == (24 * LEAF, 2 * LEAF)
+        assert [(r.kind, r.early_bytes) for r in manager.reports[1:]] == [("window", 4 * LEAF)] * 2
+
+
+@pytest.mark.parametrize(
+    ("refused_here", "refused"), [(False, False), (True, False), (False, True)]
+)
+def test_processes_go_by_the_worst_that_one_of_them_has_seen(
+    tmp_path, monkeypatch, refused_here, refused
+):
     """And save what any of them has saved."""
     with GoCkptManager(tmp_path) as manager:
         step, known = manager.wrap(update), manager._gockpt_session.known
         for _ in range(2):
             state = step(fresh(), BATCH)
         leaves = jax.tree.leaves(state)
-        known.has_saved(step, [set(map(id, leaves[2:]))])
+        known.has_saved(
+            step, [set(map(id, leaves[2:]))], SavedBytes(22 * LEAF + 6, 1, 22 * LEAF + 5)
+        )
         others = [
-            ({"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40}, [0, 1, 2]),
-            ({"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None}, [1, 5]),
+            (
+                {"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40},
+                [0, 1, 2],
+                [refused, 7, 0, 4],
+            ),
+            (
+                {"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None},
+                [1, 5],
+                [False, 5, 3, 2],
+            ),
         ]
         monkeypatch.setattr(known_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
         monkeypatch.setattr(HostBudget, "room_bytes", lambda budget, n: 50)
@@ -256,7 +338,13 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(tmp_path, monkeypat
             Processes, "gather",
             lambda self, subject, mine: dict(enumerate([mine, *map(json.dumps, others)])),
         )  # fmt: skip
-        assert known.facts(step.program, 0, 1) == Facts(2.0, 7.0, 40, frozenset({1}))
+        if refused_here:
+            known.was_refused(step.program)
+        found = known.facts(step.program, 0, 1)
+        assert dataclasses.astuple(found)[:4] == (2.0, 7.0, 40, frozenset({1}))
+        assert found.was_refused == (refused or refused_here)
+        assert found.beside == SavedBytes(7, 3, 5)
+        assert known.facts(step.program, 0, 1).was_refused == refused, "what is past is past"
 
 
 class Time:
@@ -336,6 +424,26 @@ def test_steps_are_timed_where_a_plan_rests_on_it(tmp_path, monkeypatch, said):
             loop.advance()
             loop.save(label)
     assert bool(loop.probes) == (not said)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 30])
+def test_nothing_is_planned_nor_timed_for_a_closed_manager(tmp_path, monkeypatch, steps_before):
+    """Its step may go on for long: an evaluation, or training without checkpoints."""
+    asked, gather = [], Processes.gather
+    monkeypatch.setattr(
+        Processes, "gather", lambda self, *args: (asked.append(args[0]), gather(self, *args))[1]
+    )
+    loop = TimedLoop(tmp_path, monkeypatch)
+    for label in range(steps_before):
+        loop.advance()
+        loop.save(label)
+    loop.manager.close()
+    loop.probes.clear()
+    asked.clear()
+    for _ in range(40):
+        loop.advance()
+    assert (loop.probes, asked) == ([], [])
+    assert (loop.session.planner.planned(loop.step.program) is None) == (steps_before < 2)
 
 
 def test_a_probe_is_of_what_the_step_makes(tmp_path, monkeypatch):

@@ -113,14 +113,86 @@ def test_what_is_not_saved_is_not_reckoned_with(tmp_path, monkeypatch):
 
 
 def test_what_is_not_saved_takes_no_room_on_the_host(tmp_path, monkeypatch):
-    """10 leaves, and 8 that follow two steps; there is none for 12, as until it is known."""
+    """10 leaves, and 2 that follow two steps; there is none for 12, as until it is known."""
 
     def without_two(state):
         return [state["m"], state["v"], {name: state["w"][name] for name in "ab"}]
 
-    budgets = {"device_budget_bytes": 9 * LEAF, "host_budget_bytes": 19 * LEAF}
+    budgets = {"device_budget_bytes": 9 * LEAF, "host_budget_bytes": 13 * LEAF}
     reports, _, _ = run(tmp_path, [without_two] * 4, monkeypatch, **budgets)
     assert [r.kind for r in reports] == ["snapshot"] * 2 + ["window"] * 2
+
+
+@jax.jit
+def mixed(average, parameters):
+    return jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, parameters)
+
+
+class Averaged:
+    """The state, and as many averages of its parameters, which another program makes."""
+
+    def __init__(self, count=1):
+        self.averages = [fresh()["w"]] * count
+
+    def __call__(self, state):
+        self.averages = [mixed(a, state["w"]) for a in self.averages]
+        return [state, self.averages]
+
+
+def test_what_is_saved_beside_the_state_is_reckoned_with(tmp_path, monkeypatch):
+    """One device copy of the 12 leaves fits, of 16 none does; known from the first save on."""
+    reports, _, _ = run(tmp_path, [Averaged()] * 4, monkeypatch, device_budget_bytes=13 * LEAF)
+    assert [r.state_bytes for r in reports] == [16 * LEAF] * 4
+    assert [r.kind for r in reports] == ["snapshot"] + ["window"] * 3
+    assert "of a snapshot 2.000 s" in reports[-1].reason  # 3 leaves too many
+    assert max(r.peak_device_bytes for r in reports) <= 13 * LEAF + 64 * 16
+
+
+def test_what_is_saved_beside_the_state_for_a_while(tmp_path, monkeypatch):
+    """It is heard of, and forgotten, behind the next save."""
+    parts = [whole] * 2 + [Averaged()] * 3 + [whole] * 4
+    reports, _, _ = run(tmp_path, parts, monkeypatch, device_budget_bytes=13 * LEAF)
+    kinds = ["snapshot"] * 3 + ["window"] * 4 + ["snapshot"] * 2
+    assert [r.kind for r in reports] == kinds
+    assert reports[-1].reason.startswith("one device copy of the state fits: 197 kB")
+
+
+def test_one_save_of_copies_of_the_state_is_no_larger_than_the_state(tmp_path, monkeypatch):
+    """None of its arrays is known, and all leaves of the state are missing in it."""
+
+    def copies(state):
+        return jax.tree.map(jnp.copy, state)
+
+    parts = [whole, whole, copies, whole, whole]
+    reports, _, _ = run(tmp_path, parts, monkeypatch, device_budget_bytes=13 * LEAF)
+    assert {r.reason[:35] for r in reports[1:]} == {"one device copy of the state fits: "}
+    assert {r.kind for r in reports} == {"snapshot"}
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize(("steps", "following"), [(None, 1), (3, 4)])
+def test_what_is_saved_beside_the_state_takes_room_on_the_host(
+    tmp_path, monkeypatch, steps, following, missing
+):
+    """A window opens only where there is room for it, and twice for what follows a step.
+
+    Of a window that is chosen one leaf at the least, of one of a fixed K all four.
+    """
+    leaves = 12 + 2 * 4 + 2 * following - missing
+    budgets = {"host_budget_bytes": leaves * LEAF, "write_limit_bytes": 1}
+    parts = [Averaged(2)] * 5
+    reports, _, _ = run(tmp_path, parts, monkeypatch, steps=steps, exact=True, **budgets)
+    assert [r.kind for r in reports[1:]] == ["snapshot" if missing else "window"] * 4
+    assert ("host budget" in reports[-1].reason) == bool(missing)
+
+
+def test_what_is_saved_beside_is_known_where_rounding_is_accepted(tmp_path, monkeypatch):
+    """No exact window fits the host; where divisions are replayed, nothing follows what leaves."""
+    budgets = {"host_budget_bytes": 21 * LEAF, "write_limit_bytes": 1}
+    reports, _, _ = run(tmp_path, [Averaged(2)] * 2, monkeypatch, audit=None, **budgets)
+    assert reports[1].kind == "window"
+    assert "replayed up to rounding" in reports[1].reason
+    assert "of a snapshot 6.667 s" in reports[1].reason  # 20 leaves, 10 too many
 
 
 def test_windows_come_back_with_the_whole(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -23,10 +24,12 @@ from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import block, layout
 from gockpt_jax.transfer.budget import ByteBudget
+from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.window import units, worker
 from gockpt_jax.window.cost import copied_bytes
 from gockpt_jax.window.departure import make_departure, nothing_left
 from gockpt_jax.window.early import EarlyChunks
+from gockpt_jax.window.facts import SavedBytes
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.plan import fill_blocks, measure_bytes
 from gockpt_jax.window.step_room import StepRoom
@@ -149,6 +152,25 @@ def test_replicas_copy_the_slices_that_they_send(monkeypatch):
     nothing = nothing_left(program.cut, leaves)
     departure = make_departure(program.cut, dict(enumerate(size.units)), leaves, nothing)
     assert departure.cut.staged_bytes == departure.cut.held_bytes == size.retained // 8
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_replicas_send_what_the_plan_says(monkeypatch, devices):
+    """Where there is enough for each to have as much."""
+    monkeypatch.setattr(layout, "MIN_SLICE_BYTES", LEAF)
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec())
+    arrays = [jax.device_put(np.zeros(SHAPE, np.float32), place) for _ in range(8)]
+    of_block = block.block_of([Chunk.whole(FIRST_ALONE.source(a)) for a in arrays])
+    sent = collections.Counter()
+    for packing in of_block._packings:
+        for buffer, senders in zip(packing.buffers, packing.senders, strict=True):
+            for device in senders.flat:
+                sent[device] += buffer.staged_bytes
+    planned = SavedBytes.of(arrays, FIRST_ALONE)
+    assert {*sent.values()} == {planned.to_host} == {8 * LEAF // devices}
+    assert len(sent) == devices
+    assert (planned.of_device, planned.owned) == (8 * LEAF, 8 * LEAF)
 
 
 class Loop:

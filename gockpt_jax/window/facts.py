@@ -1,0 +1,116 @@
+"""What plans rest on beside the program and the device budget."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable
+
+import jax
+
+from gockpt_jax.transfer.chunks import Source, in_host_memory
+from gockpt_jax.transfer.replicas import Replicas
+from gockpt_jax.window.units import sharers
+
+_DRIFT = 1.5
+"""Plans are not made anew for less: a step or a link is never quite the same twice."""
+
+
+def bytes_to_host(source: Source) -> int:
+    """What one device sends of an array that travels by itself, replicas as if all sent alike."""
+    return -(-source.shard_bytes // sharers(source))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedBytes:
+    """Bytes of arrays that a save takes.
+
+    Attributes:
+      of_device: One device's part.
+      in_host_memory: Of that, what the host holds already.
+      to_host: Of that, what comes to the host: replicas of a process share the rest.
+      owned: By this process.
+    """
+
+    of_device: int = 0
+    in_host_memory: int = 0
+    to_host: int = 0
+    owned: int = 0
+
+    @classmethod
+    def of(cls, arrays: Iterable[jax.Array], replicas: Replicas) -> "SavedBytes":
+        """Those of arrays, donated or not."""
+        found = [(replicas.source(a), replicas.owned_bytes_at_most(a)) for a in arrays]
+        return cls(
+            of_device=sum(s.shard_bytes for s, _ in found),
+            in_host_memory=sum(s.shard_bytes for s, _ in found if in_host_memory(s.given)),
+            to_host=sum(map(bytes_to_host, (s for s, _ in found))),
+            owned=sum(owned for _, owned in found),
+        )
+
+    def plus(self, other: "SavedBytes") -> "SavedBytes":
+        """Both."""
+        return self._by(other, operator.add)
+
+    def or_more(self, other: "SavedBytes") -> "SavedBytes":
+        """The larger."""
+        return self._by(other, max)
+
+    def beyond(self, other: "SavedBytes") -> "SavedBytes":
+        """By how much it is larger."""
+        return self._by(other, lambda mine, others: max(0, mine - others))
+
+    def _by(self, other: "SavedBytes", function: Callable[[int, int], int]) -> "SavedBytes":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return SavedBytes(*(function(*pair) for pair in pairs))
+
+
+NO_BYTES = SavedBytes()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of the machine beside the device budget.
+
+    Attributes:
+      step_secs: Time of a training step; `None`: not known yet.
+      link_bytes_per_sec: Rate from one device to the host; `None`: not known yet.
+      host_budget_bytes: Host memory for one device's part of a save; `None`: no limit.
+      unsaved: Positions of the leaves that saves do not take.
+      was_refused: Whether the host had no room for a window that was to open, on any process.
+      beside: What saves take that no leaf is; what each process owns of it is not told.
+    """
+
+    step_secs: float | None = None
+    link_bytes_per_sec: float | None = None
+    host_budget_bytes: int | None = None
+    unsaved: frozenset[int] = frozenset()
+    was_refused: bool = False
+    beside: SavedBytes = NO_BYTES
+
+    @property
+    def unknown(self) -> str:
+        """What the plan waits for, in words."""
+        measured = {"step time": self.step_secs, "link": self.link_bytes_per_sec}
+        return " and ".join(name for name, value in measured.items() if value is None)
+
+    def have_more_of_the_host(self, planned: "Facts") -> bool:
+        """Whether the host has so much more room than a plan was made for that it is made anew."""
+        now, then = self.host_budget_bytes, planned.host_budget_bytes
+        if then is None or self.unknown:
+            return False
+        return now is None or now > _DRIFT * then
+
+    def differ_from(self, planned: "Facts") -> bool:
+        """Whether they moved so far from those a plan was made for that it is made anew."""
+        if self.unsaved != planned.unsaved or self.beside != planned.beside:
+            return True
+        pairs = (
+            (self.step_secs, planned.step_secs),
+            (self.link_bytes_per_sec, planned.link_bytes_per_sec),
+        )
+        if any(now is None for now, _ in pairs):
+            return False  # both are needed to predict anything
+        return any(
+            then is None or not 1 / _DRIFT <= now / then <= _DRIFT
+            for now, then in pairs
+            if now is not None
+        )
