@@ -220,7 +220,10 @@ def _may_be_spread(value: Value) -> bool:
         seen.add(source)
         if op is None or not op.inputs:
             return False
-        if not any(map(_may_be_spread, may_be_all_of(op))):
+        one_of = may_be_all_of(op)
+        if len(one_of) == 1:
+            stack.extend(one_of)
+        elif not any(map(_may_be_spread, one_of)):
             stack.extend(v for v in op.inputs if not _is_spread_by(op, v, source))
     return True
 

@@ -778,3 +778,20 @@ def test_what_is_squared_again_and_again_is_looked_at_once():
         return x * 0.9 + (x * y) * 0.1
 
     assert not is_exact(last(powers, "float32", "float32").op)
+
+
+def test_a_factor_may_be_anything_for_long():
+    """What nothing is added to, again and again, is a row that is spread, or is not."""
+
+    def by(q):
+        def product(x, y):
+            factor = q(x, y)
+            for _ in range(2_000):
+                factor = factor + 0.0
+            return (x * 0.9) * factor
+
+        return product
+
+    rows = by(lambda x, y: jnp.broadcast_to(jnp.sum(y), x.shape))
+    assert not is_exact(last(rows, "float32", "float32").op)
+    assert is_exact(last(by(lambda x, y: jnp.sin(y)), "float32", "float32").op)
