@@ -136,6 +136,25 @@ def test_what_the_policy_tells_a_handler(knows: bool, tmp_path: Path) -> None:
     assert windows == [12, *([18, 24] if knows else []), 30]
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_a_handler_foresees_saves_by_time_by_their_period(together: bool, tmp_path: Path) -> None:
+    """No label tells when the time will have come; two saves do."""
+    by_time = ocp.checkpoint_managers.ContinuousCheckpointingPolicy()
+    either = ocp.checkpoint_managers.AnySavePolicy([by_time, EVERY])
+    policy = either if together else by_time
+    job = PROGRAMS["clip_adamw"].build(1)
+    handler = gockpt.GoCkptHandler(window=WINDOW, save_decision_policy=policy)
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        step, state = handler.wrap(job.step), job.state
+        for label in range(25):
+            state = job.advance(step, state, label)
+            if label % 8 == 0:  # it is idle, and the minute is over
+                manager.save(label, args=gockpt.GoCkptSave(state))
+                manager.wait_until_finished()
+    kinds = [(r.step, r.kind) for r in handler.reports]
+    assert kinds == [(0, "snapshot"), (8, "snapshot"), (16, "window"), (24, "window")]
+
+
 def test_a_handler_alone_saves_where_a_loop_runs(tmp_path: Path) -> None:
     """As in a notebook."""
 

@@ -34,7 +34,8 @@ class GoCkptHandler(StateHandler):
 
     Args:
       window: How the state leaves the device.
-      save_decision_policy: The policy that the manager was given.
+      save_decision_policy: The policy that the manager was given. If it goes by labels, and these
+        count steps, uneven ones are foreseen, too, and saves behind a forced one.
       **options: Keywords of `ocp.PyTreeCheckpointHandler` (`use_ocdbt`, `use_zarr3`, ...).
 
     Raises:
@@ -70,7 +71,8 @@ class GoCkptHandler(StateHandler):
                 f"{on_busy!r}: these wait for the previous save. `GoCkptManager` need not."
             )
         predictor = self._gockpt_session.predictor
-        predictor.is_save_label = labels_of_policy(save_decision_policy)
+        labels = labels_of_policy(save_decision_policy, starts_windows=False)
+        predictor.is_save_label = labels
         predictor.sees_every_call = False
 
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:

@@ -55,8 +55,13 @@ def _labels_of_interval(interval: int | None, steps: Collection[int] | None) -> 
     return lambda label: bool((interval and label % interval == 0) or label in named)
 
 
-def labels_of_policy(policy: Any) -> SaveLabels | None:
+def labels_of_policy(policy: Any, *, starts_windows: bool = True) -> SaveLabels | None:
     """Which labels a policy will save.
+
+    Args:
+      policy: Orbax's, or one of the user's own.
+      starts_windows: Whether one by time or load has been arranged to start windows: then it saves
+        no label of its own accord.
 
     Returns:
       A function of the label that has no side effects; `None` if only the policy itself knows, when
@@ -66,11 +71,11 @@ def labels_of_policy(policy: Any) -> SaveLabels | None:
         return lambda label: label % policy.interval == 0
     if isinstance(policy, managers.SpecificStepsPolicy):
         return lambda label: label in policy.steps
-    if isinstance(policy, _START_DRIVEN):
+    if isinstance(policy, _START_DRIVEN) and starts_windows:
         return lambda label: False
     if isinstance(policy, managers.AnySavePolicy):
         foreseen = [p for p in policy.policies if not isinstance(p, _WITHOUT_FORESIGHT)]
-        parts = [labels_of_policy(p) for p in foreseen]
+        parts = [labels_of_policy(p, starts_windows=starts_windows) for p in foreseen]
         known = [p for p in parts if p is not None]
         if len(known) == len(parts) and known:
             return lambda label: any(part(label) for part in known)
