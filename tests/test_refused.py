@@ -245,11 +245,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[ocp.args.CheckpointArgs]]] = {
     "a user's handler": (
         {"item_handlers": {"x": ocp.JsonCheckpointHandler()}}, [gockpt.GoCkptSave(TREE)],
     ),
-    "a user's handler of trees": (
-        {"item_handlers": {"x": ocp.StandardCheckpointHandler()}}, [gockpt.GoCkptSave(TREE)],
-    ),
     "another kind before": ({}, [ocp.args.JsonSave({"a": 1}), ocp.args.PyTreeSave(TREE)]),
-    "arrays before": ({}, [ocp.args.ArraySave(jnp.ones(2)), ocp.args.StandardSave(TREE)]),
 }  # fmt: skip
 
 
@@ -280,6 +276,25 @@ def test_a_tree_that_another_handler_would_end(
         assert list(manager.all_steps()) == [step for step, _ in before]
         assert manager.save(step, args=ocp.args.Composite(state=both["state"], y=args))
     assert_is_whole(tmp_path / str(step) / "y")
+
+
+@pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+@pytest.mark.parametrize(
+    "handler", [gockpt.GoCkptHandler, ocp.StandardCheckpointHandler, ocp.PyTreeCheckpointHandler]
+)
+def test_a_tree_that_another_handler_of_trees_ends_can_be_read(
+    tmp_path: Path, handler: Any
+) -> None:
+    """Where it is ours, with checksums."""
+    others = {gockpt.GoCkptHandler, ocp.PyTreeCheckpointHandler} - {handler}
+    save = ocp.args.StandardSave if len(others) == 1 else ocp.args.PyTreeSave
+    with gockpt.GoCkptManager(tmp_path, item_handlers={"x": handler()}) as manager:
+        assert manager.save(0, args=ocp.args.Composite(x=save(TREE)))
+    restored = ocp.PyTreeCheckpointer().restore(tmp_path / "0/x")
+    np.testing.assert_array_equal(restored["w"], TREE["w"])
+    if handler is gockpt.GoCkptHandler:
+        assert_is_whole(tmp_path / "0/x")
 
 
 @pytest.mark.parametrize("save", [gockpt.GoCkptSave, ocp.args.StandardSave, ocp.args.PyTreeSave])

@@ -78,7 +78,9 @@ def is_exact(op: Op) -> bool:
         return _is_remainder_of_known(op)
     if op.name == "broadcast_in_dim":
         return op.inputs[0].shape == ()
-    return op.name == "convert_element_type" and _convert_is_exact(op)
+    if op.name != "convert_element_type":
+        return False
+    return _convert_is_exact(op) and not _may_tell_zero_otherwise(op)
 
 
 def why_inexact(op: Op) -> str:
@@ -118,15 +120,21 @@ def _may_tell_zero_otherwise(op: Op) -> bool:
     XLA's CPU backend flushes denormals, which a moment decays to where no gradient comes; a TPU
     does, too, and a GPU's kernels do not. A number that is known to be larger is told from both.
     """
-    if op.name not in _TELL_ZERO or jax.default_backend() != "gpu":
+    tells = op.name in _TELL_ZERO or op.params.get("new_dtype") == jnp.bool_
+    if not tells or jax.default_backend() != "gpu":
         return False
     numbers = [v for v in op.inputs if jnp.issubdtype(v.dtype, jnp.inexact)]
     narrow = all(v.dtype == jnp.float16 for v in numbers)  # whose denormals are none of fp32
-    return not narrow and not any(may_hold(v, _is_far_from_zero) for v in numbers)
+    return not narrow and not any(map(_is_far_from_zero, numbers))
 
 
-def _is_far_from_zero(number: Any) -> Any:
-    return abs(number) > jnp.finfo(jnp.float32).tiny
+def _is_far_from_zero(value: Value) -> bool:
+    """Whether all its numbers are known, and none is zero or next to it."""
+    known = unspread(value)
+    if not is_known(known):
+        return False
+    number = np.abs(np.asarray(known.constant if known.is_constant else number_of(known)))
+    return bool(np.all(number.astype(np.float64) > float(jnp.finfo(jnp.float32).tiny)))
 
 
 def _is_remainder_of_known(op: Op) -> bool:

@@ -6,6 +6,7 @@ compiler merges what another leaves, so the host does not repeat it.
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterator
 
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def may_be_cut(value: Value) -> bool:
     """
     return not (
         any(_is_rounding_factor(op) or _hides(op) for op in _chain(value, _ends_chain))
-        or any(map(_adds_constant, _chain(value, _ends_sum)))
+        or any(map(_adds_constant, _chain(value, _ends_sum_to_cut)))
     )
 
 
@@ -204,28 +205,44 @@ def _folds(op: Op) -> bool:
     )
 
 
-@judged_once
+_spread = weakref.WeakKeyDictionary[Value, bool]()
+"""Of values that are not smaller ones spread, whether they may be all the same."""
+
+
 def _may_be_spread(value: Value) -> bool:
     """Whether a compiler sees a number that is spread, or a row: be it after what makes it.
 
     With that it folds a constant in front, as with another constant.
     """
-    stack, seen = [value], set[Value]()
+    stack = [value]
     while stack:
-        value = stack.pop()
-        source = unspread(value)
-        op = source.op
-        if source.size < value.size or source.size == 1 or is_known(source) or source in seen:
+        source = unspread(stack[-1])
+        behind = () if source.op is None else (*source.op.inputs, *may_be_all_of(source.op))
+        todo = [v for v in behind if unspread(v) not in _spread]
+        if source not in _spread and todo:
+            stack += todo
             continue
-        seen.add(source)
-        if op is None or not op.inputs:
-            return False
-        one_of = may_be_all_of(op)
-        if len(one_of) == 1:
-            stack.extend(one_of)
-        elif not any(map(_may_be_spread, one_of)):
-            stack.extend(v for v in op.inputs if not _is_spread_by(op, v, source))
-    return True
+        if source not in _spread:
+            _spread[source] = _is_spread(source)
+        stack.pop()
+    return _is_smaller_or_spread(value)
+
+
+def _is_smaller_or_spread(value: Value) -> bool:
+    source = unspread(value)
+    return source.size < value.size or _spread[source]
+
+
+def _is_spread(source: Value) -> bool:
+    """As what it is made of says, of which that is known."""
+    op = source.op
+    if source.size == 1 or is_known(source):
+        return True
+    if op is None or not op.inputs:
+        return False
+    if any(map(_is_smaller_or_spread, may_be_all_of(op))):
+        return True
+    return all(_is_spread_by(op, v, source) or _is_smaller_or_spread(v) for v in op.inputs)
 
 
 def _is_spread_by(op: Op, value: Value, result: Value) -> bool:
@@ -264,9 +281,10 @@ def _may_be_flags(factor: Value) -> bool:
         seen.add(value)
         if op.name in ("mul", "div"):
             pairs = (op.inputs, op.inputs[::-1]) if op.name == "mul" else (op.inputs,)
-            stack.extend(x for x, y in pairs if may_hold(y, lambda number: number == 1))
+            stack.extend(x for x, y in pairs if may_hold(y, lambda number: abs(number) == 1))
         else:
-            stack.extend(op.inputs if op.name in IDENTITIES else may_be_all_of(op))
+            is_seen_through = op.name in IDENTITIES or op.name == "neg"
+            stack.extend(op.inputs if is_seen_through else may_be_all_of(op))
     return False
 
 
@@ -335,4 +353,14 @@ def _ends_sum(op: Op) -> bool:
     if op.name == "mul" or op.name == "div":  # but by one, which is erased
         factors = op.inputs if op.name == "mul" else op.inputs[1:]
         return not any(may_hold(v, lambda number: abs(number) == 1) for v in factors)
-    return op.name in PRODUCTS or _ends_chain(op)
+    if op.name in PRODUCTS:
+        return not may_be_all_of(op)
+    return _ends_chain(op)
+
+
+def _ends_sum_to_cut(op: Op) -> bool:
+    """Likewise, where a value is cut: a schedule's `(1 - count / n) ** 1` may be.
+
+    The power is erased; a constant that is added behind it is not repeated (`_folds`).
+    """
+    return op.name in PRODUCTS - {"mul"} or _ends_sum(op)

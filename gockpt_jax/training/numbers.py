@@ -188,6 +188,8 @@ def may_be_all_of(op: Op) -> Sequence[Value]:
     if op.name in ("max", "min"):
         is_either = may_be_equal(*inputs) or any(may_hold(v, np.isinf) for v in inputs)
         return inputs if is_either else ()
+    if op.name == "integer_pow":
+        return inputs if op.params["y"] == 1 else ()
     if op.name == "select_n":
         cases = inputs[1:]
         are_equal = all(may_be_equal(cases[0], case) for case in cases)

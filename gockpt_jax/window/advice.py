@@ -38,16 +38,15 @@ def num_beside(items: Iterable[Collection[int]], steps: Iterable[TracedStep]) ->
 
     Args:
       items: Of each item of the save, the ids of its arrays.
-      steps: All that have run; of one that has not since the save before, nothing is known.
+      steps: All that have run.
     """
     given, returned = set[int]().union(*items), set[int]()
     for step in steps:
-        if step.last.has_come:
-            program = step.program
-            leaves = None if program is None else program.returned.leaves(step.last.new_state)
-            if leaves is None:
-                return 0
-            returned.update(map(id, leaves))
+        program = step.program
+        leaves = None if program is None else program.returned.leaves(step.last.new_state)
+        if leaves is None:  # of this one it is not known, or not any more
+            return 0
+        returned.update(map(id, leaves))
     return len(given - returned)
 
 

@@ -112,8 +112,9 @@ class WindowFace:
 
         Until the next call a wrapped step holds what it has returned, and so does an open window,
         which this ends. A loop that takes its state off the device in between, to generate or to
-        evaluate another model, and brings it back, would need room for two of them. Of several
-        processes all call it, between the same steps.
+        evaluate another model, and brings it back, would need room for two of them. A window has
+        all of its steps, and one before them, between two such calls. Of several processes all call
+        it, between the same steps.
         """
         self._gockpt_session.release("the loop has let go of its state")
 

@@ -409,6 +409,10 @@ def test_a_tpu_has_no_fp64_of_its_own(f, dtype, monkeypatch):
         (jnp.floor, "float32", False),
         (lambda x: x > 1, "float32", True),
         (lambda x: x < -1e-30, "float32", True),
+        (lambda x: x > np.arange(4, dtype=np.float32), "float32", False),
+        (lambda x: x > np.full(4, 2, np.float32), "float32", True),
+        (lambda x: x.astype(bool), "float32", False),
+        (lambda x: x.astype(bool), "int32", True),
         (jnp.isfinite, "float32", True),
         (jnp.sign, "int32", True),
         (lambda x: x > 0, "int32", True),
@@ -780,14 +784,15 @@ def test_what_is_squared_again_and_again_is_looked_at_once():
     assert not is_exact(last(powers, "float32", "float32").op)
 
 
-def test_a_factor_may_be_anything_for_long():
-    """What nothing is added to, again and again, is a row that is spread, or is not."""
+@pytest.mark.parametrize("again", [lambda x: x + 0.0, lambda x: jnp.maximum(x, x)])
+def test_a_factor_may_be_anything_for_long(again):
+    """What nothing is done to, again and again, is a row that is spread, or is not."""
 
     def by(q):
         def product(x, y):
             factor = q(x, y)
-            for _ in range(2_000):
-                factor = factor + 0.0
+            for _ in range(1_000):
+                factor = again(factor)
             return (x * 0.9) * factor
 
         return product

@@ -90,6 +90,12 @@ CHOSEN: dict[str, Callable[..., Any]] = {
     "numbers of flags times one": lambda m, v, g: (
         m * ((jnp.sin(g.T) < 0).T.astype(jnp.float32) * 1.0), v + g
     ),
+    "flags of rows to the first power": lambda m, v, g: (
+        m * jnp.broadcast_to(flags(g)[:, None], g.shape).astype(jnp.float32) ** 1, v + g
+    ),
+    "flags of rows, both negated": lambda m, v, g: (
+        -m * -jnp.broadcast_to(flags(g)[:, None], g.shape).astype(jnp.float32), v + g
+    ),
     "flags of rows, picked": lambda m, v, g: (
         m * jnp.take(flags(g), jnp.argsort(g[:, 0]))[:, None].repeat(COLUMNS, 1), v
     ),
@@ -104,7 +110,14 @@ NEVER_BELOW: dict[str, Callable[..., Any]] = {
         jnp.maximum(loss(g), jnp.exp(loss(g))) >= 0, loss(g), m, v, g
     ),
 }  # fmt: skip
-STEPS = SPREAD | CHOSEN | NEVER_BELOW
+FIRST_POWER: dict[str, Callable[..., Any]] = {
+    "sums with constants": lambda m, v, g: ((m + 0.1) ** 1 + 0.3, v + g),
+    "a sum with a constant that is retained": lambda m, v, g: (
+        m + ((jnp.tanh(g) + 0.1) ** 1 + 0.7), v + 0.3 * ((jnp.tanh(g) + 0.1) ** 1 + 0.7)
+    ),
+    "products": lambda m, v, g: ((m * 0.9) ** 1 * 0.3, 0.9 * v * by_rows(g) ** 1),
+}  # fmt: skip
+STEPS = SPREAD | CHOSEN | NEVER_BELOW | FIRST_POWER
 
 
 def step_of(name: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """One save is with Orbax at a time: which is begun now, which waits for it, which is left out."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from gockpt_jax.errors import ProcessError
 from gockpt_jax.storage.managing.arguments import as_they_are
 from gockpt_jax.storage.managing.calls import Calls
 from gockpt_jax.storage.managing.last_save import LastSave
-from gockpt_jax.storage.managing.naming import Naming
+from gockpt_jax.storage.managing.naming import ENDS_TREES, Naming
 from gockpt_jax.storage.managing.turn import Turn, told_of_turns
 from gockpt_jax.storage.managing.waiting import WaitingRoom, WaitingSave
 from gockpt_jax.storage.saving.commit import with_word_of_commits
@@ -123,7 +124,8 @@ class SavesInTurn:
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         """Refuses a save that cannot be stored, or not be found again."""
         refuse_save(arguments, metrics_are_written=self.options.best_fn is not None)
-        refuse_unranked(arguments.get("metrics"), self.options)
+        if len(self._manager.all_steps()) >= (self.options.max_to_keep or math.inf):
+            refuse_unranked(arguments.get("metrics"), self.options)
         for name, args in arguments["args"].items():
             if self._naming.is_ours(name, args):
                 self._handler.leaves_to_save(args)
@@ -138,13 +140,13 @@ class SavesInTurn:
         """
         for name in trees:
             other = _compat.who_ends(self._manager, name)
-            if other not in (None, self._handler):
+            if other is not None and not isinstance(other, ENDS_TREES):
                 raise ValueError(
                     f"`args`: item `{name}` is a tree of arrays, but under that name the manager "
-                    f"has a `{type(other).__name__}`: it was given for it, or took another kind of "
-                    "item that was so named, as metrics are. Orbax would end the tree by it, and "
-                    "nobody could read what was written. Give the tree another name, or leave that "
-                    "handler out."
+                    f"has a `{type(other).__name__}`: it was given for it, or took or gave another "
+                    "kind of item that was so named, as metrics are. Orbax would end the tree by "
+                    "it, and nobody could read what was written. Give the tree another name, or "
+                    "leave that handler out."
                 )
 
     def _why_later(self, step: int, arguments: Mapping[str, Any]) -> str | None:

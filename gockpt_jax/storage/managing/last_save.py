@@ -182,15 +182,15 @@ class LastSave:
           pending: Its report; `None` if its state has not been taken.
         """
         begun, votes = self._handler.begun, self._handler.votes
-        if pending is not None:
-            pending.failed(error)
-            begun.give_up(error)  # not the last one, in flight maybe
-        begun.let_go()
-        begun.leave_directory()
-        if votes is not None:
-            votes.cancel()
-        if self._is_asynchronous and not self._session.processes.several and not self._is_ending:
-            begun.leave_writes(functools.partial(_compat.wait_for_writes, self._manager), error)
+        is_alone = self._is_asynchronous and not self._session.processes.several
+        wait = functools.partial(_compat.wait_for_writes, self._manager)
+        with begun.leaving_writes(wait if is_alone and not self._is_ending else None, error):
+            if pending is not None:
+                pending.failed(error)
+                begun.give_up(error)  # not the last one, in flight maybe
+            begun.leave_directory()
+            if votes is not None:
+                votes.cancel()
 
     def hear(self) -> None:
         """Waits for it if it is being written, and raises what went wrong with it."""

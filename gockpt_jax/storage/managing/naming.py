@@ -19,6 +19,11 @@ ITEM = "state"
 UNNAMED = "default"
 """What Orbax calls an item that was saved without a name."""
 METRICS = "metrics"
+ENDS_TREES = (
+    StateHandler, ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler,
+    ocp.handlers.ArrayCheckpointHandler,
+)  # fmt: skip
+"""By what trees that ours has written can be ended, and be read; stock's give them no checksums."""
 
 
 def _registry(given: Any, item_handlers: Any, handler: StateHandler) -> Any:

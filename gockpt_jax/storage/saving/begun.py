@@ -248,19 +248,28 @@ class BegunSave:
         with contextlib.suppress(Exception):  # the job's coordinator is gone: the error is told
             self._left.append(_Left(_directory_made().result, _DIRECTORY_SECS))
 
-    def leave_writes(self, wait: Callable[[], None], error: BaseException) -> None:
+    @contextlib.contextmanager
+    def leaving_writes(
+        self, wait: Callable[[], None] | None, error: BaseException
+    ) -> Iterator[None]:
         """It does not begin, and Orbax may be writing it: what that fails with nobody shall hear.
 
+        Before it is given up inside, which may be interrupted.
+
         Args:
-          wait: Waits for that, and raises it.
+          wait: Waits for that, and raises it; `None`: somebody hears of it.
           error: Why it does not begin. An interrupt has nobody wait for long.
         """
-        left = _Left(lambda secs: wait())
-        self._left.append(left)
-        if isinstance(error, Exception):
+        left = [] if wait is None else [_Left(lambda secs: wait())]
+        self._left += left
+        try:
+            yield
+        finally:
+            self.let_go()
+        if wait is not None and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 wait()
-            self._left.remove(left)
+            self._left.remove(*left)
 
     def wait_for_directory(self) -> None:
         """Likewise, and there is nobody to wait for it later: Orbax would make it twice at once."""

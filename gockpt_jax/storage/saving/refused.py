@@ -200,15 +200,15 @@ def refuse_save(offered: Mapping[str, Any], *, metrics_are_written: bool) -> Non
 def refuse_unranked(metrics: Any, options: ocp.CheckpointManagerOptions) -> None:
     """Refuses metrics by which Orbax could not tell the best checkpoints.
 
-    Where it keeps so many of them it asks `best_fn` when it has begun to write, and of these
-    metrics again in every save that follows.
+    Where one has to go it asks `best_fn` when it has begun to write, and of these metrics again in
+    every save that follows.
 
     Raises:
       TypeError: if what `best_fn` returns cannot be compared.
       Exception: what `best_fn` raises.
     """
     best_fn: Any = options.best_fn
-    if best_fn is None or metrics is None or not options.max_to_keep:
+    if best_fn is None or metrics is None:
         return
     value = best_fn(metrics)
     try:
