@@ -1,11 +1,15 @@
 """What plans rest on beside the program and the device budget."""
 
+import collections
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 
+from gockpt_jax.compiling import REMEMBERED
 from gockpt_jax.transfer.chunks import Source, in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.units import sharers
@@ -37,33 +41,54 @@ class SavedBytes:
 
     @classmethod
     def of(cls, arrays: Iterable[jax.Array], replicas: Replicas) -> "SavedBytes":
-        """Those of arrays, donated or not."""
-        found = [(replicas.source(a), replicas.owned_bytes_at_most(a)) for a in arrays]
-        return cls(
-            of_device=sum(s.shard_bytes for s, _ in found),
-            in_host_memory=sum(s.shard_bytes for s, _ in found if in_host_memory(s.given)),
-            to_host=sum(map(bytes_to_host, (s for s, _ in found))),
-            owned=sum(owned for _, owned in found),
-        )
+        """Those of arrays, donated or not; at each save of all that it takes."""
+        alike = collections.Counter((a.shape, a.dtype, a.sharding) for a in arrays)
+        found = NO_BYTES
+        for layout, count in alike.items():
+            found = found.plus(_of_one(replicas, *layout).times(count))
+        return found
 
     def plus(self, other: "SavedBytes") -> "SavedBytes":
         """Both."""
-        return self._by(other, operator.add)
+        return self._with(other, operator.add)
 
     def or_more(self, other: "SavedBytes") -> "SavedBytes":
         """The larger."""
-        return self._by(other, max)
+        return self._with(other, max)
 
     def beyond(self, other: "SavedBytes") -> "SavedBytes":
         """By how much it is larger."""
-        return self._by(other, lambda mine, others: max(0, mine - others))
+        return self._with(other, lambda mine, others: max(0, mine - others))
 
-    def _by(self, other: "SavedBytes", function: Callable[[int, int], int]) -> "SavedBytes":
+    def times(self, count: int) -> "SavedBytes":
+        """Of so many that are alike."""
+        return SavedBytes(*(count * number for number in dataclasses.astuple(self)))
+
+    def differs_by(self, other: "SavedBytes") -> int:
+        """By how much, at the most."""
+        apart: tuple[int, ...] = dataclasses.astuple(self._with(other, operator.sub))
+        return max(map(abs, apart))
+
+    def _with(self, other: "SavedBytes", function: Callable[[int, int], int]) -> "SavedBytes":
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return SavedBytes(*(function(*pair) for pair in pairs))
 
 
 NO_BYTES = SavedBytes()
+
+
+@functools.lru_cache(REMEMBERED)
+def _of_one(
+    replicas: Replicas, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> SavedBytes:
+    array = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    source = replicas.source(array)
+    return SavedBytes(
+        of_device=source.shard_bytes,
+        in_host_memory=source.shard_bytes if in_host_memory(source.given) else 0,
+        to_host=bytes_to_host(source),
+        owned=replicas.owned_bytes_at_most(array),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +126,7 @@ class Facts:
 
     def differ_from(self, planned: "Facts") -> bool:
         """Whether they moved so far from those a plan was made for that it is made anew."""
-        if self.unsaved != planned.unsaved or self.beside != planned.beside:
+        if self.unsaved != planned.unsaved:
             return True
         pairs = (
             (self.step_secs, planned.step_secs),

@@ -15,6 +15,9 @@ from gockpt_jax.window.facts import Facts
 from gockpt_jax.window.plan import Plan, StateBytes, plan_window
 from gockpt_jax.window.units import units_behind
 
+_LITTLE = 0.01
+"""Of what saves take: for so much more beside the state no plan is made anew."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
@@ -74,7 +77,15 @@ class Planned:
 
     def is_outdated_by(self, facts: Facts) -> bool:
         """Whether what it was made for has moved so far that it is made anew."""
-        return facts.differ_from(self.facts) or self._host_has_moved(facts)
+        beside_bytes = facts.beside.differs_by(self.facts.beside)
+        has_moved = facts.differ_from(self.facts) or beside_bytes > _LITTLE * self.size.saved
+        return has_moved or self._host_has_moved(facts)
+
+    def as_ready_as(self, other: "Planned") -> "Planned":
+        """With the departures of a plan that is the same, if they are of the same units."""
+        if self.size.units != other.size.units:
+            return self
+        return dataclasses.replace(self, _departures=other._departures)
 
     def _host_has_moved(self, facts: Facts) -> bool:
         """Whether the host's room has grown, and had bounded it, or it has been refused for want.

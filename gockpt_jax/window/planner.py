@@ -182,6 +182,7 @@ class Planner:
         plan = self._plan(program, leaves, facts).plan
         is_same = plan.blocks == planned.plan.blocks and facts.unsaved == planned.facts.unsaved
         if is_same and not has_less:
+            self._plans[program] = self._plans[program].as_ready_as(planned)
             return False
         _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
         self._settle(step, program, leaves)

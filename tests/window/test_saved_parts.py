@@ -12,6 +12,7 @@ from gockpt_jax import AuditError, GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window import open_window
 from gockpt_jax.window.audit import PendingAudit
+from gockpt_jax.window.planner import Planner
 
 LEAF = 64 * 64 * 4
 NAMES = "abcd"
@@ -146,6 +147,27 @@ def test_what_is_saved_beside_the_state_is_reckoned_with(tmp_path, monkeypatch):
     assert [r.kind for r in reports] == ["snapshot"] + ["window"] * 3
     assert "of a snapshot 2.000 s" in reports[-1].reason  # 3 leaves too many
     assert max(r.peak_device_bytes for r in reports) <= 13 * LEAF + 64 * 16
+
+
+def test_a_history_that_grows_beside_the_state_costs_no_plans(tmp_path, monkeypatch):
+    """Its plan holds, until it is as large as to matter."""
+    plans, plan = [], Planner._plan
+
+    def counted(planner, *args):
+        plans.append(args)
+        return plan(planner, *args)
+
+    monkeypatch.setattr(Planner, "_plan", counted)
+    lengths = iter(range(1, 100))
+
+    def with_history(state):
+        return {"state": state, "history": jnp.ones(8 * next(lengths))}
+
+    run(tmp_path, [with_history] * 6, monkeypatch)
+    few = len(plans)
+    plans.clear()
+    run(tmp_path / "none", [lambda state: state] * 6, monkeypatch)
+    assert few == len(plans)
 
 
 def test_what_is_saved_beside_the_state_for_a_while(tmp_path, monkeypatch):
