@@ -170,11 +170,23 @@ class Policy:
 STATES: dict[str, Any] = {"a tree": {"w": jnp.ones(1000)}, "an array": jnp.ones(1000)}
 
 
+def require_that_stock_stores(state: str, directory: Path) -> None:
+    """A bare array is a leaf without a name, which older ones (Orbax 0.11.33) miss."""
+    leaves = {"": jnp.ones(2)} if state == "an array" else {"w": jnp.ones(2)}
+    try:
+        with ocp.StandardCheckpointer() as stock:
+            stock.save(directory / "stocks", leaves)
+    except ValueError:
+        pytest.skip("this Orbax misses a leaf without a name")
+
+
 @pytest.mark.parametrize("on_save_error", ["raise", "warn"])
 @pytest.mark.parametrize("state", STATES)
 def test_the_next_save_does_not_hear_of_one_that_the_users_policy_has_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, on_save_error: Any
 ) -> None:
+    require_that_stock_stores(state, tmp_path)
+    tmp_path = tmp_path / "run"
     policy, go_on = Policy(), threading.Event()
     wait, check = _compat.wait_for_writes, leaf_writer._check_data
     monkeypatch.setattr(_compat, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
@@ -245,6 +257,8 @@ def test_the_next_save_does_not_hear_of_an_interrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not handed over stops; nobody waits for that before the next save."""
+    require_that_stock_stores("an array", tmp_path)
+    tmp_path = tmp_path / "run"
     policy, go_on = Policy(), threading.Event()
     wait, check = _compat.wait_for_writes, leaf_writer._check_data
     monkeypatch.setattr(_compat, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
