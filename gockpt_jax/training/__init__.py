@@ -7,6 +7,7 @@ In the order of their imports:
     numbers    what number a value is, and which may be one
     settled    which flags are always the same
     apart      which sums they take apart
+    factors    what a factor may be seen to be
     merging    what compilers merge
     exact      which operations the host repeats bit for bit
     walk       from a leaf's new value back to what it cannot repeat

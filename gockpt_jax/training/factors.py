@@ -1,0 +1,79 @@
+"""What a compiler may see a factor to be: something smaller that is spread, or flags."""
+
+import weakref
+
+import jax.numpy as jnp
+
+from gockpt_jax.training.numbers import may_be_all_of, may_hold
+from gockpt_jax.training.values import IDENTITIES, Op, Value, is_known, unspread
+
+_spread = weakref.WeakKeyDictionary[Value, bool]()
+"""Of values that are not smaller ones spread, whether they may be all the same."""
+
+
+def may_be_spread(value: Value) -> bool:
+    """Whether a compiler sees a number that is spread, or a row: be it after what makes it.
+
+    With that it folds a constant in front, as with another constant.
+    """
+    stack = [value]
+    while stack:
+        source = unspread(stack[-1])
+        behind = () if source.op is None else (*source.op.inputs, *may_be_all_of(source.op))
+        todo = [v for v in behind if unspread(v) not in _spread]
+        if source not in _spread and todo:
+            stack += todo
+            continue
+        if source not in _spread:
+            _spread[source] = _is_spread(source)
+        stack.pop()
+    return _is_smaller_or_spread(value)
+
+
+def _is_smaller_or_spread(value: Value) -> bool:
+    source = unspread(value)
+    return source.size < value.size or _spread[source]
+
+
+def _is_spread(source: Value) -> bool:
+    """As what it is made of says, of which that is known."""
+    op = source.op
+    if source.size == 1 or is_known(source):
+        return True
+    if op is None or not op.inputs:
+        return False
+    if any(map(_is_smaller_or_spread, may_be_all_of(op))):
+        return True
+    return all(_is_spread_by(op, v, source) or _is_smaller_or_spread(v) for v in op.inputs)
+
+
+def _is_spread_by(op: Op, value: Value, result: Value) -> bool:
+    """Whether an operation goes by elements, and spreads one of its operands."""
+    shapes = [v.shape for v in op.inputs]
+    is_elementwise = all(len(shape) in (0, len(result.shape)) for shape in shapes) and all(
+        set(sizes) <= {1, size}
+        for size, *sizes in zip(result.shape, *filter(None, shapes), strict=True)
+    )
+    return is_elementwise and value.size < result.size
+
+
+def may_be_flags(factor: Value) -> bool:
+    """Whether a compiler may find that numbers are flags that the step has made."""
+    stack, seen = [factor], set[Value]()
+    while stack:
+        value = unspread(stack.pop())
+        op = value.op
+        if value.dtype == jnp.bool_ and value.size > 1:
+            is_given = op is None and value.size == factor.size
+            if not is_given:
+                return True
+        if op is None or value in seen:
+            continue
+        seen.add(value)
+        if op.name in ("mul", "div"):
+            pairs = (op.inputs, op.inputs[::-1]) if op.name == "mul" else (op.inputs,)
+            stack.extend(x for x, y in pairs if may_hold(y, lambda number: abs(number) == 1))
+        else:
+            is_seen_through = op.name in IDENTITIES or op.name == "neg"
+            stack.extend(op.inputs if is_seen_through else may_be_all_of(op))
+    return False
