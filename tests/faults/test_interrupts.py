@@ -292,6 +292,22 @@ def test_an_interrupt_while_the_writes_of_a_stopped_save_are_waited_for(
         assert manager.all_steps(read=True) == [1]
 
 
+def test_an_interrupt_as_a_stopped_save_is_given_up_leaves_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever of giving it up is left out, the next save does not hear of it."""
+    policy, once = Policy(), Once(monkeypatch, BegunSave, "leave_directory")
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    args = gockpt.GoCkptSave(STATES["a tree"])
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        policy.error, once.armed = KeyError("the user's"), True
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert manager.save(1, args=args)
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [1]
+
+
 def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
