@@ -275,10 +275,14 @@ def test_the_next_save_does_not_hear_of_an_interrupted_one(
         assert manager.all_steps(read=True) == [1]
 
 
-def test_an_interrupt_while_the_writes_of_a_stopped_save_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "name"), [(BegunSave, "leave_directory"), (_compat, "wait_for_writes")]
+)
+def test_an_interrupt_as_a_stopped_save_is_given_up_leaves_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    policy, once = Policy(), Once(monkeypatch, _compat, "wait_for_writes")
+    """Whatever of giving it up is left out, the next save does not hear of it."""
+    policy, once = Policy(), Once(monkeypatch, owner, name)
     options = ocp.CheckpointManagerOptions(preservation_policy=policy)
     args = gockpt.GoCkptSave(STATES["a tree"])
     with gockpt.GoCkptManager(tmp_path, options=options) as manager:
@@ -287,22 +291,6 @@ def test_an_interrupt_while_the_writes_of_a_stopped_save_are_waited_for(
             manager.save(0, args=args)
         assert manager.all_steps() == []
         assert manager.reports[0].error == 'KeyError: "the user\'s"'
-        assert manager.save(1, args=args)
-        manager.wait_until_finished()
-        assert manager.all_steps(read=True) == [1]
-
-
-def test_an_interrupt_as_a_stopped_save_is_given_up_leaves_nothing_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever of giving it up is left out, the next save does not hear of it."""
-    policy, once = Policy(), Once(monkeypatch, BegunSave, "leave_directory")
-    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
-    args = gockpt.GoCkptSave(STATES["a tree"])
-    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
-        policy.error, once.armed = KeyError("the user's"), True
-        with pytest.raises(KeyboardInterrupt):
-            manager.save(0, args=args)
         assert manager.save(1, args=args)
         manager.wait_until_finished()
         assert manager.all_steps(read=True) == [1]
