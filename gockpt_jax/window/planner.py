@@ -41,6 +41,10 @@ _CONTRACTS = (
     "rounding with `audit=gockpt_jax.Audit(max_relative_error=...)`"
 )
 _NONE_SAVED = "no leaf that the last saves took may leave early"
+_NONE_OURS = (
+    "the last saves took no array that the wrapped step had returned: copies are others, as arrays "
+    "of NumPy are; give `save` the state itself"
+)
 
 
 class Planner:
@@ -141,7 +145,7 @@ class Planner:
         if not program.cut.groups:
             plan = Plan((), _why_all_late(program.cut, size))
         elif facts.unsaved and not size.units:
-            plan = Plan((), _NONE_SAVED)
+            plan = Plan((), _NONE_OURS if len(facts.unsaved) == len(leaves) else _NONE_SAVED)
         else:
             plan = plan_window(size, self._options, self._device.limit_bytes, facts)
         if self._is_chosen(size) and self._options.step_secs is None:
@@ -184,7 +188,8 @@ class Planner:
         if is_same and not has_less:
             self._plans[program] = self._plans[program].as_ready_as(planned)
             return False
-        _log.info("the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
+        level = logging.WARNING if plan.reason == _NONE_OURS else logging.INFO
+        _log.log(level, "the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
         self._settle(step, program, leaves)
         return True
 

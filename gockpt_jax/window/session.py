@@ -326,7 +326,7 @@ class Session:
             if self._seal is not None:
                 self._seal.end()  # again, if it is interrupted
                 seal, self._seal = self._seal, None
-                if self._last_step is not None and any(seal.items):
+                if self._last_step is not None and seal.items:
                     self._num_beside = num_beside(seal.items, list(self._steps))
                     self.known.has_saved(self._last_step, seal.items, seal.taken)
                     self.planner.has_saved(self._last_step)

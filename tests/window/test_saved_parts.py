@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
@@ -78,13 +80,24 @@ def other_arrays(state):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
 
 
-@pytest.mark.parametrize("part", [parameters, other_arrays])
-def test_no_window_opens_where_nothing_that_leaves_early_is_saved(tmp_path, monkeypatch, part):
+NONE_EARLY = "no leaf that the last saves took may leave early"
+NONE_OURS = "the last saves took no array that the wrapped step had returned"
+
+
+@pytest.mark.parametrize(
+    ("part", "why"), [(parameters, NONE_EARLY), (other_arrays, NONE_OURS), (to_host, NONE_OURS)]
+)
+def test_no_window_opens_where_nothing_that_leaves_early_is_saved(
+    tmp_path, monkeypatch, caplog, part, why
+):
     reports, armed, explained = run(tmp_path, [part] * 5, monkeypatch)
     assert [r.kind for r in reports] == ["snapshot"] * 5
     assert max(armed) <= 4, "but for the first, nothing was known yet"
-    assert "no leaf that the last saves took may leave early" in reports[-1].reason
-    assert "snapshots: no leaf that the last saves took may leave early" in explained
+    assert why in reports[-1].reason
+    assert f"snapshots: {why}" in explained
+    assert [why in m for _, level, m in caplog.record_tuples if level == logging.WARNING] == (
+        [True] if why == NONE_OURS else []
+    )
 
 
 def test_a_part_that_fits_is_a_copy(tmp_path, monkeypatch):
