@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from gockpt_jax.checks import counted
 from gockpt_jax.compiling import debugged_by
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
@@ -144,7 +145,8 @@ class Opener:
             window.give_up(no_room)
         if (deferral := self._deferral_of(target)) is not None:
             window.record.deferred_steps = deferral.steps
-            window.record.reason += f"; put off {deferral.steps} times, for {deferral.why}"
+            often = counted(deferral.steps, "time")
+            window.record.reason += f"; put off {often}, for {deferral.why}"
         return window
 
     def _prepare(self, step: TracedStep) -> None:

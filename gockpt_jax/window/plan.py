@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
+from gockpt_jax.checks import counted
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import in_host_memory
@@ -221,7 +222,7 @@ def _smallest_window(size: StateBytes, max_steps: int, budget_bytes: int, unknow
         if peaks[-1] <= budget_bytes:
             return plan
     least = f": {describe_bytes(min(peaks))} would do" if peaks else ""
-    why = f"no window of at most {max_steps} steps fits {budget}{least}"
+    why = f"no window of at most {counted(max_steps, 'step')} fits {budget}{least}"
     return Plan((), f"{why}; not known yet: {unknown}")
 
 

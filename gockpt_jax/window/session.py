@@ -133,16 +133,15 @@ class Session:
             current.abandon("the predicted save did not come")
             current.why_none = None  # that one is past
             self.predictor.abandoned()
-        if current.window is None:
-            self._open(step, args, kwargs)
-        else:
+        if current.window is not None:
             step.turn_to(args, kwargs)
+            why_not = self._opener.why_not_follow(current.window, step)
+            if why_not is not None:
+                current.abandon(f"it cannot go on: {why_not}")
+        if current.window is None:
+            self._open(step, args, kwargs)  # a shorter one, if one has just been abandoned
         window, program = current.window, step.program
-        if window is None:
-            return None
-        why_not = self._opener.why_not_follow(window, step)
-        if program is None or why_not is not None:
-            current.abandon(f"it cannot go on: {why_not}")
+        if window is None or program is None:
             return None
         try:
             flat = program.flat_call(args, kwargs)

@@ -107,6 +107,24 @@ def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
             assert_same(manager.restore(label), state)
 
 
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, steps):
+    """Each gives up what the one before it has opened, and opens its own: the last one stays."""
+    options = Options(save_interval_steps=6)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=steps)) as manager:
+        turns = [manager.wrap(jax.jit(f, donate_argnums=0)) for f in (norm_too, slower_moments)]
+        state, saved = jax.tree.map(jnp.array, fresh()), {}
+        for label in range(25):
+            state, _ = turns[label % 2](state, BATCH)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
+        assert kinds == [(0, "snapshot", 1), *((n, "window", 2) for n in (6, 12, 18, 24))]
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
 def assert_cannot_go_on(manager, why, saved):
     """The window of the second save was abandoned for this reason, the third's was not."""
     manager.wait_until_finished()
