@@ -54,7 +54,7 @@ class CurrentWindow:
     def open(self, found: OpenWindow | str | None) -> None:
         """Takes what the opener has found: a window, or why there is none, if it is near."""
         if isinstance(found, str):
-            self.why_none = self.why_none or found
+            self.why_none = found
         else:
             self.window = found
 

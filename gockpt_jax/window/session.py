@@ -133,13 +133,7 @@ class Session:
             current.abandon("the predicted save did not come")
             current.why_none = None  # that one is past
             self.predictor.abandoned()
-        if current.window is not None:
-            step.turn_to(args, kwargs)
-            why_not = self._opener.why_not_follow(current.window, step)
-            if why_not is not None:
-                current.abandon(f"it cannot go on: {why_not}")
-        if current.window is None:
-            self._open(step, args, kwargs)  # a shorter one, if one has just been abandoned
+        self._follow_or_open(step, args, kwargs)
         window, program = current.window, step.program
         if window is None or program is None:
             return None
@@ -159,6 +153,22 @@ class Session:
             raise
         window.record.stall_secs += time.perf_counter() - start
         return None if current.window is None else ArmedCall(program, flat)
+
+    def _follow_or_open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
+        """Goes on with the open window; gives it up for a shorter one, if this step is another."""
+        current = self._current
+        if current.window is None:
+            self._open(step, args, kwargs)
+            return
+        step.turn_to(args, kwargs)
+        why_not = self._opener.why_not_follow(current.window, step)
+        if why_not is None:
+            return
+        current.abandon(f"it cannot go on: {why_not}")
+        why_none = current.why_none
+        self._open(step, args, kwargs)
+        if current.window is None:
+            current.why_none = why_none
 
     def _open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
         """Opens a window, if it is time; before the first step, plans for snapshots."""
