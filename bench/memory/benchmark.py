@@ -73,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(record: Record, name: str, *, quick: bool, directory: Path | None) -> None:
-    with tempfile.TemporaryDirectory(dir=directory) as target:
+    place = directory.absolute() if directory else None  # the process runs in the repository
+    with tempfile.TemporaryDirectory(dir=place) as target:
         words = ["-m", "bench.memory.way", name, target, *(["--quick"] if quick else [])]
         child = subprocess.run(
             [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False,
