@@ -212,8 +212,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         a, b = (json.loads(p.read_text(encoding="utf-8")) for p in (options.a, options.b))
         changes = compare(a, b, options.threshold)
-    except (IncomparableError, OSError, ValueError, KeyError) as error:
-        print(f"cannot compare {options.a.name} and {options.b.name}: {error}", file=sys.stderr)
+    except (IncomparableError, OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}" if _is_no_record(error) else error
+        print(f"cannot compare {options.a.name} and {options.b.name}: {why}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps({"changes": [dataclasses.asdict(c) for c in changes]}, indent=1))
@@ -223,6 +224,11 @@ def main(argv: Sequence[str]) -> int:
         print("nothing could be judged; the reasons are above", file=sys.stderr)
         return 2
     return int(any(c.verdict == "worse" for c in changes))
+
+
+def _is_no_record(error: Exception) -> bool:
+    """Whether a file is JSON of another kind: the error alone would say little."""
+    return isinstance(error, KeyError | TypeError)
 
 
 def _show(a: Mapping[str, Any], b: Mapping[str, Any], changes: Sequence[Change]) -> None:

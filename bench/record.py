@@ -31,6 +31,10 @@ UNFINISHED = ".unfinished"
 """At the end of a file's name while it is written."""
 
 
+class OptionError(ValueError):
+    """A benchmark was asked for what there is not."""
+
+
 @dataclasses.dataclass
 class Record:
     """The outcome of one benchmark.

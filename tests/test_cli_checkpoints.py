@@ -213,6 +213,10 @@ def test_what_cannot_be_compared(tmp_path, base):
     try:
         told = run("diff", base, base, "--item", "x").output
         assert "expected the tree `x`, found `model`" in told
+        (base / "0/model").rename(base / "kept")
+        told = run("diff", base, base).output
+        assert "expected one tree, found none in the newest checkpoint, `0`. Give" in told
+        (base / "kept").rename(base / "0/model")
     finally:
         (base / "0/model").rename(base / "0/state")
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from bench.garbage import frozen, full_collections
 from bench.profiled import profiled
-from bench.record import Record, has_nvidia, use_device_memory, without_fma
+from bench.record import OptionError, Record, has_nvidia, use_device_memory, without_fma
 from bench.train.figures import predicted_stall_secs
 from bench.train.model import AXIS, SIZES, Job, make_job
 from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode, refuse_unknown
@@ -118,14 +118,14 @@ def _refuse(modes: Sequence[str], sizes: Sequence[str], interval: int, saves: in
         mode, plus, experiment = name.partition("+")
         refuse_unknown(mode)
         if plus and experiment not in EXPERIMENTS:
-            raise ValueError(
+            raise OptionError(
                 f"there is no experiment {experiment!r}; give one of {[*EXPERIMENTS]}."
             )
     for size in sizes:
         if size not in SIZES:
-            raise ValueError(f"there is no size {size!r}; give some of {', '.join(SIZES)}.")
+            raise OptionError(f"there is no size {size!r}; give some of {', '.join(SIZES)}.")
     if interval < _LEAST_INTERVAL or saves < 1:
-        raise ValueError(
+        raise OptionError(
             f"--interval must be at least {_LEAST_INTERVAL}, so that there are steps between those "
             f"around the saves, and --saves at least 1; got {interval} and {saves}."
         )

@@ -29,6 +29,7 @@ _MODES = {
     "gockpt_k1": "gockpt_jax, a device copy: its plan where there is room for one",
     "gockpt_k4": "gockpt_jax, a window of 4 steps",
 }
+_GRAPHS = "+graphs"  # behind a mode's name: until decision 35 windows had none
 _AROUND = [mode for mode in _MODES if mode != "gockpt"]  # there, with a fixed K only
 
 
@@ -123,23 +124,51 @@ def around_table(record: Record) -> list[str]:
         "|---|---:|---:|",
     ]
     samples = record["samples"]
-    (size,) = {name.partition("/")[0] for name in samples}
-    for mode in _AROUND:
-        with_graphs = f"{size}/{mode}+graphs"  # until decision 35 windows had none
-        of = with_graphs if f"{with_graphs}/around_save_ms" in samples else f"{size}/{mode}"
-        cost, held = (samples[f"{of}/{name}_ms"] for name in ("around_save", "save_call"))
+    labels = _around_labels(samples)
+    for mode, label in labels.items():
+        cost, held = (samples[f"{label}/{name}_ms"] for name in ("around_save", "save_call"))
         name, middle = _MODES[mode], statistics.median(held)
         lines.append(f"| {name} (`{mode}`) | {_spread(cost)} | {middle:.0f} |")
-    step = statistics.median(samples[f"{size}/ideal/step_ms"])
-    state = next(note for note in record["notes"] if note.startswith(f"{size}: "))
+    return [*lines, "", *textwrap.wrap(_said_of_around(record, labels), 118)]
+
+
+def _around_labels(samples: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """Of each way, what its figures' names begin with."""
+    (size,) = {name.partition("/")[0] for name in samples}
+    labels = {mode: f"{size}/{mode}" for mode in _AROUND}
+    return {
+        mode: f"{label}{_GRAPHS}" if f"{label}{_GRAPHS}/around_save_ms" in samples else label
+        for mode, label in labels.items()
+    }
+
+
+def _said_of_around(record: Record, labels: Mapping[str, str]) -> str:
+    samples, notes = record["samples"], record["notes"]
+    size = labels["ideal"].partition("/")[0]
+    state = next(note for note in notes if note.startswith(f"{size}: "))
+    between = {mode: statistics.median(samples[f"{labels[mode]}/step_ms"]) for mode in labels}
+    step = between.pop("ideal")
+    first = ", which ran first," if next(iter(samples)).startswith(f"{size}/ideal/") else ""
     said = (
         f"On {_where(record)}, Orbax {record['versions']['orbax-checkpoint']}: a GPT with "
-        f"{state.partition(': ')[2].rstrip('.')}, steps of {step:.0f} ms; medians of {len(cost)} "
-        "saves. What a save costs: the time of the steps around it, less as many times the median "
-        "of the steps between saves. `save` may hold the trainer's thread while the device is busy "
-        "with steps that it has been given, which costs nothing."
+        f"{state.partition(': ')[2].rstrip('.')}, steps of {step:.0f} ms; medians of "
+        f"{len(samples[f'{size}/ideal/around_save_ms'])} saves. What a save costs: the time of the "
+        "steps around it, less as many times the median of the steps between saves. `save` may "
+        "hold the trainer's thread while the device is busy with steps that it has been given, "
+        "which costs nothing. Each save found the one before it done, and of what slows all steps "
+        "alike, such as writing, nothing is in it: those between saves took "
+        f"{step:.1f} ms without checkpoints{first} and {min(between.values()):.1f} to "
+        f"{max(between.values()):.1f} ms by the other ways."
     )
-    return [*lines, "", *textwrap.wrap(said, 118)]
+    if place := re.search(r"Checkpoints went to .*?\.(?= |$)", " ".join(notes)):
+        said += f" {place[0]}"
+    for mode, label in labels.items():
+        if label.endswith(_GRAPHS):
+            said += (
+                f" `{mode}` is the record's `{mode}{_GRAPHS}`: windows have had CUDA graphs since "
+                "decision 35."
+            )
+    return said
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -167,7 +167,34 @@ def throughput_lines(record: Mapping[str, Any]) -> list[str]:
             f" Training without checkpoints, divided by itself, gave {low:.3f} to {high:.3f} (the "
             "middle half; the band in the plot): smaller differences are the machine's drift."
         )
+    said += _what_comes_behind(record, interval)
     return [*textwrap.wrap(shown, 105), "", *textwrap.wrap(said, 105)]
+
+
+def _what_comes_behind(record: Mapping[str, Any], interval: int) -> str:
+    """Of saves that end behind the last step of a phase, in which throughput has no share."""
+    ended, late = (
+        {
+            mode: statistics.median(values[interval])
+            for mode, values in train.of_figure(record, figure).items()
+            if mode != "ideal" and interval in values
+        }
+        for figure in ("job_throughput_ratio", "drain_over_interval")
+    )
+    said = ""
+    if ended:
+        at_it = ", ".join(f"`{mode}` {value:.3f}" for mode, value in ended.items())
+        said += (
+            f" With the wait for the last save of a phase counted, too: {at_it}; phases are short, "
+            "and a longer run lies between."
+        )
+    if over := {mode: value for mode, value in late.items() if value > 1}:
+        at_it = ", ".join(f"{value:.2f} by `{mode}`" for mode, value in over.items())
+        said += (
+            f" So close together saves wait for each other: they were visible after {at_it} of the "
+            "time between two."
+        )
+    return said
 
 
 def _is_memory(record: Mapping[str, Any]) -> bool:

@@ -99,11 +99,11 @@ def run(quick: bool, **options: Any) -> "GpuRun":
     """
     arguments = argparse.Namespace(**options)
     out = arguments.out or ROOT / "bench" / "results" / f"{_device()}-{datetime.date.today()}"
-    out.mkdir(parents=True, exist_ok=True)
     names = arguments.parts.split(",") if arguments.parts else [part.name for part in PARTS]
     unknown = set(names) - {part.name for part in PARTS}
     if unknown:
         raise SystemExit(f"there are no parts {sorted(unknown)}")
+    out.mkdir(parents=True, exist_ok=True)
     done = GpuRun(out)
     end = time.perf_counter() + 60 * arguments.minutes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench gpu was ended"))  # with its parts
@@ -125,8 +125,8 @@ class GpuRun:
     """
 
     def __init__(self, out: Path):
-        self._out = out
-        self._log = out / "log.txt"
+        self._out = out.absolute()  # the parts run in the repository
+        self._log = self._out / "log.txt"
         self._states: dict[str, str] = {}
 
     def run(
@@ -232,7 +232,8 @@ def _scratch(directory: Path | None) -> Iterator[dict[str, str]]:
     """
     with contextlib.ExitStack() as stack:
         options = {"prefix": "bench-gpu-", "ignore_cleanup_errors": True}
-        disk = tempfile.TemporaryDirectory(dir=directory, **options)
+        place = directory.absolute() if directory else None
+        disk = tempfile.TemporaryDirectory(dir=place, **options)
         found = {"TMPDIR": stack.enter_context(disk)}
         if os.access(MEMORY, os.W_OK):
             memory = tempfile.TemporaryDirectory(dir=MEMORY, **options)

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from bench.memory.way import NOTES, QUICK, WAYS
-from bench.record import ROOT, Record, without_paths
+from bench.record import ROOT, OptionError, Record, without_paths
 from bench.tables import print_by_row
 
 _COLUMNS = {
@@ -56,6 +56,8 @@ def run(
     """
     record = MemoryRecord("memory", notes=[*NOTES], details={"saves": {}, "failures": {}})
     names = ways.split(",") if ways else QUICK if quick else WAYS
+    if unknown := [name for name in names if name not in WAYS]:
+        raise OptionError(f"there are no ways {unknown}; give some of {', '.join(WAYS)}.")
     for name in names:
         _add(record, name, quick=quick, directory=directory)
         if out is not None:
@@ -71,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(record: Record, name: str, *, quick: bool, directory: Path | None) -> None:
-    with tempfile.TemporaryDirectory(dir=directory) as target:
+    place = directory.absolute() if directory else None  # the process runs in the repository
+    with tempfile.TemporaryDirectory(dir=place) as target:
         words = ["-m", "bench.memory.way", name, target, *(["--quick"] if quick else [])]
         child = subprocess.run(
             [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False,

@@ -18,7 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.record import DEVICE_MEMORY, Record, has_nvidia, use_device_memory, without_fma
+from bench.record import (
+    DEVICE_MEMORY,
+    OptionError,
+    Record,
+    has_nvidia,
+    use_device_memory,
+    without_fma,
+)
 from bench.train.cores import device_cores
 from bench.train.figures import NOTES
 from bench.train.model import AXIS, SIZES, make_job
@@ -79,6 +86,14 @@ def _device() -> Iterator[str]:
         yield _SHARED_CORES if apart is None else _OWN_CORES.format(*map(len, apart))
 
 
+def _intervals(text: str) -> list[int]:
+    """Steps between saves, of comma-separated numbers."""
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise OptionError(f"--intervals takes whole numbers above 0, as in 10,50; got {text!r}.")
+    return [int(word) for word in words]
+
+
 class _Bench:
     """One run of the benchmark."""
 
@@ -92,8 +107,10 @@ class _Bench:
         if quick and not options.modes:
             self.modes = ["gockpt", "orbax_async", "device_copy", "gockpt_k4"]
         default = "10" if self.on_cpu else "50"
-        self.intervals = [int(i) for i in (options.intervals or default).split(",")]
+        self.intervals = _intervals(options.intervals or default)
         self.rounds = options.rounds or (3 if quick else 5)
+        if options.size and options.size not in SIZES:
+            raise OptionError(f"there is no size {options.size!r}; give one of {', '.join(SIZES)}.")
         watched = getattr(options, "profile", None)
         if watched and not options.out:
             raise SystemExit(f"--profile {watched} needs --out: the profile is left beside it.")

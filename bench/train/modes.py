@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as managers
 
 import gockpt_jax as gockpt
+from bench.record import OptionError
 from bench.train.link import Link
 from bench.train.model import Job
 from bench.train.orbax import InBackground, array_registry
@@ -64,9 +65,9 @@ def host_budget_bytes(host_gib: float | None) -> int | None:
 
 
 def refuse_unknown(name: str) -> None:
-    """Raises `ValueError` if there is no such mode."""
+    """Raises `OptionError` if there is no such mode."""
     if not (name == "ideal" or _STOCK.fullmatch(name) or _GOCKPT.fullmatch(name)):
-        raise ValueError(
+        raise OptionError(
             f"there is no mode {name!r}; give some of {', '.join(DEFAULT)}, stock's with _plain, "
             "gockpt_k<K>, or gockpt_b<percent of the state that may be staged and retained on the "
             "device>."
@@ -77,7 +78,7 @@ def make_mode(name: str, setting: Setting) -> "Mode":
     """Makes a mode.
 
     Raises:
-      ValueError: if there is no such mode.
+      OptionError: if there is no such mode.
     """
     refuse_unknown(name)
     if name == "ideal":

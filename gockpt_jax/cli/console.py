@@ -43,6 +43,8 @@ def tree_at(path: str, item: str | None = None) -> str:
         wanted, expected = {k: v for k, v in trees.items() if k == item}, f"the tree `{item}`"
     if len(wanted) != 1:
         held = ", ".join(f"`{name}`" for name in trees) or f"none, but {found.describe()}"
+        if found.kind == "root" and found.steps and not trees:
+            held = f"none in the newest checkpoint, `{found.steps[-1].path.name}`"
         raise ValueError(f"{path}: expected {expected}, found {held}. Give the path of one.")
     return str(next(iter(wanted.values())))
 

@@ -150,10 +150,7 @@ def plan(**given: Any) -> None:
     elif asked[0].rows:
         table = trade_table(asked[0])
     else:
-        raise click.UsageError(
-            f"The state, {describe_bytes(state_per_device(asked[0]))} on each device, leaves no "
-            "memory. Give more --devices or more --memory."
-        )
+        raise click.UsageError(_why_not(asked[0]))
     if given["form"] == "markdown":
         click.echo(markdown(table))
     else:
@@ -195,8 +192,27 @@ def _ask(state: StateSize, devices: int, given: dict[str, Any]) -> Asked:
         overhead=given["overhead"],
         max_steps=given["max_steps"],
     )
-    rows = trade(state, machine) if machine.budget_bytes >= 1 else []
-    return Asked(state, machine, rows, given["interval"])
+    fits = machine.budget_bytes >= 1 and _is_held_by_hosts(state, machine)
+    return Asked(state, machine, trade(state, machine) if fits else [], given["interval"])
+
+
+def _is_held_by_hosts(state: StateSize, machine: Machine) -> bool:
+    """Whether a save fits the host memory that it may have; one that does not is refused."""
+    on_host = state.nbytes / machine.devices * machine.on_host
+    return machine.host_bytes is None or on_host <= machine.host_bytes
+
+
+def _why_not(asked: Asked) -> str:
+    machine, of_device = asked.machine, state_per_device(asked)
+    if machine.budget_bytes < 1:
+        return (
+            f"The state, {describe_bytes(of_device)} on each device, leaves no memory. Give more "
+            "--devices or more --memory."
+        )
+    return (
+        f"The state, {describe_bytes(of_device * machine.on_host)} on each host, is more than "
+        "--host-memory holds, and such saves are refused. Give more of it, or more --devices."
+    )
 
 
 def _step_secs(state: StateSize, devices: int, given: dict[str, Any]) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import rich.box
+import rich.measure
 import rich.table
 
 from gockpt_jax.cli.console import FILE_COLUMNS, make_console
@@ -24,6 +25,8 @@ _GOODPUT_HEADS = (
     "planner saves every", "planner ETTR", "lost to stalls", "to lost work", "to restarts",
 )  # fmt: skip
 
+_MOST_COLUMNS = 1000  # no line is broken
+
 Table = tuple[Sequence[str], list[list[str]]]
 
 
@@ -36,10 +39,18 @@ class Asked:
     rows: list[Row]
     interval_steps: int
 
+    @property
+    def train_secs(self) -> float:
+        """From one save to the next, but for what they cost."""
+        return self.interval_steps * self.machine.step_secs
+
     def loss(self, row: Row) -> float:
-        """Part of the time that a way of saving costs at the interval."""
-        train_secs = self.interval_steps * self.machine.step_secs
-        return row.stall_secs / (train_secs + row.stall_secs)
+        """Part of the time that a way of saving costs at the interval.
+
+        A save waits for the one before, ours and stock's alike.
+        """
+        lost_secs = max(row.stall_secs, row.busy_secs - self.train_secs)
+        return lost_secs / (self.train_secs + lost_secs)
 
 
 def trade_table(asked: Asked) -> Table:
@@ -156,7 +167,10 @@ def show(table: Table, asked: Asked | None) -> None:
     for row in rows:
         shown.add_row(*row)
     console = make_console()
-    console.width = max(console.width, FILE_COLUMNS)
+    needed = rich.measure.Measurement.get(
+        console, console.options.update(max_width=_MOST_COLUMNS), shown
+    )
+    console.width = max(console.width, FILE_COLUMNS, needed.maximum)
     console.print(shown)
     if asked is not None:
         machine, stock, chosen = asked.machine, asked.rows[0], chosen_row(asked.rows)
@@ -168,3 +182,9 @@ def show(table: Table, asked: Asked | None) -> None:
             f"save in {asked.interval_steps} steps, the planner "
             f"{say_percent(asked.loss(chosen))}.",
         )
+        if chosen.busy_secs > asked.train_secs + chosen.stall_secs:
+            console.print(
+                f"Saves wait for each other: one takes {say_secs(chosen.busy_secs)} s, and "
+                f"{asked.interval_steps} steps {say_secs(asked.train_secs)} s. Give a longer "
+                "--interval."
+            )

@@ -187,6 +187,7 @@ def test_unrelated_files_are_refused():
         (record({"secs": times(1.5)}, cores=64), 2),
         (record({"secs": times(1.5)}, name="cut"), 2),
         ({"no": "record"}, 2),
+        (["no", "record"], 2),
     ],
 )
 def test_the_exit_status_says_it(b, status, tmp_path, capsys):

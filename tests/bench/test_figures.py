@@ -167,16 +167,18 @@ def test_what_a_save_costs_on_a_gpu_is_told_with_its_drift():
 
 def saves_on_a_gpu(**more):
     """Single saves, by each way; gockpt_k4 with its graphs, and as it was without."""
-    samples = {"800m/ideal/step_ms": [199.0, 200.0, 201.0]}
+    samples = {}
     for mode, cost in (
         ("ideal", 1.0), ("orbax_async", 300.0), ("orbax_async_background", -0.4),
         ("device_copy", 5.0), ("gockpt_k1", 6.0), ("gockpt_k4", 70.0), ("gockpt_k4+graphs", 40.0),
         ("gockpt_b30", 150.0),
     ):  # fmt: skip
-        samples |= {f"800m/{mode}/around_save_ms": [cost, cost - 2, cost + 2],
+        samples |= {f"800m/{mode}/step_ms": [200.0 + cost / 100],
+                    f"800m/{mode}/around_save_ms": [cost, cost - 2, cost + 2],
                     f"800m/{mode}/save_call_ms": [abs(cost) / 2]}  # fmt: skip
     samples["800m/gockpt_b30/predicted_stall_ms"] = [120.0, 120.0, 120.0]
-    of = {"notes": ["800m: 9.70 GB of state in 147 arrays."], "devices": ["H100"],
+    notes = ["800m: 9.70 GB of state in 147 arrays.", "Checkpoints went to memory (/dev/shm)."]
+    of = {"notes": notes, "devices": ["H100"],
           "versions": {"jax": "1", "orbax-checkpoint": "2"}} | more  # fmt: skip
     content = record("around", samples, **of)
     content["hardware"]["cores"] = 4
@@ -192,6 +194,8 @@ def test_what_single_saves_cost_on_a_gpu_is_told_beside_what_is_chance():
     assert "| gockpt_jax, a window of 4 steps (`gockpt_k4`) | 40 (38 to 42) | 20 |" in lines
     said = " ".join(lines)
     assert "a GPT with 9.70 GB of state in 147 arrays, steps of 200 ms; medians of 3 saves" in said
+    assert "took 200.0 ms without checkpoints, which ran first, and 200.0 to 203.0 ms by" in said
+    assert "Checkpoints went to memory (/dev/shm). `gockpt_k4` is the record's" in said
     for name in ("800m/gockpt_k4+graphs", "800m/gockpt_k4"):
         del content["samples"][f"{name}/around_save_ms"]
     assert not accelerator.is_around(content)
@@ -276,6 +280,14 @@ def test_the_readme_says_what_the_figure_shows():
     assert "docs/figures/throughput.svg" in text
     assert "every 10 steps: `orbax_async` 0.950, `gockpt` 0.999 (medians" in text
     assert "simulated" in text
+    assert "last save" not in text
+    waiting = training()
+    for mode, part, late in (("orbax_async", 0.5, 0.6), ("gockpt", 0.7, 1.2)):
+        waiting["samples"] |= {f"{mode}/10/job_throughput_ratio": [part],
+                               f"{mode}/10/drain_over_interval": [late]}  # fmt: skip
+    text = " ".join(tables.throughput_lines(waiting))
+    assert "of a phase counted, too: `orbax_async` 0.500, `gockpt` 0.700; phases" in text
+    assert "saves wait for each other: they were visible after 1.20 by `gockpt` of the" in text
     drifting = training()
     drifting["samples"]["ideal/10/throughput_ratio"] = [0.5, 0.9, 1.0, 1.1, 1.5]
     again = "divided by itself, gave 0.900 to 1.100 (the middle half; the band in the plot)"

@@ -124,6 +124,20 @@ def test_a_part_that_crashes_is_told_of(tmp_path, capsys):
     assert "not measured" in capsys.readouterr().out
 
 
+def test_a_folder_is_named_from_where_one_is(tmp_path, monkeypatch):
+    """The parts run in the repository."""
+    words = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpu.subprocess, "Popen", lambda given, **_: words.extend(given))
+    monkeypatch.setattr(gpu, "_wait", lambda *_: "done")
+    Path("here").mkdir()
+    done = gpu.GpuRun(Path("here"))
+    arguments = argparse.Namespace(directory=Path("here"), size=None, host_gib=None)
+    done.run(gpu.PARTS[0], 60.0, arguments, quick=True, cache=str(tmp_path))
+    assert words[words.index("--out") + 1] == str(tmp_path / "here" / "transfer.json")
+    assert words[words.index("--directory") + 1].startswith(str(tmp_path / "here"))
+
+
 def test_a_part_without_time_does_not_begin(tmp_path):
     summary = run_parts(tmp_path, gpu.Part("train", 1.0, ("bench.no_such_module",)), secs=3.0)
     assert summary["notes"] == ["train: not run: the time was over"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -17,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.record import ROOT, Record, command, without_paths
+from bench.__main__ import main
+from bench.record import ROOT, OptionError, Record, command, without_paths
 from bench.train import benchmark as train
 from bench.train.figures import add_phase
 from bench.train.link import Link, slow_pulls
@@ -339,8 +341,26 @@ def test_a_profile_has_a_mode_and_a_place(out, mode, why):
 
 def test_a_mode_that_there_is_not_is_refused_before_anything_is_measured():
     options = dict.fromkeys(("intervals", "rounds", "size", "minutes", "out", "profile"))
-    with pytest.raises(ValueError, match=r"no mode 'gockpt_4'; give some of ideal, gockpt"):
+    with pytest.raises(OptionError, match=r"no mode 'gockpt_4'; give some of ideal, gockpt"):
         train._Bench(True, argparse.Namespace(**options, modes="ideal,gockpt_4"))
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["train", "--size", "3k"], "there is no size '3k'; give one of toy, 3m"),
+        (["train", "--intervals", "0"], "--intervals takes whole numbers above 0, as in 10,50;"),
+        (["train", "--intervals", "10,x"], "got '10,x'"),
+        (["memory", "--ways", "gockpt"], "there are no ways ['gockpt']; give some of gockpt_k2"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said_without_a_traceback(words, why, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", *words, "--quick"])
+    monkeypatch.setattr(train, "_device", lambda: contextlib.nullcontext(""))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
 
 
 def test_warm_up_waits_for_the_armed_step(tmp_path, monkeypatch):

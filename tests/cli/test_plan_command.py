@@ -76,6 +76,25 @@ def test_a_copy_that_fits_is_taken(ask):
     assert told["machine"]["budget_bytes"] == 3e9
 
 
+def test_a_save_that_outlasts_the_interval_is_waited_for(ask):
+    slow = ("plan", "--params", "1B", "--step", "0.12", "--memory", "80GB", "--write", "2GB/s")
+    (told,) = json.loads(ask(*slow, "--interval", 10, "--json"))
+    stock, copy, *_ = told["ways"]
+    assert (stock["stall_secs"], copy["stall_secs"]) == (pytest.approx(0.48), 0.0)
+    for way in (stock, copy):
+        assert way["busy_secs"] == pytest.approx(7)
+        assert way["loss"] == pytest.approx((7 - 1.2) / 7)
+    said = ask(*slow, "--interval", 10)
+    assert "Saves wait for each other: one takes 7 s, and 10 steps 1.2 s." in said
+    assert "wait for each other" not in ask(*slow, "--interval", 100)
+
+
+def test_no_line_of_a_wide_table_is_cut_off(ask):
+    said = ask(*EIGHT_B, "--budget", "8GB", "--mtbf", "50k")
+    assert "planner saves every" in said
+    assert "to restarts" in said
+
+
 def test_saves_per_hour_keep_the_overhead_and_wait_for_the_write():
     state = size_of_model(8e9, "adamw", **FP32)
     stock, copy, *_ = trade(state, machine(budget_bytes=20e9, overhead=0.01))
@@ -168,6 +187,21 @@ def test_goodput_is_youngs():
         (["--params", "8B", "--budget", "8GB"], "How long is a step? Give --step in seconds"),
         (["--params", "8B", "--step", 1], "How much memory has a device for copies?"),
         (["--params", "8B", "--step", 1, "--memory", "80GB"], "Give more --devices or more"),
+        (
+            [
+                "--params",
+                "8B",
+                "--step",
+                1,
+                "--devices",
+                8,
+                "--budget",
+                "8GB",
+                "--host-memory",
+                "95GB",
+            ],
+            "The state, 96 GB on each host, is more than --host-memory holds",
+        ),
         (["--checkpoint", "nowhere", "--step", 1, "--budget", 1], "there is no such directory"),
         (
             ["--checkpoint", ".", "--step", 1, "--budget", 1],
