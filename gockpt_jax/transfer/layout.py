@@ -41,6 +41,9 @@ _SHARED_BYTES = 2**30
 """A buffer of large chunks takes no more of them from here on: its memory is free when the last of
 them is."""
 
+_MANY = 256
+"""No buffer has more small chunks: how long a compiler takes for one grows with their square."""
+
 MIN_SLICE_BYTES = 2**20
 """Replicas do not share a transfer in smaller slices."""
 
@@ -193,7 +196,7 @@ def _fill(
         total = sum(weights[n] for n in small)
         limit = min(limit, max(MIN_SLICE_BYTES, -(-total // replicas)))
     of_large = _until_full(large, weights, shared_bytes if replicas == 1 else 0)
-    return [*of_large, *batches(small, weights.__getitem__, limit)]
+    return [*of_large, *batches(small, weights.__getitem__, limit, _MANY)]
 
 
 def _until_full(

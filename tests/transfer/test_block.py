@@ -315,6 +315,16 @@ def test_small_arrays_share_a_buffer_and_start_at_multiples_of_64_bytes(monkeypa
     assert sizes == [64, 5]
 
 
+def test_thousands_of_small_arrays_share_several_buffers():
+    """A program that joined all of them would be compiled for a minute, while `save` waits."""
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in (jnp.full(3, n) for n in range(600))]
+    buffers = layout.lay_out([chunk for _, chunk in pairs])
+    assert [len(b.chunks) for b in buffers] == [256, 256, 88]
+    block = block_of([chunk for _, chunk in pairs])
+    arrays = [x for x, _ in pairs]
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
 @pytest.mark.parametrize("spec", [P(("a", "b")), P("a"), P()], ids=str)
 def test_many_large_chunks_share_few_buffers_on_a_gpu(spec, monkeypatch):
     """A transfer costs more than its bytes there: too many would hold the trainer's thread."""
