@@ -42,6 +42,7 @@ from typing import Any
 
 from gockpt_jax.training.exact import is_close, is_exact, why_inexact
 from gockpt_jax.training.flow import minimum_cut
+from gockpt_jax.training.merging import is_by_flags
 from gockpt_jax.training.values import Op, Value
 from gockpt_jax.training.walk import Leaf, Walk, walk_back, why_unfit
 
@@ -187,13 +188,23 @@ def _why_late(leaf: Leaf, had: Collection[Value], repeats: _Repeats, min_gain: f
         return f"its new value comes out of {_describe(leaf.new)}"
     early, values = _cheapest([leaf], [walk], min_gain / 1024)
     if not early:
-        return (
-            "what could be retained for it comes out of a product, loop or branch, a kernel or an"
-            " array that changes in place, and the step may go on with another number"
-        )
+        return _why_not_cut(walk)
     gain = leaf.old.nbytes / max(1, sum(v.nbytes for v in values))
     saved = f"it is {gain:.2f} times what it retains, under {min_gain:.2f}"
     return f"leaving early saves too little: {saved}"
+
+
+def _why_not_cut(walk: Walk) -> str:
+    """Why nothing behind which a leaf is repeated can be retained, and what the user may change."""
+    if any(v.op is not None and is_by_flags(v.op) for v in walk.sources):
+        return (
+            "it goes on from a product by flags, of which a compiler may make a choice; write"
+            " `jnp.where(flags, x, 0)` in its place"
+        )
+    return (
+        "what could be retained for it comes out of a product, loop or branch, a kernel or an"
+        " array that changes in place, and the step may go on with another number"
+    )
 
 
 def _describe(value: Value) -> str:

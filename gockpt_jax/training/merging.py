@@ -79,7 +79,7 @@ def merges(op: Op) -> bool:
     `ac + bc`; others leave them. So neither is repeated. By a power of two it is the same number.
     Nor is a product by flags, of which a choice is made where they are seen to be such.
     """
-    return shares_a_factor(op) or _folds(op) or _may_choose(op)
+    return shares_a_factor(op) or _folds(op) or is_by_flags(op)
 
 
 def melts(op: Op) -> bool:
@@ -205,15 +205,15 @@ def _folds(op: Op) -> bool:
     )
 
 
-def _may_choose(op: Op) -> bool:
+def is_by_flags(op: Op) -> bool:
     """Whether a product may be made a choice: `select(flag, x, 0)`, which has no zero below zero.
 
     XLA does so where it sees that a factor is made of flags: behind a transposition, say, or where
     a row of them was spread before, it sees that on one side only. Of flags that the step is given
     it does on both.
     """
-    is_float = jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
-    return op.name == "mul" and is_float and any(map(may_be_flags, op.inputs))
+    is_product = op.name == "mul" and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
+    return is_product and any(map(may_be_flags, op.inputs))
 
 
 def _multiplies_by_constant(op: Op) -> bool:
@@ -227,7 +227,7 @@ def _hides(op: Op) -> bool:
 
     It erases the walls of an interpreted Pallas kernel, a `custom_vmap`, a `custom_partitioning`,
     and makes of `jax.new_ref` the numbers that are written there. Of flags that are made numbers it
-    still knows what they are (`_may_choose`).
+    still knows what they are (`is_by_flags`).
     """
     if any(_compat.is_mutable(v.aval) for v in op.inputs) or computes_apart(op):
         return True

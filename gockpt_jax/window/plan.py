@@ -193,10 +193,10 @@ def plan_window(
 
 
 def warn_of_late(size: StateBytes) -> bool:
-    """Warns where saves will stall and no window could help: nothing else tells, they are right.
+    """Warns where saves will stall and no window could help much: nothing else tells.
 
     Args:
-      size: Of a state of which the device has no room for a copy, nor a window that gains.
+      size: Of a state of which the device has no room for a copy.
 
     Returns:
       Whether it has.

@@ -115,7 +115,7 @@ class Planner:
             program = step.program
         planned = self._plans[program]
         _log.debug("planned %s", planned.plan)
-        if self._finds_no_room(planned) and not self._has_warned:
+        if not (self._has_warned or self._fits_as_one_copy(planned)):
             self._has_warned = warn_of_late(planned.size)
         self._make_ready(step, program, leaves)
         self._reviewed.add(program)
@@ -123,8 +123,10 @@ class Planner:
 
     def _finds_no_room(self, planned: Planned) -> bool:
         """Whether saves are snapshots for want of a window, and not because one copy fits."""
-        limit_bytes = self._device.limit_bytes
-        return planned.plan.steps == 1 and why_one_copy(planned.size.staged, limit_bytes) is None
+        return planned.plan.steps == 1 and not self._fits_as_one_copy(planned)
+
+    def _fits_as_one_copy(self, planned: Planned) -> bool:
+        return why_one_copy(planned.size.staged, self._device.limit_bytes) is not None
 
     def _is_ready(self, program: StepProgram) -> bool:
         """Whether all has been done for its plan, which may have come under other settings."""

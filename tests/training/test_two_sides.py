@@ -165,3 +165,19 @@ def test_flags_that_the_step_is_given_are_seen_on_both_sides() -> None:
     for fence in (None, np.int32(0)):
         for j, leaf in found.replayed(cut, fence):
             np.testing.assert_array_equal(np.asarray(leaf).tobytes(), np.asarray(new[j]).tobytes())
+
+
+def test_products_by_flags_are_told_of() -> None:
+    """What to write in their place is said; that leaves early."""
+
+    def of(kept: Callable[[Any], Any]) -> Any:
+        def step(state: Any, g: Any) -> Any:
+            g = kept(jnp.sin(g))
+            return {"m": 0.9 * state["m"] + 0.1 * g, "v": 0.99 * state["v"] + 0.01 * g * g}
+
+        return analyse(step, *given())
+
+    late = of(lambda g: g * (abs(g) > 0.1)).late
+    assert set(late) == {"m", "v"}
+    assert all("write `jnp.where(flags, x, 0)` in its place" in why for why in late.values())
+    assert not of(lambda g: jnp.where(abs(g) > 0.1, g, 0)).late

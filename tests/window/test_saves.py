@@ -205,6 +205,29 @@ def test_saves_that_no_window_could_help_are_told_of_once(tmp_path, caplog, leav
     assert all("a copy of the state's 768 B does not fit, and only 0% may" in f for f in found)
 
 
+def test_windows_that_help_little_are_told_of_once(tmp_path, caplog):
+    """The larger part is late, as under Muon or SOAP: the window is right, and gains little."""
+
+    @jax.jit
+    def step(state, batch):
+        g = jnp.cosh(state["w"][:SIZE] + batch)
+        moments = {"m": 0.75 * state["m"] + 0.25 * g, "v": 0.75 * state["v"] + 0.25 * (g * g)}
+        return {"w": state["w"] / 1.01} | moments
+
+    window = WindowOptions(device_budget_bytes=41 * SIZE * 4)
+    with GoCkptManager(tmp_path, options=Options(save_interval_steps=4), window=window) as manager:
+        step, state = manager.wrap(step), {"w": jnp.full(40 * SIZE, 0.5)}
+        state |= {k: jnp.full(SIZE, 0.5) for k in "mv"}
+        for label in range(13):
+            state = step(state, BATCH)
+            manager.save(label, args=GoCkptSave(state))
+            wait_for_compilation(step)
+        manager.wait_until_finished()
+        assert manager.last_report.kind == "window"
+    (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "does not fit, and only 5% may leave early" in told
+
+
 def test_two_saves_of_one_version_take_nothing_from_the_next_window(tmp_path):
     """It opens in the very next call, with what the step has returned last."""
     with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
