@@ -33,6 +33,11 @@ _log = logging.getLogger("gockpt_jax")
 _LITTLE = 0.1
 """Of the state: a window of less spreads next to nothing."""
 
+_NONE_AS_THEY_LIE = (
+    "no leaf may leave early as they lie: what is updated together lies on different devices, or "
+    "is sharded differently over several processes, or is in host memory"
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
@@ -165,7 +170,7 @@ def plan_window(
       no window gains enough.
     """
     if not size.units:
-        return Plan((), "no leaf may leave early")
+        return Plan((), _NONE_AS_THEY_LIE)
     if options.steps is not None:
         plan = fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
         return _told_of_excess(plan, size, budget_bytes)

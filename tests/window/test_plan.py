@@ -111,7 +111,7 @@ def test_reasons_tell_why():
     least = min(peak_device_bytes(fill_blocks(size.units, k, ""), size) for k in range(2, 9))
     fits = f"no window of at most 8 steps fits the device budget of 100 B: {least} B would do"
     assert fits in reason(size, 100)
-    assert "no window of at most 1 steps fits the device" in reason(size, 100, max_steps=1)
+    assert "no window of at most 1 step fits the device" in reason(size, 100, max_steps=1)
     assert "steps keep within the device budget" in reason(size, least)
     assert "not known yet: step time and link" in reason(size, 100)
     assert reason(size, 100, 1.0).endswith("not known yet: link")

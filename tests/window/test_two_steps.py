@@ -8,9 +8,19 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from alone import FIRST_ALONE
-from window.training_loop import BATCH, Options, assert_same, fresh, to_host, update
+from window.training_loop import (
+    BATCH,
+    SIZE,
+    TX,
+    Options,
+    assert_same,
+    fresh,
+    to_host,
+    update,
+)
 
 from gockpt_jax import GoCkptManager, GoCkptSave, SnapshotOnlyWarning, WindowOptions
 from gockpt_jax.training import program as program_module
@@ -121,6 +131,39 @@ def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, steps
         manager.wait_until_finished()
         kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
         assert kinds == [(0, "snapshot", 1), *((n, "window", 2) for n in (6, 12, 18, 24))]
+        for label, state in saved.items():
+            assert_same(manager.restore(label), state)
+
+
+@jax.jit
+def accumulate(state, batch):
+    grads = jax.grad(lambda p: jnp.sum(jnp.cosh(p["w"] + batch)))(state["params"])
+    return state | {"sum": jax.tree.map(jnp.add, state["sum"], grads)}
+
+
+@jax.jit
+def apply_sum(state):
+    updates, opt = TX.update(state["sum"], state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"opt": opt, "params": params, "sum": jax.tree.map(jnp.zeros_like, params)}
+
+
+def test_a_window_opens_in_the_call_that_ends_one(tmp_path):
+    """Gradients are summed up by one step, and applied by another, right before the save."""
+    options = Options(save_interval_steps=2)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        add, apply = manager.wrap(accumulate), manager.wrap(apply_sum)
+        state, saved = fresh() | {"sum": {"w": jnp.zeros(SIZE)}}, {}
+        for label in range(9):
+            for micro in range(3):
+                state = add(state, BATCH + micro)
+            state = apply(state)
+            if manager.save(label, args=GoCkptSave(state)):
+                saved[label] = to_host(state)
+        manager.wait_until_finished()
+        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
+        assert kinds == [(0, "snapshot", 1), *((n, "window", 2) for n in (2, 4, 6, 8))]
+        assert all(r.early_bytes >= 2 * SIZE * 4 for r in manager.reports[1:])
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
 
