@@ -115,6 +115,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             )  # fmt: skip
         _compat.items_have_names(self)
         handler.wait_for_metadata = _compat.wait_for_metadata(self)
+        handler.restores_together = together.active_processes is not None
         saves.last.deleter = _compat.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )
@@ -146,6 +147,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         Raises:
           DeviceMemoryError: if a device has no memory for the copies of the state.
           HostBudgetError: if the host budget cannot hold the state.
+          ProcessError: if other processes save another label, or one of them is gone.
           StorageError: if the storage refuses this save, or has refused the one before.
           RuntimeError: if the manager is closed, a signal handler calls in the middle of a step or
             of another call, or the user's own callback of the last save does.
@@ -204,6 +206,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         Raises:
           NoCheckpointError: if there is no such step or item; says what there is.
+          ProcessError: if another process has failed to restore its part.
           TargetError: if checkpoint and target do not fit together; names all leaves.
           TypeError: if the target is not given as `args`, or the label is no integer.
           VerifyError: if `verify` and the checkpoint is not what was written.

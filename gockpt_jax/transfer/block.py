@@ -117,6 +117,11 @@ class Block:
         key = (tuple(taken.values()), parts, tuple(buffers))
         return _Packing(tuple(buffers), tuple(b.senders() for b in buffers), given, key)
 
+    @functools.cached_property
+    def is_moved(self) -> bool:
+        """Whether its chunks lie otherwise than their arrays: staging them may be a collective."""
+        return not all(_lies_in_place(chunk.source) for chunk in self.chunks)
+
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
         for packing in self._packings:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import jax
 
 from gockpt_jax.checks import counted
-from gockpt_jax.errors import is_out_of_memory
+from gockpt_jax.errors import ProcessError, is_out_of_memory
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry import events
 from gockpt_jax.window.failures import surface, window_failed
@@ -134,10 +134,20 @@ class CurrentWindow:
 
         Args:
           what: Has happened then.
+
+        Raises:
+          ProcessError: beside other processes, if they wait in a program that did not begin here.
         """
         try:
             yield
         except Exception as error:
+            if self.window is not None and self._several and self.window.others_wait:
+                raise ProcessError(
+                    "this process could not begin a program in which the others wait for it "
+                    f"({what}): {error!r}. They would wait for ever, so this one ends. "
+                    "Earlier checkpoints are intact. For want of memory give saves less of the "
+                    "device (`device_budget_bytes`)."
+                ) from error
             if self.window is not None and not self._several and is_out_of_memory(error):
                 self.no_room_for = self.window.target
             _log.warning("a window was given up, training is not affected: %r", error)

@@ -45,6 +45,7 @@ class OpenWindow:
     Attributes:
       state: The leaves that the last armed step returned; none before the first.
       given_up: Why this process takes nothing more for it; `None` if it does.
+      others_wait: Whether a program of all processes is to begin here, and has not yet.
       stepping: The thread whose update is under way: a block has left, and nothing has followed it
         yet; `None` between updates.
     """
@@ -63,6 +64,7 @@ class OpenWindow:
         self.state: Sequence[jax.Array] = ()
         self.given_up: str | None = None
         self.stepping: int | None = None
+        self.others_wait = False
         self._departures = departures[1:]
         self._units = units = planned.size.units
         self._worker, self._device = resources.worker, resources.device
@@ -165,8 +167,11 @@ class OpenWindow:
         # The compiler may have put them elsewhere than the leaves.
         left = self._left[-1] = self._left[-1].followed_by(cut)
         # Given up or not: where values lie otherwise, it is a program of all processes.
+        self.others_wait = left.cut.is_moved
         with self._device.heeded(left.cut.staged_bytes), events.span(events.SPAN_STAGE):
-            return left, left.cut.stage(left.followers(cut))
+            staged = left.cut.stage(left.followers(cut))
+        self.others_wait = False
+        return left, staged
 
     def give_up(self, why: str) -> None:
         """Takes nothing more on this process; the others', and its armed steps, go on."""

@@ -26,6 +26,10 @@ from gockpt_jax.errors import ProcessError
 PATIENCE_SECS = 300.0
 """How long one process waits for the others on the trainer's thread, as Orbax's barriers do."""
 
+MEETING_SECS = 3600.0
+"""And where they may be far apart: one finds its first step in the compilation cache, or its data
+prepared, and another does not; or one reads a checkpoint for longer. Stock waits there for ever."""
+
 _asking: collections.Counter[frozenset[int]] = collections.Counter()
 
 
@@ -113,9 +117,12 @@ class Processes:
         except jax.errors.JaxRuntimeError as error:
             self.is_one_missing = True
             secs = time.monotonic() - started_at
+            missing = self._missing(at, self._asked[subject])
+            what = f"{_named(missing)} did not come to `{subject}` within {secs:.0f} s"
+            if missing == [] and "DEADLINE_EXCEEDED" in str(error) and secs < timeout_secs / 2:
+                what = f"process {self._index} came to `{subject}` when others had ceased to wait"
             raise ProcessError(
-                f"{self._missing(at, self._asked[subject])} did not come to `{subject}` within "
-                f"{secs:.0f} s: {_first_line(error)}. Look at its log, and whether all make the "
+                f"{what}: {_first_line(error)}. Look at its log, and whether all make the "
                 "same calls. Earlier checkpoints are intact."
             ) from error
 
@@ -145,12 +152,13 @@ class Processes:
                 self._client.key_value_set(first, f"process {self._index}: {mine}")
         return next(iter(self._answers(subject, timeout_secs).values()), None)
 
-    def gather(self, subject: str, mine: str) -> dict[int, str]:
+    def gather(self, subject: str, mine: str, timeout_secs: float | None = None) -> dict[int, str]:
         """What every process says, by its index.
 
         Args:
           subject: What is asked.
           mine: The answer of this process; short.
+          timeout_secs: How long to wait for the slowest; `None`: `PATIENCE_SECS`.
 
         Raises:
           ProcessError: if a process does not come in time.
@@ -158,7 +166,7 @@ class Processes:
         if not self.several:
             return {self._index: mine}
         self._set(f"{self._next(subject)}{self._index}", mine)
-        told = self._answers(subject, PATIENCE_SECS)
+        told = self._answers(subject, timeout_secs or PATIENCE_SECS)
         return {int(index): text for index, text in sorted(told.items())}
 
     def all_say(self, subject: str, mine: str) -> bool:
@@ -185,7 +193,8 @@ class Processes:
         """
         if not self.several or self._are_alike:
             return
-        told = self.gather("settings", json.dumps({k: str(v) for k, v in settings.items()}))
+        mine = json.dumps({k: str(v) for k, v in settings.items()})
+        told = self.gather("settings", mine, MEETING_SECS)
         of_each = {index: json.loads(text) for index, text in told.items()}
         for name in settings:
             values = {index: answer.get(name) for index, answer in of_each.items()}
@@ -230,16 +239,20 @@ class Processes:
                 "intact."
             ) from error
 
-    def _missing(self, at: str, number: int) -> str:
+    def _missing(self, at: str, number: int) -> list[int] | None:
+        """Those that have not come to a barrier yet; `None`: nobody knows."""
         try:
             found = self._client.key_value_dir_get(at)
         except jax.errors.JaxRuntimeError:  # the coordination service itself is gone
-            return "a process"
+            return None
         there = {int(name.rpartition("/")[2]) for name, text in found if int(text) >= number}
-        missing = sorted(self.members - there)
-        if not missing:
-            return "a process"
-        return f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return sorted(self.members - there)
+
+
+def _named(missing: list[int] | None) -> str:
+    if not missing:
+        return "a process"
+    return f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
 
 
 def _first_line(error: BaseException) -> str:

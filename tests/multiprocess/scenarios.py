@@ -22,6 +22,7 @@ import gockpt_jax as gockpt
 from gockpt_jax import _compat
 from gockpt_jax.checks import counted
 from gockpt_jax.storage.inspecting.verify import verify
+from gockpt_jax.storage.restoring import restore
 from gockpt_jax.storage.saving import state_handler, taken
 from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.training.program import StepProgram
@@ -705,6 +706,31 @@ def unlike(directory: Path) -> None:
     loop = Loop(directory / "alike", window=gockpt.WindowOptions(host_budget_bytes=budget_bytes))
     loop.run(INTERVAL + 1)
     loop.keep()
+    loop.manager.close()
+
+
+def apart(directory: Path) -> None:
+    """Processes that save different labels, or of which one cannot read, are all told at once."""
+    here = jax.process_index()
+    loop = Loop(directory / "run")
+    loop.run(INTERVAL)
+    with pytest.raises(gockpt.ProcessError) as caught:
+        loop.manager.save(90 + here, args=gockpt.GoCkptSave(loop.state), force=True)
+    assert "different labels: 90 on process 0, 91 on process 1" in str(caught.value)
+    loop.run(2 * INTERVAL)
+    loop.keep()
+    assert sorted(loop.manager.all_steps()) == [0, INTERVAL, 2 * INTERVAL]
+    assert loop.report(2 * INTERVAL).kind == "window"
+    args = gockpt.GoCkptRestore(abstract(loop.state))
+    error = OSError if here == FAULTY else gockpt.ProcessError
+    with (
+        replaced(restore, "known_arrays", failing(OSError("injected"))),
+        pytest.raises(error, match="injected"),
+    ):
+        loop.manager.restore(INTERVAL, args=args)
+    found = shards_of(loop.manager.restore(INTERVAL, args=args))
+    for where, shard in loop.given[INTERVAL].items():
+        np.testing.assert_array_equal(found[where], shard)
     loop.manager.close()
 
 

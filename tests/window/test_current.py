@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gockpt_jax import SaveFailedWarning, WindowOptions
+from gockpt_jax import ProcessError, SaveFailedWarning, WindowOptions
 from gockpt_jax.errors import ReplayError
 from gockpt_jax.window.current import CurrentWindow
 
@@ -21,6 +21,7 @@ class Window:
     """As much of an open window as its ends are about."""
 
     target, stepping = TARGET, None
+    others_wait = False
 
     def __init__(self, error: BaseException | None = None):
         self.error = error
@@ -136,3 +137,20 @@ def test_an_interrupt_is_no_error_of_the_window(caplog):
         raise FAILED
     assert current.window is None
     assert current.why_none == f"its window was abandoned: staging failed: {FAILED!r}"
+
+
+@in_both
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_a_process_whose_others_wait_in_a_program_ends(several, others_wait):
+    """It did not begin there: to go on would be for ever, in the next step of all."""
+    window = Window()
+    window.others_wait = others_wait
+    current = current_of(window, several=several)
+    if several and others_wait:
+        ends = pytest.raises(ProcessError, match=r"could not begin a program .*MemoryError")
+        with ends, current.giving_up_on_errors("its cut could not be pulled"):
+            raise FAILED
+        return
+    with current.giving_up_on_errors("its cut could not be pulled"):
+        raise FAILED
+    assert window.given_up is not None or current.window is None

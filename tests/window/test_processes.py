@@ -27,12 +27,14 @@ class Service:
       kept: What it has been told.
       absent: Processes for which the others wait in vain.
       is_gone: Whether it tells nothing any more.
+      waited_secs: How long each subject was to be waited for.
     """
 
     def __init__(self) -> None:
         self.kept: dict[str, str] = {}
         self.absent: set[int] = set()
         self.is_gone = False
+        self.waited_secs: dict[str, float] = {}
         self._lock = threading.Lock()
         self._barriers: dict[str, threading.Barrier] = {}
 
@@ -54,7 +56,7 @@ class Service:
             self.kept = {k: v for k, v in self.kept.items() if not k.startswith(folder)}
 
     def wait_at_barrier(self, name: str, timeout_ms: int, process_ids: list[int]) -> None:
-        assert timeout_ms == 1000 * processes.PATIENCE_SECS
+        self.waited_secs[name.rpartition("/")[2]] = timeout_ms / 1000
         there = len(set(process_ids) - self.absent)
         with self._lock:
             barrier = self._barriers.setdefault(f"{name} {there}", threading.Barrier(there))
@@ -163,6 +165,11 @@ def test_settings_are_compared_once(job: Job) -> None:
     for text in everywhere(parts, refused).values():
         assert "arm is window on process 0, always on process 1, window on process 2" in text
     everywhere(parts, lambda _, part: part.require_alike(told))
+    everywhere(parts, lambda _, part: part.least("room", 1))
+    # Until then one may have compiled its first step, and another found it in a cache.
+    waited_secs = job.service.waited_secs
+    assert waited_secs["settings"] == processes.MEETING_SECS > 10 * waited_secs["room"]
+    assert waited_secs["room"] == processes.PATIENCE_SECS
     job.service.absent = {1, 2}
     parts[0].require_alike(told)  # not asked again
     Processes({0}).require_alike(told)
@@ -184,7 +191,9 @@ def test_who_does_not_come_is_named_and_may_come_again(
 
     def come_too_late(index: int, part: Processes) -> None:
         job.service.absent = set(here)
-        wait(index, part)
+        told = wait(index, part)
+        if len(absent) == 1:  # else it may be told of the other
+            assert told.startswith(f"process {index} came to `verified` when others had ceased")
 
     for _ in range(2):
         job.service.absent = set()

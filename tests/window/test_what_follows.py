@@ -416,6 +416,43 @@ def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch
     assert by_step == [1, 1, 1]
 
 
+@pytest.mark.parametrize("lies", ["alike", "otherwise"])
+def test_where_retained_values_lie_otherwise_others_may_wait(tmp_path, monkeypatch, lies):
+    """Beside other processes staging them is a program of all: they wait until it begins here."""
+    stage, follow = block.Block.stage, OpenWindow.follow
+    waited, following = [], []
+
+    def staging(self, arrays):
+        waited.extend(window.others_wait for window in following)
+        return stage(self, arrays)
+
+    def follows(window, state, cut):
+        following.append(window)
+        follow(window, state, cut)
+        assert not following.pop().others_wait
+
+    @jax.jit
+    def placed(state):
+        new = update(state)
+        if lies == "alike":
+            return new
+        g = {k: m - 0.75 * state["m"][k] for k, m in new["m"].items()}
+        everywhere = NamedSharding(MESH, PartitionSpec())
+        g = jax.lax.with_sharding_constraint({k: jnp.sin(x) for k, x in g.items()}, everywhere)
+        return new | {"m": {k: 0.75 * m + g[k] for k, m in state["m"].items()}}
+
+    monkeypatch.setattr(block.Block, "stage", staging)
+    monkeypatch.setattr(OpenWindow, "follow", follows)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=4)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+        step, state = manager.wrap(placed), fresh(PLACES["sharded"])
+        for label in range(5):
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
+    assert manager.last_report.early_bytes > 0
+    assert waited == [lies == "otherwise"] * 2
+
+
 def test_copies_have_room_from_before_the_step_until_they_are_made(tmp_path, monkeypatch):
     """And so have their originals: a copy reads them after the step has run."""
     follow, start = OpenWindow.follow, block.Block.start_pull

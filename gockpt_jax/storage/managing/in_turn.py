@@ -87,7 +87,7 @@ class SavesInTurn:
             session.predictor.observe(session.version, step, accepted=False)
             session.surface_failure()
             return False
-        self._agree_on_questions(step)
+        self._agree_with_others(step)
         arguments = as_they_are(arguments | {"args": self._naming.name(arguments["args"])})
         ours = [item for item in arguments["args"].items() if self._naming.is_ours(*item)]
         session.predictor.takes_state = bool(ours)
@@ -113,13 +113,19 @@ class SavesInTurn:
             newest = max(waiting.step, newest or 0)
         return newest is not None and label <= newest
 
-    def _agree_on_questions(self, step: int) -> None:
-        """Of several processes, one may ask alone whether a label would be saved."""
+    def _agree_with_others(self, step: int) -> None:
+        """Of several processes, one may ask alone whether a label would be saved.
+
+        Raises:
+          ProcessError: on all of them, if they save different labels.
+        """
         predictor, processes = self._session.predictor, self._session.processes
         self._session.require_alike()
         if processes.several:
             mine = predictor.found_by_asking(self._session.version, step)
-            predictor.agreed = mine if processes.all_say("asked", str(mine)) else None
+            told = processes.gather("asked", f"{step} {mine}").items()
+            _require_one_label({index: text.partition(" ")[0] for index, text in told})
+            predictor.agreed = mine if len({text for _, text in told}) == 1 else None
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         """Refuses a save that cannot be stored, or not be found again."""
@@ -305,3 +311,18 @@ class SavesInTurn:
         if self.waiting is not None:
             self._write_waiting()
             self.last.hear()
+
+
+def _require_one_label(labels: Mapping[int, str]) -> None:
+    """Refuses a save of which each process would write its part into another directory.
+
+    Raises:
+      ProcessError: if they were not called with the same label.
+    """
+    if len(set(labels.values())) > 1:
+        said = ", ".join(f"{label} on process {index}" for index, label in labels.items())
+        raise ProcessError(
+            f"`save` was called with different labels: {said}. Nothing was written, and earlier "
+            "checkpoints are intact. All processes save the same label: look at what each of them "
+            "counts, and from which checkpoint it has resumed."
+        )

@@ -7,4 +7,5 @@ In the order of their imports:
     placed        where arrays shall lie of which the target does not say it
     target        whether checkpoint and target fit together
     restore       the restore itself, and its arguments
+    together      the end of it, on several processes
 """

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
-from gockpt_jax.window.processes import PATIENCE_SECS, Processes
+from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS, Processes
 
 
 class CommitVotes:
@@ -144,7 +144,7 @@ def never_draining(
         if ocp.multihost.is_primary_host(given.primary_host):
             mode = options.file_options.path_permission_mode if options.file_options else None
             root.mkdir(parents=True, exist_ok=True, mode=mode)
-        processes.barrier("root")
+        processes.barrier("root", MEETING_SECS)
     together = dataclasses.replace(
         given,
         active_processes=set(processes.members),

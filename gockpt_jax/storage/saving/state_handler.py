@@ -19,6 +19,7 @@ from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, require_whole, restore
+from gockpt_jax.storage.restoring.together import together
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
@@ -61,6 +62,8 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
       begun: What has begun of the save that came last, and its label.
       votes: At the commit, if a manager of ours takes them.
       wait_for_metadata: Returns when the manager has noted that of the step, if it does.
+      restores_together: Whether a restore waits for the slowest process: a manager's, for whose
+        barriers Orbax was told which take part. Those have a limit, and stock's own have none.
 
     Raises:
       TypeError: if `window` is not a `WindowOptions`.
@@ -91,6 +94,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         self.begun = BegunSave()
         self.votes: CommitVotes | None = None
         self.wait_for_metadata: Callable[[], None] | None = None
+        self.restores_together = False
         self._taking: PendingReport | None = None  # of the save that was taken last
 
     @property
@@ -252,6 +256,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         """Restores as stock does; without a target, as it was saved.
 
         Raises:
+          ProcessError: if another process has failed to restore its part.
           TargetError: if checkpoint and target do not fit together; names all leaves.
           VerifyError: if `verify=True` and the checkpoint is not what was written.
         """
@@ -259,7 +264,10 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         args, directory = GoCkptRestore() if args is None else args, literal(directory)
         if isinstance(args, GoCkptRestore) and args.verify:
             require_whole(directory, self._gockpt_session.processes)
-        return restore(directory, args, self._restore_options)
+        read = functools.partial(restore, directory, args, self._restore_options)
+        if not self.restores_together:
+            return read()
+        return together(read, directory, self._gockpt_session.processes)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
