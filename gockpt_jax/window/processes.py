@@ -23,8 +23,12 @@ import jax
 from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
 
-PATIENCE_SECS = 300.0
-"""How long one process waits for the others on the trainer's thread, as Orbax's barriers do."""
+PATIENCE_SECS = 1200.0
+"""How long one process waits for the others on the trainer's thread: as Orbax does for a commit.
+
+Its own barriers end after 300 s. Without us the next step would wait for ever, so a loop whose data
+come late on one host goes on when they have come.
+"""
 
 MEETING_SECS = 3600.0
 """And where they may be far apart: one finds its first step in the compilation cache, or its data
