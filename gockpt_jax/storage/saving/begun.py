@@ -7,13 +7,14 @@ begun to be written never is, what has stops at its next chunk, and the next sav
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import StorageError
-from gockpt_jax.locks import Gate
+from gockpt_jax.locks import Gate, wait_elsewhere
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave
@@ -267,8 +268,7 @@ class BegunSave:
         finally:
             self.let_go()
         if wait is not None and isinstance(error, Exception):
-            with contextlib.suppress(Exception):
-                wait()
+            wait_elsewhere(wait)
             self._left.remove(*left)
 
     def wait_for_directory(self) -> None:
@@ -293,8 +293,7 @@ class BegunSave:
             failed = left.item
             if failed is None or label in (None, failed.label):
                 secs = left.secs if failed is None or label is not None else _DIRECTORY_SECS
-                with contextlib.suppress(Exception):  # nobody is told
-                    left.wait(secs)
+                wait_elsewhere(functools.partial(left.wait, secs))  # what it raises nobody is told
                 if failed is not None and secs == _STOP_SECS and failed.is_writing:
                     raise StorageError(
                         f"the save of step {label}: what a failed one has left in {failed.folder} "
