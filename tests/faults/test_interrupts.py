@@ -253,6 +253,36 @@ def test_what_the_users_policy_has_stopped_never_begins_to_be_written(
     assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == ["3"]
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock's"])
+def test_what_is_complete_when_the_users_policy_raises_is_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """Orbax asks behind its checkpointer, which may have renamed by then: `save` raises anyhow."""
+    monkeypatch.setattr(hand_over, "_HELD_SECS", 0)
+    policy, state = Policy(), {"w": jnp.arange(1000)}
+    asked = policy.should_preserve
+
+    def asked_late(infos: Sequence[Any], *, context: Any) -> list[bool]:
+        for commit in [t for t in threading.enumerate() if t.name == "async_save"]:
+            commit.join()
+        return asked(infos, context=context)
+
+    monkeypatch.setattr(policy, "should_preserve", asked_late)
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    kind = gockpt.GoCkptManager if is_ours else ocp.CheckpointManager
+    with kind(tmp_path, options=options) as manager:
+        policy.error = KeyError("the user's")
+        with pytest.raises(KeyError, match="the user's"):
+            manager.save(0, args=ocp.args.StandardSave(state))
+        assert manager.all_steps() == [0]
+        assert not manager.save(0, args=ocp.args.StandardSave(state))
+        assert_equal(manager.restore(0), state)
+        assert manager.save(1, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        manager.reload()
+        assert manager.all_steps() == [0, 1]
+
+
 def test_the_next_save_does_not_hear_of_an_interrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
