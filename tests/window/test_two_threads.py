@@ -16,6 +16,7 @@ import pytest
 from window.training_loop import BATCH, SIZE, WAIT_SECS, Loop, assert_same, fresh, to_host, update
 
 from gockpt_jax import GoCkptSave
+from gockpt_jax.training.last_result import LastResult
 
 
 def evaluate_in(
@@ -114,6 +115,55 @@ def test_the_call_keeps_its_program(tmp_path, monkeypatch):
     for _ in range(13):
         state = update(state, BATCH)
     assert_same(to_host(loop.state), to_host(state))
+
+
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_what_another_thread_could_not_trace_says_nothing_of_this_call(tmp_path, monkeypatch, arm):
+    """The step was given up for good, with a warning of the other thread's error."""
+    own = jax.jit(lambda state, batch: update(state, batch))  # no other test keeps its trace
+    loop = Loop(tmp_path, window={"steps": 3, "arm": arm}, step=own)
+    trainer, real, told = threading.current_thread(), loop.session.before_update, []
+    other = {"opt": fresh()["opt"], "params": {"w": jnp.zeros(SIZE + 1)}}
+
+    def evaluate():
+        if arm == "always":  # what this one's call has had traced has been armed by now
+            loop.step.program = None
+        with pytest.raises(TypeError, match="incompatible shapes"):
+            loop.step(other, BATCH)
+
+    def before_update(*args):
+        if threading.current_thread() is trainer and loop.label == 1:
+            with ThreadPoolExecutor(1) as thread:
+                told.append(thread.submit(evaluate).result(WAIT_SECS))
+        return real(*args)
+
+    monkeypatch.setattr(loop.session, "before_update", before_update)
+    with loop.manager as manager:
+        loop.train(9)
+        manager.wait_until_finished()
+        assert told == [None]
+        assert loop.step.why_not is None
+        assert loop.step.program is not None
+        loop.assert_saved(0, 4, 8)
+
+
+def test_the_leaves_of_a_result_are_those_of_one_call():
+    """Another thread's result comes where it has been seen that there are leaves."""
+
+    class Shared(LastResult):
+        left = 1_000
+
+        def __getattribute__(self, name):
+            Shared.left -= 1
+            if Shared.left == 0:
+                self.keep({"loss": 0.5}, None, is_to_be_traced=False)
+            return super().__getattribute__(name)
+
+    for place in range(1, 9):
+        last = Shared()
+        last.keep({"w": 1.0}, None, is_to_be_traced=True)
+        Shared.left = place
+        assert last.leaves in ([1.0], [0.5]), place
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "skip", "newest"])
