@@ -23,6 +23,9 @@ from gockpt_jax.training.unarmable import CannotArmError, why_no_program
 
 _log = logging.getLogger("gockpt_jax")
 
+_MAX_UNKNOWN = 4
+"""Calls that are waited for until one has the arrays that the call before has returned."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Untraced:
@@ -59,6 +62,7 @@ class TracedStep(StandIn):
         self._even_for_nothing = options.steps is not None  # a fixed K promises windows
         self._found: StepProgram | None = None  # the last program, kept or not
         self._kinds = Kinds(always=self._always)
+        self._unknown = 0  # calls in a row of which nobody could tell where their state is
         if (why_not := why_no_program(step)) is not None:
             self.give_up(why_not)
 
@@ -119,9 +123,12 @@ class TracedStep(StandIn):
         try:
             program = StepProgram(
                 traced, self._form, args, kwargs,
-                even_for_nothing=self._even_for_nothing, before=self.last.leaves,
+                even_for_nothing=self._even_for_nothing,
+                before=self.last.leaves if self._unknown < _MAX_UNKNOWN else None,
             )  # fmt: skip
+            self._unknown = 0
         except NotLookedAtError:
+            self._unknown += 1
             return None
         except StepMismatchError:
             # Of the first call nobody knows yet what comes back as the state.

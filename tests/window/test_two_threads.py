@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from window.training_loop import BATCH, SIZE, WAIT_SECS, Loop, assert_same, fresh, to_host, update
 
-from gockpt_jax import GoCkptSave
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.training.last_result import LastResult
 
 
@@ -145,6 +145,43 @@ def test_what_another_thread_could_not_trace_says_nothing_of_this_call(tmp_path,
         assert loop.step.why_not is None
         assert loop.step.program is not None
         loop.assert_saved(0, 4, 8)
+
+
+def with_gradients(state, batch):
+    """Of two parts that are like the state the second one is it."""
+    grads = jax.tree.map(lambda w: jnp.sin(w + batch), state)
+    return {"grads": grads, "state": jax.tree.map(lambda w, g: w - 0.125 * g, state, grads)}
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_the_state_is_looked_for_in_the_next_call_where_another_came_between(tmp_path, is_beside):
+    """The gradients were taken for it, for good: windows opened, and no save had use for one."""
+    state, other = {"w": jnp.ones(SIZE)}, {"w": jnp.zeros(SIZE)}
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        step, given = manager.wrap(jax.jit(with_gradients)), {}
+        for label in range(12):
+            if is_beside and label == 1:
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(step, other, BATCH).result(WAIT_SECS)
+            state = step(state, BATCH)["state"]
+            if label % 4 == 3:
+                assert manager.save(label, args=GoCkptSave(state))
+                manager.wait_until_finished()
+                given[label] = state
+        assert [report.kind for report in manager.reports][-1] == "window"
+        for label, saved in given.items():
+            assert_same(manager.restore(label), saved)
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_state_that_is_never_what_a_call_has_returned_is_looked_for_a_while(tmp_path, is_copied):
+    state = {"w": jnp.ones(SIZE)}
+    with GoCkptManager(tmp_path) as manager:
+        step = manager.wrap(jax.jit(with_gradients))
+        for _ in range(6):
+            state = step(state, BATCH)["state"]
+            state = jax.tree.map(jnp.array, state) if is_copied else state
+        assert step.program is not None
 
 
 def test_the_leaves_of_a_result_are_those_of_one_call():
