@@ -247,3 +247,27 @@ def test_what_comes_between_steps_keeps_no_thread_from_saving(tmp_path, monkeypa
         loop.manager.wait_until_finished()
         assert saved == [True]
         loop.assert_saved(0, 4, 5, 8, 12)
+
+
+def test_no_save_comes_behind_a_close_that_it_has_waited_for(tmp_path, monkeypatch):
+    """It was accepted, and lost: Orbax has no threads any more by then."""
+    manager = GoCkptManager(tmp_path)
+    calls = manager._gockpt_saves.calls
+    real, may_go_on = calls.refuse_waiting, threading.Event()
+
+    def refuse_waiting():  # what a call looks at last before it waits for another thread's
+        real()
+        if threading.current_thread() is not threading.main_thread():
+            assert may_go_on.wait(WAIT_SECS)
+
+    monkeypatch.setattr(calls, "refuse_waiting", refuse_waiting)
+    has_come = threading.Event()
+    monkeypatch.setattr(calls, "refuse_inside", lambda subject: has_come.set())
+    with ThreadPoolExecutor(1) as thread:
+        save = thread.submit(manager.save, 0, args=GoCkptSave({"w": jnp.ones(3)}))
+        assert has_come.wait(WAIT_SECS)
+        manager.close()
+        may_go_on.set()
+        with pytest.raises(RuntimeError, match="the manager is closed"):
+            save.result(WAIT_SECS)
+    assert manager.all_steps() == []
