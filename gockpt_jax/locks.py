@@ -50,12 +50,15 @@ def wait_elsewhere(wait: Callable[[], object]) -> None:
       >>> wait_elsewhere(lambda: print(threading.current_thread().name))
       gockpt-wait
     """
-    is_over = Gate()
+    is_over, interrupts = Gate(), []
 
     def waits() -> None:
         try:
-            with contextlib.suppress(Exception):
-                wait()
+            wait()
+        except Exception:  # nobody is told
+            pass
+        except BaseException as error:  # that somebody else has been stopped by
+            interrupts.append(error)
         finally:
             is_over.open()
 
@@ -64,6 +67,8 @@ def wait_elsewhere(wait: Callable[[], object]) -> None:
     except RuntimeError:  # no thread can be had any more
         waits()
     is_over.wait(threading.TIMEOUT_MAX)
+    for error in interrupts:
+        raise error
 
 
 class Gate:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.futures.future import AwaitableSignalsContract
 from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_waits
 
 import gockpt_jax as gockpt
@@ -466,6 +467,43 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
         assert manager.save(0, args=args)
         assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
     assert len([*itertools.groupby(made_by)]) == 2  # one after the other
+
+
+def test_a_directory_that_orbax_has_told_nobody_of_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread had been started: it would have removed what the next save had made there."""
+    path = ocp.path.atomicity.AtomicRenameTemporaryPath
+    create, elsewhere = path.create, begun.wait_elsewhere
+    go_on, made_by = threading.Event(), []
+
+    async def creates(tmp: Any, *args: Any, **kwargs: Any) -> Any:
+        if tmp.get().parent.name != tmp_path.name:  # an item's
+            return await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        if made_by[0] is not made_by[-1]:
+            go_on.set()
+        assert go_on.wait(60)
+        made = await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        return made
+
+    def waits(wait: Any) -> None:
+        if getattr(wait.func, "__self__", None) in made_by:
+            go_on.set()
+        elsewhere(wait)
+
+    once = Once(monkeypatch, AwaitableSignalsContract, "add_to_awaitable_signals_contract")
+    monkeypatch.setattr(path, "create", creates)
+    monkeypatch.setattr(begun, "wait_elsewhere", waits)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        once.armed = True
+        args = gockpt.GoCkptSave({"w": jnp.ones(3)})
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert manager.save(0, args=args)
+        assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
+    assert [len([*made]) for _, made in itertools.groupby(made_by)] == [2, 2]  # one, then the other
 
 
 def test_an_interrupted_wait_leaves_the_save_to_its_end(

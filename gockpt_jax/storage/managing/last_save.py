@@ -187,7 +187,7 @@ class LastSave:
             if pending is not None:
                 pending.failed(error)
                 begun.give_up(error)  # not the last one, in flight maybe
-            begun.leave_directory()
+            begun.leave_directory(error)
             if votes is not None:
                 votes.cancel()
 
