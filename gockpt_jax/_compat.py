@@ -261,6 +261,11 @@ def wait_for_writes(manager: Any) -> None:
     manager._checkpointer.wait_until_finished()
 
 
+def writes_thread(manager: Any) -> Any | None:
+    """The thread that ends a `CheckpointManager`'s writes (0.11.33 to 0.12), if one does."""
+    return manager._checkpointer._async_manager._thread
+
+
 # Of this thread, or of one in whose place a loop of Orbax's runs.
 _own_operation: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "own_operation", default=None
@@ -351,10 +356,7 @@ def wait_for_metadata(manager: Any) -> Callable[[], None]:
 
 
 def deleting_thread(deleter: Any) -> Any | None:
-    """The thread of an `ocp.path.deleter.ThreadedCheckpointDeleter`; `None` of another deleter.
-
-    Which step it is at, nobody is told. Of Orbax 0.11.33 to 0.12.
-    """
+    """The thread of a `ThreadedCheckpointDeleter` (0.11.33 to 0.12); `None` of another deleter."""
     return getattr(deleter, "_delete_thread", None)
 
 

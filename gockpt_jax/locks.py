@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from gockpt_jax import _compat
 
@@ -34,6 +35,40 @@ def wait_where_join_does_not(thread: threading.Thread) -> None:
     """Waits for a thread if an earlier `join` of it was interrupted, so that another would not."""
     while is_running(thread) and not thread.is_alive():
         time.sleep(_POLL_SECS)
+
+
+def wait_elsewhere(wait: Callable[[], object]) -> None:
+    """Waits on a thread of its own: an interrupt here has nobody take what is awaited for ended.
+
+    Not even those others who wait for the same thread, as Orbax's commit does for its writes.
+
+    Args:
+      wait: Returns, or raises an `Exception` that nobody is told, when the wait is over. If this
+        thread is interrupted, it goes on.
+
+    Example:
+      >>> wait_elsewhere(lambda: print(threading.current_thread().name))
+      gockpt-wait
+    """
+    is_over, interrupts = Gate(), []
+
+    def waits() -> None:
+        try:
+            wait()
+        except Exception:  # nobody is told
+            pass
+        except BaseException as error:  # that somebody else has been stopped by
+            interrupts.append(error)
+        finally:
+            is_over.open()
+
+    try:
+        threading.Thread(target=waits, name="gockpt-wait").start()
+    except RuntimeError:  # no thread can be had any more
+        waits()
+    is_over.wait(threading.TIMEOUT_MAX)
+    for error in interrupts:
+        raise error
 
 
 class Gate:

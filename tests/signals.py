@@ -33,7 +33,8 @@ def when_the_main_thread_waits(act: Callable[[], object]) -> threading.Thread:
     assert main is not None
 
     def look() -> None:
-        waits = (threading.Thread.join.__code__, locks.wait_where_join_does_not.__code__)
+        known = (threading.Thread.join, locks.wait_where_join_does_not, locks.wait_elsewhere)
+        waits = [function.__code__ for function in known]
         found = False
         while not found:
             frame: Any = sys._current_frames().get(main)  # none, for a moment, as it ends

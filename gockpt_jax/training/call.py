@@ -10,7 +10,15 @@ import jax
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
-from gockpt_jax.training.places import Place, Places, as_places, identical, states_at, states_within
+from gockpt_jax.training.places import (
+    Place,
+    Places,
+    are_several,
+    as_places,
+    identical,
+    states_at,
+    states_within,
+)
 
 
 class NotLookedAtError(StepMismatchError):
@@ -64,6 +72,7 @@ class CallForm:
             the arrays that it has given back. `None`: the first part.
 
         Raises:
+          NotLookedAtError: if several parts are like the state, and the call before had another.
           StepMismatchError: if the state is not found.
         """
         states = self.state_of(args, kwargs)
@@ -83,6 +92,9 @@ class CallForm:
 
         places = [i for i in identical([*itertools.chain(*given)], before) if i is not None]
         are_all = bool(places) and len(set(places)) == sum(map(len, given))
+        is_known = bool(places) or not before or self._state_out is not None
+        if not is_known and are_several(out_tree, [jax.tree.structure(s) for s in states]):
+            raise NotLookedAtError  # another thread's came between, or a state was replaced
         try:
             new = self._new_states(out_tree, states, came_back, largest_first=not are_all)
             return tuple(itertools.chain(*new))

@@ -44,9 +44,10 @@ class LastResult:
     @property
     def leaves(self) -> list[Any]:
         """As they were returned, if the step is to be traced; `None` for what is gone."""
-        if self._leaves is not None:
-            return self._leaves
-        return jax.tree.leaves(self.whole) if self.new_state is None else self.new_state.in_places()
+        leaves, new_state = self._leaves, self.new_state  # another thread's call may bring others
+        if leaves is not None:
+            return leaves
+        return jax.tree.leaves(self.whole) if new_state is None else new_state.in_places()
 
     def lies_like(self, result: Any, returned: StateInResult) -> bool:
         """Whether the state in another result lies as in this one, as far as it is known here.

@@ -101,6 +101,11 @@ def states_within(
     )
 
 
+def are_several(out_tree: Any, wanted: Sequence[Any]) -> bool:
+    """Whether a result holds more trees like a state than there are states."""
+    return sum(tree in wanted for tree, _ in _trees_in(out_tree)) > len(wanted)
+
+
 def _chosen(
     trees: list[tuple[Any, range]], wanted: Sequence[Any],
     likeness: Callable[[range, int], int], order: Sequence[int],

@@ -1,6 +1,7 @@
 """A jitted step and its programs: which is traced when, which such a call has, which none has."""
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,16 @@ from gockpt_jax.training.stand_in import StandIn
 from gockpt_jax.training.unarmable import CannotArmError, why_no_program
 
 _log = logging.getLogger("gockpt_jax")
+
+_MAX_UNKNOWN = 4
+"""Calls that are waited for until one has the arrays that the call before has returned."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Untraced:
+    """A call that could not be traced: this one's affair, for other threads call the step, too."""
+
+    why: str
 
 
 class TracedStep(StandIn):
@@ -51,7 +62,7 @@ class TracedStep(StandIn):
         self._even_for_nothing = options.steps is not None  # a fixed K promises windows
         self._found: StepProgram | None = None  # the last program, kept or not
         self._kinds = Kinds(always=self._always)
-        self._untraced: str | None = None  # why this call could not be traced
+        self._unknown = 0  # calls in a row of which nobody could tell where their state is
         if (why_not := why_no_program(step)) is not None:
             self.give_up(why_not)
 
@@ -59,23 +70,29 @@ class TracedStep(StandIn):
 
     def _called(self) -> None:
         self._kinds.called()
-        self._untraced = None  # a call before this one may have failed
         self._forget()
 
-    def _arm_at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _arm_at_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Untraced | None:
         """Has such a call's program armed before it runs, the first call's, too.
 
         One thread at a time, for a program drops its trace as it is armed.
+
+        Returns:
+          Why the first call could not be traced, if so.
         """
         with self._arming:
             is_first = self.program is None and not self.last.has_come
-            if is_first and (traced := self._trace(args, kwargs)) is not None:
+            traced = self._trace(args, kwargs) if is_first else None
+            if isinstance(traced, StepProgram):
                 self._kinds.traced()
                 self._take(traced)
             self.turn_to(args, kwargs)
             self._arm()
+        return traced if isinstance(traced, Untraced) else None
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProgram | None:
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepProgram | Untraced | None:
         """The program of a call, cut, if the step has none and one can be made."""
         if self.program is None:
             self.turn_to(args, kwargs)
@@ -94,8 +111,7 @@ class TracedStep(StandIn):
         try:
             traced = step.trace(*args, **kwargs)
         except Exception as error:  # as the step itself will raise: it says nothing of other calls
-            self._untraced = f"tracing it failed with {brief(error)}"
-            return None
+            return Untraced(f"tracing it failed with {brief(error)}")
         with self.giving_up_on_errors():
             return self._analysed(traced, args, kwargs)
         return None
@@ -107,9 +123,12 @@ class TracedStep(StandIn):
         try:
             program = StepProgram(
                 traced, self._form, args, kwargs,
-                even_for_nothing=self._even_for_nothing, before=self.last.leaves,
+                even_for_nothing=self._even_for_nothing,
+                before=self.last.leaves if self._unknown < _MAX_UNKNOWN else None,
             )  # fmt: skip
+            self._unknown = 0
         except NotLookedAtError:
+            self._unknown += 1
             return None
         except StepMismatchError:
             # Of the first call nobody knows yet what comes back as the state.
@@ -128,12 +147,12 @@ class TracedStep(StandIn):
         _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
         return program
 
-    def _settle(self, result: Any, traced: StepProgram | None) -> None:
+    def _settle(self, result: Any, traced: StepProgram | Untraced | None) -> None:
         """Takes what a call has returned, and its program, if it was traced for it."""
-        if self._untraced is not None:  # a step that fails, too, says nothing of its arguments
-            self.give_up(self._untraced)
         unsettled = None
-        if traced is not None:
+        if isinstance(traced, Untraced):  # a step that fails, too, says nothing of its arguments
+            self.give_up(traced.why)
+        elif traced is not None:
             self._kinds.traced()
             if self._always or self.last.lies_like(result, traced.returned):
                 traced.returns_at(jax.tree.leaves(result))  # as it ran, so the armed one is to

@@ -13,7 +13,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.training.traced import TracedStep, brief
+from gockpt_jax.training.traced import TracedStep, Untraced, brief
 from gockpt_jax.training.unarmable import CannotArmError
 
 
@@ -71,9 +71,9 @@ class WrappedStep(TracedStep):
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
         self._called()
-        always = self._always and debugged_by() is None
+        always, untraced = self._always and debugged_by() is None, None
         if always:  # now: whoever is interrupted after the step has lost its result
-            self._arm_at_once(args, kwargs)
+            untraced = self._arm_at_once(args, kwargs)
         program = self.program
         call = self._observer.before_update(self, args, kwargs)
         is_asked = call is not None
@@ -85,14 +85,14 @@ class WrappedStep(TracedStep):
             if armed is None:
                 result, traced = self._run_unarmed(args, kwargs)
             else:
-                result, traced = armed.result, None
+                result, traced, untraced = armed.result, None, None
         except BaseException:
             self._has_failed(program)
             raise
         with behind:
             if is_asked and armed is not None and call is not None:
                 self._kinds.ran_armed(call.program)
-            self._settle(result, traced)
+            self._settle(result, traced or untraced)
             self._observer.after_update(self, armed if is_asked else None)
         return result
 
@@ -136,7 +136,7 @@ class WrappedStep(TracedStep):
 
     def _run_unarmed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, StepProgram | None]:
+    ) -> tuple[Any, StepProgram | Untraced | None]:
         """What the user's own executable returns, and the program of this call, if it is new."""
         is_first = not self.last.has_come  # its arguments seldom lie where later ones do
         traced = None if is_first else self._trace(args, kwargs)

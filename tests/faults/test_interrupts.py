@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.futures.future import AwaitableSignalsContract
 from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_waits
 
 import gockpt_jax as gockpt
 from gockpt_jax import _compat
 from gockpt_jax.storage.managing import waiting
-from gockpt_jax.storage.saving import hand_over
+from gockpt_jax.storage.saving import begun, hand_over
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
@@ -253,6 +254,36 @@ def test_what_the_users_policy_has_stopped_never_begins_to_be_written(
     assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == ["3"]
 
 
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "stock's"])
+def test_what_is_complete_when_the_users_policy_raises_is_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    """Orbax asks behind its checkpointer, which may have renamed by then: `save` raises anyhow."""
+    monkeypatch.setattr(hand_over, "_HELD_SECS", 0)
+    policy, state = Policy(), {"w": jnp.arange(1000)}
+    asked = policy.should_preserve
+
+    def asked_late(infos: Sequence[Any], *, context: Any) -> list[bool]:
+        for commit in [t for t in threading.enumerate() if t.name == "async_save"]:
+            commit.join()
+        return asked(infos, context=context)
+
+    monkeypatch.setattr(policy, "should_preserve", asked_late)
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    kind = gockpt.GoCkptManager if is_ours else ocp.CheckpointManager
+    with kind(tmp_path, options=options) as manager:
+        policy.error = KeyError("the user's")
+        with pytest.raises(KeyError, match="the user's"):
+            manager.save(0, args=ocp.args.StandardSave(state))
+        assert manager.all_steps() == [0]
+        assert not manager.save(0, args=ocp.args.StandardSave(state))
+        assert_equal(manager.restore(0), state)
+        assert manager.save(1, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        manager.reload()
+        assert manager.all_steps() == [0, 1]
+
+
 def test_the_next_save_does_not_hear_of_an_interrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +307,7 @@ def test_the_next_save_does_not_hear_of_an_interrupted_one(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(BegunSave, "leave_directory"), (_compat, "wait_for_writes")]
+    ("owner", "name"), [(BegunSave, "leave_directory"), (begun, "wait_elsewhere")]
 )
 def test_an_interrupt_as_a_stopped_save_is_given_up_leaves_nothing_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -329,6 +360,40 @@ def test_what_a_save_has_left_does_not_write_into_the_next_of_its_label(
         found = manager.restore(0, verify=True)
         np.testing.assert_array_equal(found["w"], new["w"])
         assert manager._gockpt_session.host.used_bytes == 0
+
+
+@pytest.mark.parametrize(("owner", "name"), [(leaf_writer, "_check_data"), (Composite, "finalize")])
+def test_a_save_waits_for_an_interrupted_one_also_where_that_wait_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    """Python (3.11, 3.12) takes a thread for ended whose `join` was: a torn one was listed."""
+    real, go_on = getattr(owner, name), threading.Event()
+    monkeypatch.setattr(owner, name, lambda *a: go_on.wait(60) and real(*a))
+    held, ended_in_time = Composite.finalize, []
+    monkeypatch.setattr(
+        Composite, "finalize", lambda *a: held(*a) or ended_in_time.append(go_on.is_set())
+    )
+    once = Once(monkeypatch, ocp.AsyncCheckpointer, "save", behind=True)
+    args = gockpt.GoCkptSave({"w": jnp.arange(1000)})
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        once.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        (commit,) = [t for t in threading.enumerate() if t.name == "async_save"]
+        hear_ctrl_c()
+        for _ in range(3):  # in each of its waits
+            when_the_main_thread_waits(send_ctrl_c)
+            with pytest.raises(KeyboardInterrupt):
+                manager.save(0, args=args)
+        when_the_main_thread_waits(go_on.set)
+        assert manager.save(0, args=args)
+        assert commit not in threading.enumerate()
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [0]
+        assert manager.restore(0, verify=True)["w"].tolist() == [*range(1000)]
+    assert ended_in_time == [True, True]
+    assert [report.error is None for report in manager.reports] == [False, True]
+    assert manager._gockpt_session.host.used_bytes == 0
 
 
 def test_orbax_is_not_closed_before_what_a_save_has_left_has_ended(
@@ -402,6 +467,43 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
         assert manager.save(0, args=args)
         assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
     assert len([*itertools.groupby(made_by)]) == 2  # one after the other
+
+
+def test_a_directory_that_orbax_has_told_nobody_of_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread had been started: it would have removed what the next save had made there."""
+    path = ocp.path.atomicity.AtomicRenameTemporaryPath
+    create, elsewhere = path.create, begun.wait_elsewhere
+    go_on, made_by = threading.Event(), []
+
+    async def creates(tmp: Any, *args: Any, **kwargs: Any) -> Any:
+        if tmp.get().parent.name != tmp_path.name:  # an item's
+            return await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        if made_by[0] is not made_by[-1]:
+            go_on.set()
+        assert go_on.wait(60)
+        made = await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        return made
+
+    def waits(wait: Any) -> None:
+        if getattr(wait.func, "__self__", None) in made_by:
+            go_on.set()
+        elsewhere(wait)
+
+    once = Once(monkeypatch, AwaitableSignalsContract, "add_to_awaitable_signals_contract")
+    monkeypatch.setattr(path, "create", creates)
+    monkeypatch.setattr(begun, "wait_elsewhere", waits)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        once.armed = True
+        args = gockpt.GoCkptSave({"w": jnp.ones(3)})
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert manager.save(0, args=args)
+        assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
+    assert [len([*made]) for _, made in itertools.groupby(made_by)] == [2, 2]  # one, then the other
 
 
 def test_an_interrupted_wait_leaves_the_save_to_its_end(

@@ -210,7 +210,7 @@ def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
 
     monkeypatch.setattr(ocp.future, "CommitFutureAwaitingContractedSignals", Made)
     begun = BegunSave()
-    begun.leave_directory()
+    begun.leave_directory(RuntimeError())
     for _ in range(2):
         begun.wait_for_what_was_left()
     assert waited == [10]

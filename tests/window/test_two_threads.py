@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import pytest
 from window.training_loop import BATCH, SIZE, WAIT_SECS, Loop, assert_same, fresh, to_host, update
 
-from gockpt_jax import GoCkptSave
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.training.last_result import LastResult
 
 
 def evaluate_in(
@@ -116,6 +117,92 @@ def test_the_call_keeps_its_program(tmp_path, monkeypatch):
     assert_same(to_host(loop.state), to_host(state))
 
 
+@pytest.mark.parametrize("arm", ["window", "always"])
+def test_what_another_thread_could_not_trace_says_nothing_of_this_call(tmp_path, monkeypatch, arm):
+    """The step was given up for good, with a warning of the other thread's error."""
+    own = jax.jit(lambda state, batch: update(state, batch))  # no other test keeps its trace
+    loop = Loop(tmp_path, window={"steps": 3, "arm": arm}, step=own)
+    trainer, real, told = threading.current_thread(), loop.session.before_update, []
+    other = {"opt": fresh()["opt"], "params": {"w": jnp.zeros(SIZE + 1)}}
+
+    def evaluate():
+        if arm == "always":  # what this one's call has had traced has been armed by now
+            loop.step.program = None
+        with pytest.raises(TypeError, match="incompatible shapes"):
+            loop.step(other, BATCH)
+
+    def before_update(*args):
+        if threading.current_thread() is trainer and loop.label == 1:
+            with ThreadPoolExecutor(1) as thread:
+                told.append(thread.submit(evaluate).result(WAIT_SECS))
+        return real(*args)
+
+    monkeypatch.setattr(loop.session, "before_update", before_update)
+    with loop.manager as manager:
+        loop.train(9)
+        manager.wait_until_finished()
+        assert told == [None]
+        assert loop.step.why_not is None
+        assert loop.step.program is not None
+        loop.assert_saved(0, 4, 8)
+
+
+def with_gradients(state, batch):
+    """Of two parts that are like the state the second one is it."""
+    grads = jax.tree.map(lambda w: jnp.sin(w + batch), state)
+    return {"grads": grads, "state": jax.tree.map(lambda w, g: w - 0.125 * g, state, grads)}
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_the_state_is_looked_for_in_the_next_call_where_another_came_between(tmp_path, is_beside):
+    """The gradients were taken for it, for good: windows opened, and no save had use for one."""
+    state, other = {"w": jnp.ones(SIZE)}, {"w": jnp.zeros(SIZE)}
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        step, given = manager.wrap(jax.jit(with_gradients)), {}
+        for label in range(12):
+            if is_beside and label == 1:
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(step, other, BATCH).result(WAIT_SECS)
+            state = step(state, BATCH)["state"]
+            if label % 4 == 3:
+                assert manager.save(label, args=GoCkptSave(state))
+                manager.wait_until_finished()
+                given[label] = state
+        assert [report.kind for report in manager.reports][-1] == "window"
+        for label, saved in given.items():
+            assert_same(manager.restore(label), saved)
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_state_that_is_never_what_a_call_has_returned_is_looked_for_a_while(tmp_path, is_copied):
+    state = {"w": jnp.ones(SIZE)}
+    with GoCkptManager(tmp_path) as manager:
+        step = manager.wrap(jax.jit(with_gradients))
+        for _ in range(6):
+            state = step(state, BATCH)["state"]
+            state = jax.tree.map(jnp.array, state) if is_copied else state
+        assert step.program is not None
+
+
+def test_the_leaves_of_a_result_are_those_of_one_call():
+    """Another thread's result comes where it has been seen that there are leaves."""
+
+    class Shared(LastResult):
+        left = 1_000
+
+        def __getattribute__(self, name):
+            Shared.left -= 1
+            if Shared.left == 0:
+                self.keep({"loss": 0.5}, None, is_to_be_traced=False)
+            return super().__getattribute__(name)
+
+    for place in range(1, 9):
+        last = Shared()
+        last.keep({"w": 1.0}, None, is_to_be_traced=True)
+        Shared.left = place
+        assert last.leaves in ([1.0], [0.5]), place
+
+
 @pytest.mark.parametrize("on_busy", ["wait", "skip", "newest"])
 def test_in_a_running_event_loop(tmp_path, on_busy):
     """As notebooks have one: Orbax has the state taken on another thread, and `save` waits."""
@@ -160,3 +247,27 @@ def test_what_comes_between_steps_keeps_no_thread_from_saving(tmp_path, monkeypa
         loop.manager.wait_until_finished()
         assert saved == [True]
         loop.assert_saved(0, 4, 5, 8, 12)
+
+
+def test_no_save_comes_behind_a_close_that_it_has_waited_for(tmp_path, monkeypatch):
+    """It was accepted, and lost: Orbax has no threads any more by then."""
+    manager = GoCkptManager(tmp_path)
+    calls = manager._gockpt_saves.calls
+    real, may_go_on = calls.refuse_waiting, threading.Event()
+
+    def refuse_waiting():  # what a call looks at last before it waits for another thread's
+        real()
+        if threading.current_thread() is not threading.main_thread():
+            assert may_go_on.wait(WAIT_SECS)
+
+    monkeypatch.setattr(calls, "refuse_waiting", refuse_waiting)
+    has_come = threading.Event()
+    monkeypatch.setattr(calls, "refuse_inside", lambda subject: has_come.set())
+    with ThreadPoolExecutor(1) as thread:
+        save = thread.submit(manager.save, 0, args=GoCkptSave({"w": jnp.ones(3)}))
+        assert has_come.wait(WAIT_SECS)
+        manager.close()
+        may_go_on.set()
+        with pytest.raises(RuntimeError, match="the manager is closed"):
+            save.result(WAIT_SECS)
+    assert manager.all_steps() == []

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -183,14 +182,20 @@ class LastSave:
         """
         begun, votes = self._handler.begun, self._handler.votes
         is_alone = self._is_asynchronous and not self._session.processes.several
-        wait = functools.partial(_compat.wait_for_writes, self._manager)
-        with begun.leaving_writes(wait if is_alone and not self._is_ending else None, error):
+        wait = self._wait_for_writes if is_alone and not self._is_ending else None
+        with begun.leaving_writes(wait, error):
             if pending is not None:
                 pending.failed(error)
                 begun.give_up(error)  # not the last one, in flight maybe
-            begun.leave_directory()
+            begun.leave_directory(error)
             if votes is not None:
                 votes.cancel()
+
+    def _wait_for_writes(self) -> None:
+        """Waits for what Orbax writes, and raises why it failed; where nobody else hears of it."""
+        if (writes := _compat.writes_thread(self._manager)) is not None:
+            locks.wait_where_join_does_not(writes)
+        _compat.wait_for_writes(self._manager)
 
     def hear(self) -> None:
         """Waits for it if it is being written, and raises what went wrong with it."""

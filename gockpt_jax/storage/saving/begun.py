@@ -7,15 +7,18 @@ begun to be written never is, what has stops at its next chunk, and the next sav
 
 import contextlib
 import dataclasses
+import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import StorageError
-from gockpt_jax.locks import Gate
+from gockpt_jax.locks import Gate, wait_elsewhere
 from gockpt_jax.storage.files.item_files import TEMPORARY
-from gockpt_jax.storage.saving.hand_over import HandedOver
+from gockpt_jax.storage.saving.hand_over import HAND_OVER, HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.storage.writing.host_array import HostArray
@@ -120,10 +123,12 @@ class BegunSave:
         self._before: list[tuple[str, BegunItem]] = []  # those of saves before that are not over
         self._left: list[_Left] = []
         self._is_soiled = False  # what was left has been written into the directory of this one
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # before it began
 
     def expect(self, label: int) -> None:
         """What comes next is another save, also where it has the label of one that was deleted."""
         self.label, self._folder = label, ""
+        self._threads = weakref.WeakSet(threading.enumerate())
 
     @contextlib.contextmanager
     def held_back(self, is_held: bool) -> Iterator[None]:
@@ -243,8 +248,15 @@ class BegunSave:
                 left = _Left(item.wait, _DIRECTORY_SECS, item)
             self._left.append(left)
 
-    def leave_directory(self) -> None:
-        """It does not begin, and Orbax may still be making its directory."""
+    def leave_directory(self, error: BaseException) -> None:
+        """It does not begin, and Orbax may still be making its directory.
+
+        Args:
+          error: Why. An interrupt may have come before Orbax has told that a thread makes one.
+        """
+        if not isinstance(error, Exception):
+            makers = [t for t in threading.enumerate() if t not in self._threads and _is_orbaxs(t)]
+            self._left += [_Left(maker.join, _DIRECTORY_SECS) for maker in makers]
         with contextlib.suppress(Exception):  # the job's coordinator is gone: the error is told
             self._left.append(_Left(_directory_made().result, _DIRECTORY_SECS))
 
@@ -267,8 +279,7 @@ class BegunSave:
         finally:
             self.let_go()
         if wait is not None and isinstance(error, Exception):
-            with contextlib.suppress(Exception):
-                wait()
+            wait_elsewhere(wait)
             self._left.remove(*left)
 
     def wait_for_directory(self) -> None:
@@ -293,8 +304,7 @@ class BegunSave:
             failed = left.item
             if failed is None or label in (None, failed.label):
                 secs = left.secs if failed is None or label is not None else _DIRECTORY_SECS
-                with contextlib.suppress(Exception):  # nobody is told
-                    left.wait(secs)
+                wait_elsewhere(functools.partial(left.wait, secs))  # what it raises nobody is told
                 if failed is not None and secs == _STOP_SECS and failed.is_writing:
                     raise StorageError(
                         f"the save of step {label}: what a failed one has left in {failed.folder} "
@@ -319,6 +329,12 @@ class _Left:
     wait: Callable[[float | None], None]
     secs: float | None = None
     item: BegunItem | None = None
+
+
+def _is_orbaxs(thread: threading.Thread) -> bool:
+    """Whether it is one of Orbax's that neither writes for us nor ends a save."""
+    is_handed_over = thread.name.startswith(HAND_OVER)
+    return type(thread).__module__.startswith("orbax.") and not is_handed_over
 
 
 def _directory_made() -> ocp.future.Future:

@@ -24,6 +24,8 @@ from gockpt_jax import _compat
 from gockpt_jax.locks import Gate
 from gockpt_jax.storage.writing.host_array import HostArray
 
+HAND_OVER = "gockpt_hand_over"
+"""What the names of the threads begin with."""
 _HELD_SECS = 1.0  # at most: whatever Orbax comes to wait for in `save`, it gets
 _numbers = itertools.count()
 _KNOWN = (HostArray, bool, int, float, str, np.generic)  # no caller can change them
@@ -45,7 +47,7 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         self._after = after
         self._has_begun = self._is_cancelled = False
         self._deciding = threading.Lock()  # which of them it is
-        self._thread = f"gockpt_hand_over_{next(_numbers)}"
+        self._thread = f"{HAND_OVER}_{next(_numbers)}"
         self._begun = ocp.future.CommitFutureAwaitingContractedSignals(
             _MadeWhenRun(functools.partial(self._begin, _compat.operation(), begin)),
             name=self._thread,
