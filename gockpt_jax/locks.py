@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_python
 
 _made: list["weakref.ref[threading.RLock]"] = []
 
@@ -93,4 +93,4 @@ def any_held() -> bool:
       False
     """
     locks = [made() for made in tuple(_made)]
-    return any(lock is not None and _compat.is_held(lock) for lock in locks)
+    return any(lock is not None and of_python.is_held(lock) for lock in locks)

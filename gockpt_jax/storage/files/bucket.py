@@ -11,7 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import StorageError, brief
 
 Json = dict[str, Any]
@@ -111,7 +111,7 @@ def prepare(directory: Any) -> None:
         )
     for name, value in _STALLS.items():
         os.environ.setdefault(name, value)
-    if not _compat.route_buckets(_SCHEMES, kvstore) and scheme == "s3://":
+    if not of_orbax.route_buckets(_SCHEMES, kvstore) and scheme == "s3://":
         raise StorageError(
             f"{directory}: this Orbax cannot keep arrays in s3://, and we know no way to help it."
             " Use orbax-checkpoint 0.12.8, a gs:// bucket, or mount the bucket as a directory."
