@@ -13,6 +13,7 @@ In the order of their imports:
     walk       from a leaf's new value back to what it cannot repeat
     flow       minimum cuts
     cut        where to cut a step
+    bodies     what calls run
     graph      the traced step as one flat graph of values
     recipe     what follows the cut, as data
     places     where a user says the state is

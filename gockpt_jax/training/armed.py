@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from gockpt_jax._compat import of_jax
-from gockpt_jax.training.graph import body_of
+from gockpt_jax.training.bodies import body_of
 from gockpt_jax.training.values import Site
 
 
@@ -105,7 +105,9 @@ def _inline(
     eqn: Any, invars: list[Any], sites: Sequence[Site], found: dict[Site, Any], depth: int
 ) -> tuple[list[Any], list[Any]]:
     """A call's body in the caller's variables. One body may be called twice, so all are fresh."""
-    closed, operands = body_of(eqn, invars)
+    called = body_of(eqn, invars)
+    assert called is not None, "only calls are opened"
+    closed, operands = called
     jaxpr, consts = of_jax.open_jaxpr(closed)
     inner: dict[Site, Any] = {}
     body, renamed_inside = _open(jaxpr, sites, inner, depth)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from gockpt_jax._compat import of_jax
+from gockpt_jax.training.bodies import body_of, can_open
 from gockpt_jax.training.merging import may_be_cut
 from gockpt_jax.training.settled import is_settled
 from gockpt_jax.training.values import (
@@ -36,21 +37,6 @@ from gockpt_jax.training.values import (
 )
 
 _SELECT = lax.select_n_p
-# Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
-# others carry rules (a derivative, a rematerialisation) that opening would drop. A gradient often
-# comes straight out of a rematerialised block: what made it must be seen.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-}
-_OPENABLE = frozenset({"jit", "pjit"})
 _KNOWN = frozenset({"iota", "platform_index"})
 """Operations without inputs whose results the compiler knows."""
 
@@ -153,8 +139,8 @@ def _apply(
     if name == "pvary":  # for the types alone
         return inputs
     inside = (*path, PathEntry(position)) if path is not None else None
-    if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
-        body, operands = body_of(eqn, inputs)
+    if (called := body_of(eqn, inputs)) is not None:
+        body, operands = called
         inside = inside if can_open(eqn) else None
         return _walk(*of_jax.open_jaxpr(body), operands, inside, axes)
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
@@ -282,28 +268,6 @@ def _looped(
     for value, last in zip(made, loop.turn, strict=True):
         value.is_folded |= is_known(last)  # whatever else the loop is given
     return made
-
-
-def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """What a call runs, and with which of its operands."""
-    if (branch := _decided_branch(eqn)) is not None:
-        return branch, operands[1:]
-    return eqn.params[_CALLS[eqn.primitive.name]], operands
-
-
-def can_open(eqn: Any) -> bool:
-    """Whether a call may be replaced by its body in the armed program without losing anything."""
-    if eqn.primitive.name not in _OPENABLE and _decided_branch(eqn) is None:
-        return False
-    placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return not any(isinstance(s, jax.sharding.Sharding) for s in placed)
-
-
-def _decided_branch(eqn: Any) -> Any | None:
-    """The branch of a `cond` that was decided while tracing; the compiler keeps it alone."""
-    if eqn.primitive.name != "cond" or not isinstance(eqn.invars[0], jex.Literal):
-        return None
-    return eqn.params["branches"][int(eqn.invars[0].val)]  # which JAX has seen to be one of them
 
 
 def _is_extended(aval: Any) -> bool:
