@@ -15,7 +15,7 @@ from gockpt_jax._compat import of_jax
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.returned import StateInResult
-from gockpt_jax.training.signature import Signature
+from gockpt_jax.training.signature import Signature, committed_format
 from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
 from gockpt_jax.training.unarmable import (
     CannotArmError,
@@ -110,7 +110,7 @@ class StepProgram:
           result: Leaves of what the call that was traced has returned, alive. That of another call
             may lie elsewhere, and the armed step would move the state there.
         """
-        self._out_shardings = tuple(map(_committed_format, result))
+        self._out_shardings = tuple(map(committed_format, result))
 
     def arm(self) -> None:
         """Lowers the armed step on this thread and compiles it on another.
@@ -207,7 +207,7 @@ class StepProgram:
 
     def _formats(self, flat: Sequence[Any]) -> list[Any]:
         """How arguments lie: as they do where they stay, else as the user has told `jax.jit`."""
-        return [_committed_format(x) or s for x, s in zip(flat, self._in_shardings, strict=True)]
+        return [committed_format(x) or s for x, s in zip(flat, self._in_shardings, strict=True)]
 
     def is_of_these_settings(self) -> bool:
         """Whether `arm` would lower the program as the user's function would be lowered now."""
@@ -306,11 +306,6 @@ def _kinds(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
     return [(kind.shape, kind.dtype) for kind in map(jax.typeof, flat)]
 
 
-def placements(leaves: Sequence[Any]) -> list[Any]:
-    """The sharding of each leaf of a result; `None` for one that may be moved."""
-    return [_committed_sharding(x) for x in leaves]
-
-
 def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, ArraySpec]]:
     """What each leaf of the state goes in as, and comes out as."""
     opened, _ = of_jax.open_jaxpr(jaxpr)
@@ -322,14 +317,3 @@ def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, Arra
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree)  # whose tree JAX does not type
-
-
-def _committed_sharding(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True):
-        return leaf.sharding
-    return None
-
-
-def _committed_format(leaf: Any) -> Any:
-    """The sharding and, but for typed keys, how the elements lie: both as `jax.jit` takes them."""
-    return _committed_sharding(leaf) and getattr(leaf, "format", leaf.sharding)

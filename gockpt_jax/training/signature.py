@@ -93,6 +93,18 @@ class Signature:
         return bool(self.settings == of_jax.trace_context())
 
 
+def committed_sharding(leaf: Any) -> Any:
+    """Where a leaf stays; `None` if it may be moved, or is no array."""
+    if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True):
+        return leaf.sharding
+    return None
+
+
+def committed_format(leaf: Any) -> Any:
+    """The sharding and, but for typed keys, how the elements lie: both as `jax.jit` takes them."""
+    return committed_sharding(leaf) and getattr(leaf, "format", leaf.sharding)
+
+
 def _kind(x: Any) -> tuple[Any, ...]:
     sharding = x.sharding if getattr(x, "committed", False) else None
     return getattr(x, "shape", ()), getattr(x, "dtype", type(x)), sharding
