@@ -4,7 +4,8 @@ In the order of their imports:
 
     values     the values of a traced step, and what makes them
     erased     of which operations the compiler makes nothing
-    numbers    what number a value is, and which may be one
+    drawn      what number a value is
+    numbers    which the compiler knows, and which may be one
     settled    which flags are always the same
     apart      which sums they take apart
     factors    what a factor may be seen to be
