@@ -22,6 +22,7 @@ In the order of their imports:
     late         chunks that are staged at the sealed version
     known        what is known of that, and by all processes
     planner      plans, made once and anew
+    ran          the steps that have run, and the states that they returned
     early        chunks that left before, replayed until the seal
     audit        samples, against what replay made of them
     late_groups  what became late inside a window
