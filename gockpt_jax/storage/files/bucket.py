@@ -12,7 +12,7 @@ from typing import Any
 from etils import epath
 
 from gockpt_jax._compat import of_orbax
-from gockpt_jax.errors import StorageError, brief
+from gockpt_jax.errors import StorageError, without_specs
 
 Json = dict[str, Any]
 
@@ -153,8 +153,8 @@ def storage_error(doing: str, directory: Any, error: Exception) -> StorageError:
             " the network."
         )
     found = StorageError(
-        f"{doing} failed: {brief(error)}. Nothing of this save is visible, earlier checkpoints are"
-        f" intact. {advice} The next save tries anew."
+        f"{doing} failed: {without_specs(error)}. Nothing of this save is visible, earlier "
+        f"checkpoints are intact. {advice} The next save tries anew."
     )
     found.errno = getattr(error, "errno", None)
     return found
