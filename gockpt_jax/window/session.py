@@ -268,7 +268,7 @@ class Session:
             return taken
         except BaseException:  # an interrupt, as the lock was let go
             if taken is not None:
-                give_back([slot for slots in taken[1] for slot in slots], self.host)
+                give_back([slot for slots in taken.slots for slot in slots], self.host)
             raise
 
     def require_alike(self) -> None:
