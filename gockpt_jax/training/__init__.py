@@ -7,7 +7,7 @@ In the order of their imports:
     drawn      what number a value is
     numbers    which the compiler knows, and which may be one
     settled    which flags are always the same
-    apart      which sums they take apart
+    apart      which sums the compiler takes apart
     factors    what a factor may be seen to be
     merging    what compilers merge
     exact      which operations the host repeats bit for bit
@@ -18,7 +18,7 @@ In the order of their imports:
     graph      the traced step as one flat graph of values
     recipe     what follows the cut, as data
     places     where a user says the state is
-    call       where it is among a step's arguments and results
+    call       where the state is among a step's arguments and results
     step_cut   what stays of a cut once the graph is dropped
     armed      the user's program with the cut values as further results
     signature  what `jax.jit` tells programs apart by
