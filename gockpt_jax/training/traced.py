@@ -23,7 +23,7 @@ from gockpt_jax.training.last_result import LastResult
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.returned import NewState
 from gockpt_jax.training.stand_in import StandIn
-from gockpt_jax.training.unarmable import CannotArmError, why_no_program
+from gockpt_jax.training.unarmable import CannotArmError, why_unarmable
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -57,7 +57,7 @@ class TracedStep(StandIn):
         self._found: StepProgram | None = None  # the last program, kept or not
         self._kinds = Kinds(always=self._always)
         self._untraced: str | None = None  # why this call could not be traced
-        if (why_not := why_no_program(step)) is not None:
+        if (why_not := why_unarmable(step)) is not None:
             self.give_up(why_not)
 
     # What the calls of the step tell.

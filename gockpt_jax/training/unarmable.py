@@ -12,7 +12,7 @@ class CannotArmError(Exception):
     """A step's program cannot be armed: why, and what would help."""
 
 
-def why_no_program(step: Any) -> str | None:
+def why_unarmable(step: Any) -> str | None:
     """Why a step cannot be armed; `None` if it can, as far as is known before it has run."""
     if callable(getattr(step, "trace", None)):
         if of_jax.jit_settings(step) is None:
