@@ -28,6 +28,19 @@ def counted(number: int, one: str, more: str = "") -> str:
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
+def describe_bytes(num_bytes: float) -> str:
+    """Bytes for a reader: three digits and a decimal unit.
+
+    Example:
+      >>> describe_bytes(1_234_000_000), describe_bytes(950)
+      ('1.23 GB', '950 B')
+    """
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def as_count(
     name: str, value: Any, advice: str, *, least: int = 1, most: int | None = None,
     no_integer: type[Exception] = ValueError,

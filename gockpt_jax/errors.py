@@ -89,7 +89,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_ours and str(error).startswith("RESOURCE_EXHAUSTED")
 
 
-def brief(error: Exception) -> str:
+def without_specs(error: Exception) -> str:
     """TensorStore's errors without a page of its specification, and of places in its source."""
     noise = r" \[(tensorstore_spec|source locations)='.*?'\](?= \[|$)"
     return re.sub(noise, "", str(error), flags=re.DOTALL)
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error in a line: JAX's hold whole arrays at times, or a page of the compiler's."""
+    first, _, rest = str(error).partition("\n")
+    if first.endswith(":") and rest:  # it only announces what the others tell
+        first = " ".join(rest.split())
+    return f"{type(error).__name__}: {first if len(first) < 300 else first[:300] + '...'}"

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_python
 
 _made: list["weakref.ref[threading.RLock]"] = []
 
@@ -128,4 +128,4 @@ def any_held() -> bool:
       False
     """
     locks = [made() for made in tuple(_made)]
-    return any(lock is not None and _compat.is_held(lock) for lock in locks)
+    return any(lock is not None and of_python.is_held(lock) for lock in locks)

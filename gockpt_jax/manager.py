@@ -11,7 +11,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax, of_python
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
@@ -113,13 +113,13 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
                 root, options=saves.options, handler_registry=names.registry,
                 metadata=metadata, logger=logger,
             )  # fmt: skip
-        _compat.items_have_names(self)
-        handler.wait_for_metadata = _compat.wait_for_metadata(self)
+        of_orbax.items_have_names(self)
+        handler.wait_for_metadata = of_orbax.wait_for_metadata(self)
         handler.restores_together = together.active_processes is not None
-        saves.last.deleter = _compat.replace_deleter(
+        saves.last.deleter = of_orbax.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )
-        _compat.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
+        of_python.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
 
     # Saving and restoring.
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gockpt_jax.checks import describe_bytes
 from gockpt_jax.cli.console import UnreadableError, make_console
 from gockpt_jax.storage.inspecting.describe import describe_item
 from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into, some_of
-from gockpt_jax.window.cost import describe_bytes
 
 
 @click.command()

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from gockpt_jax.checks import describe_bytes
 from gockpt_jax.cli.console import tree_at
 from gockpt_jax.cli.quantities import BYTES, COUNT, RATE, SECS
 from gockpt_jax.cli.tables import (
@@ -27,7 +28,6 @@ from gockpt_jax.cli.trade import (
 )
 from gockpt_jax.options import MOST_STEPS
 from gockpt_jax.storage.inspecting.describe import describe_item
-from gockpt_jax.window.cost import describe_bytes
 
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPE = click.Choice(list(_ITEMSIZES))

@@ -8,10 +8,10 @@ import rich.box
 import rich.measure
 import rich.table
 
+from gockpt_jax.checks import describe_bytes
 from gockpt_jax.cli.console import FILE_COLUMNS, make_console
 from gockpt_jax.cli.quantities import say_count, say_percent, say_secs
 from gockpt_jax.cli.trade import Machine, Row, StateSize, chosen_row, goodput
-from gockpt_jax.window.cost import describe_bytes
 
 _TRADE_HEADS = (
     "", "way", "K", "stall s", "moved", "on the device", "on a host", "busy s", "saves/h",

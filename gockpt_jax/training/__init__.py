@@ -4,19 +4,21 @@ In the order of their imports:
 
     values     the values of a traced step, and what makes them
     erased     of which operations the compiler makes nothing
-    numbers    what number a value is, and which may be one
+    drawn      what number a value is
+    numbers    which the compiler knows, and which may be one
     settled    which flags are always the same
-    apart      which sums they take apart
+    apart      which sums the compiler takes apart
     factors    what a factor may be seen to be
     merging    what compilers merge
     exact      which operations the host repeats bit for bit
     walk       from a leaf's new value back to what it cannot repeat
     flow       minimum cuts
     cut        where to cut a step
+    bodies     what calls run
     graph      the traced step as one flat graph of values
     recipe     what follows the cut, as data
     places     where a user says the state is
-    call       where it is among a step's arguments and results
+    call       where the state is among a step's arguments and results
     step_cut   what stays of a cut once the graph is dropped
     armed      the user's program with the cut values as further results
     signature  what `jax.jit` tells programs apart by

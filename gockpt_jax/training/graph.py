@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_jax
+from gockpt_jax.training.bodies import body_of, can_open
 from gockpt_jax.training.merging import may_be_cut
 from gockpt_jax.training.settled import is_settled
 from gockpt_jax.training.values import (
@@ -36,21 +37,6 @@ from gockpt_jax.training.values import (
 )
 
 _SELECT = lax.select_n_p
-# Calls whose body is the function itself. Only `jit` may also be opened in the armed program; the
-# others carry rules (a derivative, a rematerialisation) that opening would drop. A gradient often
-# comes straight out of a rematerialised block: what made it must be seen.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "checkpoint": "jaxpr",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-}
-_OPENABLE = frozenset({"jit", "pjit"})
 _KNOWN = frozenset({"iota", "platform_index"})
 """Operations without inputs whose results the compiler knows."""
 
@@ -83,7 +69,7 @@ def flatten(closed: Any, carried: Sequence[tuple[int, int]] = ()) -> Graph:
       >>> flatten(traced.jaxpr).outputs[0].op.name
       'select_n'
     """
-    jaxpr, consts = _compat.open_jaxpr(closed)
+    jaxpr, consts = of_jax.open_jaxpr(closed)
     unsure: set[int] = set()
     while True:
         inputs = [
@@ -135,7 +121,7 @@ def _offer_site(
     value: Value, path: tuple[PathEntry, ...] | None, var: Any, axes: Collection[str]
 ) -> None:
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
-    if path is None or type(var) is _compat.DropVar:
+    if path is None or type(var) is of_jax.DropVar:
         return
     if is_known(value):
         return  # the step goes on with what the compiler makes of it
@@ -153,10 +139,10 @@ def _apply(
     if name == "pvary":  # for the types alone
         return inputs
     inside = (*path, PathEntry(position)) if path is not None else None
-    if (name in _CALLS and _CALLS[name] in eqn.params) or _decided_branch(eqn) is not None:
-        body, operands = body_of(eqn, inputs)
+    if (called := body_of(eqn, inputs)) is not None:
+        body, operands = called
         inside = inside if can_open(eqn) else None
-        return _walk(*_compat.open_jaxpr(body), operands, inside, axes)
+        return _walk(*of_jax.open_jaxpr(body), operands, inside, axes)
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
     if name == "cond":
         return _choices(op, [var.aval for var in eqn.outvars], inside, axes)
@@ -181,7 +167,7 @@ def _choices(
         inside = None
         if path is not None and not axes:
             inside = (*path[:-1], path[-1]._replace(branch=i))
-        branches.append(_walk(*_compat.open_jaxpr(branch), operands, inside, axes))
+        branches.append(_walk(*of_jax.open_jaxpr(branch), operands, inside, axes))
     return [
         _value(aval, cond, i, axes)
         if _is_extended(aval)
@@ -200,7 +186,7 @@ def _chooser(cases: Sequence[Value]) -> Any:
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
-    certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
+    certain = is_everywhere(op, index, axes) and not of_jax.varies(aval)
     folded = bool(op.inputs or op.name in _KNOWN) and all(map(is_known, op.inputs))
     arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
     folded = folded or is_settled(aval, op)
@@ -209,7 +195,7 @@ def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
 
 def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     """Follows the body of a `shard_map`."""
-    body, consts = _compat.open_jaxpr(op.params["jaxpr"])
+    body, consts = of_jax.open_jaxpr(op.params["jaxpr"])
     axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names
     op.entered = tuple(
         Value(var.aval, constant=outer.constant)
@@ -232,8 +218,8 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
       avals: Of what it returns.
       axes: Of the mesh, over which a `shard_map` around it maps.
     """
-    body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
-    fixed, carry, rows = _compat.scan_operands(scan.params, scan.inputs)
+    body, consts = of_jax.open_jaxpr(scan.params["jaxpr"])
+    fixed, carry, rows = of_jax.scan_operands(scan.params, scan.inputs)
     num_carried, length = len(carry), scan.params["length"]
 
     def turn(carry: Sequence[Value]) -> list[Value]:
@@ -282,28 +268,6 @@ def _looped(
     for value, last in zip(made, loop.turn, strict=True):
         value.is_folded |= is_known(last)  # whatever else the loop is given
     return made
-
-
-def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """What a call runs, and with which of its operands."""
-    if (branch := _decided_branch(eqn)) is not None:
-        return branch, operands[1:]
-    return eqn.params[_CALLS[eqn.primitive.name]], operands
-
-
-def can_open(eqn: Any) -> bool:
-    """Whether a call may be replaced by its body in the armed program without losing anything."""
-    if eqn.primitive.name not in _OPENABLE and _decided_branch(eqn) is None:
-        return False
-    placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return not any(isinstance(s, jax.sharding.Sharding) for s in placed)
-
-
-def _decided_branch(eqn: Any) -> Any | None:
-    """The branch of a `cond` that was decided while tracing; the compiler keeps it alone."""
-    if eqn.primitive.name != "cond" or not isinstance(eqn.invars[0], jex.Literal):
-        return None
-    return eqn.params["branches"][int(eqn.invars[0].val)]  # which JAX has seen to be one of them
 
 
 def _is_extended(aval: Any) -> bool:

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from gockpt_jax.training.program import placements
 from gockpt_jax.training.returned import NewState, StateInResult
+from gockpt_jax.training.signature import committed_sharding
 
 
 class LastResult:
@@ -57,7 +57,12 @@ class LastResult:
           returned: Finds the state there.
         """
         if self.new_state is None:
-            return placements(jax.tree.leaves(result)) == placements(self.leaves)
+            return _placements(jax.tree.leaves(result)) == _placements(self.leaves)
         both = returned.found_in(result), self.new_state
         leaves, before = ([] if x is None else jax.tree.leaves(x.parts) for x in both)
-        return placements(leaves) == placements(before)
+        return _placements(leaves) == _placements(before)
+
+
+def _placements(leaves: list[Any]) -> list[Any]:
+    """Where each leaf stays; `None` for one that may be moved."""
+    return [committed_sharding(x) for x in leaves]

@@ -1,133 +1,23 @@
-"""What number a value is to a compiler, and which values may be one.
+"""Which numbers a compiler knows, and which it may find to be one: by what they are (`drawn`)."""
 
-A compiler finds that two values are one once it has rewritten both, by rules that are many, and
-others in its next version: it turns `x - 0.1` into `x + -0.1`, orders operands, drops a `max` that
-is taken twice. None of them changes what is computed. So values are worked out here, of arguments
-drawn at random: those that a compiler may take for one are one number, however they are written
-and however deep that is. What is not elementwise gives any numbers, and may be whatever is made of
-the same: a sum of sums is the sum of all, what is sorted alone is itself, and of two arrays put
-together a part is one of them. But of a matrix product nobody finds that it is what it was made of.
-"""
-
-import dataclasses
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.training.values import (
-    IDENTITIES,
-    SUMS,
-    Op,
-    Value,
-    contracted,
-    is_known,
-    names,
-    unspread,
-    without_walls,
-)
+from gockpt_jax.training.drawn import Number, is_secret, worked_out
+from gockpt_jax.training.values import IDENTITIES, SUMS, Op, Value, is_known, names, unspread
 
 _PRECISION = 1e-6
-# Of one array, the same numbers: elsewhere, or in another type.
-_MOVES = IDENTITIES | names(
-    """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
-    transpose squeeze expand_dims rev tile reshard"""
-)
-# Of one array some numbers, and maybe others: as the parameters are, all and no others.
-_PICKS = names("bitcast_convert_type pad slice split unstack dynamic_slice gather")
 # Of one array the numbers times others.
 _SCALES = IDENTITIES | names("mul div neg")
 
 
-def _chosen(which: Any, *cases: Any) -> Any:
-    if _is_secret(which):
-        return np.nan
-    chosen = cases[0]
-    for n, case in enumerate(cases):
-        chosen = np.where(which >= n, case, chosen)
-    return chosen
-
-
-# Of constants every compiler works these out on the host, rounded as IEEE 754 says.
-_ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
-    "neg": np.negative, "abs": np.abs, "sign": np.sign, "max": np.maximum, "min": np.minimum,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high), "square": np.square,
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-    "ge": np.greater_equal,
-    "select_n": _chosen, "choice": _chosen,
-}  # fmt: skip
-# Rounded by each machine in its own way.
-_OTHERS: Mapping[str, Callable[..., Any]] = {
-    "sqrt": np.sqrt, "rsqrt": lambda x: 1.0 / np.sqrt(x), "cbrt": np.cbrt, "pow": np.power,
-    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p,
-    "tanh": np.tanh, "logistic": lambda x: 1.0 / (1.0 + np.exp(-x)),
-    "sin": np.sin, "cos": np.cos, "tan": np.tan,
-}  # fmt: skip
-# Of flags; of bits they are another matter.
-_LOGICAL: Mapping[str, Callable[..., Any]] = {
-    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
-}  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """An argument, sums of products, or what anything else that is not elementwise gives.
-
-    Attributes:
-      arguments: Of the step, from which it is computed: a bit for each.
-      is_product: Whether it is of the second kind.
-      near: Of the last, what it is made of.
-      roots: And of which arguments and products that is made.
-      name: The same of the same, and of nothing else; what they are made of may be deep.
-    """
-
-    arguments: int = dataclasses.field(compare=False)
-    is_product: bool = dataclasses.field(default=False, compare=False)
-    near: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False, repr=False)
-    roots: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False, repr=False)
-    name: bytes = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        of = b"".join(sorted(source.name for source in self.near))
-        told = f"{self.is_product} {self.arguments:x} ".encode()
-        digest = hashlib.blake2b(told + of, digest_size=16).digest()
-        object.__setattr__(self, "name", digest)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Number:
-    """What a value is, and what it is made of.
-
-    Attributes:
-      drawn: Its numbers, of arguments drawn at random; one for a constant, NaN if the compiler
-        alone knows it.
-      near: What it is made of by elementwise operations.
-      far: What those of them that are as large as this are made of, in a way not worked out.
-    """
-
-    drawn: Any
-    near: frozenset[Source] = frozenset()
-    far: frozenset[Source] = frozenset()
-
-    def may_equal(self, other: "Number") -> bool:
-        """Whether nobody knows that it is not the other, though they are other numbers."""
-        if other.near <= self.near:  # then the numbers tell
-            return False
-        return bool(self.far) and _roots(other.near) <= self.near | self.far
-
-
-def _roots(near: frozenset[Source]) -> frozenset[Source]:
-    return frozenset[Source]().union(*(source.roots or {source} for source in near))
-
-
 def may_be_equal(a: Value, b: Value) -> bool:
     """Whether a compiler may find that two values are equal."""
-    first, second = _found(a), _found(b)
+    first, second = worked_out(a), worked_out(b)
     one, other = first.drawn, second.drawn
-    if _is_secret(one) or _is_secret(other):
+    if is_secret(one) or is_secret(other):
         return is_known(unspread(a)) and is_known(unspread(b))
     alike = (first.far or second.far) and unspread(a).size == unspread(b).size
     may_be_other = alike and (first.may_equal(second) or second.may_equal(first))
@@ -162,7 +52,7 @@ def may_hold(value: Value, holds: Callable[[Any], Any]) -> bool:
     if not is_known(unspread(value)):
         return False
     number = number_of(value)
-    return _is_secret(number) or bool(np.all(holds(number)))
+    return is_secret(number) or bool(np.all(holds(number)))
 
 
 def is_power_of_two(value: Value) -> bool:
@@ -204,126 +94,4 @@ def number_of(value: Value) -> Any:
     Returns:
       Some numbers; one for a constant, NaN if the compiler alone knows it.
     """
-    return _found(value).drawn
-
-
-def _found(value: Value) -> Number:
-    value = without_walls(value)
-    stack = [value]
-    while stack:
-        made = stack[-1]
-        inputs = [without_walls(v) for v in (made.op.inputs if made.op else ())]
-        if todo := [v for v in inputs if v.number is None]:
-            stack.extend(todo)
-            continue
-        if made.number is None:
-            with np.errstate(all="ignore"):
-                made.number = _worked_out(made, [v.number for v in inputs])
-        stack.pop()
-    found: Number = value.number
-    return found
-
-
-def _worked_out(value: Value, given: Sequence[Number]) -> Number:
-    op, numbers = value.op, [number.drawn for number in given]
-    if value.is_constant:
-        return Number(_of_constant(value))
-    if op is None:
-        return Number(_drawn(value, value.index), frozenset({Source(value.arguments)}))
-    if value.is_folded:
-        return Number(_folded(value, op, numbers))
-    near = frozenset[Source]().union(*(number.near for number in given))
-    alike = (n for n, v in zip(given, op.inputs, strict=True) if v.size >= value.size)
-    far = frozenset[Source]().union(*(number.far for number in alike))
-    if op.name in _MOVES | _PICKS:
-        return Number(_typed(value, numbers[min(value.index, len(given) - 1)]), near, far)
-    number = work_out(*numbers) if (work_out := _elementwise(op)) else np.nan
-    if np.any(np.isfinite(number)):  # else it is nothing that can be compared
-        return Number(number, near, far)
-    source = Source(value.arguments, is_product=True)
-    if not _is_product(value):
-        source = Source(value.arguments, near=near, roots=_roots(near))
-    return Number(_drawn(value, "of", hex(value.arguments)), frozenset({source}), source.roots)
-
-
-def _typed(value: Value, number: Any) -> Any:
-    return number != 0 if value.dtype == jnp.bool_ else 1.0 * number
-
-
-def _is_product(value: Value) -> bool:
-    """Whether a value adds up products of several elements; of a loop, whether its turns do."""
-    value = without_walls(value)
-    while (op := value.op) is not None:
-        if op.name in _MOVES:
-            value = op.inputs[min(value.index, len(op.inputs) - 1)]
-        elif op.turn:
-            value = op.turn[value.index]
-        else:
-            return _adds_products(op)
-        value = without_walls(value)
-    return False
-
-
-def _adds_products(op: Op) -> bool:
-    """Whether an operation adds up products of several elements: no compiler undoes that."""
-    if op.name in ("dot_general", "ragged_dot_general"):
-        return any(size > 1 for size in contracted(op))
-    return op.name == "conv_general_dilated" and op.inputs[1].size > 1
-
-
-def _elementwise(op: Op) -> Callable[..., Any] | None:
-    if op.name == "integer_pow":
-        return lambda x: x ** op.params["y"]
-    if op.name in _LOGICAL:
-        return _LOGICAL[op.name] if op.inputs[0].dtype == jnp.bool_ else None
-    return _ELEMENTWISE.get(op.name) or _OTHERS.get(op.name)
-
-
-def _folded(value: Value, op: Op, given: Sequence[Any]) -> Any:
-    """What is made of constants, rounded after each operation as the compiler does.
-
-    Whether it drops a rounding to less than fp32, because another follows, it alone knows.
-    """
-    work_out = np.sqrt if op.name == "sqrt" else _ELEMENTWISE.get(op.name)
-    is_told = (work_out or op.name in _MOVES - {"reduce_precision"}) and _is_numeric(value)
-    if not is_told or any(np.ndim(x) or np.float32(x) != x for x in given):
-        return np.nan
-    typed = [np.asarray(x, v.dtype) for x, v in zip(given, op.inputs, strict=True)]
-    number = np.asarray(work_out(*typed) if work_out else typed[0])
-    wide = np.asarray(work_out(*given) if work_out else given[0])
-    made = np.float64(number.astype(value.dtype))
-    is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
-    return np.nan if is_narrow and made != wide else made
-
-
-def _of_constant(value: Value) -> Any:
-    """The number of a constant, if it is one; some that are drawn, if it has several."""
-    if not _is_numeric(value):
-        return np.nan
-    numbers = np.asarray(value.constant, value.dtype)
-    if not np.iscomplexobj(numbers) and numbers.size and np.all(numbers == numbers.flat[0]):
-        return np.float64(numbers.flat[0])
-    return _drawn(value, hashlib.blake2b(numbers.tobytes()).digest())  # it may be large
-
-
-def _is_numeric(value: Value) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jnp.number) or value.dtype == jnp.bool_)
-
-
-def _is_secret(number: Any) -> bool:
-    return not np.ndim(number) and bool(np.isnan(number))
-
-
-def _drawn(value: Value, *what: Any) -> Any:
-    """Many numbers of either sign, large and small, the same of the same in every process.
-
-    Of whole ones one is 0, and some are beyond all that a step may compare with.
-    """
-    digest = hashlib.blake2b(repr(what).encode()).digest()
-    bits = np.frombuffer(digest, "<u2")
-    numbers = np.where(bits & 1, 1, -1) * 10.0 ** (bits / 2.0**14 - 2.0)
-    if value.dtype == jnp.bool_:
-        return numbers > 0
-    if jnp.issubdtype(value.dtype, jnp.integer):
-        numbers[-3:] = 1e30, -1e30, 0.0
-    return abs(numbers) if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else numbers
+    return worked_out(value).drawn

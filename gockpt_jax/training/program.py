@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_jax
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.returned import StateInResult
-from gockpt_jax.training.signature import Signature
+from gockpt_jax.training.signature import Signature, committed_format
 from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
 from gockpt_jax.training.unarmable import (
     CannotArmError,
@@ -65,12 +65,12 @@ class StepProgram:
         flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
         refuse_hidden_arguments(traced, flat)
         refuse_state_in_place(form.state_leaves(args, kwargs))
-        given = _compat.specified_shardings(traced, "in_shardings")
+        given = of_jax.specified_shardings(traced, "in_shardings")
         self._in_shardings: tuple[Any, ...] = given or (None,) * len(flat)
         # Now: a donated array forgets how it lay.
         self._in_kinds, self._in_formats = _kinds(flat), self._formats(flat)
         self._in_specs = self._input_specs(flat)
-        self.out_tree: Any = _compat.result_structure(traced)
+        self.out_tree: Any = of_jax.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         self._beside = sorted(set(range(len(flat))).difference(self.positions.inputs))
         self._traced_for = self._signature(flat, args, kwargs)
@@ -79,9 +79,9 @@ class StepProgram:
         news = [new for _, new in specs]
         self.returned = StateInResult(self.out_tree, self.positions.outputs, news)
         self._even_for_nothing = even_for_nothing
-        self._donated = _compat.donated(traced)
+        self._donated = of_jax.donated(traced)
         self._out_shardings: tuple[Any, ...] = (
-            _compat.specified_shardings(traced, "out_shardings") or ()
+            of_jax.specified_shardings(traced, "out_shardings") or ()
         )
         self._executable: concurrent.futures.Future[Any] | None = None  # until it is armed
         self.has_served = False
@@ -110,7 +110,7 @@ class StepProgram:
           result: Leaves of what the call that was traced has returned, alive. That of another call
             may lie elsewhere, and the armed step would move the state there.
         """
-        self._out_shardings = tuple(map(_committed_format, result))
+        self._out_shardings = tuple(map(committed_format, result))
 
     def arm(self) -> None:
         """Lowers the armed step on this thread and compiles it on another.
@@ -207,7 +207,7 @@ class StepProgram:
 
     def _formats(self, flat: Sequence[Any]) -> list[Any]:
         """How arguments lie: as they do where they stay, else as the user has told `jax.jit`."""
-        return [_committed_format(x) or s for x, s in zip(flat, self._in_shardings, strict=True)]
+        return [committed_format(x) or s for x, s in zip(flat, self._in_shardings, strict=True)]
 
     def is_of_these_settings(self) -> bool:
         """Whether `arm` would lower the program as the user's function would be lowered now."""
@@ -284,10 +284,10 @@ class StepProgram:
 
     def _input_specs(self, flat: Sequence[Any]) -> list[Any]:
         """What to lower the armed step for; of an array that changes in place, itself."""
-        avals = [v.aval for v in _compat.open_jaxpr(self._jaxpr)[0].invars]
+        avals = [v.aval for v in of_jax.open_jaxpr(self._jaxpr)[0].invars]
         return [
             leaf
-            if _compat.is_mutable(aval)
+            if of_jax.is_mutable(aval)
             else jax.ShapeDtypeStruct(
                 aval.shape, aval.dtype, sharding=place, weak_type=aval.weak_type
             )
@@ -306,14 +306,9 @@ def _kinds(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
     return [(kind.shape, kind.dtype) for kind in map(jax.typeof, flat)]
 
 
-def placements(leaves: Sequence[Any]) -> list[Any]:
-    """The sharding of each leaf of a result; `None` for one that may be moved."""
-    return [_committed_sharding(x) for x in leaves]
-
-
 def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, ArraySpec]]:
     """What each leaf of the state goes in as, and comes out as."""
-    opened, _ = _compat.open_jaxpr(jaxpr)
+    opened, _ = of_jax.open_jaxpr(jaxpr)
     return [
         (ArraySpec.of(opened.invars[i].aval), ArraySpec.of(opened.outvars[o].aval))
         for i, o in zip(positions.inputs, positions.outputs, strict=True)
@@ -322,14 +317,3 @@ def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, Arra
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree)  # whose tree JAX does not type
-
-
-def _committed_sharding(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True):
-        return leaf.sharding
-    return None
-
-
-def _committed_format(leaf: Any) -> Any:
-    """The sharding and, but for typed keys, how the elements lie: both as `jax.jit` takes them."""
-    return _committed_sharding(leaf) and getattr(leaf, "format", leaf.sharding)

@@ -9,9 +9,14 @@ from typing import Any
 
 import jax
 
-from gockpt_jax import errors
 from gockpt_jax.compiling import debugged_by
-from gockpt_jax.errors import ProcessError, SnapshotOnlyWarning, StepMismatchError
+from gockpt_jax.errors import (
+    ProcessError,
+    SnapshotOnlyWarning,
+    StepMismatchError,
+    in_a_line,
+    warn,
+)
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.call import CallForm, NotLookedAtError
 from gockpt_jax.training.kinds import Kinds
@@ -19,7 +24,7 @@ from gockpt_jax.training.last_result import LastResult
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.returned import NewState
 from gockpt_jax.training.stand_in import StandIn
-from gockpt_jax.training.unarmable import CannotArmError, why_no_program
+from gockpt_jax.training.unarmable import CannotArmError, why_unarmable
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -63,7 +68,7 @@ class TracedStep(StandIn):
         self._found: StepProgram | None = None  # the last program, kept or not
         self._kinds = Kinds(always=self._always)
         self._unknown = 0  # calls in a row of which nobody could tell where their state is
-        if (why_not := why_no_program(step)) is not None:
+        if (why_not := why_unarmable(step)) is not None:
             self.give_up(why_not)
 
     # What the calls of the step tell.
@@ -111,7 +116,7 @@ class TracedStep(StandIn):
         try:
             traced = step.trace(*args, **kwargs)
         except Exception as error:  # as the step itself will raise: it says nothing of other calls
-            return Untraced(f"tracing it failed with {brief(error)}")
+            return Untraced(f"tracing it failed with {in_a_line(error)}")
         with self.giving_up_on_errors():
             return self._analysed(traced, args, kwargs)
         return None
@@ -140,7 +145,7 @@ class TracedStep(StandIn):
         except Exception as error:
             if not self._kinds.are_any:
                 raise
-            _log.info("a kind of call of %s has no windows: %s", self.__name__, brief(error))
+            _log.info("a kind of call of %s has no windows: %s", self.__name__, in_a_line(error))
             self._kinds.traced()
             self.program = self._found
             return None
@@ -184,7 +189,7 @@ class TracedStep(StandIn):
 
     def _cannot_arm(self, program: StepProgram, error: CannotArmError) -> None:
         """Told of a program that cannot run armed; others of the step may."""
-        why = f"{error}: {brief(error.__cause__ or error)}"
+        why = f"{error}: {in_a_line(error.__cause__ or error)}"
         if self._kinds.give_up(program, CannotArmError(why)):
             _log.info("a kind of call of %s has no windows: %s", self.__name__, why)
         else:
@@ -298,7 +303,7 @@ class TracedStep(StandIn):
             why = str(error)
         except Exception as error:
             _log.warning("%s failed, training is not affected", what, exc_info=error)
-            why = f"{what} failed with {brief(error)}; please report it"
+            why = f"{what} failed with {in_a_line(error)}; please report it"
         self.give_up(why)
 
     def give_up(self, why: str) -> None:
@@ -308,12 +313,4 @@ class TracedStep(StandIn):
         self.why_not = why.rstrip(".")
         name = getattr(self.step, "__name__", type(self.step).__name__)
         told = f"`{name}` cannot be armed, so its saves are snapshots: {self.why_not}."
-        errors.warn(told, SnapshotOnlyWarning)
-
-
-def brief(error: BaseException) -> str:
-    """An error in a line: JAX's hold whole arrays at times, or a page of the compiler's."""
-    first, _, rest = str(error).partition("\n")
-    if first.endswith(":") and rest:  # it only announces what the others tell
-        first = " ".join(rest.split())
-    return f"{type(error).__name__}: {first if len(first) < 300 else first[:300] + '...'}"
+        warn(told, SnapshotOnlyWarning)

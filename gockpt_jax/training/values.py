@@ -97,7 +97,7 @@ class Value:
       is_folded: Whether it is computed from constants alone. Then the compiler knows its number,
         and may merge it with the constants that follow, as if it were one.
       arguments: Of the step, from which it is computed: a bit for each.
-      number: What it is of arguments drawn at random, once that was asked (`numbers.Number`).
+      number: What it is of arguments drawn at random, once that was asked (`drawn.Number`).
     """
 
     aval: Any

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import jax
 
-from gockpt_jax import errors
 from gockpt_jax.compiling import debugged_by
+from gockpt_jax.errors import in_a_line, is_out_of_memory
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.training.traced import TracedStep, Untraced, brief
+from gockpt_jax.training.traced import TracedStep, Untraced
 from gockpt_jax.training.unarmable import CannotArmError
 
 
@@ -117,11 +117,11 @@ class WrappedStep(TracedStep):
             is_refusal = isinstance(error, TypeError | ValueError) and not has_run
             if is_asked:
                 what = "the call changed:" if is_refusal else "the step raised"
-                self._observer.no_update(f"{what} {brief(error)}")
+                self._observer.no_update(f"{what} {in_a_line(error)}")
             if isinstance(error, CannotArmError):
                 self._cannot_arm(call.program, error)
             elif is_refusal:
-                self._was_refused(call.program, brief(error), args, kwargs, is_asked=is_asked)
+                self._was_refused(call.program, in_a_line(error), args, kwargs, is_asked=is_asked)
             else:
                 raise
             return None
@@ -132,7 +132,7 @@ class WrappedStep(TracedStep):
         One that runs in every step is the user's choice; and one that runs on several processes
         does so on all.
         """
-        return errors.is_out_of_memory(error) and _is_alone() and not self._always
+        return is_out_of_memory(error) and _is_alone() and not self._always
 
     def _run_unarmed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

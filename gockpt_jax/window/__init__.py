@@ -20,8 +20,9 @@ In the order of their imports:
     slots        where the writer will find a chunk
     landing      where a leaf's chunks become its shards again
     late         chunks that are staged at the sealed version
-    known        what is known of that, and by all processes
+    known        the facts of a plan: said, learned, agreed on by all processes
     planner      plans, made once and anew
+    ran          the steps that have run, and the states that they returned
     early        chunks that left before, replayed until the seal
     audit        samples, against what replay made of them
     late_groups  what became late inside a window

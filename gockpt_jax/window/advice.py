@@ -1,11 +1,9 @@
 """What a session says to a user whose saves could be windows, or more of them could leave early."""
 
 import logging
-from collections.abc import Collection, Iterable
 
 from gockpt_jax.checks import counted
 from gockpt_jax.errors import SnapshotOnlyWarning, warn
-from gockpt_jax.training.traced import TracedStep
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -31,23 +29,6 @@ def tell_of_no_step(*, has_wrapped: bool) -> None:
         warn(_UNUSED, SnapshotOnlyWarning)
     else:
         _log.warning(_NONE_WRAPPED)
-
-
-def num_beside(items: Iterable[Collection[int]], steps: Iterable[TracedStep]) -> int:
-    """How many arrays of a save no wrapped step has returned as its state; 0 if nobody can tell.
-
-    Args:
-      items: Of each item of the save, the ids of its arrays.
-      steps: All that have run.
-    """
-    given, returned = set[int]().union(*items), set[int]()
-    for step in steps:
-        program = step.program
-        leaves = None if program is None else program.returned.leaves(step.last.new_state)
-        if leaves is None:  # of this one it is not known, or not any more
-            return 0
-        returned.update(map(id, leaves))
-    return len(given - returned)
 
 
 def of_beside(number: int) -> str:

@@ -5,7 +5,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, describe_bytes, play
+from gockpt_jax.checks import describe_bytes
+from gockpt_jax.window.cost import Blocks, Cost, Terms, Unit, play
 
 _LEVELS = 8
 """Of what may leave early, plans let 1/8, 2/8, ... leave: the rest is late and needs no replay."""

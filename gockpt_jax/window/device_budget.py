@@ -4,9 +4,9 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from gockpt_jax.checks import describe_bytes
 from gockpt_jax.errors import is_out_of_memory
 from gockpt_jax.transfer.budget import ByteBudget, device_headroom_bytes
-from gockpt_jax.window.cost import describe_bytes
 from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,8 +23,7 @@ def bytes_to_host(source: Source) -> int:
     return -(-source.shard_bytes // sharers(source))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedBytes:
+class SavedBytes(NamedTuple):
     """Bytes of arrays that a save takes.
 
     Attributes:
@@ -62,16 +61,14 @@ class SavedBytes:
 
     def times(self, count: int) -> "SavedBytes":
         """Of so many that are alike."""
-        return SavedBytes(*(count * number for number in dataclasses.astuple(self)))
+        return SavedBytes(*(count * number for number in self))
 
     def differs_by(self, other: "SavedBytes") -> int:
         """By how much, at the most."""
-        apart: tuple[int, ...] = dataclasses.astuple(self._with(other, operator.sub))
-        return max(map(abs, apart))
+        return max(map(abs, self._with(other, operator.sub)))
 
     def _with(self, other: "SavedBytes", function: Callable[[int, int], int]) -> "SavedBytes":
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return SavedBytes(*(function(*pair) for pair in pairs))
+        return SavedBytes(*map(function, self, other))
 
 
 NO_BYTES = SavedBytes()

@@ -4,9 +4,9 @@ from gockpt_jax.errors import (
     DeviceMemoryError,
     ReplayError,
     SaveFailedWarning,
-    brief,
     is_out_of_memory,
     warn,
+    without_specs,
 )
 from gockpt_jax.options import OnSaveError
 
@@ -21,7 +21,7 @@ def surface(error: BaseException, on_save_error: OnSaveError) -> None:
     if on_save_error == "raise" or not isinstance(error, Exception):
         raise error
     told, cause = f"{type(error).__name__}: {error}", error.__cause__
-    is_told = isinstance(cause, Exception) and str(cause) != "" and brief(cause) in told
+    is_told = isinstance(cause, Exception) and str(cause) != "" and without_specs(cause) in told
     if cause is not None and not is_told:
         told = f"{told.rstrip('.')}, from {cause!r}."
     warn(told, SaveFailedWarning)

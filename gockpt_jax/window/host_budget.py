@@ -11,6 +11,7 @@ import logging
 
 import jax
 
+from gockpt_jax.checks import describe_bytes
 from gockpt_jax.errors import HostBudgetError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.transfer.budget import ByteBudget
@@ -21,7 +22,7 @@ from gockpt_jax.transfer.host_memory import (
     is_in_memory,
     pinned_pool,
 )
-from gockpt_jax.window.cost import STEPS_IN_FLIGHT, describe_bytes
+from gockpt_jax.window.cost import STEPS_IN_FLIGHT
 
 _log = logging.getLogger("gockpt_jax")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
-from gockpt_jax.checks import counted
+from gockpt_jax.checks import counted, describe_bytes
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.chunks import in_host_memory
@@ -23,7 +23,6 @@ from gockpt_jax.window.cost import (
     Terms,
     Unit,
     copied_bytes,
-    describe_bytes,
 )
 from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes, bytes_to_host
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,8 +14,20 @@ from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, give_back
 
-Taken = tuple[SaveRecord, list[list[ChunkSlot]], dict[str, Any] | None]
-"""The save's record; for each array its slots; what the audit has shown, once they are complete."""
+
+class Taken(NamedTuple):
+    """What a save has taken of one item.
+
+    Attributes:
+      record: The save's.
+      slots: Of each array.
+      audit: What it has shown of those that left early, complete once their slots are; `None` if
+        there is none.
+    """
+
+    record: SaveRecord
+    slots: list[list[ChunkSlot]]
+    audit: dict[str, Any] | None
 
 
 class Seal:
@@ -52,10 +64,6 @@ class Seal:
             left early and were followed all the way, come from the window; all others are staged
             now.
 
-        Returns:
-          The save's record; for each array its slots; what the audit of those that left early has
-          shown, complete once their slots are.
-
         Raises:
           HostBudgetError: if the user's host budget cannot hold the save even alone.
         """
@@ -84,7 +92,7 @@ class Seal:
                 late = [a for i, a in distinct.items() if i not in slots]
                 slots |= take_now(late, to)
             to.worker.submit(record.drained)
-            return record, [slots[id(a)] for a in arrays], audit
+            return Taken(record, [slots[id(a)] for a in arrays], audit)
         except BaseException:  # nobody will write what has been taken
             give_back([slot for found in slots.values() for slot in found], to.host)
             raise

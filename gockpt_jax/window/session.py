@@ -23,7 +23,6 @@ from its result or from its arguments.
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,9 +32,8 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
 from gockpt_jax.training.wrap import ArmedCall, WrappedStep
-from gockpt_jax.transfer.probe import probe
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.advice import NOT_OURS, NOT_WRAPPED, num_beside, of_beside, tell_of_no_step
+from gockpt_jax.window.advice import NOT_OURS, NOT_WRAPPED, of_beside, tell_of_no_step
 from gockpt_jax.window.current import CurrentWindow
 from gockpt_jax.window.known import Known
 from gockpt_jax.window.open_window import OpenWindow
@@ -43,6 +41,7 @@ from gockpt_jax.window.opener import Opener
 from gockpt_jax.window.planner import Planner
 from gockpt_jax.window.predict import SavePredictor
 from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.ran import RanSteps
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.seal import Seal, Taken
 from gockpt_jax.window.slots import give_back
@@ -87,13 +86,11 @@ class Session:
         self._changing = threading.RLock()  # held by whoever changes what is below; after `lock`
         self._trainer: int | None = None  # the thread that steps
         self._current = CurrentWindow(options, processes)
-        self._last_step: WrappedStep | None = None
-        # Each with the version that it has returned last.
-        self._steps = weakref.WeakKeyDictionary[WrappedStep, int]()
+        self._steps = RanSteps()
         self._sealed_at = -1
         self._saves_unwrapped = 0  # before a wrapped step has run
         self._num_beside = 0  # arrays of the last save, beside the state
-        self.known = Known(options, processes, resources, self._probe)
+        self.known = Known(options, processes, resources, self._steps.probe)
         self.planner = Planner(options, self.known, resources)
         self._opener = Opener(options, processes, self.predictor, self.planner, resources)
         self._seal: Seal | None = None  # of the save whose items are being taken
@@ -193,15 +190,6 @@ class Session:
         if self._current.window is not None:
             window.make_room()
 
-    def _probe(self) -> jax.Array | None:
-        """Something that is ready when the last step has run: what it passes on is so before."""
-        step = self._last_step
-        program = None if step is None else step.program
-        if step is None or program is None:
-            return None
-        leaves = program.returned.leaves(step.last.new_state)
-        return None if leaves is None else probe([leaves[j] for j in program.cut.changed])
-
     def no_update(self, reason: str) -> None:
         """The armed step did not run, or not to its end. The window is over."""
         with self.lock, self._changing:
@@ -224,8 +212,7 @@ class Session:
         """Counts the update and sends its cut after what has left."""
         with self.lock, self._changing:
             self.version += 1
-            self._last_step = step
-            self._steps[step] = self.version
+            self._steps.ran(step, self.version)
             window = self._current.in_my_step
             if window is not None and armed is not None:
                 start = time.perf_counter()
@@ -281,7 +268,7 @@ class Session:
             return taken
         except BaseException:  # an interrupt, as the lock was let go
             if taken is not None:
-                give_back([slot for slots in taken[1] for slot in slots], self.host)
+                give_back([slot for slots in taken.slots for slot in slots], self.host)
             raise
 
     def require_alike(self) -> None:
@@ -302,12 +289,12 @@ class Session:
             self._has_asked = True
         self.planner.ask_for_review()
         if self.version > self._sealed_at:
-            self._let_go(until=self._sealed_at)
+            self._steps.let_go(until=self._sealed_at)
         self._sealed_at = self.version
         self._current.abandon_interrupted()
         window = self._current.sealed_at(self.version)
         unforeseen = self.predictor.why_unforeseen
-        if self._last_step is None:
+        if self._steps.last is None:
             unforeseen = NOT_WRAPPED
             self._saves_unwrapped += 1
             if self._saves_unwrapped == 2:  # one may be of the first state
@@ -320,12 +307,6 @@ class Session:
         self._current.why_none = None
         return Seal(window, record, self.resources)
 
-    def _let_go(self, until: int) -> None:
-        """Of states that steps have returned up to a version: nothing else may hold them still."""
-        for step, version in list(self._steps.items()):
-            if version <= until:
-                step.last.let_go()
-
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
         self._has_asked = False
@@ -335,17 +316,18 @@ class Session:
             if self._seal is not None:
                 self._seal.end()  # again, if it is interrupted
                 seal, self._seal = self._seal, None
-                if self._last_step is not None and seal.items:
-                    self._num_beside = num_beside(seal.items, list(self._steps))
-                    self.known.has_saved(self._last_step, seal.items, seal.taken)
-                    self.planner.has_saved(self._last_step)
+                if self._steps.last is not None and seal.items:
+                    self._num_beside = self._steps.num_beside(seal.items)
+                    self.known.has_saved(self._steps.last, seal.items, seal.taken)
+                    self.planner.has_saved(self._steps.last)
 
     # What policies and the face ask.
 
     @property
     def window_steps(self) -> int:
         """K of the next window as far as it is known; 1 if there is none to be had."""
-        program = None if self._last_step is None else self._last_step.program
+        step = self._steps.last
+        program = None if step is None else step.program
         planned = None if program is None else self.planner.planned(program)
         return 1 if planned is None else planned.plan.steps
 
@@ -369,10 +351,10 @@ class Session:
         """What saves are planned to be, what leaves early, what is retained, what is late."""
         if not self.predictor.takes_state:
             return f"{NOT_OURS}."
-        if self._last_step is None:
+        if self._steps.last is None:
             return f"{NOT_WRAPPED}."
         beside = of_beside(self._num_beside if self.window_steps > 1 else 0)
-        return self.planner.explain(self._last_step) + beside
+        return self.planner.explain(self._steps.last) + beside
 
     def state_replaced(self) -> None:
         """A checkpoint was restored; on another thread than the trainer's, to be looked at."""
@@ -385,13 +367,13 @@ class Session:
         """Holds no state any more that the loop drops, nor a window of it."""
         with self.lock:
             self.abandon(reason)
-            self._let_go(until=self.version)
+            self._steps.let_go(until=self.version)
 
     def close(self) -> None:
         """Drops the open window, lets go of what steps returned, and ends the threads."""
         self._is_closed = True
         self.abandon("the manager was closed")
         self._current.failure = None  # of a window that nobody waits for any more
-        self._let_go(until=self.version)  # it would stay there until garbage is collected
+        self._steps.let_go(until=self.version)  # it would stay there until garbage is collected
         self.predictor.end()
         self.resources.close()

@@ -21,7 +21,7 @@ from orbax.checkpoint._src.futures.future import AwaitableSignalsContract
 from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_waits
 
 import gockpt_jax as gockpt
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.storage.managing import waiting
 from gockpt_jax.storage.saving import begun, hand_over
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
@@ -189,8 +189,8 @@ def test_the_next_save_does_not_hear_of_one_that_the_users_policy_has_stopped(
     require_that_stock_stores(state, tmp_path)
     tmp_path = tmp_path / "run"
     policy, go_on = Policy(), threading.Event()
-    wait, check = _compat.wait_for_writes, leaf_writer._check_data
-    monkeypatch.setattr(_compat, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
+    wait, check = of_orbax.wait_for_writes, leaf_writer._check_data
+    monkeypatch.setattr(of_orbax, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
     monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
     options = ocp.CheckpointManagerOptions(preservation_policy=policy)
     window = gockpt.WindowOptions(on_save_error=on_save_error)
@@ -291,8 +291,8 @@ def test_the_next_save_does_not_hear_of_an_interrupted_one(
     require_that_stock_stores("an array", tmp_path)
     tmp_path = tmp_path / "run"
     policy, go_on = Policy(), threading.Event()
-    wait, check = _compat.wait_for_writes, leaf_writer._check_data
-    monkeypatch.setattr(_compat, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
+    wait, check = of_orbax.wait_for_writes, leaf_writer._check_data
+    monkeypatch.setattr(of_orbax, "wait_for_writes", lambda *a: go_on.set() or wait(*a))
     monkeypatch.setattr(leaf_writer, "_check_data", lambda *a: go_on.wait(60) and check(*a))
     options = ocp.CheckpointManagerOptions(preservation_policy=policy)
     args = gockpt.GoCkptSave(STATES["an array"])

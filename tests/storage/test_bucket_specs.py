@@ -11,7 +11,7 @@ import pytest
 import tensorstore as ts
 
 import gockpt_jax as gockpt
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.storage.files import bucket
 
 AWS = (
@@ -73,7 +73,7 @@ def test_a_server_that_never_answers_is_given_up(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket, "_is_there", lambda module: True)
-    monkeypatch.setattr(_compat, "route_buckets", lambda *_: True)
+    monkeypatch.setattr(of_orbax, "route_buckets", lambda *_: True)
     seconds, limit = bucket._STALLS
     monkeypatch.setenv(seconds, "7")
     monkeypatch.delenv(limit, raising=False)
@@ -85,7 +85,7 @@ def test_a_server_that_never_answers_is_given_up(
 def test_an_orbax_that_is_not_known_keeps_gs_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "_is_there", lambda module: True)
     monkeypatch.setattr(bucket, "_STALLS", {})
-    monkeypatch.setattr(_compat, "route_buckets", lambda *_: False)
+    monkeypatch.setattr(of_orbax, "route_buckets", lambda *_: False)
     bucket.prepare("gs://bkt/run")
     with pytest.raises(gockpt.StorageError, match="cannot keep arrays in s3://"):
         bucket.prepare("s3://bkt/run")
@@ -95,15 +95,15 @@ _ROUTED = """
 from orbax.checkpoint._src.serialization import tensorstore_utils as stock
 from orbax.checkpoint._src.path import atomicity_defaults, gcs_utils
 from etils import epath
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.storage.files import bucket
 def specs():
     path = "/a//b/../c"
     return [stock.build_kvstore_tspec(path, name="n", use_ocdbt=o) for o in (True, False)]
 local = specs()
-routed = _compat.route_buckets(("gs://", "s3://"), bucket.kvstore)
+routed = of_orbax.route_buckets(("gs://", "s3://"), bucket.kvstore)
 assert routed == hasattr(stock, "_use_gcs_driver"), routed
-assert routed == _compat.route_buckets(("gs://", "s3://"), bucket.kvstore)  # twice is once
+assert routed == of_orbax.route_buckets(("gs://", "s3://"), bucket.kvstore)  # twice is once
 assert local == specs()
 if routed:
     for scheme in ("gs", "s3"):

@@ -13,15 +13,15 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.storage.saving import commit
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes
 
 WAIT_SECS = 30  # only ends a test that hangs
-WRITTEN, RENAMED = (f"{part}.7" for part in _compat.COMMIT_BARRIERS)
-OVER = f"{_compat.PROGRESS_BARRIER}.7"
+WRITTEN, RENAMED = (f"{part}.7" for part in of_orbax.COMMIT_BARRIERS)
+OVER = f"{of_orbax.PROGRESS_BARRIER}.7"
 
 
 class Group:
@@ -97,7 +97,7 @@ def on_all(savers: list[Saver], do: Callable[[int, Saver], Any]) -> list[Any]:
         return [f.result(WAIT_SECS) for f in [pool.submit(do, *s) for s in enumerate(savers)]]
 
 
-VOTES = [(part, 5.0) for part in _compat.COMMIT_BARRIERS]
+VOTES = [(part, 5.0) for part in of_orbax.COMMIT_BARRIERS]
 FAILED = {WRITTEN: [(VOTES[0][0], 5.0)], RENAMED: VOTES}
 
 

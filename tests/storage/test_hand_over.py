@@ -17,7 +17,7 @@ import pytest
 from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written
@@ -191,7 +191,7 @@ def test_what_is_never_let_go_begins_all_the_same(monkeypatch):
     async def begin():
         return ocp.future.NoopFuture()
 
-    with _compat.own_operation("one without a directory"):
+    with of_orbax.own_operation("one without a directory"):
         HandedOver(begin, threading.Event()).result(WAIT_SECS)
 
 
@@ -216,7 +216,7 @@ def test_saves_of_two_managers_wait_for_their_own_directories(
 
     async def telling(self, *args, **kwargs):
         commit = await stock(self, *args, **kwargs)
-        told.append(_compat.operation())
+        told.append(of_orbax.operation())
         return commit
 
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "async_save", telling)
@@ -224,10 +224,10 @@ def test_saves_of_two_managers_wait_for_their_own_directories(
     take, numbers = first._gockpt_handler.take, []
 
     def take_beside_another(*args):
-        numbers.append(_compat.operation())
+        numbers.append(of_orbax.operation())
         with ThreadPoolExecutor(1) as thread:
             assert thread.submit(second.save, 0, args=gockpt.GoCkptSave(tree)).result(WAIT_SECS)
-        numbers.append(_compat.operation())
+        numbers.append(of_orbax.operation())
         return take(*args)
 
     monkeypatch.setattr(first._gockpt_handler, "take", take_beside_another)
@@ -387,7 +387,7 @@ def test_what_is_cancelled_does_not_begin_and_what_has_begun_goes_on(monkeypatch
         with pytest.raises(RuntimeError, match="its save has failed"):
             waits.result()
     assert began == []
-    with _compat.own_operation("one without a directory"):
+    with of_orbax.own_operation("one without a directory"):
         writes = HandedOver(begin, now)
         later = threading.Event()
         held, given_up = (HandedOver(begin, later) for _ in range(2))

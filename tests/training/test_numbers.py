@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from training_helpers import graph_of
 
-from gockpt_jax.training.numbers import Source, is_power_of_two, may_be_equal, number_of
+from gockpt_jax.training.drawn import Source
+from gockpt_jax.training.numbers import is_power_of_two, may_be_equal, number_of
 
 X, Y = (jnp.ones(4) for _ in range(2))
 

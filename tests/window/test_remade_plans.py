@@ -20,7 +20,7 @@ from gockpt_jax.window import clock as clock_module
 from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import known as known_module
 from gockpt_jax.window import planner as planner_module
-from gockpt_jax.window import session as session_module
+from gockpt_jax.window import ran as ran_module
 from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.processes import Processes
@@ -365,7 +365,7 @@ class TimedLoop:
         monkeypatch.setattr(clock_module, "time", self.time)
         self.probes = []
         monkeypatch.setattr(
-            session_module, "probe", lambda leaves: self.probes.append(probe(leaves)) or leaves[0]
+            ran_module, "probe", lambda leaves: self.probes.append(probe(leaves)) or leaves[0]
         )
         options = Options(save_interval_steps=20)
         window = WindowOptions(**{"device_budget_bytes": 20 * LEAF, "audit": None, **window})
@@ -450,7 +450,7 @@ def test_a_probe_is_of_what_the_step_makes(tmp_path, monkeypatch):
     """What it passes on is ready before it has run, on a CPU."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
     probed, passed_on = [], jax.device_put(jnp.float32(0.1))
-    monkeypatch.setattr(session_module, "probe", lambda leaves: probed.append([*leaves]))
+    monkeypatch.setattr(ran_module, "probe", lambda leaves: probed.append([*leaves]))
     window = WindowOptions(device_budget_bytes=20 * LEAF, audit=None)
     with GoCkptManager(tmp_path, options=Options(save_interval_steps=10), window=window) as manager:
         step = manager.wrap(jax.jit(lambda s, x: {**update(s, x), "rate": s["rate"]}))

@@ -11,8 +11,8 @@ from typing import Any
 
 from etils import epath
 
-from gockpt_jax import _compat
-from gockpt_jax.errors import StorageError, brief
+from gockpt_jax._compat import of_orbax
+from gockpt_jax.errors import StorageError, without_specs
 
 Json = dict[str, Any]
 
@@ -111,7 +111,7 @@ def prepare(directory: Any) -> None:
         )
     for name, value in _STALLS.items():
         os.environ.setdefault(name, value)
-    if not _compat.route_buckets(_SCHEMES, kvstore) and scheme == "s3://":
+    if not of_orbax.route_buckets(_SCHEMES, kvstore) and scheme == "s3://":
         raise StorageError(
             f"{directory}: this Orbax cannot keep arrays in s3://, and we know no way to help it."
             " Use orbax-checkpoint 0.12.8, a gs:// bucket, or mount the bucket as a directory."
@@ -153,8 +153,8 @@ def storage_error(doing: str, directory: Any, error: Exception) -> StorageError:
             " the network."
         )
     found = StorageError(
-        f"{doing} failed: {brief(error)}. Nothing of this save is visible, earlier checkpoints are"
-        f" intact. {advice} The next save tries anew."
+        f"{doing} failed: {without_specs(error)}. Nothing of this save is visible, earlier "
+        f"checkpoints are intact. {advice} The next save tries anew."
     )
     found.errno = getattr(error, "errno", None)
     return found

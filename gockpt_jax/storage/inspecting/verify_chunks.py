@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from gockpt_jax.errors import brief
+from gockpt_jax.errors import without_specs
 from gockpt_jax.storage.files import checksums
 from gockpt_jax.storage.files.aligned import PIECE_BYTES
 from gockpt_jax.storage.files.checksum_files import Checksum, LeafChecksums
@@ -60,7 +60,7 @@ def reads_of(
       is_part: Whether chunks of it may be elsewhere.
     """
     if isinstance(store, Exception):
-        return [f"`{name}` cannot be opened: {brief(store)}"], []
+        return [f"`{name}` cannot be opened: {without_specs(store)}"], []
     faults = []
     stored = store.dtype.numpy_dtype.name
     if stored != leaf.dtype:
@@ -116,7 +116,7 @@ def check(reads: PlainReads, job: Read) -> list[str]:
     try:
         made = _digest(reads, job)
     except Exception as error:
-        return [f"{where} cannot be read: {brief(error)}"]
+        return [f"{where} cannot be read: {without_specs(error)}"]
     if made == job.chunk.digest:
         return []
     return [f"{where} is damaged: its values have changed"]

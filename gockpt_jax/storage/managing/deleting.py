@@ -8,7 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.locks import is_running
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.item_files import TEMPORARY
@@ -40,7 +40,7 @@ class Deleter:
         self._root = epath.Path(root)
         self._options = options
         self.failure: Exception | None = None
-        self._thread: Any = _compat.deleting_thread(stock)  # with `enable_background_delete`
+        self._thread: Any = of_orbax.deleting_thread(stock)  # with `enable_background_delete`
         self._leaving: dict[int, Any] = {}  # where it found, or will find, each step's files
 
     def delete(self, step: int) -> None:

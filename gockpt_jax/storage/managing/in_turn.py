@@ -7,7 +7,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.storage.managing.arguments import as_they_are
 from gockpt_jax.storage.managing.calls import Calls
@@ -145,7 +145,7 @@ class SavesInTurn:
           ValueError: if Orbax has another handler end one of them.
         """
         for name in trees:
-            other = _compat.who_ends(self._manager, name)
+            other = of_orbax.who_ends(self._manager, name)
             if other is not None and not isinstance(other, ENDS_TREES):
                 raise ValueError(
                     f"`args`: item `{name}` is a tree of arrays, but under that name the manager "

@@ -9,7 +9,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax import _compat, locks
+from gockpt_jax import locks
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError, warn
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing.deleting import Deleter
@@ -72,7 +73,7 @@ class LastSave:
     @property
     def _is_ending(self) -> bool:
         """Whether Orbax's thread that ends a save runs: it hears what has failed of the writes."""
-        commit = _compat.commit_thread(self._manager)
+        commit = of_orbax.commit_thread(self._manager)
         return commit is not None and locks.is_running(commit)
 
     @property
@@ -100,7 +101,7 @@ class LastSave:
                 self._handler.begun.let_go()
             if begun and (pending := self._now_with_orbax(step, before)) is not None:
                 pending.returned(started_at)
-                if _compat.commit_thread(self._manager) is None:  # Orbax saves on this thread
+                if of_orbax.commit_thread(self._manager) is None:  # Orbax saves on this thread
                     pending.committed()
         return begun
 
@@ -114,7 +115,7 @@ class LastSave:
     def attempt(self, step: int) -> Iterator[None]:
         """While a save is begun. What the storage or a window is to blame for is surfaced."""
         # No step is made meanwhile on another thread; another manager's save may be.
-        with self._session.lock, _compat.own_operation(self._new_operation()):
+        with self._session.lock, of_orbax.own_operation(self._new_operation()):
             before, begun = self._log.pending, self._handler.begun
             begun.expect(step)
             begun.wait_for_what_was_left(step)
@@ -156,12 +157,12 @@ class LastSave:
     def _goes_on(self, step: int, commit_before: Any) -> bool:
         """Whether Orbax brings a save to its end: somebody waits for what is written."""
         if self._is_asynchronous:
-            return _compat.commit_thread(self._manager) is not commit_before
+            return of_orbax.commit_thread(self._manager) is not commit_before
         return step in Stock.all_steps(self._manager)
 
     def _commit(self) -> Any | None:
         """Orbax's thread that ends the last save: one for which it can wait, or that has ended."""
-        commit = _compat.commit_thread(self._manager)
+        commit = of_orbax.commit_thread(self._manager)
         if commit is not None:
             locks.wait_where_join_does_not(commit)
         return commit
@@ -193,9 +194,9 @@ class LastSave:
 
     def _wait_for_writes(self) -> None:
         """Waits for what Orbax writes, and raises why it failed; where nobody else hears of it."""
-        if (writes := _compat.writes_thread(self._manager)) is not None:
+        if (writes := of_orbax.writes_thread(self._manager)) is not None:
             locks.wait_where_join_does_not(writes)
-        _compat.wait_for_writes(self._manager)
+        of_orbax.wait_for_writes(self._manager)
 
     def hear(self) -> None:
         """Waits for it if it is being written, and raises what went wrong with it."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.locks import shared_lock
 from gockpt_jax.window.processes import Processes
@@ -109,7 +109,7 @@ class Turn:
 
         def heard(*, key: str, timeout_ms: int) -> None:
             barrier(key=key, timeout_ms=timeout_ms)
-            if _compat.PROGRESS_BARRIER not in key:
+            if of_orbax.PROGRESS_BARRIER not in key:
                 return
             if threading.current_thread() is self._saving_on:
                 self._ended = None  # begun: the one before has ended, and been heard

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS, Processes
 
@@ -42,7 +42,7 @@ class CommitVotes:
     def begin(self, label: int) -> None:
         """A save has begun; its commit follows on another thread, on every process."""
         self._label = label
-        self._outstanding = _compat.COMMIT_BARRIERS
+        self._outstanding = of_orbax.COMMIT_BARRIERS
         self._is_one_missing = False
         self.failure = None
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gockpt_jax import _compat
+from gockpt_jax._compat import of_orbax
 from gockpt_jax.locks import Gate
 from gockpt_jax.storage.writing.host_array import HostArray
 
@@ -49,7 +49,7 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
         self._deciding = threading.Lock()  # which of them it is
         self._thread = f"{HAND_OVER}_{next(_numbers)}"
         self._begun = ocp.future.CommitFutureAwaitingContractedSignals(
-            _MadeWhenRun(functools.partial(self._begin, _compat.operation(), begin)),
+            _MadeWhenRun(functools.partial(self._begin, of_orbax.operation(), begin)),
             name=self._thread,
         )
 
@@ -62,7 +62,7 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
             if self._is_cancelled:
                 raise RuntimeError("its save has failed, so this item is not written")
             self._has_begun = True
-        with _compat.own_operation(operation):
+        with of_orbax.own_operation(operation):
             return await begin()
 
     def cancel(self) -> None:
