@@ -144,7 +144,7 @@ def plan(**given: Any) -> None:
         click.echo(json.dumps([as_json(a) for a in asked], indent=2))
         return
     if given["mtbf"] is not None:
-        table = goodput_table(asked, given["mtbf"] * 3600, given["restart"])
+        table = goodput_table(asked)
     elif len(asked) > 1:
         table = study_table(asked)
     elif asked[0].rows:
@@ -193,7 +193,9 @@ def _ask(state: StateSize, devices: int, given: dict[str, Any]) -> Asked:
         max_steps=given["max_steps"],
     )
     fits = machine.budget_bytes >= 1 and _is_held_by_hosts(state, machine)
-    return Asked(state, machine, trade(state, machine) if fits else [], given["interval"])
+    mtbf_secs = None if given["mtbf"] is None else given["mtbf"] * 3600
+    rows = trade(state, machine) if fits else []
+    return Asked(state, machine, rows, given["interval"], mtbf_secs, given["restart"])
 
 
 def _is_held_by_hosts(state: StateSize, machine: Machine) -> bool:

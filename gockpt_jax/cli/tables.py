@@ -11,7 +11,7 @@ import rich.table
 from gockpt_jax.checks import describe_bytes
 from gockpt_jax.cli.console import FILE_COLUMNS, make_console
 from gockpt_jax.cli.quantities import say_count, say_percent, say_secs
-from gockpt_jax.cli.trade import Machine, Row, StateSize, chosen_row, goodput
+from gockpt_jax.cli.trade import Goodput, Machine, Row, StateSize, chosen_row, goodput
 
 _TRADE_HEADS = (
     "", "way", "K", "stall s", "moved", "on the device", "on a host", "busy s", "saves/h",
@@ -32,12 +32,23 @@ Table = tuple[Sequence[str], list[list[str]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """A model on a machine, and what saves cost it; no rows where it does not fit."""
+    """A model on a machine, and what saves cost it; no rows where it does not fit.
+
+    Attributes:
+      state: The model's.
+      machine: That trains it.
+      rows: What each way of saving costs.
+      interval_steps: Between saves.
+      device_mtbf_secs: Between failures of one device; `None`: not asked for.
+      restart_secs: From a failure until training goes on.
+    """
 
     state: StateSize
     machine: Machine
     rows: list[Row]
     interval_steps: int
+    device_mtbf_secs: float | None
+    restart_secs: float
 
     @property
     def train_secs(self) -> float:
@@ -51,6 +62,21 @@ class Asked:
         """
         lost_secs = max(row.stall_secs, row.busy_secs - self.train_secs)
         return lost_secs / (self.train_secs + lost_secs)
+
+    @property
+    def mtbf_secs(self) -> float:
+        """Between failures of any device of the job."""
+        assert self.device_mtbf_secs is not None
+        return self.device_mtbf_secs / self.machine.devices
+
+    def goodput(self, row: Row) -> Goodput:
+        """What a way of saving leaves of the time where devices fail."""
+        return goodput(
+            row,
+            step_secs=self.machine.step_secs,
+            between_failures_secs=self.mtbf_secs,
+            restart_secs=self.restart_secs,
+        )
 
 
 def trade_table(asked: Asked) -> Table:
@@ -95,24 +121,16 @@ def _study_row(asked: Asked) -> list[str]:
     ]
 
 
-def _goodput_row(asked: Asked, between_failures_secs: float, restart_secs: float) -> list[str]:
+def _goodput_row(asked: Asked) -> list[str]:
     known = [
         say_count(asked.state.parameters),
         f"{asked.machine.devices:,}",
-        f"{between_failures_secs / 3600:,.3g} h",
+        f"{asked.mtbf_secs / 3600:,.3g} h",
     ]
     if not asked.rows:
         return [*known, "does not fit", *["-"] * (len(_GOODPUT_HEADS) - len(known) - 1)]
     chosen = chosen_row(asked.rows)
-    stock, ours = (
-        goodput(
-            row,
-            step_secs=asked.machine.step_secs,
-            between_failures_secs=between_failures_secs,
-            restart_secs=restart_secs,
-        )
-        for row in (asked.rows[0], chosen)
-    )
+    stock, ours = asked.goodput(asked.rows[0]), asked.goodput(chosen)
     return [
         *known,
         say_secs(chosen.busy_secs),
@@ -136,18 +154,24 @@ def study_table(asked: Sequence[Asked]) -> Table:
     return _STUDY_HEADS, [_study_row(a) for a in asked]
 
 
-def goodput_table(asked: Sequence[Asked], device_mtbf_secs: float, restart_secs: float) -> Table:
+def goodput_table(asked: Sequence[Asked]) -> Table:
     """What is left of the time where devices fail."""
-    return _GOODPUT_HEADS, [
-        _goodput_row(a, device_mtbf_secs / a.machine.devices, restart_secs) for a in asked
-    ]
+    return _GOODPUT_HEADS, [_goodput_row(a) for a in asked]
 
 
 def as_json(asked: Asked) -> dict[str, Any]:
     """Everything about one model on one machine, in base units."""
-    rows = [dataclasses.asdict(row) | {"loss": asked.loss(row)} for row in asked.rows]
     state = dataclasses.asdict(asked.state)
-    return {"state": state, "machine": dataclasses.asdict(asked.machine), "ways": rows}
+    ways = [_way(asked, row) for row in asked.rows]
+    return {"state": state, "machine": dataclasses.asdict(asked.machine), "ways": ways}
+
+
+def _way(asked: Asked, row: Row) -> dict[str, Any]:
+    way = dataclasses.asdict(row) | {"loss": asked.loss(row)}
+    if asked.device_mtbf_secs is not None:
+        best = asked.goodput(row)
+        way["goodput"] = dataclasses.asdict(best) | {"ettr": best.ettr}
+    return way
 
 
 def markdown(table: Table) -> str:
@@ -176,8 +200,9 @@ def show(table: Table, asked: Asked | None) -> None:
         machine, stock, chosen = asked.machine, asked.rows[0], chosen_row(asked.rows)
         console.print(
             f"* what the planner takes. State {describe_bytes(state_per_device(asked))} and "
-            f"budget {describe_bytes(machine.budget_bytes)} on each of {machine.devices} "
-            f"devices, {describe_bytes(machine.link_bytes_per_sec)}/s, steps of "
+            f"budget {describe_bytes(machine.budget_bytes)} on "
+            f"{'one device' if machine.devices == 1 else f'each of {machine.devices:,} devices'}, "
+            f"{describe_bytes(machine.link_bytes_per_sec)}/s, steps of "
             f"{say_secs(machine.step_secs)} s; stock loses {say_percent(asked.loss(stock))} at one "
             f"save in {asked.interval_steps} steps, the planner "
             f"{say_percent(asked.loss(chosen))}.",

@@ -155,6 +155,21 @@ def test_one_row_for_each_of_several(ask):
     assert "under 0.1%" in said
 
 
+def test_json_holds_the_goodput_that_was_asked_for(ask):
+    words = (*EIGHT_B, "--budget", "8GB", "--json")
+    (told,) = json.loads(ask(*words, "--mtbf", 50_000, "--restart", 300))
+    best = goodput(
+        trade(size_of_model(8e9, "adamw", **FP32), machine())[0],
+        step_secs=1.2, between_failures_secs=50_000 * 3600 / 8, restart_secs=300,
+    )  # fmt: skip
+    stock = told["ways"][0]["goodput"]
+    assert stock["interval_secs"] == pytest.approx(best.interval_secs)
+    assert stock["ettr"] == pytest.approx(best.ettr)
+    assert all("goodput" in way for way in told["ways"])
+    (told,) = json.loads(ask(*words))
+    assert not any("goodput" in way for way in told["ways"])
+
+
 def test_goodput_is_youngs():
     row = trade(size_of_model(8e9, "adamw", **FP32), machine())[0]  # stalls 0.48 s
     best = goodput(row, step_secs=1.2, between_failures_secs=36_000, restart_secs=300)
