@@ -57,9 +57,9 @@ def main() -> None:
         record = module.run(arguments.quick, **(options if own else {}))
     except OptionError as error:
         parser.error(str(error))
+    record.show()  # first: what cannot be written is seen all the same
     if arguments.out:
         record.write(arguments.out)
-    record.show()
     print(f"bench {arguments.name}: {time.perf_counter() - start:.0f} s")
 
 
