@@ -489,8 +489,8 @@ def test_a_directory_that_orbax_has_told_nobody_of_is_waited_for(
         return made
 
     def waits(wait: Any) -> None:
-        if getattr(wait.func, "__self__", None) in made_by:
-            go_on.set()
+        if isinstance(getattr(wait.func, "__self__", None), threading.Thread):
+            go_on.set()  # it may not have come to `creates` yet
         elsewhere(wait)
 
     once = Once(monkeypatch, AwaitableSignalsContract, "add_to_awaitable_signals_contract")
