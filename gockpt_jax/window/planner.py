@@ -155,7 +155,7 @@ class Planner:
         budget_bytes = self._device.limit_bytes
         self._plans[program] = Planned(
             program.cut, plan, size, state_bytes, num_devices, facts, budget_bytes,
-            self._known.beside(program).owned,
+            self._known.saves(program).beside.owned,
         )  # fmt: skip
         return self._plans[program]
 
@@ -242,7 +242,7 @@ class Planner:
         planned = None if program is None else self._plans.get(program)
         if program is None or planned is None:
             return
-        beside_bytes = self._known.beside(program).owned
+        beside_bytes = self._known.saves(program).beside.owned
         self._plans[program] = planned = dataclasses.replace(planned, beside_bytes=beside_bytes)
         if not planned.is_ready:
             return
@@ -258,7 +258,7 @@ class Planner:
         if audit is None or any(leaf.is_deleted() for leaf in leaves):
             return
         early, seen = frozenset(planned.early_leaves()), self._sampled.setdefault(program, set())
-        for item in self._known.items(program) or (early,):
+        for item in self._known.saves(program).items or (early,):
             if (sampled := early & item) not in seen:
                 seen.add(sampled)
                 arrays, limit_bytes = [leaves[j] for j in sorted(sampled)], self._device.limit_bytes
