@@ -179,19 +179,18 @@ class Planner:
         if self._options.steps is not None or not program.cut.groups:
             return False
         facts = self._known.facts(program, planned.size.to_host, planned.num_devices)
-        has_less = self._device.limit_bytes != planned.budget_bytes  # it had no room for a save
-        if not (has_less or planned.is_outdated_by(facts)):
+        if not planned.is_outdated_by(facts, self._device.limit_bytes):
             return False
         leaves = program.returned.leaves(step.last.new_state)
         if leaves is None:  # another program's, as above: after the next save
             return False
-        plan = self._plan(program, leaves, facts).plan
-        is_same = plan.blocks == planned.plan.blocks and facts.unsaved == planned.facts.unsaved
-        if is_same and not has_less:
-            self._plans[program] = self._plans[program].as_ready_as(planned)
+        again = self._plan(program, leaves, facts)
+        needs = planned.plan.blocks, planned.facts.unsaved, planned.budget_bytes
+        if needs == (again.plan.blocks, facts.unsaved, again.budget_bytes):
+            self._plans[program] = again.as_ready_as(planned)
             return False
-        level = logging.WARNING if plan.reason == _NONE_OURS else logging.INFO
-        _log.log(level, "the plan was made anew: K=%d (%s)", plan.steps, plan.reason)
+        level = logging.WARNING if again.plan.reason == _NONE_OURS else logging.INFO
+        _log.log(level, "the plan was made anew: K=%d (%s)", again.plan.steps, again.plan.reason)
         self._settle(step, program, leaves)
         return True
 
