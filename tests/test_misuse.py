@@ -283,10 +283,10 @@ def test_a_step_saved_twice_without_force_is_refused(tmp_path):
 def test_no_cpu_backend(tmp_path, monkeypatch):
     """`JAX_PLATFORMS=cuda`: training goes on with snapshots, and one warning tells why."""
 
-    def no_replay(platform, threads):
+    def no_replay(leaves, threads):
         raise gockpt.ReplayError("replay needs JAX's CPU backend: `JAX_PLATFORMS=cuda,cpu`.")
 
-    monkeypatch.setattr("gockpt_jax.window.planner.Replayer", no_replay)
+    monkeypatch.setattr("gockpt_jax.replay.engine.Replayer.of", no_replay)
     with warnings.catch_warnings(record=True) as caught, manager_of(tmp_path) as manager:
         warnings.simplefilter("always", gockpt.SnapshotOnlyWarning)
         step, state = manager.wrap(update), fresh()

@@ -93,6 +93,17 @@ class Replayer:
         self.threads = 1 if self.shares_backend else threads or default_threads()
         self.device = replay_device()
 
+    @classmethod
+    def of(cls, leaves: Sequence[jax.Array], threads: int | None) -> "Replayer":
+        """For a run whose state has these leaves, donated or not.
+
+        Raises:
+          ReplayError: if there is no CPU backend.
+        """
+        # Not `devices()`: another wrapped step may have run last, and these are donated.
+        device: Any = next(iter(leaves[0].sharding.device_set))
+        return cls(device.platform, threads)
+
     def apply(self, shards: Sequence[ShardReplay]) -> None:
         """Applies updates to shards, in place; returns when all is done.
 

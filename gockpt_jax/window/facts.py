@@ -14,9 +14,6 @@ from gockpt_jax.transfer.chunks import Source, in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.units import sharers
 
-_DRIFT = 1.5
-"""Plans are not made anew for less: a step or a link is never quite the same twice."""
-
 
 def bytes_to_host(source: Source) -> int:
     """What one device sends of an array that travels by itself, replicas as if all sent alike."""
@@ -113,26 +110,3 @@ class Facts:
         """What the plan waits for, in words."""
         measured = {"step time": self.step_secs, "link": self.link_bytes_per_sec}
         return " and ".join(name for name, value in measured.items() if value is None)
-
-    def have_more_of_the_host(self, planned: "Facts") -> bool:
-        """Whether the host has so much more room than a plan was made for that it is made anew."""
-        now, then = self.host_budget_bytes, planned.host_budget_bytes
-        if then is None or self.unknown:
-            return False
-        return now is None or now > _DRIFT * then
-
-    def differ_from(self, planned: "Facts") -> bool:
-        """Whether they moved so far from those a plan was made for that it is made anew."""
-        if self.unsaved != planned.unsaved:
-            return True
-        pairs = (
-            (self.step_secs, planned.step_secs),
-            (self.link_bytes_per_sec, planned.link_bytes_per_sec),
-        )
-        if any(now is None for now, _ in pairs):
-            return False  # both are needed to predict anything
-        return any(
-            then is None or not 1 / _DRIFT <= now / then <= _DRIFT
-            for now, then in pairs
-            if now is not None
-        )

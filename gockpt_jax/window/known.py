@@ -20,13 +20,14 @@ from gockpt_jax.window.resources import Resources
 
 
 @dataclasses.dataclass(slots=True)
-class _Saves:
-    """Of a program's state.
+class Saves:
+    """Of a program's state; or of a step that had no program yet: all that it took is `beside`.
 
     Attributes:
       last: Of the last two, the positions of the leaves that they left out, and all that they took.
       beside: What the larger of them took beyond the leaves that one of them took.
       items: Positions of the leaves in each item of the last.
+      were_refused: Whether the host has had no room for a window since the plan was looked at.
     """
 
     last: collections.deque[tuple[frozenset[int], SavedBytes]] = dataclasses.field(
@@ -34,6 +35,7 @@ class _Saves:
     )
     beside: SavedBytes = NO_BYTES
     items: Sequence[frozenset[int]] = ()
+    were_refused: bool = False
 
     @property
     def unsaved(self) -> frozenset[int]:
@@ -62,13 +64,9 @@ class Known:
         self._options = options
         self._processes = processes
         self._host, self._replicas = resources.host, resources.replicas
-        self._saves: weakref.WeakKeyDictionary[StepProgram, _Saves] = weakref.WeakKeyDictionary()
-        # What the last save took of a step that had no program yet.
-        self._before: weakref.WeakKeyDictionary[TracedStep, SavedBytes] = (
+        self._saves: weakref.WeakKeyDictionary[StepProgram | TracedStep, Saves] = (
             weakref.WeakKeyDictionary()
         )
-        # Those whose windows the host has had no room for, since their plans were looked at.
-        self._refused: weakref.WeakSet[StepProgram] = weakref.WeakSet()
 
     def facts(self, program: StepProgram, leaf_bytes: int, num_devices: int) -> Facts:
         """What the user said, else what has been measured; for a plan, on all processes.
@@ -91,13 +89,11 @@ class Known:
             # A process may have no device with a part of the state.
             "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
         }
-        unsaved = self._of(program).unsaved if said.steps is None else frozenset()
-        beside = self.beside(program)
-        most = [
-            program in self._refused, beside.of_device, beside.in_host_memory, beside.to_host,
-        ]  # fmt: skip
+        saves = self.saves(program)
+        unsaved, beside = saves.unsaved if said.steps is None else frozenset(), saves.beside
+        most = [saves.were_refused, beside.of_device, beside.in_host_memory, beside.to_host]
         mine = json.dumps([measured, sorted(unsaved), most])
-        self._refused.discard(program)
+        saves.were_refused = False
         answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
         known = {name: [x[name] for x, *_ in answers if x[name] is not None] for name in measured}
         refused, *beside_bytes = map(max, zip(*(x for *_, x in answers), strict=True))
@@ -110,7 +106,7 @@ class Known:
 
     def was_refused(self, program: StepProgram) -> None:
         """Told of each window for which the host had no room when it was to open."""
-        self._refused.add(program)
+        self._saves.setdefault(program, Saves()).were_refused = True
 
     def has_saved(
         self, step: TracedStep, items: Sequence[Collection[int]], taken: SavedBytes
@@ -124,14 +120,14 @@ class Known:
         """
         program = step.program
         if program is None:
-            self._before[step] = taken
+            self._saves[step] = Saves(beside=taken)
             return
         leaves = program.returned.leaves(step.last.new_state)
         if leaves is not None:
             number = {id(a): j for j, a in enumerate(leaves)}
             of_items = [frozenset(number[i] for i in ids if i in number) for ids in items]
             left_out = frozenset(range(len(leaves))).difference(*of_items)
-            saves = self._saves.setdefault(program, _Saves())
+            saves = self._saves.setdefault(program, Saves())
             saves.items = of_items
             saves.last.append((left_out, taken))
             unsaved = saves.unsaved
@@ -149,26 +145,19 @@ class Known:
           program: The program.
           leaves: Of its state.
         """
-        taken = self._before.pop(step, None)
-        if taken is not None and program not in self._saves:
-            beside = taken.beyond(SavedBytes.of(leaves, self._replicas))
-            self._saves[program] = _Saves(beside=beside)
+        before = self._saves.pop(step, None)
+        if before is not None and program not in self._saves:
+            beside = before.beside.beyond(SavedBytes.of(leaves, self._replicas))
+            self._saves[program] = Saves(beside=beside)
 
     def is_rounded(self, program: StepProgram, rounded: StepProgram) -> None:
         """Told of a program with another cut of the same step: what is known of one is of both."""
-        found = self._of(program)
+        found = self.saves(program)
         self._saves[rounded] = dataclasses.replace(found, last=found.last.copy())
 
-    def _of(self, program: StepProgram) -> _Saves:
-        return self._saves.get(program) or _Saves()
-
-    def beside(self, program: StepProgram) -> SavedBytes:
-        """What the larger of the last two saves took beyond the leaves that one of them took."""
-        return self._of(program).beside
-
-    def items(self, program: StepProgram) -> Sequence[frozenset[int]]:
-        """Positions of the leaves in each item of the last save; nothing before the first."""
-        return self._of(program).items
+    def saves(self, program: StepProgram) -> Saves:
+        """What is known of those of its state."""
+        return self._saves.get(program) or Saves()
 
 
 def measured_facts(clock: StepClock) -> Facts:

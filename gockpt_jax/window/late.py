@@ -255,3 +255,19 @@ def late_blocks(
     return [
         (at, block_of([of_chunks[n] for n in at], [chunks[n][0] for n in at])) for at in together
     ]
+
+
+def compile_late_ahead(
+    arrays: Sequence[jax.Array], resources: Resources, rows: Sequence[Numbered] = ()
+) -> None:
+    """Compiles, on other threads, what late arrays will be staged by, and rows of others.
+
+    Args:
+      arrays: Alive or not.
+      resources: The session's.
+      rows: Of leaves that leave early in part.
+    """
+    limit_bytes = resources.device.limit_bytes
+    for chunks in (late_chunks(arrays, limit_bytes, resources.replicas), rows):
+        for _, block in late_blocks(chunks, limit_bytes):
+            block.compile_ahead()

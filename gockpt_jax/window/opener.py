@@ -10,6 +10,7 @@ import jax
 from gockpt_jax.checks import counted
 from gockpt_jax.compiling import debugged_by
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.window.agreement import Agreement
@@ -138,7 +139,7 @@ class Opener:
         host.reset_peak()
         window = OpenWindow(
             program, planned, target, self._planner.departures(program, planned, leaves),
-            replayer=self._planner.replayer(leaves), auditor=self._auditor,
+            replayer=Replayer.of(leaves, self._options.replay_threads), auditor=self._auditor,
             resources=self._resources,
         )  # fmt: skip
         if no_room is not None:

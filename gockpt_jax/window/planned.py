@@ -15,6 +15,8 @@ from gockpt_jax.window.facts import Facts
 from gockpt_jax.window.plan import Plan, StateBytes, plan_window
 from gockpt_jax.window.units import units_behind
 
+_DRIFT = 1.5
+"""Plans are not made anew for less: a step or a link is never quite the same twice."""
 _LITTLE = 0.01
 """Of what saves take: for so much more beside the state no plan is made anew."""
 
@@ -75,17 +77,16 @@ class Planned:
         """What one device sends behind its last step."""
         return sum(self.size.units[u].following_bytes for block in self.plan.blocks for u in block)
 
-    def is_outdated_by(self, facts: Facts) -> bool:
-        """Whether what it was made for has moved so far that it is made anew."""
-        beside_bytes = facts.beside.differs_by(self.facts.beside)
-        has_moved = facts.differ_from(self.facts) or beside_bytes > _LITTLE * self.size.saved
-        return has_moved or self._host_has_moved(facts)
-
-    def as_ready_as(self, other: "Planned") -> "Planned":
-        """With the departures of a plan that is the same, if they are of the same units."""
-        if self.size.units != other.size.units:
-            return self
-        return dataclasses.replace(self, _departures=other._departures)
+    def is_outdated_by(self, facts: Facts, budget_bytes: int | None) -> bool:
+        """Whether facts or the device's budget have moved so far that it is made anew."""
+        then, beside_bytes = self.facts, facts.beside.differs_by(self.facts.beside)
+        takes_others = facts.unsaved != then.unsaved or beside_bytes > _LITTLE * self.size.saved
+        has_drifted = not facts.unknown and (  # both are needed to predict anything
+            _has_drifted(facts.step_secs, then.step_secs)
+            or _has_drifted(facts.link_bytes_per_sec, then.link_bytes_per_sec)
+        )
+        had_no_room = budget_bytes != self.budget_bytes  # a save, and there is less for all
+        return takes_others or has_drifted or had_no_room or self._host_has_moved(facts)
 
     def _host_has_moved(self, facts: Facts) -> bool:
         """Whether the host's room has grown, and had bounded it, or it has been refused for want.
@@ -95,10 +96,17 @@ class Planned:
         """
         then, now, size = self.facts.host_budget_bytes, facts.host_budget_bytes, self.size
         was_bound = then is not None and then < size.on_host(size.followers)
-        if was_bound and facts.have_more_of_the_host(self.facts):
+        has_grown = now is None or now > _DRIFT * (then or 0)
+        if was_bound and has_grown and not facts.unknown:
             return True
         was_refused = facts.was_refused and self.plan.steps > 1
         return was_refused and now is not None and now < size.on_host(self._following_bytes)
+
+    def as_ready_as(self, other: "Planned") -> "Planned":
+        """With the departures of a plan that is the same, if they are of the same units."""
+        if self.size.units != other.size.units:
+            return self
+        return dataclasses.replace(self, _departures=other._departures)
 
     def early_leaves(self) -> set[int]:
         """The leaves of which something leaves before the sealed version."""
@@ -138,3 +146,8 @@ class Planned:
                 departure.compile_ahead()
             self._departures[blocks] = made
         return self._departures[blocks]
+
+
+def _has_drifted(now: float | None, then: float | None) -> bool:
+    """Whether a number was not known then, or has moved by more than it does by itself."""
+    return now is not None and (then is None or not 1 / _DRIFT <= now / then <= _DRIFT)

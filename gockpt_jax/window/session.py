@@ -36,6 +36,7 @@ from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.advice import NOT_OURS, NOT_WRAPPED, of_beside, tell_of_no_step
 from gockpt_jax.window.current import CurrentWindow
 from gockpt_jax.window.known import Known
+from gockpt_jax.window.late import compile_late_ahead
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.opener import Opener
 from gockpt_jax.window.planner import Planner
@@ -168,11 +169,13 @@ class Session:
             current.why_none = why_none
 
     def _open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
-        """Opens a window, if it is time; before the first step, plans for snapshots."""
+        """Opens a window, if it is time; before the first step, compiles what a save stages."""
         if not step.last.has_come:
             leaves = step.state_leaves(args, kwargs)
             with step.giving_up_on_errors():
-                self.planner.prepare_snapshot(leaves)
+                # The step returns them as they lie, as a rule, and takes longer to compile.
+                if all(isinstance(leaf, jax.Array) for leaf in leaves):
+                    compile_late_ahead(leaves, self.resources)
             return
         self.require_alike()
         with step.giving_up_on_errors():
@@ -327,8 +330,7 @@ class Session:
     def window_steps(self) -> int:
         """K of the next window as far as it is known; 1 if there is none to be had."""
         step = self._steps.last
-        program = None if step is None else step.program
-        planned = None if program is None else self.planner.planned(program)
+        planned = None if step is None else self.planner.planned(step.program)
         return 1 if planned is None else planned.plan.steps
 
     @property

@@ -210,9 +210,13 @@ def test_a_plan_with_time_and_rate_tells_numbers():
     ],
 )  # fmt: skip
 def test_plans_are_made_anew_only_for_a_drift(step_secs, rate, differs):
-    now = Facts(step_secs, rate)
-    assert now.differ_from(KNOWN) is differs
-    assert now.differ_from(Facts()) is (step_secs is not None and rate is not None)
+    size, now = state_of((10, 10, 10), [unit(10, 5)]), Facts(step_secs, rate)
+    known, unknown = (
+        Planned(NO_CUT, Plan((), "why"), size, 30, 1, facts, 20) for facts in (KNOWN, Facts())
+    )
+    assert known.is_outdated_by(now, 20) is differs
+    assert unknown.is_outdated_by(now, 20) is (step_secs is not None and rate is not None)
+    assert known.is_outdated_by(now, 19), "less room is a reason, however little"
 
 
 @pytest.mark.parametrize(
@@ -228,8 +232,10 @@ def test_plans_that_were_short_of_the_host_s_room_are_made_anew_when_it_has_grow
     """A window takes 40 of it at the most: the state, and twice what follows."""
     size = state_of((10, 10, 10), [unit(10, 5)])
     planned = Planned(NO_CUT, Plan((), "why"), size, 30, 1, with_room(KNOWN, then))
-    assert planned.is_outdated_by(with_room(KNOWN, now)) is is_outdated
-    assert not planned.is_outdated_by(with_room(Facts(), now)), "nothing is predicted with that"
+    assert planned.is_outdated_by(with_room(KNOWN, now), None) is is_outdated
+    assert not planned.is_outdated_by(with_room(Facts(), now), None), (
+        "nothing is predicted with that"
+    )
 
 
 def test_a_plan_that_has_been_refused_is_made_anew_where_the_host_has_less_than_it_takes():
@@ -242,8 +248,8 @@ def test_a_plan_that_has_been_refused_is_made_anew_where_the_host_has_less_than_
         (50, True, False), (49, True, True), (49, False, False), (None, True, False)
     ):  # fmt: skip
         now = dataclasses.replace(with_room(KNOWN, room), was_refused=was_refused)
-        assert window.is_outdated_by(now) is is_outdated
-        assert not snapshot.is_outdated_by(now)
+        assert window.is_outdated_by(now, None) is is_outdated
+        assert not snapshot.is_outdated_by(now, None)
 
 
 def with_room(facts, host_budget_bytes):

@@ -32,7 +32,7 @@ from gockpt_jax import (
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.telemetry import events
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.window import device_budget, planner
+from gockpt_jax.window import device_budget, planner, session
 
 
 def kinds(manager):
@@ -299,14 +299,20 @@ def test_nobody_waits_for_an_armed_step_nor_calls_one_that_is_none(tmp_path, mon
         assert_same(manager.restore(15), state)
 
 
-@pytest.mark.parametrize("name", ["late_chunks", "measure_bytes", "plan_window", "replay_specs"])
-def test_what_planning_stumbles_over_does_not_stop_training(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (session, "compile_late_ahead"), (planner, "measure_bytes"), (planner, "plan_window"),
+        (planner, "replay_specs"),
+    ],
+)  # fmt: skip
+def test_what_planning_stumbles_over_does_not_stop_training(tmp_path, monkeypatch, module, name):
     """Before the first step, or before the one behind which there is something to plan for."""
 
     def stumble(*_):
         raise NotImplementedError("a placement")
 
-    monkeypatch.setattr(planner, name, stumble)
+    monkeypatch.setattr(module, name, stumble)
     options, window = Options(save_interval_steps=5), WindowOptions(steps=3)
     with GoCkptManager(tmp_path, options=options, window=window) as manager:
         with pytest.warns(SnapshotOnlyWarning, match="failed with NotImplementedError") as told:
