@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -17,6 +17,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
+from gockpt_jax.storage.restoring.together import one_step
 from gockpt_jax.storage.saving.commit import never_draining
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing.tree_handler import default_layout
@@ -147,7 +148,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         Raises:
           DeviceMemoryError: if a device has no memory for the copies of the state.
           HostBudgetError: if the host budget cannot hold the state.
-          ProcessError: if other processes save another label, or one of them is gone.
+          ProcessError: if other processes save another label, or after another update, or are gone.
           StorageError: if the storage refuses this save, or has refused the one before.
           RuntimeError: if the manager is closed, a signal handler calls in the middle of a step or
             of another call, or the user's own callback of the last save does.
@@ -210,7 +211,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
 
         Raises:
           NoCheckpointError: if there is no such step or item; says what there is.
-          ProcessError: if another process has failed to restore its part.
+          ProcessError: if another process has failed to restore its part, or restores another step.
           TargetError: if checkpoint and target do not fit together; names all leaves.
           TypeError: if the target is not given as `args`, or the label is no integer.
           VerifyError: if `verify` and the checkpoint is not what was written.
@@ -222,15 +223,11 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_saves.finish()  # as stock does; a window's failure is no matter of theirs
         is_named = args is None or isinstance(args, ocp.args.Composite)
         item = None if is_named else self._gockpt_naming.item_of(args)
-        root = epath.Path(directory or self.directory)
-        if step is None:
-            step = resume.newest_in(root) if directory else super().latest_step()
-        if step is None:
-            raise resume.nothing_in(root)
-        path = arguments.step_path(root, step, self._gockpt_options)
-        there = resume.items_of(path, root)
-        if not there:
-            raise resume.no_item(path, item or naming.ITEM, there)
+        find = functools.partial(self._gockpt_find, step, item or naming.ITEM, directory)
+        if self._gockpt_handler.restores_together:
+            step, path, there = one_step(find, self._gockpt_session.processes)
+        else:
+            step, path, there = find()
         if verify:
             resume.require_whole_step(path, self._gockpt_session.processes)
         if self._gockpt_naming.is_unnamed(there, item, args):
@@ -242,6 +239,21 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         named = self._gockpt_naming.name(args)
         restored = super().restore(step, directory=directory, args=named)
         return restored if item is None else restored[item]
+
+    def _gockpt_find(
+        self, step: int | None, item: str, directory: Any
+    ) -> tuple[int, epath.Path, Collection[str]]:
+        """The label of the step to restore, where it is, and the names of its items."""
+        root = epath.Path(directory or self.directory)
+        if step is None:
+            step = resume.newest_in(root) if directory else super().latest_step()
+        if step is None:
+            raise resume.nothing_in(root)
+        path = arguments.step_path(root, step, self._gockpt_options)
+        there = resume.items_of(path, root)
+        if not there:
+            raise resume.no_item(path, item, there)
+        return step, path, there
 
     def latest_step(self) -> int | None:
         """The newest accepted save's label, as stock gives it; `None` where there is none yet.

@@ -34,8 +34,9 @@ _CONTRACTS = (
 )
 _NONE_SAVED = "no leaf that the last saves took may leave early"
 _NONE_OURS = (
-    "the last saves took no array that the wrapped step had returned: copies are others, as arrays "
-    "of NumPy are; give `save` the state itself"
+    "the last saves took no array that the wrapped step before them had returned: copies are "
+    "others, as arrays of NumPy are, and so is another step's state; give `save` the state itself, "
+    "behind its own step"
 )
 
 

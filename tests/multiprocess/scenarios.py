@@ -717,6 +717,11 @@ def apart(directory: Path) -> None:
     with pytest.raises(gockpt.ProcessError) as caught:
         loop.manager.save(90 + here, args=gockpt.GoCkptSave(loop.state), force=True)
     assert "different labels: 90 on process 0, 91 on process 1" in str(caught.value)
+    with (
+        replaced(loop.session, "version", loop.session.version - 1),  # as a label that was left out
+        pytest.raises(gockpt.ProcessError, match="5 by process 0, 4 by process 1"),
+    ):
+        loop.manager.save(90, args=gockpt.GoCkptSave(loop.state), force=True)
     loop.run(2 * INTERVAL)
     loop.keep()
     assert sorted(loop.manager.all_steps()) == [0, INTERVAL, 2 * INTERVAL]
@@ -728,6 +733,11 @@ def apart(directory: Path) -> None:
         pytest.raises(error, match="injected"),
     ):
         loop.manager.restore(INTERVAL, args=args)
+    with pytest.raises(gockpt.ProcessError, match="step 4 on process 0, step 8 on process 1"):
+        loop.manager.restore(INTERVAL * (1 + here), args=args)
+    error = gockpt.NoCheckpointError if here == FAULTY else gockpt.ProcessError
+    with pytest.raises(error, match="no step `5`"):
+        loop.manager.restore(INTERVAL + here, args=args)
     found = shards_of(loop.manager.restore(INTERVAL, args=args))
     for where, shard in loop.given[INTERVAL].items():
         np.testing.assert_array_equal(found[where], shard)

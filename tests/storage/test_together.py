@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gockpt_jax import ProcessError
-from gockpt_jax.storage.restoring.together import together
+from gockpt_jax.storage.restoring.together import one_step, together
 from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS
 
 
@@ -30,6 +30,10 @@ class Others:
         self.heard.append(mine)
         self.waited_secs.append(timeout_secs)
         return self._objection if mine is None else f"process 0: {mine}"
+
+    def gather(self, _: str, mine: str, timeout_secs: float) -> dict[int, str]:
+        self.waited_secs.append(timeout_secs)
+        return {0: self._objection or mine, 1: mine}
 
 
 def failing() -> Any:
@@ -57,3 +61,20 @@ def test_one_process_asks_nobody() -> None:
     assert together(lambda: 7, "the item", alone) == 7
     with pytest.raises(OSError, match="a disk"):
         together(failing, "the item", alone)
+
+
+def test_all_restore_the_same_step() -> None:
+    """Parts of several would make one state; one that has found nothing is heard of at once."""
+    others: Any = Others()
+    assert one_step(lambda: (7, "there", ()), others) == (7, "there", ())
+    assert others.waited_secs == [MEETING_SECS]
+    others = Others("step 6")
+    with pytest.raises(ProcessError, match="step 6 on process 0, step 7 on process 1"):
+        one_step(lambda: (7, "there", ()), others)
+    with pytest.raises(OSError, match="a disk"):
+        one_step(failing, others)
+    others = Others("NoCheckpointError: no step `7`")
+    with pytest.raises(ProcessError, match="no step `7` on process 0, step 7 on process 1"):
+        one_step(lambda: (7, "there", ()), others)
+    alone: Any = SimpleNamespace(several=False)
+    assert one_step(lambda: (7, "there", ()), alone)[0] == 7

@@ -81,7 +81,7 @@ def other_arrays(state):
 
 
 NONE_EARLY = "no leaf that the last saves took may leave early"
-NONE_OURS = "the last saves took no array that the wrapped step had returned"
+NONE_OURS = "the last saves took no array that the wrapped step before them had returned"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -20,6 +20,12 @@ from gockpt_jax.storage.saving.policies import arrange
 from gockpt_jax.storage.saving.refused import refuse_save, refuse_unranked
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.telemetry.report import SaveReport
+
+_OTHER_LABELS = ("with different labels", "on")
+_OTHER_VERSIONS = (
+    "after different numbers of updates, so parts of several versions would have made one",
+    "by",
+)
 
 
 class SavesInTurn:
@@ -117,15 +123,16 @@ class SavesInTurn:
         """Of several processes, one may ask alone whether a label would be saved.
 
         Raises:
-          ProcessError: on all of them, if they save different labels.
+          ProcessError: on all of them, if they save different labels, or after different updates.
         """
         predictor, processes = self._session.predictor, self._session.processes
         self._session.require_alike()
         if processes.several:
-            mine = predictor.found_by_asking(self._session.version, step)
-            told = processes.gather("asked", f"{step} {mine}").items()
-            _require_one_label({index: text.partition(" ")[0] for index, text in told})
-            predictor.agreed = mine if len({text for _, text in told}) == 1 else None
+            version = self._session.version
+            mine = predictor.found_by_asking(version, step)
+            told = processes.gather("asked", f"{step} {version} {mine}")
+            _require_one_save({index: text.split() for index, text in told.items()})
+            predictor.agreed = mine if len(set(told.values())) == 1 else None
 
     def _refuse(self, arguments: Mapping[str, Any]) -> None:
         """Refuses a save that cannot be stored, or not be found again."""
@@ -313,16 +320,20 @@ class SavesInTurn:
             self.last.hear()
 
 
-def _require_one_label(labels: Mapping[int, str]) -> None:
-    """Refuses a save of which each process would write its part into another directory.
+def _require_one_save(told: Mapping[int, Sequence[str]]) -> None:
+    """Refuses a save of which each process would write another part than the others think.
+
+    Args:
+      told: By each process: the label, and how many updates it has made.
 
     Raises:
-      ProcessError: if they were not called with the same label.
+      ProcessError: if they were not called with the same label, or not after the same update.
     """
-    if len(set(labels.values())) > 1:
-        said = ", ".join(f"{label} on process {index}" for index, label in labels.items())
-        raise ProcessError(
-            f"`save` was called with different labels: {said}. Nothing was written, and earlier "
-            "checkpoints are intact. All processes save the same label: look at what each of them "
-            "counts, and from which checkpoint it has resumed."
-        )
+    for n, (what, where) in enumerate((_OTHER_LABELS, _OTHER_VERSIONS)):
+        if len({words[n] for words in told.values()}) > 1:
+            said = ", ".join(f"{words[n]} {where} process {i}" for i, words in told.items())
+            raise ProcessError(
+                f"`save` was called {what}: {said}. Nothing was written, and earlier checkpoints "
+                "are intact. All processes save the same label after the same update: look at what "
+                "each of them counts, and from which checkpoint it has resumed."
+            )
