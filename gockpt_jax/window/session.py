@@ -153,7 +153,7 @@ class Session:
         return None if current.window is None else ArmedCall(program, flat)
 
     def _follow_or_open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
-        """Goes on with the open window; gives it up for a shorter one, if this step is another."""
+        """Goes on with the open window; gives it up, if this step is another, for the shortest."""
         current = self._current
         if current.window is None:
             self._open(step, args, kwargs)
@@ -162,11 +162,13 @@ class Session:
         why_not = self._opener.why_not_follow(current.window, step)
         if why_not is None:
             return
+        is_last_chance = current.window.target == self.version + 1
         current.abandon(f"it cannot go on: {why_not}")
-        why_none = current.why_none
-        self._open(step, args, kwargs)
-        if current.window is None:
-            current.why_none = why_none
+        if is_last_chance:  # where steps take turns, each would end what the one before has opened
+            why_none = current.why_none
+            self._open(step, args, kwargs)
+            if current.window is None:
+                current.why_none = why_none
 
     def _open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
         """Opens a window, if it is time; before the first step, compiles what a save stages."""

@@ -119,7 +119,7 @@ def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5])
 def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, steps):
-    """Each gives up what the one before it has opened, and opens its own: the last one stays."""
+    """Each gives up what the one before it has opened; the one before the save opens its own."""
     options = Options(save_interval_steps=6)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=steps)) as manager:
         turns = [manager.wrap(jax.jit(f, donate_argnums=0)) for f in (norm_too, slower_moments)]
