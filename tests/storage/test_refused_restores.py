@@ -271,6 +271,36 @@ def test_a_key_of_another_algorithm(tmp_path: Path) -> None:
     assert "strict" not in str(refused.value)
 
 
+RBG = jax.random.key(5, impl="rbg")
+ALIKE = {
+    "key<rbg>": RBG,
+    "key<urbg>": jax.random.key(5, impl="unsafe_rbg"),
+    "uint32": jax.random.key_data(RBG),
+}
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize("want", ALIKE)
+@pytest.mark.parametrize("have", ALIKE)
+def test_keys_whose_data_are_alike(tmp_path: Path, have: str, want: str, abstract: bool) -> None:
+    """Stock gives what was saved; the step would fail, or be compiled for other numbers."""
+    target: Any = ALIKE[want]
+    if abstract:
+        target = jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave({"key": ALIKE[have]}))
+        manager.wait_until_finished()
+        args = GoCkptRestore({"key": target})
+        if have == want:
+            assert str(manager.restore(0, args=args)["key"].dtype) == want
+            return
+        told = f"1 leaf of another kind:\n  key: {have} in the checkpoint, {want} in the target"
+        with pytest.raises(gockpt.TargetError, match=told):
+            manager.restore(0, args=args)
+        stocks = ocp.args.StandardRestore({"key": target})
+        assert str(manager.restore(0, args=stocks)["key"].dtype) == have
+
+
 @pytest.mark.parametrize("asks", ["delete", "metadata", "item_metadata"])
 def test_a_step_that_is_not_there(saved: Path, asks: str) -> None:
     with (
