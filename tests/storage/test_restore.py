@@ -198,6 +198,18 @@ def test_what_a_target_does_not_say_is_as_it_was_saved(copy, how):
         assert_same_arrays(manager.restore(3, args=args)["key"], state["key"])
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_target_may_have_texts_and_leave_out_where_arrays_lie(tmp_path, partial):
+    with GoCkptManager(tmp_path) as manager:
+        sharding = SingleDeviceSharding(jax.devices()[-1])
+        state = {"w": jax.device_put(jnp.arange(4.0), sharding), "run": "a", "n": 3}
+        manager.save(0, args=GoCkptSave(state))
+        target = {"w": jax.ShapeDtypeStruct((4,), "f4"), "run": "", "n": 0}
+        restored = manager.restore(0, args=GoCkptRestore(target, partial_restore=partial))
+    assert restored["w"].sharding == sharding
+    assert (restored["w"].tolist(), restored["run"], restored["n"]) == ([0, 1, 2, 3], "a", 3)
+
+
 def test_what_lay_elsewhere_is_placed_by_the_target(copy, monkeypatch):
     monkeypatch.setattr(restoring, "_stand_in_sharding", lambda: None)
     forget_devices(copy)
