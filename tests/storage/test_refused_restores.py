@@ -229,6 +229,18 @@ def test_a_step_without_items(
         restored(tmp_path, **kwargs)
 
 
+def test_a_tree_of_an_old_orbax(tmp_path: Path) -> None:
+    """It wrote no metadata of the tree; stock restores into a target all the same."""
+    target = {"w": jnp.zeros(4)}
+    with ocp.CheckpointManager(tmp_path, item_names=("state",)) as manager:
+        state = ocp.args.StandardSave({"w": jnp.arange(4.0)})
+        manager.save(4, args=ocp.args.Composite(state=state))
+    (tmp_path / "4/state/_METADATA").unlink()
+    with pytest.raises(ValueError, match=r"old Orbax has, of which `ocp.args.StandardRestore\("):
+        restored(tmp_path, args=GoCkptRestore(target))
+    assert restored(tmp_path, args=ocp.args.StandardRestore(target))["w"].tolist() == [0, 1, 2, 3]
+
+
 def test_a_step_that_lacks_an_item_is_not_whole(tmp_path: Path) -> None:
     trees = {name: gockpt.GoCkptSave({"x": jnp.ones(2)}) for name in ("a", "b")}
     with GoCkptManager(tmp_path) as manager:

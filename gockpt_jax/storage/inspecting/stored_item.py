@@ -83,7 +83,8 @@ class StoredItem:
             leaves = [_leaf(entry) for entry in entries]
         except FileNotFoundError:
             raise StoredItemError(
-                f"{self.path} has no `{METADATA_FILE}`: it is no tree that Orbax has saved."
+                f"{self.path} has no `{METADATA_FILE}`: it is no tree that Orbax has saved, or an "
+                "old Orbax has, of which `ocp.args.StandardRestore(target)` restores what it can."
             ) from None
         except OSError as error:
             raise StoredItemError(
