@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import tensorstore as ts
@@ -128,23 +128,22 @@ class StoredItem:
             found = found.get(key) if isinstance(found, Mapping) else None
         return found if isinstance(found, str) else None
 
-    def keys_among(self, names: Collection[str]) -> dict[str, str | None]:
-        """The algorithms of typed random keys by name, `None` for other arrays.
+    @functools.cached_property
+    def key_algorithms(self) -> dict[str, str | None]:
+        """Those of typed random keys by name, `None` for other arrays.
 
-        Those of which it is not known are left out: older versions of Orbax did not write it down.
+        Names of which it is not known are left out: older versions of Orbax did not write it down.
         """
         found: dict[str, str | None] = {}
         try:
-            for file in sorted((self.path / "array_metadatas").iterdir()):
-                if found.keys() >= set(names):
-                    break
-                listed = json.loads(file.read_text())["array_metadatas"]
-                for told in (entry["array_metadata"] for entry in listed):
+            files = sorted((self.path / "array_metadatas").iterdir())
+            for text in for_each(((1, file) for file in files), lambda file: file.read_text()):
+                for told in (x["array_metadata"] for x in json.loads(text)["array_metadatas"]):
                     more = told.get("ext_metadata") or {}
                     found[told["param_name"]] = more.get("random_key_impl")
         except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or damaged
             return {}
-        return {name: found[name] for name in names if name in found}
+        return found
 
     @functools.cached_property
     def _strings(self) -> Any:

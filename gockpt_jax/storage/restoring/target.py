@@ -134,8 +134,9 @@ def _other_keys(
         for name in sorted(wanted.keys() & stored.keys())
         if stored[name].dtype == "uint32" and _as_stored(wanted[name]) is not None
     ]
-    for name, impl in (item.keys_among(names) if names else {}).items():
-        want = str(wanted[name].dtype)
+    known = item.key_algorithms if names else {}
+    for name in (x for x in names if x in known):
+        impl, want = known[name], str(wanted[name].dtype)
         have = stored[name].dtype if impl is None else _key_dtype(impl)
         if have != want and (impl is not None or _is_key(wanted[name])):
             yield name, f"{name}: {have} in the checkpoint, {want} in the target"
