@@ -330,6 +330,26 @@ def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
         assert_same_arrays(manager.restore(0, args=args), {"bool": state["bool"]})
 
 
+def test_one_replica_sends_over_each_leafs_own_mesh(tmp_path):
+    """Stock sends all over the first one's, and puts shards where they do not belong."""
+    devices = np.array(jax.devices())
+    meshes = {
+        "a": jax.sharding.Mesh(devices.reshape(2, 4), ("replica", "model")),
+        "reversed": jax.sharding.Mesh(devices[::-1].reshape(2, 4), ("replica", "model")),
+        "other axes": jax.sharding.Mesh(devices.reshape(2, 2, 2), ("replica", "x", "model")),
+    }
+    values = jnp.arange(64.0).reshape(8, 8) + 1
+    state = {
+        name: jax.device_put(values, NamedSharding(mesh, PartitionSpec("model")))
+        for name, mesh in meshes.items()
+    }
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=GoCkptRestore(abstract(state), single_replica=True))
+    assert_same_arrays(restored, state)
+    assert all(restored[name].sharding == state[name].sharding for name in state)
+
+
 @pytest.mark.parametrize("axes", ["replica", ("replica", "data"), ("data", "replica")], ids=str)
 def test_what_has_no_replicas_is_read_by_all(tmp_path, monkeypatch, axes):
     """Divided over the first axis of the mesh; the others are sent."""

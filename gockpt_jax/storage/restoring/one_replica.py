@@ -92,10 +92,14 @@ class _ReplicaReader(ocp.type_handlers.SingleReplicaArrayHandler):  # type: igno
         """Reads arrays; the results are in the order of `infos`."""
         args = list(args or [ocp.RestoreArgs()] * len(infos))
         restored: dict[int, Any] = {}
-        for read, wanted in ((super().deserialize, True), (self._others.deserialize, False)):
-            mine = [i for i, x in enumerate(args) if isinstance(x, SingleReplicaArgs) == wanted]
-            if mine:
-                with unwatched():
-                    arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
-                restored.update(zip(mine, arrays, strict=True))
+        groups: dict[Any, list[int]] = {}
+        for i, x in enumerate(args):  # stock sends all over the mesh of the first
+            is_sent = isinstance(x, SingleReplicaArgs)
+            mesh = getattr(x.sharding, "mesh", None) if is_sent else None
+            groups.setdefault((is_sent, mesh), []).append(i)
+        for (is_sent, _), mine in groups.items():
+            read = super().deserialize if is_sent else self._others.deserialize
+            with unwatched():
+                arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
+            restored.update(zip(mine, arrays, strict=True))
         return [restored[i] for i in range(len(infos))]
