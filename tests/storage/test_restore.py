@@ -350,6 +350,20 @@ def test_one_replica_sends_over_each_leafs_own_mesh(tmp_path):
     assert all(restored[name].sharding == state[name].sharding for name in state)
 
 
+@pytest.mark.parametrize("shape", [(8,), (1, 8)], ids=str)
+def test_a_mesh_of_replicas_alone_or_of_one_is_read_by_all(tmp_path, shape):
+    """Stock's handler takes a device for a replica there, or finds nothing to send, and raises."""
+    axes = ("data", "model")[: len(shape)]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), axes)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = {"w": jax.device_put(jnp.arange(8.0), everywhere)}
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=GoCkptRestore(abstract(state), single_replica=True))
+    assert_same_arrays(restored, state)
+    assert restored["w"].sharding == everywhere
+
+
 @pytest.mark.parametrize("axes", ["replica", ("replica", "data"), ("data", "replica")], ids=str)
 def test_what_has_no_replicas_is_read_by_all(tmp_path, monkeypatch, axes):
     """Divided over the first axis of the mesh; the others are sent."""

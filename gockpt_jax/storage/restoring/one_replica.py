@@ -37,6 +37,9 @@ def _has_replicas(sharding: Any) -> bool:
     """Whether there is one at each place of the mesh's first axis, as stock's handler expects."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return False
+    first, *more = sharding.mesh.shape.values()
+    if first == 1 or not more:  # nothing to send, or stock's finds no replica
+        return False
     axes = [axis if isinstance(axis, tuple) else (axis,) for axis in sharding.spec]
     return sharding.mesh.axis_names[0] not in itertools.chain.from_iterable(axes)
 
