@@ -166,6 +166,22 @@ def test_leaves_of_other_types_are_told_and_not_read(tmp_path):
     assert found == [("x", "type", "float32[3]", "string"), ("y", "type", "string", "float32[3]")]
 
 
+def test_typed_keys_are_no_arrays(tmp_path):
+    """Nor are they those of another algorithm, though their data are alike."""
+    key = jax.random.key(5, impl="rbg")
+    same = {"a": key, "b": jax.random.key_data(key)}
+    other = {"a": jax.random.key_data(key), "b": jax.random.key(5, impl="unsafe_rbg")}
+    for name, state in {"one": same, "same": same, "other": other}.items():
+        with GoCkptManager(tmp_path / name) as manager:
+            manager.save(0, args=GoCkptSave(state))
+    assert not list(diff_items(tmp_path / "one/0/state", tmp_path / "same/0/state"))
+    found = diff_items(tmp_path / "one/0/state", tmp_path / "other/0/state")
+    assert [(x.name, x.kind, x.a, x.b) for x in found] == [
+        ("a", "type", "key<rbg>", "uint32[4]"),
+        ("b", "type", "uint32[4]", "key<unsafe_rbg>"),
+    ]
+
+
 def test_texts_below_names_with_slashes(tmp_path):
     """Orbax keeps a text under its leaf's name as a JSON pointer."""
     trees = [{"a/b": "text", "a/0": "same", "c~1d": text, "x/y": text} for text in ("1", "2")]

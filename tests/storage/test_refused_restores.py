@@ -229,6 +229,18 @@ def test_a_step_without_items(
         restored(tmp_path, **kwargs)
 
 
+def test_a_tree_of_an_old_orbax(tmp_path: Path) -> None:
+    """It wrote no metadata of the tree; stock restores into a target all the same."""
+    target = {"w": jnp.zeros(4)}
+    with ocp.CheckpointManager(tmp_path, item_names=("state",)) as manager:
+        state = ocp.args.StandardSave({"w": jnp.arange(4.0)})
+        manager.save(4, args=ocp.args.Composite(state=state))
+    (tmp_path / "4/state/_METADATA").unlink()
+    with pytest.raises(ValueError, match=r"old Orbax has, of which `ocp.args.StandardRestore\("):
+        restored(tmp_path, args=GoCkptRestore(target))
+    assert restored(tmp_path, args=ocp.args.StandardRestore(target))["w"].tolist() == [0, 1, 2, 3]
+
+
 def test_a_step_that_lacks_an_item_is_not_whole(tmp_path: Path) -> None:
     trees = {name: gockpt.GoCkptSave({"x": jnp.ones(2)}) for name in ("a", "b")}
     with GoCkptManager(tmp_path) as manager:
@@ -269,6 +281,36 @@ def test_a_key_of_another_algorithm(tmp_path: Path) -> None:
         with pytest.raises(gockpt.TargetError, match="1 leaf of another kind:\n  key: ") as refused:
             manager.restore(0, args=other)
     assert "strict" not in str(refused.value)
+
+
+RBG = jax.random.key(5, impl="rbg")
+ALIKE = {
+    "key<rbg>": RBG,
+    "key<urbg>": jax.random.key(5, impl="unsafe_rbg"),
+    "uint32": jax.random.key_data(RBG),
+}
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@pytest.mark.parametrize("want", ALIKE)
+@pytest.mark.parametrize("have", ALIKE)
+def test_keys_whose_data_are_alike(tmp_path: Path, have: str, want: str, abstract: bool) -> None:
+    """Stock gives what was saved; the step would fail, or be compiled for other numbers."""
+    target: Any = ALIKE[want]
+    if abstract:
+        target = jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave({"key": ALIKE[have]}))
+        manager.wait_until_finished()
+        args = GoCkptRestore({"key": target})
+        if have == want:
+            assert str(manager.restore(0, args=args)["key"].dtype) == want
+            return
+        told = f"1 leaf of another kind:\n  key: {have} in the checkpoint, {want} in the target"
+        with pytest.raises(gockpt.TargetError, match=told):
+            manager.restore(0, args=args)
+        stocks = ocp.args.StandardRestore({"key": target})
+        assert str(manager.restore(0, args=stocks)["key"].dtype) == have
 
 
 @pytest.mark.parametrize("asks", ["delete", "metadata", "item_metadata"])

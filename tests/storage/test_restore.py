@@ -198,6 +198,18 @@ def test_what_a_target_does_not_say_is_as_it_was_saved(copy, how):
         assert_same_arrays(manager.restore(3, args=args)["key"], state["key"])
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_target_may_have_texts_and_leave_out_where_arrays_lie(tmp_path, partial):
+    with GoCkptManager(tmp_path) as manager:
+        sharding = SingleDeviceSharding(jax.devices()[-1])
+        state = {"w": jax.device_put(jnp.arange(4.0), sharding), "run": "a", "n": 3}
+        manager.save(0, args=GoCkptSave(state))
+        target = {"w": jax.ShapeDtypeStruct((4,), "f4"), "run": "", "n": 0}
+        restored = manager.restore(0, args=GoCkptRestore(target, partial_restore=partial))
+    assert restored["w"].sharding == sharding
+    assert (restored["w"].tolist(), restored["run"], restored["n"]) == ([0, 1, 2, 3], "a", 3)
+
+
 def test_what_lay_elsewhere_is_placed_by_the_target(copy, monkeypatch):
     monkeypatch.setattr(restoring, "_stand_in_sharding", lambda: None)
     forget_devices(copy)
@@ -316,6 +328,40 @@ def test_what_one_replica_cannot_send_is_read_by_all(tmp_path):
         flags = {"bool": abstract(state["bool"])}
         args = GoCkptRestore(flags, single_replica=True, partial_restore=True)
         assert_same_arrays(manager.restore(0, args=args), {"bool": state["bool"]})
+
+
+def test_one_replica_sends_over_each_leafs_own_mesh(tmp_path):
+    """Stock sends all over the first one's, and puts shards where they do not belong."""
+    devices = np.array(jax.devices())
+    meshes = {
+        "a": jax.sharding.Mesh(devices.reshape(2, 4), ("replica", "model")),
+        "reversed": jax.sharding.Mesh(devices[::-1].reshape(2, 4), ("replica", "model")),
+        "other axes": jax.sharding.Mesh(devices.reshape(2, 2, 2), ("replica", "x", "model")),
+    }
+    values = jnp.arange(64.0).reshape(8, 8) + 1
+    state = {
+        name: jax.device_put(values, NamedSharding(mesh, PartitionSpec("model")))
+        for name, mesh in meshes.items()
+    }
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=GoCkptRestore(abstract(state), single_replica=True))
+    assert_same_arrays(restored, state)
+    assert all(restored[name].sharding == state[name].sharding for name in state)
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8)], ids=str)
+def test_a_mesh_of_replicas_alone_or_of_one_is_read_by_all(tmp_path, shape):
+    """Stock's handler takes a device for a replica there, or finds nothing to send, and raises."""
+    axes = ("data", "model")[: len(shape)]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), axes)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = {"w": jax.device_put(jnp.arange(8.0), everywhere)}
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=GoCkptRestore(abstract(state), single_replica=True))
+    assert_same_arrays(restored, state)
+    assert restored["w"].sharding == everywhere
 
 
 @pytest.mark.parametrize("axes", ["replica", ("replica", "data"), ("data", "replica")], ids=str)

@@ -183,6 +183,26 @@ def test_the_steps_metadata(root: Path, key: str) -> None:
     assert found(root) == (1, [told])
 
 
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("performance_metrics", {"perforiance_metrics": {}}),
+        ("metrics", {"metrigs": {}}),
+        ("commit_timestamp_nsecs", {"commit_timestamp_nsecs": "1"}),
+    ],
+)
+def test_metadata_that_orbax_cannot_read(root: Path, key: str, change: dict[str, Any]) -> None:
+    """With it no manager can be made in the directory, stock's neither; nor does it name a file."""
+    file = root / "7/_CHECKPOINT_METADATA"
+    content = json.loads(file.read_text())
+    del content[key]
+    file.write_text(json.dumps({**content, **change}))
+    with pytest.raises(ValueError):
+        ocp.CheckpointManager(root).close()
+    code, (told,) = found(root)
+    assert (code, told.partition(":")[0]) == (1, "`_CHECKPOINT_METADATA` is damaged")
+
+
 def test_items_that_were_exchanged_between_steps(tmp_path: Path) -> None:
     """Each of them is whole: half of a copy of another step, or of a backup."""
     with gockpt.GoCkptManager(tmp_path) as manager:

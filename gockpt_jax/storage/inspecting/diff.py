@@ -117,6 +117,11 @@ def _diff_leaf(name: str, a: StoredItem, b: StoredItem, limit_bytes: int) -> Lea
     for kind, what in (("shape", lambda s: tuple(s.shape)), ("dtype", lambda s: s.dtype.name)):
         if what(stores[0]) != what(stores[1]):
             return LeafDifference(name, kind, _array(stores[0]), _array(stores[1]))  # type: ignore[arg-type]
+    if stores[0].dtype.name == "uint32":  # the data of typed random keys are such
+        keys = [item.key_algorithms.get(name) for item in (a, b)]
+        if keys[0] != keys[1]:
+            one, other = (f"key<{key}>" if key else _array(stores[0]) for key in keys)
+            return LeafDifference(name, "type", one, other)
     jobs = (
         (2 * nbytes_of(stores[0], box), _Job(*stores, box))
         for box in chunk_boxes(_coarser(*stores))

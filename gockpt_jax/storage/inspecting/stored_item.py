@@ -83,7 +83,8 @@ class StoredItem:
             leaves = [_leaf(entry) for entry in entries]
         except FileNotFoundError:
             raise StoredItemError(
-                f"{self.path} has no `{METADATA_FILE}`: it is no tree that Orbax has saved."
+                f"{self.path} has no `{METADATA_FILE}`: it is no tree that Orbax has saved, or an "
+                "old Orbax has, of which `ocp.args.StandardRestore(target)` restores what it can."
             ) from None
         except OSError as error:
             raise StoredItemError(
@@ -126,6 +127,23 @@ class StoredItem:
             key = key.replace("~1", "/").replace("~0", "~")
             found = found.get(key) if isinstance(found, Mapping) else None
         return found if isinstance(found, str) else None
+
+    @functools.cached_property
+    def key_algorithms(self) -> dict[str, str | None]:
+        """Those of typed random keys by name, `None` for other arrays.
+
+        Names of which it is not known are left out: older versions of Orbax did not write it down.
+        """
+        found: dict[str, str | None] = {}
+        try:
+            files = sorted((self.path / "array_metadatas").iterdir())
+            for text in for_each(((1, file) for file in files), lambda file: file.read_text()):
+                for told in (x["array_metadata"] for x in json.loads(text)["array_metadatas"]):
+                    more = told.get("ext_metadata") or {}
+                    found[told["param_name"]] = more.get("random_key_impl")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or damaged
+            return {}
+        return found
 
     @functools.cached_property
     def _strings(self) -> Any:

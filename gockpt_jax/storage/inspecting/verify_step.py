@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.storage.files import beside, checksum_files, item_files
@@ -24,6 +25,8 @@ def verify_step(step: Step) -> Verdict:
     By what its trees know of them; a checkpoint that was written before they knew is `unchecked`.
     """
     faults, notes = list(step.faults), []
+    if step.metadata:
+        faults += _what_orbax_says(step.path)
     if not step.trees:
         faults.append("it holds no tree of arrays")
     known: list[beside.Beside] = []
@@ -42,6 +45,15 @@ def verify_step(step: Step) -> Verdict:
         if not lists:
             notes.append(f"the item `{name}` has no checksums")
     return Verdict(str(step.path), tuple(dict.fromkeys(faults)), tuple(notes))
+
+
+def _what_orbax_says(step: epath.Path) -> list[str]:
+    """Of metadata that it cannot read; then no manager can be made in the directory."""
+    try:
+        _ = ocp.path.step.Metadata(step=0, path=step).commit_timestamp_nsecs  # reads all of it
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return [f"`{item_files.STEP_METADATA}` is damaged: {error}"]
+    return []
 
 
 def _known_by(step: Step) -> Iterator[tuple[str, beside.Beside]]:

@@ -37,6 +37,9 @@ def _has_replicas(sharding: Any) -> bool:
     """Whether there is one at each place of the mesh's first axis, as stock's handler expects."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return False
+    first, *more = sharding.mesh.shape.values()
+    if first == 1 or not more:  # nothing to send, or stock's finds no replica
+        return False
     axes = [axis if isinstance(axis, tuple) else (axis,) for axis in sharding.spec]
     return sharding.mesh.axis_names[0] not in itertools.chain.from_iterable(axes)
 
@@ -92,10 +95,14 @@ class _ReplicaReader(ocp.type_handlers.SingleReplicaArrayHandler):  # type: igno
         """Reads arrays; the results are in the order of `infos`."""
         args = list(args or [ocp.RestoreArgs()] * len(infos))
         restored: dict[int, Any] = {}
-        for read, wanted in ((super().deserialize, True), (self._others.deserialize, False)):
-            mine = [i for i, x in enumerate(args) if isinstance(x, SingleReplicaArgs) == wanted]
-            if mine:
-                with unwatched():
-                    arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
-                restored.update(zip(mine, arrays, strict=True))
+        groups: dict[Any, list[int]] = {}
+        for i, x in enumerate(args):  # stock sends all over the mesh of the first
+            is_sent = isinstance(x, SingleReplicaArgs)
+            mesh = getattr(x.sharding, "mesh", None) if is_sent else None
+            groups.setdefault((is_sent, mesh), []).append(i)
+        for (is_sent, _), mine in groups.items():
+            read = super().deserialize if is_sent else self._others.deserialize
+            with unwatched():
+                arrays = await read([infos[i] for i in mine], [args[i] for i in mine])
+            restored.update(zip(mine, arrays, strict=True))
         return [restored[i] for i in range(len(infos))]

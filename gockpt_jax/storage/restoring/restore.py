@@ -279,7 +279,10 @@ def _restore_checked(
     elif not args.cast:
         refuse_to_narrow(directory, known)
     fallback = args.fallback_sharding or _stand_in_sharding()
-    if not (args.partial_restore or args.single_replica):
+    has_texts = not args.support_layout and any(
+        isinstance(leaf, str) for leaf in jax.tree.leaves(target)
+    )  # which stock's standard handler does not take
+    if not (args.partial_restore or args.single_replica or has_texts):
         stock = ocp.args.StandardRestore(target, args.strict, args.support_layout, fallback)
         return _restore_standard(directory, stock, options)
     if target is None:

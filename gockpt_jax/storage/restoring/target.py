@@ -116,7 +116,37 @@ def _others(
             (kinds if _is_key(wanted[name]) else shapes).append(line)
         elif not cast and (_loses(have, want) if is_number else want.dtype != have.dtype):
             dtypes.append(line)
+    if not cast:
+        told = {line.partition(":")[0] for line in (*kinds, *shapes)}
+        kinds += [line for name, line in _other_keys(item, stored, wanted) if name not in told]
     return {"of another kind": sorted(kinds), "of another shape": shapes, _OF_ANOTHER_DTYPE: dtypes}
+
+
+def _other_keys(
+    item: StoredItem, stored: Mapping[str, Stored], wanted: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Typed random keys that the target has as arrays, or of another algorithm, or the reverse.
+
+    Their data are alike, and stock restores what was saved, whatever the target says.
+    """
+    names = [
+        name
+        for name in sorted(wanted.keys() & stored.keys())
+        if stored[name].dtype == "uint32" and _as_stored(wanted[name]) is not None
+    ]
+    known = item.key_algorithms if names else {}
+    for name in (x for x in names if x in known):
+        impl, want = known[name], str(wanted[name].dtype)
+        have = stored[name].dtype if impl is None else _key_dtype(impl)
+        if have != want and (impl is not None or _is_key(wanted[name])):
+            yield name, f"{name}: {have} in the checkpoint, {want} in the target"
+
+
+def _key_dtype(impl: str) -> str:
+    try:
+        return str(jax.eval_shape(lambda: jax.random.key(0, impl=impl)).dtype)
+    except (ValueError, TypeError):  # one that JAX does not know here
+        return f"key<{impl}>"
 
 
 def _misplaced(wanted: Mapping[str, Any]) -> list[str]:
