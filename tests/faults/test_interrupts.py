@@ -429,6 +429,46 @@ def test_orbax_is_not_closed_before_what_a_save_has_left_has_ended(
     assert manager._gockpt_session.host.used_bytes == 0
 
 
+def makers_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, once: Once, go_on: threading.Event
+) -> list[int]:
+    """Interrupts a save, and saves its label again: both make a directory of the same name.
+
+    Args:
+      tmp_path: Of the manager.
+      monkeypatch: Of the test.
+      once: Where it is interrupted.
+      go_on: Lets the first go on with its directory; set as the next save waits for that, and if it
+        does not wait, as it makes its own.
+
+    Returns:
+      Of each thread in turn, how often it has begun or ended to make one.
+    """
+    path = ocp.path.atomicity.AtomicRenameTemporaryPath
+    create, made_by = path.create, list[threading.Thread]()
+
+    async def creates(tmp: Any, *args: Any, **kwargs: Any) -> Any:
+        if tmp.get().parent.name != tmp_path.name:  # an item's
+            return await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        if made_by[0] is not made_by[-1]:
+            go_on.set()
+        assert go_on.wait(60)
+        made = await create(tmp, *args, **kwargs)
+        made_by.append(threading.current_thread())
+        return made
+
+    monkeypatch.setattr(path, "create", creates)
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        once.armed = True
+        args = gockpt.GoCkptSave({"w": jnp.ones(3)})
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(0, args=args)
+        assert manager.save(0, args=args)
+        assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
+    return [len([*made]) for _, made in itertools.groupby(made_by)]
+
+
 @pytest.mark.parametrize(
     ("place", "name"), [(Seal, "take"), (BegunSave, "enter")], ids=["taken", "not yet known"]
 )
@@ -436,20 +476,7 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
 ) -> None:
     """Orbax makes it on a thread of its own: there it would take the place of the next one's."""
-    path = ocp.path.atomicity.AtomicRenameTemporaryPath
-    create, wait = path.create, BegunSave.wait_for_what_was_left
-    go_on, made_by = threading.Event(), []
-
-    async def creates(tmp: Any, *args: Any, **kwargs: Any) -> Any:
-        if tmp.get().parent.name != tmp_path.name:  # an item's
-            return await create(tmp, *args, **kwargs)
-        made_by.append(threading.current_thread())
-        if made_by[0] is not made_by[-1]:
-            go_on.set()
-        assert go_on.wait(60)
-        made = await create(tmp, *args, **kwargs)
-        made_by.append(threading.current_thread())
-        return made
+    wait, go_on = BegunSave.wait_for_what_was_left, threading.Event()
 
     def waits(begun: BegunSave, label: int | None = None) -> None:
         if begun._left:
@@ -457,53 +484,24 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
         wait(begun, label)
 
     once = Once(monkeypatch, place, name)
-    monkeypatch.setattr(path, "create", creates)
     monkeypatch.setattr(BegunSave, "wait_for_what_was_left", waits)
-    with gockpt.GoCkptManager(tmp_path) as manager:
-        once.armed = True
-        args = gockpt.GoCkptSave({"w": jnp.ones(3)})
-        with pytest.raises(KeyboardInterrupt):
-            manager.save(0, args=args)
-        assert manager.save(0, args=args)
-        assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
-    assert len([*itertools.groupby(made_by)]) == 2  # one after the other
+    assert makers_in_turn(tmp_path, monkeypatch, once, go_on) == [2, 2]
 
 
 def test_a_directory_that_orbax_has_told_nobody_of_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread had been started: it would have removed what the next save had made there."""
-    path = ocp.path.atomicity.AtomicRenameTemporaryPath
-    create, elsewhere = path.create, begun.wait_elsewhere
-    go_on, made_by = threading.Event(), []
-
-    async def creates(tmp: Any, *args: Any, **kwargs: Any) -> Any:
-        if tmp.get().parent.name != tmp_path.name:  # an item's
-            return await create(tmp, *args, **kwargs)
-        made_by.append(threading.current_thread())
-        if made_by[0] is not made_by[-1]:
-            go_on.set()
-        assert go_on.wait(60)
-        made = await create(tmp, *args, **kwargs)
-        made_by.append(threading.current_thread())
-        return made
+    elsewhere, go_on = begun.wait_elsewhere, threading.Event()
 
     def waits(wait: Any) -> None:
         if isinstance(getattr(wait.func, "__self__", None), threading.Thread):
-            go_on.set()  # it may not have come to `creates` yet
+            go_on.set()  # it may not have come to its directory yet
         elsewhere(wait)
 
     once = Once(monkeypatch, AwaitableSignalsContract, "add_to_awaitable_signals_contract")
-    monkeypatch.setattr(path, "create", creates)
     monkeypatch.setattr(begun, "wait_elsewhere", waits)
-    with gockpt.GoCkptManager(tmp_path) as manager:
-        once.armed = True
-        args = gockpt.GoCkptSave({"w": jnp.ones(3)})
-        with pytest.raises(KeyboardInterrupt):
-            manager.save(0, args=args)
-        assert manager.save(0, args=args)
-        assert manager.restore(0, verify=True)["w"].tolist() == [1.0] * 3
-    assert [len([*made]) for _, made in itertools.groupby(made_by)] == [2, 2]  # one, then the other
+    assert makers_in_turn(tmp_path, monkeypatch, once, go_on) == [2, 2]
 
 
 def test_an_interrupted_wait_leaves_the_save_to_its_end(
