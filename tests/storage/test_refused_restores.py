@@ -313,6 +313,19 @@ def test_keys_whose_data_are_alike(tmp_path: Path, have: str, want: str, abstrac
         assert str(manager.restore(0, args=stocks)["key"].dtype) == have
 
 
+@pytest.mark.parametrize("rules", [{}, {"strict": False}, {"partial_restore": True}])
+def test_the_data_of_a_key_for_numpy(tmp_path: Path, rules: dict[str, Any]) -> None:
+    """There stock gives what the target says: a host that looks at keys needs no device."""
+    data = np.asarray(ALIKE["uint32"])
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=gockpt.GoCkptSave({"key": RBG}))
+        manager.wait_until_finished()
+        target = {"key": np.zeros_like(data)}
+        restored = manager.restore(0, args=GoCkptRestore(target, **rules))["key"]
+    assert type(restored) is np.ndarray
+    np.testing.assert_array_equal(restored, data)
+
+
 @pytest.mark.parametrize("asks", ["delete", "metadata", "item_metadata"])
 def test_a_step_that_is_not_there(saved: Path, asks: str) -> None:
     with (

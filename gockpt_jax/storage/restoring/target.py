@@ -127,7 +127,8 @@ def _other_keys(
 ) -> Iterator[tuple[str, str]]:
     """Typed random keys that the target has as arrays, or of another algorithm, or the reverse.
 
-    Their data are alike, and stock restores what was saved, whatever the target says.
+    Their data are alike, and stock restores what was saved, whatever the target says; but for an
+    array of NumPy, which may be a key's data and gets those.
     """
     names = [
         name
@@ -138,7 +139,8 @@ def _other_keys(
     for name in (x for x in names if x in known):
         impl, want = known[name], str(wanted[name].dtype)
         have = stored[name].dtype if impl is None else _key_dtype(impl)
-        if have != want and (impl is not None or _is_key(wanted[name])):
+        is_data = isinstance(wanted[name], np.ndarray)
+        if have != want and not is_data and (impl is not None or _is_key(wanted[name])):
             yield name, f"{name}: {have} in the checkpoint, {want} in the target"
 
 
