@@ -71,13 +71,18 @@ def say_count(number: float) -> str:
     return f"{number:.3g}"
 
 
+def say_number(number: float) -> str:
+    """Three digits, all of them above the point."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
 def say_secs(secs: float) -> str:
     """Three digits, down to a millisecond."""
     if secs < 0.0005:
         return "0"
     if secs < 1:
         return f"{secs:.3f}"
-    return f"{secs:.3g}" if secs < 1000 else f"{secs:,.0f}"
+    return say_number(secs)
 
 
 def say_percent(part: float) -> str:

@@ -10,7 +10,7 @@ import rich.table
 
 from gockpt_jax.checks import describe_bytes
 from gockpt_jax.cli.console import FILE_COLUMNS, make_console
-from gockpt_jax.cli.quantities import say_count, say_percent, say_secs
+from gockpt_jax.cli.quantities import say_count, say_number, say_percent, say_secs
 from gockpt_jax.cli.trade import Goodput, Machine, Row, StateSize, chosen_row, goodput
 
 _TRADE_HEADS = (
@@ -91,7 +91,7 @@ def trade_table(asked: Asked) -> Table:
             describe_bytes(row.device_bytes),
             describe_bytes(row.host_bytes),
             say_secs(row.busy_secs),
-            f"{row.per_hour:,.3g}" if row.fits else "-",
+            say_number(row.per_hour) if row.fits else "-",
         ]
         for row in asked.rows
     ]
@@ -125,7 +125,7 @@ def _goodput_row(asked: Asked) -> list[str]:
     known = [
         say_count(asked.state.parameters),
         f"{asked.machine.devices:,}",
-        f"{asked.mtbf_secs / 3600:,.3g} h",
+        f"{say_number(asked.mtbf_secs / 3600)} h",
     ]
     if not asked.rows:
         return [*known, "does not fit", *["-"] * (len(_GOODPUT_HEADS) - len(known) - 1)]

@@ -12,6 +12,7 @@ _log = logging.getLogger("gockpt_jax")
 _PATIENCE = 2
 _UNFORESEEN = "the save was not predicted, so no window was open"
 _REMEDY = "`manager.expect_save(in_steps=n)` announces such a save"
+_COUNTED = "`expect_save(in_steps=n)` counts the calls of the wrapped step until the save"
 
 
 class CallHistory:
@@ -162,7 +163,8 @@ class SavePredictor:
         if self._abandoned == _PATIENCE:
             _log.warning(
                 "%d windows were opened for saves that did not come; none is predicted until one "
-                "has come. Call `manager.expect_save(in_steps=n)` some steps before a save.",
+                "has come. Call `manager.expect_save(in_steps=n)` before a save that is n calls of "
+                "the wrapped step away.",
                 _PATIENCE,
             )  # fmt: skip
 
@@ -170,9 +172,15 @@ class SavePredictor:
         """Told when the loop has restored a checkpoint: labels and periods may begin anew."""
         self._has_restored = True
 
-    @property
-    def why_unforeseen(self) -> str:
-        """That the save which comes now was not predicted, and why, as far as that is known."""
+    def why_unforeseen(self, version: int) -> str:
+        """That the save of this version was not predicted, and why, as far as that is known."""
+        told = self._expected
+        if told is not None and not self.has_saved_since(told) and not self._has_restored:
+            apart = version - told
+            if apart:
+                steps = "1 step" if abs(apart) == 1 else f"{abs(apart)} steps"
+                when = "before" if apart > 0 else "after"
+                return f"{_UNFORESEEN}: one was announced for {steps} {when} it; {_COUNTED}"
         why = ""
         if not self._accepted:
             why = ": it is the first of this run"

@@ -298,7 +298,7 @@ class Session:
         self._sealed_at = self.version
         self._current.abandon_interrupted()
         window = self._current.sealed_at(self.version)
-        unforeseen = self.predictor.why_unforeseen
+        unforeseen = self.predictor.why_unforeseen(self.version)
         if self._steps.last is None:
             unforeseen = NOT_WRAPPED
             self._saves_unwrapped += 1

@@ -72,6 +72,9 @@ def test_a_copy_that_fits_is_taken(ask):
     (told,) = json.loads(ask(*EIGHT_B, "--memory", "80GB", "--json"))
     assert told["machine"]["budget_bytes"] == pytest.approx((72e9 - 12e9) / 2)
     assert [w["way"] for w in told["ways"] if w["is_chosen"]] == ["device copy"]
+    said = ask(*EIGHT_B, "--memory", "80GB")
+    assert "2,432" in said  # saves/h of it
+    assert "e+0" not in said
     (told,) = json.loads(ask(*EIGHT_B, "--memory", "80GB", "--budget", "3GB", "--json"))
     assert told["machine"]["budget_bytes"] == 3e9
 

@@ -16,10 +16,11 @@ def warned_of(error, cause):
     return str(told[0].message)
 
 
-def test_a_cause_that_the_error_tells_is_told_once(tmp_path):
-    refused = OSError(20, "Not a directory")
+@pytest.mark.parametrize("end", ["", "."])
+def test_a_cause_that_the_error_tells_is_told_once(tmp_path, end):
+    refused = OSError(20, f"Not a directory{end}")
     told = warned_of(storage_error("the save of step 3", tmp_path, refused), refused)
-    assert told.startswith("StorageError: the save of step 3 failed: [Errno 20] Not a directory. ")
+    assert told.startswith("StorageError: the save of step 3 failed: [Errno 20] Not a directory. N")
     assert told.endswith(" The next save tries anew.")
     injected = RuntimeError("injected")
     assert warned_of(window_failed(injected), injected).endswith("opens a new window.")

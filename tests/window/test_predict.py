@@ -474,30 +474,49 @@ class TestWhyUnforeseen:
 
     def test_the_first_ones_of_a_loop_that_decides_itself(self):
         predictor = SavePredictor(every(1))
-        assert ": it is the first of this run; " in predictor.why_unforeseen
+        assert ": it is the first of this run; " in predictor.why_unforeseen(9)
         loop(predictor, [None] * 4 + [5], lambda _: True)
-        assert ": it is the second, and their period is not known yet; " in predictor.why_unforeseen
+        told = predictor.why_unforeseen(9)
+        assert ": it is the second, and their period is not known yet; " in told
         loop(predictor, [None] * 4 + [10], lambda _: True, first_version=5)
-        assert "no window was open; `manager.expect_save(in_steps=n)`" in predictor.why_unforeseen
+        told = predictor.why_unforeseen(9)
+        assert "no window was open; `manager.expect_save(in_steps=n)`" in told
 
     def test_a_policy_that_is_asked_at_each_step_needs_no_period(self):
         predictor = SavePredictor(every(5))
         loop(predictor, range(7), every(5))
-        assert "no window was open; `manager.expect_save(in_steps=n)`" in predictor.why_unforeseen
+        told = predictor.why_unforeseen(9)
+        assert "no window was open; `manager.expect_save(in_steps=n)`" in told
 
     def test_the_one_behind_a_restore(self):
         predictor = SavePredictor(None)
         predictor.state_replaced()
-        assert "it is the first of this run" in predictor.why_unforeseen  # that says more
+        assert "it is the first of this run" in predictor.why_unforeseen(9)  # that says more
         loop(predictor, range(1, 11), every(5))
-        assert "restored" not in predictor.why_unforeseen
+        assert "restored" not in predictor.why_unforeseen(9)
         predictor.state_replaced()
         loop(predictor, [6, 7], lambda _: False, first_version=10)
-        assert ": a checkpoint was restored since the last one; " in predictor.why_unforeseen
+        assert ": a checkpoint was restored since the last one; " in predictor.why_unforeseen(9)
 
     def test_windows_that_were_opened_in_vain(self):
         predictor = SavePredictor(None)
         loop(predictor, range(1, 11), every(5))
         predictor.abandoned()
         predictor.abandoned()
-        assert ": windows had been opened for saves that did not come; " in predictor.why_unforeseen
+        told = predictor.why_unforeseen(9)
+        assert ": windows had been opened for saves that did not come; " in told
+
+    @pytest.mark.parametrize(
+        ("version", "words"), [(8, "1 step before"), (10, "3 steps before"), (4, "3 steps after")]
+    )
+    def test_one_announced_for_another_step(self, version, words):
+        predictor = SavePredictor(None)
+        predictor.expect(7)
+        told = predictor.why_unforeseen(version)
+        assert f": one was announced for {words} it; `expect_save(in_steps=n)` counts" in told
+        assert "it is the first" in predictor.why_unforeseen(7)
+        predictor.observe(8, 8, True)
+        assert "announced for" not in predictor.why_unforeseen(9)  # that was the save before
+        predictor.expect(12)
+        predictor.state_replaced()
+        assert "restored" in predictor.why_unforeseen(13)

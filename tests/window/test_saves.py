@@ -274,6 +274,22 @@ def test_a_save_that_nothing_foresaw_says_which_it_is(tmp_path):
             assert why in report.reason
 
 
+def test_a_save_announced_for_another_step_says_how_far_off_it_was(tmp_path):
+    """Not that it was not announced: counting from the step before is a likely mistake."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=2)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for n in range(1, 21):
+            state = step(state, BATCH)
+            if n in (2, 12):
+                manager.expect_save(in_steps=5)
+            if n in (1, 8, 14):
+                manager.save(n, args=GoCkptSave(state), force=True)
+        manager.wait_until_finished()
+        reasons = [report.reason for report in manager.reports]
+        assert "was announced for 1 step before it; `expect_save(in_steps=n)`" in reasons[1]
+        assert "was announced for 3 steps after it; `expect_save(in_steps=n)`" in reasons[2]
+
+
 def wait_for_compilation(step):
     """Without a fixed K a window opens only if the armed step is compiled by then."""
     if step.program is not None and step.program.is_armed:

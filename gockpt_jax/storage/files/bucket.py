@@ -152,9 +152,10 @@ def storage_error(doing: str, directory: Any, error: Exception) -> StorageError:
             "It was retried as long as docs/storage.md says: see to the bucket, the credentials and"
             " the network."
         )
+    cause = without_specs(error).rstrip(".")
     found = StorageError(
-        f"{doing} failed: {without_specs(error)}. Nothing of this save is visible, earlier "
-        f"checkpoints are intact. {advice} The next save tries anew."
+        f"{doing} failed: {cause}. Nothing of this save is visible, earlier checkpoints are "
+        f"intact. {advice} The next save tries anew."
     )
     found.errno = getattr(error, "errno", None)
     return found
