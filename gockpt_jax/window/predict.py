@@ -7,6 +7,8 @@ epochs), and only its being called at consecutive updates ties it to them. No de
 import logging
 from collections.abc import Callable
 
+from gockpt_jax.checks import counted
+
 _log = logging.getLogger("gockpt_jax")
 
 _PATIENCE = 2
@@ -178,9 +180,8 @@ class SavePredictor:
         if told is not None and not self.has_saved_since(told) and not self._has_restored:
             apart = version - told
             if apart:
-                steps = "1 step" if abs(apart) == 1 else f"{abs(apart)} steps"
-                when = "before" if apart > 0 else "after"
-                return f"{_UNFORESEEN}: one was announced for {steps} {when} it; {_COUNTED}"
+                when = f"{counted(abs(apart), 'step')} {'before' if apart > 0 else 'after'} it"
+                return f"{_UNFORESEEN}: one was announced for {when}; {_COUNTED}"
         why = ""
         if not self._accepted:
             why = ": it is the first of this run"
