@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gockpt_jax import GoCkptManager, GoCkptSave
+from gockpt_jax import GoCkptManager, GoCkptSave, VerifyError
 from gockpt_jax.cli.main import main
 from gockpt_jax.storage.inspecting.diff import diff_items
 
@@ -243,3 +243,22 @@ def test_of_many_strangers_a_few_are_named(tmp_path):
     text = run("inspect", tmp_path).output
     assert "`notes-04` and 15 more" in text
     assert "notes-05" not in text
+
+
+def test_of_many_damaged_leaves_the_first_are_named(tmp_path):
+    """A missing file is a fault of each leaf in it: an error of thousands of lines tells nobody."""
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave({f"leaf-{n:02}": jnp.ones(300) for n in range(30)}))
+        manager.wait_until_finished()
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        max(files, key=lambda path: path.stat().st_size).unlink()
+        with pytest.raises(VerifyError, match="leaf-05") as caught:
+            manager.restore(0, verify=True)
+    (found,) = [v for v in json.loads(run("verify", tmp_path, "--json").output)["found"]
+                if v["state"] == "damaged"]  # fmt: skip
+    assert sum("leaf-" in fault for fault in found["faults"]) == 30
+    more = f"and {len(found['faults']) - 20} more: `gockpt_jax verify --json` names all"
+    text = run("verify", tmp_path).output
+    for told in (text.replace("\n", " "), str(caught.value)):
+        assert more in told
+        assert "leaf-29" not in told

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gockpt_jax.cli.console import UnreadableError, make_console, read_limit
 from gockpt_jax.storage.inspecting.stored_item import READ_THREADS
-from gockpt_jax.storage.inspecting.verdict import Verdict
+from gockpt_jax.storage.inspecting.verdict import Verdict, first_of
 from gockpt_jax.storage.inspecting.verify import verify as verify_all
 
 EXIT_DAMAGED, EXIT_UNCHECKED = 1, 3  # 2 is click's, for what was asked wrongly
@@ -70,7 +70,7 @@ def _print(verdicts: list[Verdict], secs: float) -> None:
         table.add_row(escape(verdict.path), state, *read)
     console.print(table)
     for verdict in verdicts:
-        for line in (*verdict.faults, *verdict.notes):
+        for line in (*first_of(verdict.faults), *first_of(verdict.notes)):
             console.print(f"{verdict.path}: {line}", style=_STYLES[verdict.state], markup=False)
     nbytes = sum(verdict.nbytes for verdict in verdicts)
     console.print(f"{nbytes / 2**20:,.1f} MiB in {secs:.2f} s")

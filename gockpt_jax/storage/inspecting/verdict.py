@@ -1,11 +1,15 @@
 """What verifying has found in one directory of a checkpoint."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from gockpt_jax.errors import VerifyError
 
 State = Literal["whole", "damaged", "unchecked"]
+
+_MOST_LINES = 20
+"""Where a file of many leaves is missing, each of them is a fault."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +45,15 @@ class Verdict:
             raise self.error()
 
     def error(self) -> VerifyError:
-        """What to raise where it is not whole: names all faults."""
-        lines = "".join(f"\n  {line}" for line in self.faults or self.notes)
+        """What to raise where it is not whole: names its faults, the first ones of many."""
+        lines = "".join(f"\n  {line}" for line in first_of(self.faults or self.notes))
         return VerifyError(
             f"{self.path} is {self.state}:{lines}\nRestore another step, or from a copy."
         )
+
+
+def first_of(lines: Sequence[str]) -> list[str]:
+    """As many faults or notes as a reader takes in, and how many more there are."""
+    more = len(lines) - _MOST_LINES
+    rest = [f"and {more} more: `gockpt_jax verify --json` names all"] if more > 0 else []
+    return [*lines[:_MOST_LINES], *rest]
