@@ -14,8 +14,9 @@ from gockpt_jax._compat import of_python
 
 _made: list["weakref.ref[threading.RLock]"] = []
 
-
 _POLL_SECS = 0.01
+_HEARD_SECS = 0.1
+"""A signal that comes as Python begins to wait for a lock is heard of when the wait is over."""
 
 
 def is_running(thread: threading.Thread) -> bool:
@@ -66,7 +67,8 @@ def wait_elsewhere(wait: Callable[[], object]) -> None:
         threading.Thread(target=waits, name="gockpt-wait").start()
     except RuntimeError:  # no thread can be had any more
         waits()
-    is_over.wait(threading.TIMEOUT_MAX)
+    while not is_over.wait(_HEARD_SECS):
+        pass
     for error in interrupts:
         raise error
 
