@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from gockpt_jax._compat import of_python
+from gockpt_jax import _compat
 
 _made: list["weakref.ref[threading.RLock]"] = []
 
@@ -130,4 +130,4 @@ def any_held() -> bool:
       False
     """
     locks = [made() for made in tuple(_made)]
-    return any(lock is not None and of_python.is_held(lock) for lock in locks)
+    return any(lock is not None and _compat.is_held(lock) for lock in locks)

@@ -11,9 +11,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax._compat import of_orbax, of_python
+from gockpt_jax import _compat
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
@@ -120,7 +121,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         saves.last.deleter = of_orbax.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )
-        of_python.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
+        _compat.before_shutdown(functools.partial(_finish_saves, weakref.ref(self)))
 
     # Saving and restoring.
 

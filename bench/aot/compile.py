@@ -14,7 +14,7 @@ import jax
 
 from bench.accelerators import devices_of
 from bench.aot.hlo import Program, read_program
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
@@ -82,7 +82,7 @@ def measure_step(
       known: Figures of an earlier run of the same steps, which takes minutes to repeat; only
         staging is compiled then, which depends on the plans.
     """
-    form = CallForm(step, 0, of_jax.jit_settings(step) or of_jax.JitSettings())
+    form = CallForm(step, 0, _compat.jit_settings(step) or _compat.JitSettings())
     program = StepProgram(step.trace(*args), form, args, {}, even_for_nothing=False)
     leaves = jax.tree.leaves(args[0])
     size = measure_bytes(program.cut, leaves, _FIRST_ALONE)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.compiling import unwatched
 from gockpt_jax.errors import ReplayError
 from gockpt_jax.replay.memory import ResultViews
@@ -119,7 +119,7 @@ class Replayer:
 
         def work(in_flight: int) -> None:
             try:
-                with unwatched(), of_jax.wide_numbers(dtypes):
+                with unwatched(), _compat.wide_numbers(dtypes):
                     self._replay_all(pieces, in_flight, errors)
             except BaseException as error:
                 errors.append(error)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs
 from gockpt_jax.training.recipe import Recipe, through_bits
 
@@ -137,7 +137,7 @@ def _compile(program: ReplayProgram) -> Any:
     # Not all are read, yet they are kept: donated, their memory becomes that of the results.
     jitted = jax.jit(functools.partial(_replay, program), donate_argnums=(2,), keep_unused=True)
     results = [states[i] for i in spec.recipe.changed]
-    with of_jax.wide_numbers(spec.dtypes):
+    with _compat.wide_numbers(spec.dtypes):
         lowered = jitted.lower(states, [update] * program.updates, results, zero)
     return lowered.compile(compiler_options=_COMPILER_OPTIONS)
 

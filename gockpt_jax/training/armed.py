@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.bodies import body_of
 from gockpt_jax.training.values import Site
 
@@ -48,12 +48,14 @@ def with_outputs(closed: Any, sites: Sequence[Site]) -> Callable[..., list[jax.A
       >>> [float(v) for v in with_outputs(traced.jaxpr, [site])(0.0)]
       [1.0, 0.0]
     """
-    jaxpr, consts = of_jax.open_jaxpr(closed)
+    jaxpr, consts = _compat.open_jaxpr(closed)
     found: dict[Site, Any] = {}
     eqns, rename = _open(jaxpr, sites, found, 0)
     outvars = [_renamed(a, rename) for a in jaxpr.outvars]
     taken = [found[s] for s in sites]
-    run = jex.jaxpr_as_fun(of_jax.close_jaxpr(jaxpr, consts, eqns=eqns, outvars=[*outvars, *taken]))
+    run = jex.jaxpr_as_fun(
+        _compat.close_jaxpr(jaxpr, consts, eqns=eqns, outvars=[*outvars, *taken])
+    )
     num_outputs, inputs = len(outvars), set(jaxpr.invars)
     # An argument returned as it is would be the caller's own, perhaps donated, buffer.
     copied = [num_outputs + i for i, var in enumerate(taken) if var in inputs]
@@ -108,7 +110,7 @@ def _inline(
     called = body_of(eqn, invars)
     assert called is not None, "only calls are opened"
     closed, operands = called
-    jaxpr, consts = of_jax.open_jaxpr(closed)
+    jaxpr, consts = _compat.open_jaxpr(closed)
     inner: dict[Site, Any] = {}
     body, renamed_inside = _open(jaxpr, sites, inner, depth)
     fresh: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -130,10 +132,10 @@ def _widen(
 ) -> tuple[list[Any], list[Any]]:
     """A `shard_map` that also returns the sites' values, laid out as the sites say."""
     inner: dict[Site, Any] = {}
-    body, _ = of_jax.open_jaxpr(eqn.params["jaxpr"])
+    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     eqns, rename = _open(body, sites, inner, depth)
     results = [_renamed(a, rename) for a in body.outvars]
-    body = of_jax.with_equations(body, eqns, [*results, *(inner[s] for s in sites)])
+    body = _compat.with_equations(body, eqns, [*results, *(inner[s] for s in sites)])
     specs = (*eqn.params["out_specs"], *(s.spec for s in sites))
     return _returning(eqn, invars, sites, found, {"jaxpr": body, "out_specs": specs})
 
@@ -144,16 +146,16 @@ def _choose(
     """A `cond` that also returns the sites' values; branches that do not make one return zeros."""
     branches = []
     for i, closed in enumerate(eqn.params["branches"]):
-        body, consts = of_jax.open_jaxpr(closed)
+        body, consts = _compat.open_jaxpr(closed)
         inner: dict[Site, Any] = {}
         own = [s for s in sites if s.path[depth - 1].branch == i]
         eqns, rename = _open(body, own, inner, depth)
         others = [s for s in sites if s not in inner]
-        zeros, _ = of_jax.open_jaxpr(jax.make_jaxpr(_zeros_like)([s.var.aval for s in others]))
+        zeros, _ = _compat.open_jaxpr(jax.make_jaxpr(_zeros_like)([s.var.aval for s in others]))
         inner.update(zip(others, zeros.outvars, strict=True))
         results = [*(_renamed(a, rename) for a in body.outvars), *(inner[s] for s in sites)]
         eqns = [*eqns, *zeros.eqns]
-        branches.append(of_jax.close_jaxpr(body, consts, eqns=eqns, outvars=results))
+        branches.append(_compat.close_jaxpr(body, consts, eqns=eqns, outvars=results))
     return _returning(eqn, invars, sites, found, {"branches": tuple(branches)})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.places import (
     Place,
@@ -39,7 +39,7 @@ class CallForm:
     """
 
     def __init__(
-        self, step: Callable[..., Any], state: Places, settings: of_jax.JitSettings,
+        self, step: Callable[..., Any], state: Places, settings: _compat.JitSettings,
         state_out: Places | None = None,
     ):  # fmt: skip
         self._places = as_places("state", state)
@@ -49,7 +49,7 @@ class CallForm:
 
     def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call is a trace (`eval_shape`, an outer `jit`) and not an update."""
-        if of_jax.is_tracing():
+        if _compat.is_tracing():
             return True
         state = self.state_of(args, kwargs)
         leaf = _first_leaf(state)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.values import (
     Op,
     Value,
@@ -98,7 +98,7 @@ def _has_a_constant(op: Op) -> bool:
 
 def _ends_at_a_known_turn(op: Op) -> bool:
     """Whether a loop's condition reads constants alone, so that it may be found to turn once."""
-    condition, _ = of_jax.open_jaxpr(op.params["cond_jaxpr"])
+    condition, _ = _compat.open_jaxpr(op.params["cond_jaxpr"])
     consts = op.params["cond_nconsts"]
     given = (*op.inputs[:consts], *op.inputs[consts + op.params["body_nconsts"] :])
     read = {id(v) for v in condition.outvars}

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.bodies import body_of, can_open
 from gockpt_jax.training.merging import may_be_cut
 from gockpt_jax.training.settled import is_settled
@@ -69,7 +69,7 @@ def flatten(closed: Any, carried: Sequence[tuple[int, int]] = ()) -> Graph:
       >>> flatten(traced.jaxpr).outputs[0].op.name
       'select_n'
     """
-    jaxpr, consts = of_jax.open_jaxpr(closed)
+    jaxpr, consts = _compat.open_jaxpr(closed)
     unsure: set[int] = set()
     while True:
         inputs = [
@@ -121,7 +121,7 @@ def _offer_site(
     value: Value, path: tuple[PathEntry, ...] | None, var: Any, axes: Collection[str]
 ) -> None:
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
-    if path is None or type(var) is of_jax.DropVar:
+    if path is None or type(var) is _compat.DropVar:
         return
     if is_known(value):
         return  # the step goes on with what the compiler makes of it
@@ -142,7 +142,7 @@ def _apply(
     if (called := body_of(eqn, inputs)) is not None:
         body, operands = called
         inside = inside if can_open(eqn) else None
-        return _walk(*of_jax.open_jaxpr(body), operands, inside, axes)
+        return _walk(*_compat.open_jaxpr(body), operands, inside, axes)
     op = Op(eqn.primitive, tuple(inputs), eqn.params)
     if name == "cond":
         return _choices(op, [var.aval for var in eqn.outvars], inside, axes)
@@ -167,7 +167,7 @@ def _choices(
         inside = None
         if path is not None and not axes:
             inside = (*path[:-1], path[-1]._replace(branch=i))
-        branches.append(_walk(*of_jax.open_jaxpr(branch), operands, inside, axes))
+        branches.append(_walk(*_compat.open_jaxpr(branch), operands, inside, axes))
     return [
         _value(aval, cond, i, axes)
         if _is_extended(aval)
@@ -186,7 +186,7 @@ def _chooser(cases: Sequence[Value]) -> Any:
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
-    certain = is_everywhere(op, index, axes) and not of_jax.varies(aval)
+    certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
     folded = bool(op.inputs or op.name in _KNOWN) and all(map(is_known, op.inputs))
     arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
     folded = folded or is_settled(aval, op)
@@ -195,7 +195,7 @@ def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
 
 def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     """Follows the body of a `shard_map`."""
-    body, consts = of_jax.open_jaxpr(op.params["jaxpr"])
+    body, consts = _compat.open_jaxpr(op.params["jaxpr"])
     axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names
     op.entered = tuple(
         Value(var.aval, constant=outer.constant)
@@ -218,8 +218,8 @@ def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:
       avals: Of what it returns.
       axes: Of the mesh, over which a `shard_map` around it maps.
     """
-    body, consts = of_jax.open_jaxpr(scan.params["jaxpr"])
-    fixed, carry, rows = of_jax.scan_operands(scan.params, scan.inputs)
+    body, consts = _compat.open_jaxpr(scan.params["jaxpr"])
+    fixed, carry, rows = _compat.scan_operands(scan.params, scan.inputs)
     num_carried, length = len(carry), scan.params["length"]
 
     def turn(carry: Sequence[Value]) -> list[Value]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.training.call import CallForm, NotLookedAtError, Positions, leaf_paths
 from gockpt_jax.training.places import identical
@@ -60,7 +60,7 @@ class InnerForm(CallForm):
     """
 
     def __init__(
-        self, jitted: Callable[..., Any], settings: of_jax.JitSettings, outer: CallForm
+        self, jitted: Callable[..., Any], settings: _compat.JitSettings, outer: CallForm
     ):  # fmt: skip
         super().__init__(jitted, 0, settings)
         self._outer = outer

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.apart import computes_apart, is_apart, summed
 from gockpt_jax.training.erased import is_one_product, may_be_erased
 from gockpt_jax.training.factors import may_be_flags, may_be_spread
@@ -229,14 +229,14 @@ def _hides(op: Op) -> bool:
     and makes of `jax.new_ref` the numbers that are written there. Of flags that are made numbers it
     still knows what they are (`is_by_flags`).
     """
-    if any(of_jax.is_mutable(v.aval) for v in op.inputs) or computes_apart(op):
+    if any(_compat.is_mutable(v.aval) for v in op.inputs) or computes_apart(op):
         return True
     if op.name == "convert_element_type" and op.inputs[0].dtype == jnp.bool_:
         return bool(jnp.issubdtype(op.params["new_dtype"], jnp.inexact))
     if (op.name in _ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
         return False
     params = (p if isinstance(p, tuple | list) else (p,) for p in op.params.values())
-    return any(map(of_jax.is_jaxpr, itertools.chain.from_iterable(params)))
+    return any(map(_compat.is_jaxpr, itertools.chain.from_iterable(params)))
 
 
 def _is_compiled_kernel(op: Op) -> bool:

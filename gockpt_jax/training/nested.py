@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError, WrapError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.call import CallForm
@@ -66,9 +66,9 @@ def wrap_step(
             "wrapped one a name of its own, as in `step = manager.wrap(train_step)`, or wrap the "
             "one inside: `train_step.step`."
         )
-    attribute = of_jax.inner_jit(step)
+    attribute = _compat.inner_jit(step)
     jitted = step if attribute is None else _jitted_in(step, attribute)
-    settings = of_jax.jit_settings(jitted) or of_jax.JitSettings()
+    settings = _compat.jit_settings(jitted) or _compat.JitSettings()
     form = CallForm(step, state, settings, state_out)
     if attribute is None:
         return WrappedStep(step, observer, form, options)
@@ -107,7 +107,7 @@ def _refuse_bound_state(method: types.MethodType) -> None:
     Raises:
       WrapError: if the method's object goes into the program, and holds arrays.
     """
-    settings = of_jax.jit_settings(method.__func__)
+    settings = _compat.jit_settings(method.__func__)
     if settings is None or 0 in settings.static_argnums:
         return
     owner = type(method.__self__).__name__

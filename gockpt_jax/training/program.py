@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
 from gockpt_jax.training.returned import StateInResult
@@ -65,12 +65,12 @@ class StepProgram:
         flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
         refuse_hidden_arguments(traced, flat)
         refuse_state_in_place(form.state_leaves(args, kwargs))
-        given = of_jax.specified_shardings(traced, "in_shardings")
+        given = _compat.specified_shardings(traced, "in_shardings")
         self._in_shardings: tuple[Any, ...] = given or (None,) * len(flat)
         # Now: a donated array forgets how it lay.
         self._in_kinds, self._in_formats = _kinds(flat), self._formats(flat)
         self._in_specs = self._input_specs(flat)
-        self.out_tree: Any = of_jax.result_structure(traced)
+        self.out_tree: Any = _compat.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
         self._beside = sorted(set(range(len(flat))).difference(self.positions.inputs))
         self._traced_for = self._signature(flat, args, kwargs)
@@ -79,9 +79,9 @@ class StepProgram:
         news = [new for _, new in specs]
         self.returned = StateInResult(self.out_tree, self.positions.outputs, news)
         self._even_for_nothing = even_for_nothing
-        self._donated = of_jax.donated(traced)
+        self._donated = _compat.donated(traced)
         self._out_shardings: tuple[Any, ...] = (
-            of_jax.specified_shardings(traced, "out_shardings") or ()
+            _compat.specified_shardings(traced, "out_shardings") or ()
         )
         self._executable: concurrent.futures.Future[Any] | None = None  # until it is armed
         self.has_served = False
@@ -284,10 +284,10 @@ class StepProgram:
 
     def _input_specs(self, flat: Sequence[Any]) -> list[Any]:
         """What to lower the armed step for; of an array that changes in place, itself."""
-        avals = [v.aval for v in of_jax.open_jaxpr(self._jaxpr)[0].invars]
+        avals = [v.aval for v in _compat.open_jaxpr(self._jaxpr)[0].invars]
         return [
             leaf
-            if of_jax.is_mutable(aval)
+            if _compat.is_mutable(aval)
             else jax.ShapeDtypeStruct(
                 aval.shape, aval.dtype, sharding=place, weak_type=aval.weak_type
             )
@@ -308,7 +308,7 @@ def _kinds(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, ArraySpec]]:
     """What each leaf of the state goes in as, and comes out as."""
-    opened, _ = of_jax.open_jaxpr(jaxpr)
+    opened, _ = _compat.open_jaxpr(jaxpr)
     return [
         (ArraySpec.of(opened.invars[i].aval), ArraySpec.of(opened.outvars[o].aval))
         for i, o in zip(positions.inputs, positions.outputs, strict=True)

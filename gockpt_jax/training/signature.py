@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Signature:
             weak_types.append(is_weak)
             committed.append(stays and told is None)
         others = tuple((weak_types[i], *_kind(flat[i])) for i in beside)
-        return cls(static, tuple(weak_types), tuple(committed), of_jax.trace_context(), others)
+        return cls(static, tuple(weak_types), tuple(committed), _compat.trace_context(), others)
 
     def is_like(self, other: "Signature") -> bool:
         """Whether two calls are of one kind: but for how the state lies, which settles."""
@@ -90,7 +90,7 @@ class Signature:
 
     def is_of_these_settings(self) -> bool:
         """Whether what is lowered now would be lowered as it was then."""
-        return bool(self.settings == of_jax.trace_context())
+        return bool(self.settings == _compat.trace_context())
 
 
 def committed_sharding(leaf: Any) -> Any:

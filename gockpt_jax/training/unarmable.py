@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.errors import StepMismatchError
 
 
@@ -15,7 +15,7 @@ class CannotArmError(Exception):
 def why_unarmable(step: Any) -> str | None:
     """Why a step cannot be armed; `None` if it can, as far as is known before it has run."""
     if callable(getattr(step, "trace", None)):
-        if of_jax.jit_settings(step) is None:
+        if _compat.jit_settings(step) is None:
             return "this version of JAX does not tell static arguments apart"
         return None
     kind = type(step).__name__
@@ -39,7 +39,7 @@ def refuse_hidden_arguments(traced: Any, flat: Sequence[Any]) -> None:
     Raises:
       CannotArmError: if it takes other arguments.
     """
-    if len(of_jax.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
+    if len(_compat.open_jaxpr(traced.jaxpr)[0].invars) != len(flat):
         raise CannotArmError(
             "its program takes arguments that the call does not show; pass what it closes over as "
             "arguments"
@@ -52,7 +52,7 @@ def refuse_state_in_place(leaves: Sequence[Any]) -> None:
     Raises:
       CannotArmError: if a leaf changes in place.
     """
-    if any(of_jax.is_mutable(getattr(x, "aval", None)) for x in leaves):
+    if any(_compat.is_mutable(getattr(x, "aval", None)) for x in leaves):
         raise CannotArmError(
             "its state changes in place (`jax.new_ref`); give it arrays, and return the new ones"
         )

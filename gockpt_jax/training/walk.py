@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.exact import is_exact
 from gockpt_jax.training.merging import may_be_cut, may_melt, melts, scatters
 from gockpt_jax.training.values import IDENTITIES, SUMS, Op, Value
@@ -89,7 +89,7 @@ class Walk:
             if v.site is not None
             and v not in folded
             and not (melted and may_melt(v))
-            and not of_jax.is_packed(v.dtype)
+            and not _compat.is_packed(v.dtype)
             and may_be_cut(v)
         }
 
@@ -166,7 +166,7 @@ def _is_elementwise(op: Op, value: Value) -> bool:
 def why_unfit(leaf: Leaf) -> str | None:
     """Why a leaf cannot be replayed whatever its program does; `None` if it may be."""
     old, new = leaf.old, leaf.new
-    if of_jax.is_packed(old.dtype) and new is not old:
+    if _compat.is_packed(old.dtype) and new is not old:
         return "numbers of less than a byte are not repeated"
     if jnp.issubdtype(old.dtype, jax.dtypes.extended):
         return "a typed PRNG key has no arithmetic to repeat"

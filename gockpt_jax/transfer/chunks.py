@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 
 MAX_CHUNK_BYTES = 64 * 2**20
 """No part of a leaf that is cut is larger, and no buffer of small chunks, but on a GPU."""
@@ -143,7 +143,7 @@ def can_be_cut(source: Source) -> bool:
     """Whether a program of ours can take rows of such an array; others travel as wholes."""
     return (
         isinstance(source.placed, NamedSharding | SingleDeviceSharding)
-        and not of_jax.is_packed(source.dtype)
+        and not _compat.is_packed(source.dtype)
         and not in_host_memory(source.given)
         and source.shard_size > 0
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
 from gockpt_jax.transfer.layout import Buffer, place_of
 
@@ -47,7 +47,7 @@ def compile_packing(
         return packing(*arrays)
 
     # Not donating, and every result is computed, so every result is a new buffer.
-    with of_jax.wide_numbers(b.dtype for b in buffers):
+    with _compat.wide_numbers(b.dtype for b in buffers):
         return jax.jit(_copy).lower(*specs).compile()
 
 

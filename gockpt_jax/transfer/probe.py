@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
@@ -46,7 +46,7 @@ def probe(arrays: Iterable[Any]) -> jax.Array | None:
 def _is_plain(x: Any) -> bool:
     return (
         isinstance(x, jax.Array) and x.size > 0 and not is_key_type(x.dtype)
-        and not of_jax.is_packed(x.dtype) and not in_host_memory(x.sharding)
+        and not _compat.is_packed(x.dtype) and not in_host_memory(x.sharding)
     )  # fmt: skip
 
 
@@ -54,5 +54,5 @@ def _compile(spec: jax.ShapeDtypeStruct) -> Any:
     def first(x: jax.Array) -> jax.Array:  # computed in any case, or the result could be the shard
         return jnp.copy(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim))
 
-    with of_jax.wide_numbers([spec.dtype]):
+    with _compat.wide_numbers([spec.dtype]):
         return jax.jit(first).lower(spec).compile()

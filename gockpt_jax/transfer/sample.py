@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.budget import batches
 from gockpt_jax.transfer.chunks import is_key_type
@@ -89,7 +89,7 @@ def grid_of(shape: tuple[int, ...], itemsize: int, fraction: float) -> Grid:
 
 def can_be_sampled(array: jax.Array) -> bool:
     """Whether an array has elements of whole bytes: no typed keys, no packed numbers."""
-    return not (of_jax.is_packed(array.dtype) or is_key_type(array.dtype))
+    return not (_compat.is_packed(array.dtype) or is_key_type(array.dtype))
 
 
 Probe = tuple[Piece, Grid, int]
@@ -249,7 +249,7 @@ def _compile(cuts: Sequence[tuple[jax.ShapeDtypeStruct, tuple[int, ...]]]) -> An
 
     shape = (len(specs), max(len(spec.shape) for spec in specs))
     starts = jax.ShapeDtypeStruct(shape, np.int32, sharding=beside)
-    with of_jax.wide_numbers(spec.dtype for spec in specs):
+    with _compat.wide_numbers(spec.dtype for spec in specs):
         return jax.jit(cut).lower(starts, *specs).compile()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
@@ -39,7 +39,7 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     staged: list[Any] = [None] * len(arrays)
     for i, array in enumerate(arrays):
         # Of the one a program would put its copy on the device, of the other on the first device.
-        if in_host_memory(array.sharding) or of_jax.lies_as_pmap_left_it(array.sharding):
+        if in_host_memory(array.sharding) or _compat.lies_as_pmap_left_it(array.sharding):
             data = jax.random.key_data(array) if is_key_type(array.dtype) else array
             with unwatched():
                 staged[i] = jax.device_put(data, data.sharding, may_alias=False)
@@ -74,8 +74,8 @@ def _program(arrays: Sequence[jax.Array]) -> Any:
 def _compile(specs: Sequence[jax.ShapeDtypeStruct]) -> Any:
     # Not donating, so every result is a new buffer: an identity would return its arguments.
     program = jax.jit(_copy)
-    if any(of_jax.is_packed(spec.dtype) for spec in specs):
+    if any(_compat.is_packed(spec.dtype) for spec in specs):
         # Compiled ahead it refuses placed sub-byte arrays (jax 0.10.2, CPU: "layouts disagree").
         return program
-    with of_jax.wide_numbers(spec.dtype for spec in specs):
+    with _compat.wide_numbers(spec.dtype for spec in specs):
         return program.lower([*specs]).compile()

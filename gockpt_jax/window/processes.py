@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.errors import ProcessError
 
 PATIENCE_SECS = 1200.0
@@ -74,7 +74,7 @@ class Processes:
         self._client: Any = None
         self._are_alike = False
         if self.several:
-            self._client = of_jax.coordination_client()
+            self._client = _compat.coordination_client()
             if self._client is None:
                 raise RuntimeError(
                     f"{len(self.members)} processes save together, and nothing connects them. Call "

@@ -21,7 +21,7 @@ from orbax.checkpoint._src.futures.future import AwaitableSignalsContract
 from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_waits
 
 import gockpt_jax as gockpt
-from gockpt_jax._compat import of_orbax
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.managing import waiting
 from gockpt_jax.storage.saving import begun, hand_over
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave

@@ -19,7 +19,7 @@ import pytest
 from data_position import Position
 
 import gockpt_jax as gockpt
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.checks import counted
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.restoring import restore
@@ -222,7 +222,7 @@ class MadeBehindOwn1(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ign
 
 def client() -> Any:
     """The job's coordination service."""
-    return of_jax.coordination_client()
+    return _compat.coordination_client()
 
 
 def some(directory: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tensorstore as ts
 
 import gockpt_jax as gockpt
-from gockpt_jax._compat import of_orbax
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.files import bucket
 
 AWS = (
@@ -95,7 +95,7 @@ _ROUTED = """
 from orbax.checkpoint._src.serialization import tensorstore_utils as stock
 from orbax.checkpoint._src.path import atomicity_defaults, gcs_utils
 from etils import epath
-from gockpt_jax._compat import of_orbax
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.files import bucket
 def specs():
     path = "/a//b/../c"

@@ -13,8 +13,8 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.saving import commit
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes

@@ -17,7 +17,7 @@ import pytest
 from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
-from gockpt_jax._compat import of_orbax
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written

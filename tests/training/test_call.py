@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gockpt_jax import StepMismatchError, WrapError
-from gockpt_jax._compat import of_jax
+from gockpt_jax import StepMismatchError, WrapError, _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.places import as_places, identical, states_at, states_within
 
@@ -24,7 +23,7 @@ class Out(NamedTuple):
 
 def form(f, state, **options):
     jitted = jax.jit(f, **options)
-    return CallForm(jitted, state, of_jax.jit_settings(jitted))
+    return CallForm(jitted, state, _compat.jit_settings(jitted))
 
 
 def step(params, opt_state, batch, *, train=True):
@@ -72,7 +71,7 @@ def test_missing_state_names_what_was_looked_for_and_what_came(state):
 def test_missing_state_names_the_parameters_where_they_are_known(f, takes):
     told = re.escape(f"of the wrapped step{takes}; given by position: 2. Pass")
     with pytest.raises(StepMismatchError, match=told):
-        CallForm(f, "y", of_jax.JitSettings()).state_of((1, 2), {})
+        CallForm(f, "y", _compat.JitSettings()).state_of((1, 2), {})
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_missing_state_names_the_parameters_where_they_are_known(f, takes):
     ],
 )
 def test_which_arguments_are_the_state_in_words(f, state, told):
-    assert CallForm(f, state, of_jax.JitSettings()).told_state == told
+    assert CallForm(f, state, _compat.JitSettings()).told_state == told
 
 
 def test_only_what_may_be_given_by_position_has_one():
@@ -207,7 +206,7 @@ def test_locate_follows_leaves_through_static_arguments_and_keywords(state_out):
         return 0.0, params, opt_state
 
     jitted = jax.jit(update, static_argnums=0)
-    settings = of_jax.jit_settings(jitted)
+    settings = _compat.jit_settings(jitted)
     places = CallForm(jitted, ("params", "opt_state"), settings, state_out)
     params, opt_state = {"b": jnp.ones(2), "a": jnp.ones(3)}, (jnp.ones(4),)
     args, kwargs = ("train", opt_state), {"params": params, "batch": jnp.ones(5)}
@@ -221,7 +220,7 @@ def test_locate_follows_leaves_through_static_arguments_and_keywords(state_out):
 
 def test_paths_of_one_state_are_its_own():
     jitted = jax.jit(lambda s: s)
-    places = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    places = CallForm(jitted, 0, _compat.jit_settings(jitted))
     state = {"w": jnp.ones(2)}
     assert places.locate((state,), {}, jax.tree.structure(state)).paths == ("['w']",)
 
@@ -236,7 +235,7 @@ def test_paths_of_one_state_are_its_own():
 )
 def test_of_several_parts_alike_the_one_that_the_loop_gives_back(states, result, outputs):
     jitted = jax.jit(lambda *args: result)
-    places = CallForm(jitted, states, of_jax.jit_settings(jitted))
+    places = CallForm(jitted, states, _compat.jit_settings(jitted))
     before = [{"w": jnp.full(2, i)} for i, _ in enumerate(result)]
     args = [before[result.index(f"new {n}")] for n in states]
     out_tree = jax.tree.structure(before)
@@ -253,7 +252,7 @@ def returned_elsewhere(given, state_out=None):
     """
     jitted = jax.jit(lambda *args: None)
     before = {"loss": jnp.float32(0), "new": {"a": jnp.ones(2), "b": jnp.ones(2)}}
-    places = CallForm(jitted, 0, of_jax.jit_settings(jitted), state_out)
+    places = CallForm(jitted, 0, _compat.jit_settings(jitted), state_out)
     leaves, out_tree = jax.tree.flatten(before)
     return places.locate((given(before["new"]),), {}, out_tree, leaves).outputs
 
@@ -268,7 +267,7 @@ def test_what_the_loop_gives_back_whole_is_not_taken_for_what_is_like_it():
     w = {"w": jnp.ones(2)}
     before = {"deep": {"er": {"average": w}}, "new": [jnp.ones(2)], "opt": [w, jnp.ones(2)]}
     before = jax.tree.map(jnp.copy, before)
-    places = CallForm(jitted := jax.jit(lambda *args: None), (0, 1), of_jax.jit_settings(jitted))
+    places = CallForm(jitted := jax.jit(lambda *args: None), (0, 1), _compat.jit_settings(jitted))
     leaves, out_tree = jax.tree.flatten(before)
     args = {"w": before["new"][0]}, before["opt"]
     assert places.locate(args, {}, out_tree, leaves).outputs == (1, 2, 3)

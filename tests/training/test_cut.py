@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from training_helpers import N, analyse, vector
 from updates import UPDATES, adam, gradient, momentum, state
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.markers import mark_gradients
 from gockpt_jax.training.program import StepProgram
@@ -385,7 +385,7 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
     jitted = jax.jit(step)
     args = ((params, tx.init(params)), jnp.float32(0.5))
     jitted.trace(*args)  # the user's own trace, which the wrapped step shares
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     # CPU time of this thread: the machine may be busy with other tests.
     start = time.thread_time()
     program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)

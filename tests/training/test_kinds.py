@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.kinds import Kinds
 from gockpt_jax.training.program import StepProgram
@@ -144,7 +144,7 @@ def sized(state, x, scale=1.0, mode="a"):
 
 def program_of(*args, **kwargs):
     jitted = jax.jit(sized, static_argnames="mode")
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     return StepProgram(jitted.trace(*args, **kwargs), form, args, kwargs, even_for_nothing=False)
 
 

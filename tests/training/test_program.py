@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gockpt_jax import StepMismatchError
-from gockpt_jax._compat import of_jax
+from gockpt_jax import StepMismatchError, _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 
@@ -33,7 +32,7 @@ def fresh(size=6):
 
 
 def arm(jitted, *args, result=None, **kwargs):
-    settings = of_jax.jit_settings(jitted)
+    settings = _compat.jit_settings(jitted)
     form = CallForm(jitted, 0, settings)
     program = StepProgram(jitted.trace(*args, **kwargs), form, args, kwargs, even_for_nothing=False)
     if result is not None:
@@ -225,7 +224,7 @@ def test_results_lie_where_those_of_the_users_step_lay():
 
 
 def test_where_jax_does_not_tell_what_it_was_given_the_arguments_do(monkeypatch):
-    monkeypatch.setattr(of_jax, "specified_shardings", lambda traced, which: None)
+    monkeypatch.setattr(_compat, "specified_shardings", lambda traced, which: None)
     jitted = jax.jit(update)
     (state, _), _, _ = arm(jitted, fresh(), X).call((fresh(), X), {})
     jax.tree.map(np.testing.assert_array_equal, state, jitted(fresh(), X)[0])
@@ -278,7 +277,7 @@ def test_explain_tells_every_leaf_its_shape_and_its_fate():
 
 def test_result_without_the_state_is_an_error():
     jitted = jax.jit(lambda s, x: jnp.sum(x))
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     with pytest.raises(StepMismatchError, match="holds no tree like the state"):
         StepProgram(jitted.trace(fresh(), X), form, (fresh(), X), {}, even_for_nothing=False)
 
@@ -291,7 +290,7 @@ def test_a_state_of_nothing_is_no_error():
 
 def test_a_batch_taken_for_the_state_is_an_error():
     jitted = jax.jit(lambda batch, state: (jnp.sum(batch), state))
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     told = (
         r"does not update argument `batch`, taken for its state.*the state goes in as "
         r"float32\[3,2\] and comes out as float32\[\].*`wrap\(step, state="
@@ -315,7 +314,7 @@ def test_the_trainer_does_not_wait_for_the_compiler(monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", held_up)
     jitted = jax.jit(update)
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(fresh(), X), form, (fresh(), X), {}, even_for_nothing=False)
     program.arm()
     assert program.is_armed
@@ -327,7 +326,7 @@ def test_the_trainer_does_not_wait_for_the_compiler(monkeypatch):
 
 def test_failure_to_compile_is_kept_for_who_asks():
     jitted = jax.jit(update, compiler_options={"xla_no_such_option": "1"})
-    settings = of_jax.jit_settings(jitted)
+    settings = _compat.jit_settings(jitted)
     program = StepProgram(
         jitted.trace(fresh(), X), CallForm(jitted, 0, settings), (fresh(), X), {},
         even_for_nothing=False,

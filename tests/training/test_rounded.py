@@ -10,7 +10,7 @@ import pytest
 from training_helpers import analyse, vector
 from updates import UPDATES, adam, gradient, l2, state
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.replay.ulps import difference
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
@@ -75,7 +75,7 @@ def test_five_replayed_updates_stay_within_a_few_ulps():
 def test_a_rounded_program_has_the_same_trace_and_another_cut():
     jitted = jax.jit(adam, donate_argnums=0)
     args = (state("m", "v", "w"), gradient())
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     rounded = program.rounded()
     assert (program.cut.is_exact, rounded.cut.is_exact) == (True, False)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gockpt_jax._compat import of_jax
+from gockpt_jax import _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 
@@ -69,7 +69,7 @@ def placed(spec):
 
 
 def traced(jitted, *args):
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     return StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
 
 

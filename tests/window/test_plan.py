@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gockpt_jax import WindowOptions
-from gockpt_jax._compat import of_jax
+from gockpt_jax import WindowOptions, _compat
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
@@ -287,7 +286,7 @@ def test_bytes_are_those_of_one_device(monkeypatch):
     state = {k: jax.device_put(f32 if k != "c" else np.int32(0), s) for k, s in state.items()}
     args = (state, jax.device_put(f32.astype(jnp.bfloat16), spread), jax.device_put(f32, whole))
     jitted = jax.jit(step)
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     size = measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE)
     assert size.leaves == (32, 256, 4, 256)
@@ -313,7 +312,7 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
 
     jitted, leaf = jax.jit(step), 64 * 4
     state = {k: jnp.ones(64) for k in ("m", "w")}
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=False)
     both = measure_bytes(program.cut, [state["m"], state["w"]], FIRST_ALONE)
     assert (both.staged, both.late, len(both.units)) == (2 * leaf, 0, 1)
@@ -332,7 +331,7 @@ def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
     monkeypatch.setattr("gockpt_jax.window.units.MAX_CHUNK_BYTES", 32)
     jitted = jax.jit(lambda s: s | {"w": jnp.cos(s["w"])})
     state = {"base": jnp.ones(512, jnp.int4), "kept": jnp.ones(512, jnp.int8), "w": jnp.ones(64)}
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=True)
     parts = collections.defaultdict(list)
     for found in measure_bytes(program.cut, jax.tree.leaves(state), FIRST_ALONE).units:
@@ -377,7 +376,7 @@ def test_processes_have_no_group_of_which_the_leaves_lie_differently(monkeypatch
     """
     leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in (ROWS, WHOLE, ROWS)]
     jitted = jax.jit(lambda state, g: [0.5 * x + g for x in state])
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(
         jitted.trace(leaves, leaves[0]), form, (leaves, leaves[0]), {}, even_for_nothing=False
     )
@@ -413,7 +412,7 @@ def test_what_follows_is_copied_where_it_is_small_or_shared(
     state, h = jax.device_put(({k: jnp.ones(512) for k in "ab"}, jnp.ones(512)), place)
     args = (state, h.astype(jnp.bfloat16), h)
     jitted = jax.jit(step)
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(*args), form, args, {}, even_for_nothing=False)
     replicas = Replicas(ReplicaLayout(use_replica_parallel=shares).write_shape)
     (found,) = measure_bytes(program.cut, jax.tree.leaves(state), replicas).units

@@ -71,7 +71,7 @@ class Job:
     def __init__(self, patch: pytest.MonkeyPatch, count: int):
         self.service, self.patch, self._count = Service(), patch, count
         patch.setattr(jax, "process_count", lambda: count)
-        patch.setattr(processes.of_jax, "coordination_client", lambda: self.service)
+        patch.setattr(processes._compat, "coordination_client", lambda: self.service)
 
     def made(self, members: set[int] | None = None, before: int = 0) -> dict[int, Processes]:
         """What the processes make, each after so many others of these members have asked."""
@@ -245,13 +245,13 @@ def test_a_service_that_goes_between_barriers_is_told_as_a_process_that_is_gone(
 
 
 def test_several_need_a_service(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.of_jax, "coordination_client", lambda: None)
+    monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
     with pytest.raises(RuntimeError, match="3 processes save together, and nothing connects them"):
         Processes()
 
 
 def test_one_process_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.of_jax, "coordination_client", lambda: None)
+    monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
     alone = Processes({0})
     assert alone.share == (0, 1)
     alone.barrier("commit")

@@ -19,8 +19,7 @@ from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 from signals import Signals
 
-from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
-from gockpt_jax._compat import of_jax
+from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions, _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import block, layout
@@ -71,7 +70,7 @@ def fresh(place=PLACES["one device"]):
 
 def program_of(state, step=update):
     jitted = jax.jit(step)
-    form = CallForm(jitted, 0, of_jax.jit_settings(jitted))
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     return StepProgram(jitted.trace(state), form, (state,), {}, even_for_nothing=False)
 
 

@@ -2,6 +2,7 @@
 
 In the order of their imports:
 
+    _compat         what Orbax does not tell
     grid            boxes of an array, and the cells of its chunk grid
     aligned         memory and modes of files for reads and writes past the page cache
     pieces          what of an array is read or written at once

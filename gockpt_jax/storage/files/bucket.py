@@ -11,8 +11,8 @@ from typing import Any
 
 from etils import epath
 
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import StorageError, without_specs
+from gockpt_jax.storage.files import _compat as of_orbax
 
 Json = dict[str, Any]
 

@@ -5,8 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from gockpt_jax import locks
-from gockpt_jax._compat import of_python
+from gockpt_jax import _compat, locks
 
 
 class Calls:
@@ -31,7 +30,7 @@ class Calls:
     @property
     def is_inside(self) -> bool:
         """Whether this thread is in the middle of one: Orbax asks, or a signal handler."""
-        return of_python.is_held(self.saving) or of_python.is_held(self._steps)
+        return _compat.is_held(self.saving) or _compat.is_held(self._steps)
 
     def refuse_inside(self, subject: str) -> None:
         """Refuses a call in the middle of another one.

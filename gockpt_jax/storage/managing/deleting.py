@@ -8,8 +8,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.locks import is_running
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.managing.arguments import step_names, step_path

@@ -7,8 +7,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.managing.arguments import as_they_are
 from gockpt_jax.storage.managing.calls import Calls
 from gockpt_jax.storage.managing.last_save import LastSave

@@ -10,8 +10,8 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from gockpt_jax import locks
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError, warn
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn

@@ -14,9 +14,9 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.locks import shared_lock
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.window.processes import Processes
 
 Barrier = Callable[..., None]

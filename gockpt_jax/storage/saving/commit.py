@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.errors import ProcessError
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS, Processes
 
 

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from gockpt_jax._compat import of_orbax
 from gockpt_jax.locks import Gate
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.writing.host_array import HostArray
 
 HAND_OVER = "gockpt_hand_over"

@@ -1,10 +1,16 @@
-"""What JAX does not tell, or tells otherwise from one version to another."""
+"""What JAX and Python do not tell, or tell otherwise from one version to another.
+
+What Orbax does not is in `storage/files/_compat.py`. Each entry says why it is needed and on which
+versions it was read. Where an attribute is missing, the caller takes the path that needs less.
+"""
 
 import contextlib
 import dataclasses
 import functools
+import os
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -211,3 +217,23 @@ def coordination_client() -> Any | None:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def before_shutdown(callback: Callable[[], None]) -> None:
+    """Has `callback` called when the main thread has ended, while executors still take work.
+
+    Not in a process that was forked from this one, as data loaders are: it ends in the same way.
+
+    `atexit` is too late: it comes after the other threads have been joined, and a save of Orbax's
+    that loses its executors on the way waits 300 s for a directory that nobody makes (0.12.8).
+    `threading._register_atexit` is what `concurrent.futures` uses (Python 3.9 to 3.14).
+    """
+    register = getattr(threading, "_register_atexit", None)
+    process = os.getpid()
+    if register is not None:
+        register(lambda: callback() if os.getpid() == process else None)
+
+
+def is_held(lock: Any) -> bool:
+    """Whether this thread holds a `threading.RLock`, which tells only conditions (3.11 to 3.14)."""
+    return bool(lock._is_owned())

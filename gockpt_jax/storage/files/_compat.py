@@ -1,4 +1,8 @@
-"""What Orbax does not tell."""
+"""What Orbax does not tell: barriers and operations, the parts of a `CheckpointManager`, buckets.
+
+Each entry says why it is needed and on which versions it was read; without the parts of a
+`CheckpointManager` ours fails.
+"""
 
 import contextlib
 import contextvars
