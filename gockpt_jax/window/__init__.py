@@ -18,7 +18,7 @@ In the order of their imports:
     host_budget  what saves hold on the host, and what there is room for
     resources    what windows and saves share
     slots        where the writer will find a chunk
-    landing      where a leaf's chunks become its shards again
+    landing      how chunks come to the host, and become a leaf's shards again
     late         chunks that are staged at the sealed version
     known        the facts of a plan: said, learned, agreed on by all processes
     planner      plans, made once and anew

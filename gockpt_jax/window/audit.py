@@ -19,7 +19,6 @@ from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Piece
 from gockpt_jax.transfer.sample import (
     Grid,
-    Probe,
     can_be_sampled,
     grid_at,
     in_batches,
@@ -28,7 +27,7 @@ from gockpt_jax.transfer.sample import (
     start_sample,
 )
 from gockpt_jax.transfer.turns import Turn, Turns
-from gockpt_jax.window.landing import landing_task
+from gockpt_jax.window.landing import send
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.worker import in_any_case
 
@@ -78,10 +77,7 @@ class Auditor:
 
     def __init__(self, options: Audit | None, resources: Resources):
         self._options = options
-        self._worker = resources.worker
-        self._device = resources.device
-        self._host = resources.host
-        self._replicas = resources.replicas
+        self._resources = resources
         self._rotas: dict[Any, _Rota] = {}  # by what is saved together; that of the last save last
         self._demoted: dict[str, str] = {}  # reasons, by path; the replayer writes
 
@@ -115,13 +111,13 @@ class Auditor:
             return None
         demotes = options.on_failure == "demote" or not is_exact
         demote = self._demote if demotes else None
-        pending = PendingAudit(options, demote, self._host, record)
+        pending = PendingAudit(options, demote, self._resources.host, record)
         pairs = self._next_boxes(sampled, options.fraction)
         try:
             with events.span(events.SPAN_AUDIT):
                 self._send_all(pairs, pending)
         except BaseException:
-            self._worker.submit(*in_any_case(pending.drop))
+            self._resources.worker.submit(*in_any_case(pending.drop))
             raise
         return pending
 
@@ -135,14 +131,14 @@ class Auditor:
         pairs = []
         for turn in rota.next():
             path = rota.paths[turn.leaf]
-            piece = self._replicas.pieces(leaves[path])[turn.piece]
+            piece = self._resources.replicas.pieces(leaves[path])[turn.piece]
             grid = grid_at(piece, turn)
             # Each time the box is the next one.
             pairs.append((_Box(path, turn.piece, grid, turn.time % grid.count), piece))
         return pairs
 
     def _rota(self, leaves: Mapping[str, jax.Array], fraction: float) -> "_Rota":
-        kinds = {p: [*map(kind_of, self._replicas.pieces(a))] for p, a in leaves.items()}
+        kinds = {p: [*map(kind_of, self._resources.replicas.pieces(a))] for p, a in leaves.items()}
         paths = [path for path, of_leaf in kinds.items() if of_leaf]
         return _Rota(paths, Turns([kinds[path] for path in paths], fraction))
 
@@ -151,28 +147,13 @@ class Auditor:
         probes = [(piece, box.grid, box.box) for box, piece in pairs]
         boxes = [box for box, _ in pairs]  # the worker must not keep the state alive
         sent = 0
-        for batch in in_batches(probes, self._device.limit_bytes):
-            num_bytes, beside_bytes = sample_bytes(batch), 0
-            try:
-                with self._device.lent(num_bytes) as give_back:
-                    beside_bytes = self._device.used_bytes - num_bytes
-                    heed = functools.partial(self._device.heed, num_bytes, beside_bytes)
-                    self._send(batch, boxes[sent : sent + len(batch)], pending, give_back, heed)
-                sent += len(batch)
-                continue
-            except jax.errors.JaxRuntimeError as error:
-                if not self._device.allows_less(num_bytes, beside_bytes, error):
-                    raise
-            self._send_all(pairs[sent:], pending)
-            return
-
-    def _send(
-        self, probes: Sequence[Probe], boxes: Sequence[_Box], pending: "PendingAudit",
-        give_back: Callable[[], None], heed: Callable[[BaseException], object],
-    ) -> None:  # fmt: skip
-        land = functools.partial(pending.land, boxes)
-        sample = start_sample(probes).result
-        self._worker.submit(*landing_task(sample, land, give_back, heed, pending.failed))
+        for batch in in_batches(probes, self._resources.device.limit_bytes):
+            start = functools.partial(start_sample, batch)
+            land = functools.partial(pending.land, boxes[sent : sent + len(batch)])
+            if not send(start, land, pending.failed, sample_bytes(batch), self._resources):
+                self._send_all(pairs[sent:], pending)
+                return
+            sent += len(batch)
 
     def _demote(self, path: str) -> bool:
         """Makes a leaf late from now on; False if it must not be."""

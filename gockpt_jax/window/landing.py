@@ -1,14 +1,17 @@
-"""How chunks land on the host, and where those of a leaf become its shards again."""
+"""How chunks come to the host, and where those of a leaf become its shards again."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import jax
 import numpy as np
 
 from gockpt_jax.replay.memory import own
 from gockpt_jax.transfer.boxes import Index, explicit, overlap, shape_of, within
 from gockpt_jax.transfer.chunks import Chunk, Source
-from gockpt_jax.transfer.pull import HostChunk
+from gockpt_jax.transfer.pull import HostChunk, Pull
+from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.worker import Failed, Task
 
 _T = TypeVar("_T")
@@ -48,6 +51,37 @@ def landing_task(
             failed(error)
 
     return task, not_landed
+
+
+def send(
+    start: Callable[[], Pull[_T]], land: Callable[[_T], object], failed: Failed, num_bytes: int,
+    resources: Resources,
+) -> bool:  # fmt: skip
+    """Stages something as the device budget has room, and has the worker land it.
+
+    The budget is an estimate: other programs may have taken the device's memory since.
+
+    Args:
+      start: Stages it, and starts its pull.
+      land: Takes it in.
+      failed: Is told of what went wrong instead.
+      num_bytes: Of what is staged.
+      resources: The session's.
+
+    Returns:
+      Whether it is on its way. If not, the device had less room, and parts of it may be tried.
+    """
+    device, beside_bytes = resources.device, 0
+    try:
+        with device.lent(num_bytes) as give_back:
+            beside_bytes = device.used_bytes - num_bytes
+            heed = functools.partial(device.heed, num_bytes, beside_bytes)
+            resources.worker.submit(*landing_task(start().result, land, give_back, heed, failed))
+        return True
+    except jax.errors.JaxRuntimeError as error:
+        if not device.allows_less(num_bytes, beside_bytes, error):
+            raise
+        return False  # the error goes with it, which holds what was copied
 
 
 class Landing:

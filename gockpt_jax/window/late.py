@@ -20,11 +20,10 @@ from gockpt_jax.transfer.chunks import (
 from gockpt_jax.transfer.layout import padded_bytes
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.device_budget import DeviceBudget
-from gockpt_jax.window.landing import Landing, landing_task
+from gockpt_jax.window.landing import Landing, send
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, give_back, make_slots
-from gockpt_jax.window.worker import Failed, Worker, in_any_case
+from gockpt_jax.window.worker import Failed, in_any_case
 
 Numbered = tuple[int, Chunk]
 """A chunk behind the position, or another number, of its array."""
@@ -46,9 +45,8 @@ def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, lis
     Returns:
       For each array, by its `id`, the slots of what this process writes.
     """
-    worker, device, host = resources.worker, resources.device, resources.host
-    late = [_LateArray(a, host, resources.replicas) for a in arrays]
-    chunks = late_chunks(arrays, device.limit_bytes, resources.replicas)
+    late = [_LateArray(a, resources.host, resources.replicas) for a in arrays]
+    chunks = late_chunks(arrays, resources.device.limit_bytes, resources.replicas)
     receivers = [(one.land, one.fail) for one in late]
 
     def forget() -> None:
@@ -59,9 +57,9 @@ def take_now(arrays: Sequence[jax.Array], resources: Resources) -> dict[int, lis
     try:
         for one in late:
             one.count()
-        send_late(arrays, chunks, receivers, worker, device)
+        send_late(arrays, chunks, receivers, resources)
     except BaseException:
-        worker.submit(*in_any_case(forget))
+        resources.worker.submit(*in_any_case(forget))
         raise
     return promised
 
@@ -116,47 +114,32 @@ class _LateArray:
 
 
 def send_late(
-    arrays: Sequence[jax.Array],
-    chunks: Sequence[Numbered],
-    receivers: Sequence[Receiver],
-    worker: Worker,
-    device: DeviceBudget,
-) -> None:
+    arrays: Sequence[jax.Array], chunks: Sequence[Numbered], receivers: Sequence[Receiver],
+    resources: Resources,
+) -> None:  # fmt: skip
     """Stages chunks as the device budget has room, and starts their pulls.
 
-    The budget is an estimate: other programs may have taken the device's memory since. What it has
-    no room for is then staged in smaller parts, as those before them land.
+    What the device has no room for after all is staged in smaller parts, as those before them land.
 
     Args:
       arrays: Alive.
       chunks: Of them.
       receivers: Of each array; called by the worker.
-      worker: Lands them.
-      device: Budget for the copies; lowered where the device had less room.
+      resources: The session's.
 
     Raises:
       JaxRuntimeError: if the device has no room for the smallest part.
     """
+    device = resources.device
     blocks = late_blocks(chunks, device.limit_bytes)
     for n, (positions, block) in enumerate(blocks):
-        num_bytes, beside_bytes = block.staged_bytes, 0
         sent = [chunks[at] for at in positions]
-        try:
-            with device.lent(num_bytes) as give_back:
-                beside_bytes = device.used_bytes - num_bytes
-                pull = stage_and_pull(block, [arrays[i] for i, _ in sent])
-                land, failed = _for_all([(chunk, receivers[i]) for i, chunk in sent])
-                heed = functools.partial(device.heed, num_bytes, beside_bytes)
-                worker.submit(*landing_task(pull.result, land, give_back, heed, failed))
-                del pull  # the worker has it
-            continue
-        except jax.errors.JaxRuntimeError as error:
-            if not device.allows_less(num_bytes, beside_bytes, error):
-                raise
-        # All the rest, laid out anew; and out of `except`, for the error holds what was copied.
-        left = [chunks[at] for positions, _ in blocks[n:] for at in positions]
-        send_late(arrays, _in_parts(left, device.limit_bytes), receivers, worker, device)
-        return
+        start = functools.partial(stage_and_pull, block, [arrays[i] for i, _ in sent])
+        land, failed = _for_all([(chunk, receivers[i]) for i, chunk in sent])
+        if not send(start, land, failed, block.staged_bytes, resources):
+            left = [chunks[at] for positions, _ in blocks[n:] for at in positions]
+            send_late(arrays, _in_parts(left, device.limit_bytes), receivers, resources)
+            return
 
 
 def _for_all(

@@ -67,9 +67,9 @@ class OpenWindow:
         self.others_wait = False
         self._departures = departures[1:]
         self._units = units = planned.size.units
+        self._resources = resources
         self._worker, self._device = resources.worker, resources.device
         self._auditor = auditor
-        self._replicas = resources.replicas
         self._early = EarlyChunks(
             cut.groups, units, replayer, resources.host,
             resources.host.waiting_limit_bytes(*planned.host_bytes), self.record,
@@ -221,7 +221,7 @@ class OpenWindow:
         given = set(map(id, arrays))
         new = {j: a for j, a in enumerate(self.state) if id(a) in given}
         wanted = self._followed(new)
-        slots = {j: make_slots(self._replicas.boxes(new[j])) for j in wanted}
+        slots = {j: make_slots(self._resources.replicas.boxes(new[j])) for j in wanted}
         promised.update((id(new[j]), of_leaf) for j, of_leaf in slots.items())
         self._early.promise(slot for of_leaf in slots.values() for slot in of_leaf)
         self.record.late_leaves = self._late.reasons
@@ -235,7 +235,7 @@ class OpenWindow:
             receivers = [
                 (functools.partial(self._land_rows, j), self._early.failed) for j in wanted
             ]
-            send_late([new[j] for j in wanted], rest, receivers, self._worker, self._device)
+            send_late([new[j] for j in wanted], rest, receivers, self._resources)
             self._worker.submit_behind(
                 functools.partial(self._finish, slots, audit),
                 functools.partial(self._is_lost, slots, audit),
