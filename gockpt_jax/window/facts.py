@@ -10,14 +10,9 @@ from typing import Any, NamedTuple
 import jax
 
 from gockpt_jax.compiling import REMEMBERED
-from gockpt_jax.transfer.chunks import Source, in_host_memory
+from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.units import sharers
-
-
-def bytes_to_host(source: Source) -> int:
-    """What one device sends of an array that travels by itself, replicas as if all sent alike."""
-    return -(-source.shard_bytes // sharers(source))
 
 
 class SavedBytes(NamedTuple):
@@ -80,7 +75,7 @@ def _of_one(
     return SavedBytes(
         of_device=source.shard_bytes,
         in_host_memory=source.shard_bytes if in_host_memory(source.given) else 0,
-        to_host=bytes_to_host(source),
+        to_host=-(-source.shard_bytes // sharers(source)),  # replicas as if all sent alike
         owned=replicas.owned_bytes_at_most(array),
     )
 

@@ -14,7 +14,6 @@ import jax
 from gockpt_jax.checks import counted, describe_bytes
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.step_cut import StepCut
-from gockpt_jax.transfer.chunks import in_host_memory
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.choice import choose, into_blocks, why_one_copy
 from gockpt_jax.window.cost import (
@@ -24,7 +23,7 @@ from gockpt_jax.window.cost import (
     Unit,
     copied_bytes,
 )
-from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes, bytes_to_host
+from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes
 from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
 
 _log = logging.getLogger("gockpt_jax")
@@ -128,8 +127,7 @@ def measure_bytes(
         smaller part of what is updated together, as replay reads it; if not, all of that is late.
       beside: What they take that no leaf is.
     """
-    sources = [replicas.source(a) for a in leaves]
-    weights = [source.shard_bytes for source in sources]
+    weights = [replicas.source(a).shard_bytes for a in leaves]
     groups = {
         g: group.leaves
         for g, group in enumerate(cut.groups)
@@ -137,14 +135,16 @@ def measure_bytes(
     }
     units = tuple(u for u in units_of(cut, leaves, replicas) if u.group in groups)
     unsent = unsaved.difference(*groups.values())
-    to_host = beside.to_host
-    to_host += sum(bytes_to_host(s) for j, s in enumerate(sources) if j not in unsent)
-    weights = [0 if j in unsent else num_bytes for j, num_bytes in enumerate(weights)]
-    in_host = [w for w, a in zip(weights, leaves, strict=True) if in_host_memory(a.sharding)]
-    retained = retained_bytes(cut, leaves, replicas)
-    in_host_bytes = sum(in_host) + beside.in_host_memory
-    shared = max(0, sum(weights) + beside.of_device - to_host)
-    return StateBytes(tuple(weights), retained, units, in_host_bytes, beside.of_device, shared)
+    sent = [a for j, a in enumerate(leaves) if j not in unsent]
+    taken = SavedBytes.of(sent, replicas).plus(beside)
+    return StateBytes(
+        leaves=tuple(0 if j in unsent else weight for j, weight in enumerate(weights)),
+        retained=retained_bytes(cut, leaves, replicas),
+        units=units,
+        in_host_memory=taken.in_host_memory,
+        beside=beside.of_device,
+        shared=max(0, taken.of_device - taken.to_host),
+    )
 
 
 def _is_most_saved(group: Sequence[int], weights: Sequence[int], unsaved: frozenset[int]) -> bool:
