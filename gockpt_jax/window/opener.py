@@ -34,16 +34,16 @@ _DEBUGGED = "`{}` is on: JAX would check what an armed step retains, too, or not
 
 @dataclasses.dataclass(slots=True)
 class _Deferral:
-    """A window that has found no room, so far.
+    """The last window that has found no room, so far.
 
     Attributes:
-      target: The version of its save.
+      target: The version of its save; -1: there has been none.
       why: What stood against it when it was tried first.
       steps: How often it was tried in vain.
     """
 
-    target: int
-    why: str
+    target: int = -1
+    why: str = ""
     steps: int = 0
 
 
@@ -69,7 +69,7 @@ class Opener:
         self._resources = resources
         self._agreement = Agreement(options, processes)
         self._auditor = Auditor(options.audit, resources)
-        self._deferral: _Deferral | None = None
+        self._deferral = _Deferral()
         self._tried_for = -1  # the last save whose window was due: what came of it has been told
 
     def open(
@@ -144,10 +144,10 @@ class Opener:
         )  # fmt: skip
         if no_room is not None:
             window.give_up(no_room)
-        if (deferral := self._deferral_of(target)) is not None:
-            window.record.deferred_steps = deferral.steps
-            often = counted(deferral.steps, "time")
-            window.record.reason += f"; put off {often}, for {deferral.why}"
+        if deferred_steps := self.deferred_steps(target):
+            window.record.deferred_steps = deferred_steps
+            often = counted(deferred_steps, "time")
+            window.record.reason += f"; put off {often}, for {self._deferral.why}"
         return window
 
     def _prepare(self, step: TracedStep) -> None:
@@ -173,17 +173,12 @@ class Opener:
 
     def deferred_steps(self, target: int) -> int:
         """For how many steps the window of this version's save has found no room."""
-        deferral = self._deferral_of(target)
-        return 0 if deferral is None else deferral.steps
+        return self._deferral.steps if self._deferral.target == target else 0
 
     def _defer(self, target: int, why: str) -> str:
         """The next step tries again, with a smaller K."""
-        deferral = self._deferral_of(target)
-        if deferral is None:
-            deferral = self._deferral = _Deferral(target, why)
+        if self._deferral.target != target:
+            self._deferral = _Deferral(target, why)
             _log.info("the window for version %d does not open yet: %s", target, why)
-        deferral.steps += 1
+        self._deferral.steps += 1
         return why
-
-    def _deferral_of(self, target: int) -> _Deferral | None:
-        return self._deferral if self._deferral and self._deferral.target == target else None
