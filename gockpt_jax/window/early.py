@@ -11,7 +11,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -61,10 +61,6 @@ class _Cut:
 def _rows(data: np.ndarray, first: GroupUnit, unit: GroupUnit) -> np.ndarray:
     """Of flat rows that begin with those of one unit, those of another."""
     return data[unit.start - first.start : unit.stop - first.start]
-
-
-def _bytes(found: Sequence[HostChunk]) -> int:
-    return sum(h.data.nbytes for h in found)
 
 
 class EarlyChunks:
@@ -151,7 +147,8 @@ class EarlyChunks:
         return self._counted([(leaf, chunk, found)], ())
 
     def _counted(self, rows: Sequence[_Rows], units: Iterable[int]) -> Task:
-        self._host.add(sum(_bytes(found) for _, _, found in rows), self._held)
+        num_bytes = sum(h.data.nbytes for _, _, found in rows for h in found)
+        self._host.add(num_bytes, self._held)
         return functools.partial(self._put, rows, units)
 
     def take_in(self, values: Sequence[Follower], pull: ChunkPull) -> Task:
@@ -227,28 +224,24 @@ class EarlyChunks:
         self._host.release(num_bytes, self._held)
         self._waiting.release(num_bytes, self._waits)
 
-    def finish(
-        self, slots: Mapping[int, Sequence[ChunkSlot]],
-        check: Callable[[Mapping[int, Sequence[HostChunk]]], None] | None = None,
-    ) -> None:  # fmt: skip
-        """The seal has been reached: what was replayed up to it is final, and is handed over.
-
-        Args:
-          slots: Of each leaf that is wanted.
-          check: Called with its chunks before any is handed over; raises if one is wrong.
+    def finish(self, slots: Mapping[int, Sequence[ChunkSlot]]) -> dict[int, list[HostChunk]]:
+        """The seal has been reached: the chunks of each leaf that is wanted, replayed up to it.
 
         Raises:
-          CancelledError: if nobody wants it any more; it may not have been replayed.
+          CancelledError: if nobody wants them any more; they may not have been replayed.
         """
         if not self.is_wanted:
             raise concurrent.futures.CancelledError
         assert not self._pending, "an update waits for one that has come or will never come"
-        final = {
+        return {
             leaf: self._leaves[leaf].chunks([s.index for s in wanted])
             for leaf, wanted in slots.items()
         }
-        if check is not None:
-            check(final)
+
+    def hand_over(
+        self, slots: Mapping[int, Sequence[ChunkSlot]], final: dict[int, list[HostChunk]]
+    ) -> None:
+        """Resolves the slots with what is final, and keeps none of it."""
         self._record.drained()  # what is late may still be landing: that is drained after it
         for leaf, wanted in slots.items():
             fill(wanted, final.pop(leaf), self._host, self._held)

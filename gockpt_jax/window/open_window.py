@@ -251,15 +251,12 @@ class OpenWindow:
 
     def _finish(self, slots: Mapping[int, Sequence[ChunkSlot]], audit: PendingAudit | None) -> None:
         """On the thread that replays: hands over what is final, unless the audit objects."""
-        paths = self._cut.paths
-
-        def check(final: Mapping[int, Sequence[HostChunk]]) -> None:
-            if audit is not None:
-                audit.check({paths[j]: chunks for j, chunks in final.items()})
-
         if self._early.error is not None:
             raise self._early.error
-        self._early.finish(slots, check)
+        final = self._early.finish(slots)
+        if audit is not None:
+            audit.check({self._cut.paths[j]: chunks for j, chunks in final.items()})
+        self._early.hand_over(slots, final)
         if audit is not None:
             audit.drop()
 

@@ -520,9 +520,9 @@ def failures(directory: Path) -> None:
     loop.run(INTERVAL)
     injected = RuntimeError("injected")
 
-    def spoil(self: Any, *args: Any) -> None:
+    def spoil(self: Any, *args: Any) -> Any:
         next(iter(self._leaves.values())).flat[0][0] += 1.0
-        finish(self, *args)
+        return finish(self, *args)
 
     finish = early.EarlyChunks.finish
     faults: list[tuple[str, Any, str, Any, int]] = [

@@ -494,7 +494,7 @@ def test_the_saved_state_is_the_loops_alone_when_save_has_returned(tmp_path, mon
 
     def late(early, *args):
         assert may_end.wait(60)
-        finish(early, *args)
+        return finish(early, *args)
 
     monkeypatch.setattr(EarlyChunks, "finish", late)
     options = ocp.CheckpointManagerOptions(save_interval_steps=4)
