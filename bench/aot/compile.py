@@ -21,6 +21,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer.block import Block
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.departure import make_departure, nothing_left
+from gockpt_jax.window.facts import SavedBytes
 from gockpt_jax.window.late import late_blocks, late_chunks
 from gockpt_jax.window.plan import Plan, StateBytes, fill_blocks, measure_bytes, peak_device_bytes
 
@@ -148,7 +149,7 @@ def _window_figures(
         largest = _largest(program, size, plan, leaves)
         late = _late(_not_early(program, size, plan, leaves), budgets[-1])
         weights = [sum(size.units[u].state_bytes for u in block) for block in plan.blocks]
-        without_late = dataclasses.replace(size, leaves=(sum(weights),))
+        without_late = dataclasses.replace(size, taken=SavedBytes(sum(weights)))
         more = _new_bytes(largest) - max(weights) + armed_extra_bytes - size.retained
         beside = peak_device_bytes(plan, without_late) + more
         figures[f"k{steps}/planned_gib"] = budgets[-1] / GIB

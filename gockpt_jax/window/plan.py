@@ -64,23 +64,14 @@ class StateBytes:
       leaves: Of each leaf of the state, what is staged; none, if saves do not take it.
       retained: Of all cut values together, what it holds in every armed step.
       units: What may leave early.
-      in_host_memory: Of what the host holds already: it is copied there, and takes neither room on
-        the device nor time on the link.
-      beside: Of what saves take besides.
-      shared: Of what saves take, what other replicas of the process send.
+      taken: Of all that a save takes. What the host holds already is copied there: it takes neither
+        room on the device nor time on the link.
     """
 
     leaves: tuple[int, ...]
     retained: int
     units: tuple[GroupUnit, ...]
-    in_host_memory: int = 0
-    beside: int = 0
-    shared: int = 0
-
-    @property
-    def saved(self) -> int:
-        """Of what a save takes, on the device or held by the host."""
-        return sum(self.leaves) + self.beside
+    taken: SavedBytes
 
     @property
     def followers(self) -> int:
@@ -89,8 +80,8 @@ class StateBytes:
 
     @property
     def to_host(self) -> int:
-        """Of what a save takes, what comes to the host."""
-        return self.saved - self.shared
+        """Of what a save takes, what comes to the host: replicas of a process share the rest."""
+        return min(self.taken.to_host, self.taken.of_device)
 
     def on_host(self, followers: int) -> int:
         """Of what a window takes there at the most, if so many follow each of its last steps."""
@@ -99,7 +90,7 @@ class StateBytes:
     @property
     def staged(self) -> int:
         """Of what is staged on the device, to be sent."""
-        return self.saved - self.in_host_memory
+        return self.taken.of_device - self.taken.in_host_memory
 
     @property
     def late(self) -> int:
@@ -109,8 +100,9 @@ class StateBytes:
     @property
     def late_shared(self) -> int:
         """Of that, what other replicas send."""
+        shared = self.taken.of_device - self.to_host
         early = sum(u.state_bytes - u.sent_bytes for u in self.units)
-        return min(max(0, self.shared - early), self.late)
+        return min(max(0, shared - early), self.late)
 
 
 def measure_bytes(
@@ -136,14 +128,11 @@ def measure_bytes(
     units = tuple(u for u in units_of(cut, leaves, replicas) if u.group in groups)
     unsent = unsaved.difference(*groups.values())
     sent = [a for j, a in enumerate(leaves) if j not in unsent]
-    taken = SavedBytes.of(sent, replicas).plus(beside)
     return StateBytes(
         leaves=tuple(0 if j in unsent else weight for j, weight in enumerate(weights)),
         retained=retained_bytes(cut, leaves, replicas),
         units=units,
-        in_host_memory=taken.in_host_memory,
-        beside=beside.of_device,
-        shared=max(0, taken.of_device - taken.to_host),
+        taken=SavedBytes.of(sent, replicas).plus(beside),
     )
 
 
@@ -189,7 +178,7 @@ def plan_window(
             step_secs=facts.step_secs,
             device_budget_bytes=budget_bytes,
             # Whatever is sent comes beside the copies that are made there.
-            host_budget_bytes=None if host is None else host - size.in_host_memory,
+            host_budget_bytes=None if host is None else host - size.taken.in_host_memory,
             max_steps=options.max_steps,
         )
     )

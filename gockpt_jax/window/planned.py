@@ -29,7 +29,6 @@ class Planned:
       cut: The step's.
       plan: The plan.
       size: Bytes of the state on one device.
-      state_bytes: Of the leaves that saves take, in this process.
       num_devices: Of this process, with a part of the state.
       facts: What was measured, or said.
       budget_bytes: Of the device; `None`: no limit.
@@ -39,7 +38,6 @@ class Planned:
     cut: StepCut
     plan: Plan
     size: StateBytes
-    state_bytes: int
     num_devices: int
     facts: Facts
     budget_bytes: int | None = None
@@ -70,7 +68,8 @@ class Planned:
     @property
     def host_bytes(self) -> tuple[int, int]:
         """What a window holds in this process: what it saves, and what follows its last step."""
-        return self.state_bytes + self.beside_bytes, self._following_bytes * self.num_devices
+        saved_bytes = self.size.taken.owned + self.beside_bytes
+        return saved_bytes, self._following_bytes * self.num_devices
 
     @property
     def _following_bytes(self) -> int:
@@ -80,7 +79,8 @@ class Planned:
     def is_outdated_by(self, facts: Facts, budget_bytes: int | None) -> bool:
         """Whether facts or the device's budget have moved so far that it is made anew."""
         then, beside_bytes = self.facts, facts.beside.differs_by(self.facts.beside)
-        takes_others = facts.unsaved != then.unsaved or beside_bytes > _LITTLE * self.size.saved
+        is_more = beside_bytes > _LITTLE * self.size.taken.of_device
+        takes_others = facts.unsaved != then.unsaved or is_more
         has_drifted = not facts.unknown and (  # both are needed to predict anything
             _has_drifted(facts.step_secs, then.step_secs)
             or _has_drifted(facts.link_bytes_per_sec, then.link_bytes_per_sec)

@@ -143,8 +143,6 @@ class Planner:
             to_host = SavedBytes.of(leaves, self._replicas).to_host
             facts = self._known.facts(program, to_host, num_devices)
         size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved, facts.beside)
-        sent = [a for a, num_bytes in zip(leaves, size.leaves, strict=True) if num_bytes]
-        state_bytes = sum(map(self._replicas.owned_bytes_at_most, sent))
         budget_bytes = self._device.limit_bytes
         if not program.cut.groups:
             plan = Plan((), _why_all_late(program.cut, size))
@@ -153,7 +151,7 @@ class Planner:
         else:
             plan = plan_window(size, self._options, budget_bytes, facts)
         planned = Planned(
-            program.cut, plan, size, state_bytes, num_devices, facts, budget_bytes,
+            program.cut, plan, size, num_devices, facts, budget_bytes,
             self._known.saves(program).beside.owned,
         )  # fmt: skip
         prepared = self._prepared.get(program) or _Prepared(planned)

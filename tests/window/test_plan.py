@@ -20,7 +20,7 @@ from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.facts import Facts
+from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.plan import (
     GroupUnit,
     Plan,
@@ -60,7 +60,8 @@ def unit(state_bytes, retained_bytes=0, group=0):
 
 
 def state_of(leaves, units):
-    return StateBytes(tuple(leaves), sum(u.retained_bytes for u in units), tuple(units))
+    taken = SavedBytes(sum(leaves), to_host=sum(leaves), owned=sum(leaves))
+    return StateBytes(tuple(leaves), sum(u.retained_bytes for u in units), tuple(units), taken)
 
 
 @thorough
@@ -148,7 +149,7 @@ def test_units_of_a_block_are_in_order():
 def test_a_plan_is_shortened_only_where_the_save_is_nearer():
     """As it was chosen otherwise: its blocks need not be even."""
     size = state_of((100, 100, 100), [unit(100, 5, group) for group in range(3)])
-    planned = Planned(NO_CUT, Plan(((0, 1), (2,), ()), "chosen"), size, 300, 2, Facts())
+    planned = Planned(NO_CUT, Plan(((0, 1), (2,), ()), "chosen"), size, 2, Facts())
     of_user = WindowOptions(steps=4)
     assert planned.within(4, of_user, None) is planned.within(9, of_user, None) is planned
     shorter = planned.within(3, of_user, None)
@@ -161,8 +162,8 @@ def test_the_host_needs_what_follows_that_which_leaves():
     """As the plan was chosen by: were all counted, it might be refused for ever."""
     size = state_of((100, 100, 100), [unit(100, n, group) for group, n in enumerate((5, 6, 7))])
     for blocks, following in ((), 0), (((1,),), 6), (((0,), (2,)), 12):
-        planned = Planned(NO_CUT, Plan(blocks, "chosen"), size, 600, 2, Facts())
-        assert planned.host_bytes == (600, 2 * following)
+        planned = Planned(NO_CUT, Plan(blocks, "chosen"), size, 2, Facts())
+        assert planned.host_bytes == (300, 2 * following)
 
 
 KNOWN = Facts(step_secs=1.0, link_bytes_per_sec=100.0)
@@ -186,7 +187,7 @@ def test_a_plan_that_is_shortened_keeps_the_budget(size, steps, budget, is_known
     """Its blocks are larger than those of the window that it is a part of."""
     options, facts = WindowOptions(max_steps=8), KNOWN if is_known else Facts()
     plan = plan_window(size, options, budget, facts)
-    shorter = Planned(NO_CUT, plan, size, 0, 1, facts).within(steps, options, budget).plan
+    shorter = Planned(NO_CUT, plan, size, 1, facts).within(steps, options, budget).plan
     assert shorter.steps <= min(plan.steps, steps)
     if shorter.steps > 1:
         in_blocks = (sum(size.units[u].state_bytes for u in block) for block in shorter.blocks)
@@ -211,7 +212,7 @@ def test_a_plan_with_time_and_rate_tells_numbers():
 def test_plans_are_made_anew_only_for_a_drift(step_secs, rate, differs):
     size, now = state_of((10, 10, 10), [unit(10, 5)]), Facts(step_secs, rate)
     known, unknown = (
-        Planned(NO_CUT, Plan((), "why"), size, 30, 1, facts, 20) for facts in (KNOWN, Facts())
+        Planned(NO_CUT, Plan((), "why"), size, 1, facts, 20) for facts in (KNOWN, Facts())
     )
     assert known.is_outdated_by(now, 20) is differs
     assert unknown.is_outdated_by(now, 20) is (step_secs is not None and rate is not None)
@@ -230,7 +231,7 @@ def test_plans_that_were_short_of_the_host_s_room_are_made_anew_when_it_has_grow
 ):
     """A window takes 40 of it at the most: the state, and twice what follows."""
     size = state_of((10, 10, 10), [unit(10, 5)])
-    planned = Planned(NO_CUT, Plan((), "why"), size, 30, 1, with_room(KNOWN, then))
+    planned = Planned(NO_CUT, Plan((), "why"), size, 1, with_room(KNOWN, then))
     assert planned.is_outdated_by(with_room(KNOWN, now), None) is is_outdated
     assert not planned.is_outdated_by(with_room(Facts(), now), None), (
         "nothing is predicted with that"
@@ -241,7 +242,7 @@ def test_a_plan_that_has_been_refused_is_made_anew_where_the_host_has_less_than_
     size = state_of((10, 10, 10, 10), [unit(10, 5), unit(10, 7, group=1)])
     facts = with_room(KNOWN, 100)
     window, snapshot = (
-        Planned(NO_CUT, Plan(blocks, "why"), size, 40, 1, facts) for blocks in (((0,),), ())
+        Planned(NO_CUT, Plan(blocks, "why"), size, 1, facts) for blocks in (((0,),), ())
     )
     for room, was_refused, is_outdated in (
         (50, True, False), (49, True, True), (49, False, False), (None, True, False)
@@ -425,7 +426,8 @@ def test_copies_that_the_host_makes_take_of_its_budget():
     size = state_of((100, 100, 50), [unit(100, 5), unit(100, 5)])
     facts = dataclasses.replace(KNOWN, host_budget_bytes=300)
     assert plan_window(size, WindowOptions(), 200, facts).steps == 2
-    beside = dataclasses.replace(size, leaves=(*size.leaves, 50), in_host_memory=50)
+    taken = size.taken.plus(SavedBytes(of_device=50, in_host_memory=50, to_host=50))
+    beside = dataclasses.replace(size, taken=taken)
     assert (beside.staged, beside.late) == (size.staged, size.late)
     tight = plan_window(beside, WindowOptions(), 200, facts)
     assert (tight.steps, "the host budget" in tight.reason) == (1, True)
