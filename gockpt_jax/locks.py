@@ -89,11 +89,6 @@ class Gate:
         self._bar = threading.Lock()
         self._bar.acquire()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has been opened; not known while somebody goes through."""
-        return not self._bar.locked()
-
     def open(self) -> None:
         """Lets everybody through, from now on."""
         if self._bar.locked():

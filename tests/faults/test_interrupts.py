@@ -235,7 +235,7 @@ def test_what_the_users_policy_has_stopped_never_begins_to_be_written(
         asked, gates = policy.should_preserve, manager._gockpt_handler.begun
 
         def asked_meanwhile(infos: Sequence[Any], *, context: Any) -> list[bool]:
-            assert not gates.may_be_written.is_open
+            assert not gates.may_be_written.wait(0.0)
             return asked(infos, context=context)
 
         monkeypatch.setattr(policy, "should_preserve", asked_meanwhile)
@@ -246,10 +246,10 @@ def test_what_the_users_policy_has_stopped_never_begins_to_be_written(
             policy.error = KeyError("the user's")
             with pytest.raises(KeyError, match="the user's"):
                 manager.save(step, args=gockpt.GoCkptSave(state))
-            assert gates.may_be_written.is_open
+            assert gates.may_be_written.wait(0.0)
         assert began == []
         assert manager.save(3, args=gockpt.GoCkptSave(state))
-        assert gates.may_be_written.is_open is not is_wrapped
+        assert gates.may_be_written.wait(0.0) is not is_wrapped
     assert len(began) == 1
     assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == ["3"]
 

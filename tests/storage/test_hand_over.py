@@ -173,14 +173,14 @@ def test_a_save_that_fails_in_save_lets_go(tmp_path, asked, monkeypatch):
 
         async def fail(*args, **kwargs):
             await async_save(*args, **kwargs)
-            assert not handler.begun.may_be_written.is_open, "it is handed over, and held back"
+            assert not handler.begun.may_be_written.wait(0.0), "it is handed over, and held back"
             raise OSError(errno.EIO, "just now")
 
         with monkeypatch.context() as patch:
             patch.setattr(handler, "async_save", fail)
             with pytest.raises(gockpt.StorageError, match="just now"):
                 manager.save(0, args=gockpt.GoCkptSave(state))
-        assert (handler.begun.may_be_written.is_open, handler.begun._holds) == (True, False)
+        assert (handler.begun.may_be_written.wait(0.0), handler.begun._holds) == (True, False)
         assert manager.save(1, args=gockpt.GoCkptSave(state))
 
 
