@@ -112,11 +112,10 @@ class Opener:
         steps = target - version + 1
         planned = self._planner.planned(program)
         if planned is not None:
-            limit_bytes = self._resources.device.limit_bytes
-            planned = planned.within(steps, self._options, limit_bytes)
-        if planned is not None and planned.plan.steps < steps:
-            is_told = planned.plan.steps == 1 and self._tried_for != target
-            return planned.plan.reason if is_told else None
+            planned = planned.within(steps, self._options, self._resources.device.limit_bytes)
+            if planned.plan.steps < steps:
+                is_told = planned.plan.steps == 1 and self._tried_for != target
+                return planned.plan.reason if is_told else None
         self._tried_for = target
         leaves = None if planned is None else program.returned.leaves(step.last.new_state)
         if planned is None or leaves is None:  # nor has a plan been made for such a call
@@ -133,8 +132,8 @@ class Opener:
         no_room = host.why_no_room(*planned.host_bytes)
         if no_room is not None:
             self._planner.was_refused(program)
-        if no_room is not None and not self._processes.several:
-            return self._defer(target, no_room)
+            if not self._processes.several:
+                return self._defer(target, no_room)
         device.reset_peak()
         host.reset_peak()
         window = OpenWindow(
