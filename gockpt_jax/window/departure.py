@@ -40,7 +40,7 @@ class Departure:
       leaves: Of each chunk of `state`, the unit and the leaf.
       state: What is staged and leaves.
       units: All that have left with it, by their positions in the plan.
-      values: Of each chunk of `cut`, the units whose rows it has, and the cut value.
+      followers: Of each chunk of `cut`, the units whose rows it has, and the cut value.
       cut: What follows the armed step behind it, staged by one program: captured scalars, and rows.
         A value of which all rows left in one block is one chunk, so that it can be pulled as it is.
     """
@@ -48,26 +48,26 @@ class Departure:
     leaves: tuple[tuple[int, int], ...]
     state: Block
     units: tuple[int, ...]
-    values: tuple[Follower, ...]
+    followers: tuple[Follower, ...]
     cut: Block
 
     def is_cut_from(self, leaves: Sequence[jax.Array]) -> bool:
         """Whether these leaves lie as those that it was made for."""
         return self.state.is_cut_from([leaves[j] for _, j in self.leaves])
 
-    def followers(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
+    def arrays_of(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
         """Of each chunk of `cut`, the array that it is cut from."""
-        return [cut[follower.value] for follower in self.values]
+        return [cut[follower.value] for follower in self.followers]
 
     def followed_by(self, cut: Sequence[jax.Array]) -> "Departure":
         """The same, followed by cut values that lie as these do."""
-        if self.cut.is_cut_from(self.followers(cut)):
+        if self.cut.is_cut_from(self.arrays_of(cut)):
             return self
         chunks = [
             dataclasses.replace(c, source=Source.of(cut[i], c.source.placed if run else None))
-            for c, (run, i) in zip(self.cut.chunks, self.values, strict=True)
+            for c, (run, i) in zip(self.cut.chunks, self.followers, strict=True)
         ]
-        return dataclasses.replace(self, cut=_following(self.values, chunks))
+        return dataclasses.replace(self, cut=_following(self.followers, chunks))
 
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
@@ -90,8 +90,8 @@ def nothing_left(cut: StepCut, leaves: Sequence[jax.Array]) -> Departure:
         place = _on_all_devices(leaves[j].sharding)
         spec = cut.arrays[i]
         chunks.append(Chunk.whole(Source(spec.shape, spec.dtype, place, place), everywhere=True))
-    values = tuple(Follower((), i) for i in scalars)
-    return Departure((), block_of(()), (), values, _following(values, chunks))
+    followers = tuple(Follower((), i) for i in scalars)
+    return Departure((), block_of(()), (), followers, _following(followers, chunks))
 
 
 def _on_all_devices(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
@@ -118,20 +118,20 @@ def make_departure(
             of_state.append((u, j))
             chunks.append(unit.chunk_of(leaves[j]))
     state = block_of(chunks, [j for _, j in of_state])
-    values, following = [*before.values], [*before.cut.chunks]
+    followers, cut_chunks = [*before.followers], [*before.cut.chunks]
     for run in _runs(cut, units):
         first, last = units[run[0]], units[run[-1]]
         for i in cut.groups[first.group].retained:
             spec = cut.arrays[i]
             source = Source(spec.shape, spec.dtype, first.given, first.placed)
-            values.append(Follower(run, i))
-            following.append(Chunk(source, first.start, last.stop))
-    left = (*before.units, *units)
-    return Departure(tuple(of_state), state, left, tuple(values), _following(values, following))
+            followers.append(Follower(run, i))
+            cut_chunks.append(Chunk(source, first.start, last.stop))
+    left, following = (*before.units, *units), _following(followers, cut_chunks)
+    return Departure(tuple(of_state), state, left, tuple(followers), following)
 
 
-def _following(values: Sequence[Follower], chunks: Sequence[Chunk]) -> Block:
-    return block_of(chunks, [i for _, i in values], donatable=False)
+def _following(followers: Sequence[Follower], chunks: Sequence[Chunk]) -> Block:
+    return block_of(chunks, [i for _, i in followers], donatable=False)
 
 
 def _runs(cut: StepCut, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]:

@@ -45,10 +45,12 @@ class _Cut:
     num_bytes: int
 
     @classmethod
-    def of(cls, follow: Sequence[Follower], pull: ChunkPull, units: Sequence[GroupUnit]) -> "_Cut":
+    def of(
+        cls, followers: Sequence[Follower], pull: ChunkPull, units: Sequence[GroupUnit]
+    ) -> "_Cut":
         values: dict[UnitValue, Sequence[np.ndarray]] = {}
         scalars: dict[int, np.ndarray] = {}
-        for follower, chunks in zip(follow, pull.result(), strict=True):
+        for follower, chunks in zip(followers, pull.result(), strict=True):
             run, i = follower.units, follower.value
             if follower.is_scalar:
                 scalars[i] = chunks[0].data.reshape(())
@@ -151,14 +153,14 @@ class EarlyChunks:
         self._host.add(num_bytes, self._held)
         return functools.partial(self._put, rows, units)
 
-    def take_in(self, values: Sequence[Follower], pull: ChunkPull) -> Task:
+    def take_in(self, followers: Sequence[Follower], pull: ChunkPull) -> Task:
         """Waits for an update's cut, and for room on the host, which replay gives back.
 
         Args:
-          values: What follows all that has left.
+          followers: What follows all that has left.
           pull: Of these, in their order.
         """
-        landed = _Cut.of(values, pull, self._units)
+        landed = _Cut.of(followers, pull, self._units)
         self._waiting.acquire(landed.num_bytes, self._waits)
         self._host.add(landed.num_bytes, self._held)
         self._record.gradient_bytes += landed.num_bytes

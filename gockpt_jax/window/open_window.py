@@ -160,7 +160,7 @@ class OpenWindow:
                 return
             with events.span(events.SPAN_PULL):
                 pull = left.cut.start_pull(staged)
-            take_in = functools.partial(self._early.take_in, left.values, pull)
+            take_in = functools.partial(self._early.take_in, left.followers, pull)
             self._land(take_in, follows(left.cut.held_bytes), left.cut.held_bytes)
 
     def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
@@ -169,7 +169,7 @@ class OpenWindow:
         # Given up or not: where values lie otherwise, it is a program of all processes.
         self.others_wait = left.cut.is_moved
         with self._device.heeded(left.cut.staged_bytes), events.span(events.SPAN_STAGE):
-            staged = left.cut.stage(left.followers(cut))
+            staged = left.cut.stage(left.arrays_of(cut))
         self.others_wait = False
         return left, staged
 

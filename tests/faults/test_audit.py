@@ -49,7 +49,7 @@ class CorruptedGradient:
 
         def corrupting(window: OpenWindow, state: Any, cut: Any) -> None:
             self._pending = self.armed
-            followed = {i for left in window._left for _, i in left.values}
+            followed = {i for left in window._left for _, i in left.followers}
             cut = [corrupt(x) if i in followed else x for i, x in enumerate(cut)]
             follow(window, state, cut)
 

@@ -115,8 +115,8 @@ def test_what_follows_is_cut_from_where_the_compiler_has_put_it():
         departure = planned.followed_by(cut)
         assert (departure is planned) == (place == PLACES["sharded"])
         assert departure.followed_by(cut) is departure
-        pull = departure.cut.start_pull(departure.cut.stage(departure.followers(cut)))
-        found = zip(departure.values, departure.cut.chunks, pull.result(), strict=True)
+        pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
+        found = zip(departure.followers, departure.cut.chunks, pull.result(), strict=True)
         for (_, i), chunk, shards in found:
             assert chunk.source.placed == PLACES["sharded"]
             for shard in shards:
@@ -133,13 +133,13 @@ def test_a_captured_scalar_travels_from_where_the_compiler_has_put_it():
     state["n"] = jax.device_put(jnp.float32(1), NamedSharding(MESH, PartitionSpec()))
     program, leaves = program_of(state, step), jax.tree.leaves(state)
     planned = nothing_left(program.cut, leaves)
-    assert planned.values
+    assert planned.followers
     for place in (state["n"].sharding, SingleDeviceSharding(jax.devices()[3])):
         cut = [jax.device_put(jnp.full(x.shape, 7, x.dtype), place) for x in program.cut.arrays]
         departure = planned.followed_by(cut)
         assert (departure is planned) == (place == state["n"].sharding)
         assert {chunk.source.placed for chunk in departure.cut.chunks} == {place}
-        pull = departure.cut.start_pull(departure.cut.stage(departure.followers(cut)))
+        pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
         assert [[h.data.item() for h in found] for found in pull.result()] == [[7.0]]
 
 
@@ -191,7 +191,7 @@ class Loop:
             refs = [weakref.ref(x) for x in cut]
             follow(window, state, cut)
             left = window._left[-1]
-            whole = {left.values[n][1] for n in left.cut._whole}
+            whole = {left.followers[n][1] for n in left.cut._whole}
             self.retained = [(x, i in whole) for i, x in enumerate(refs)]
 
         def stopping(early, *cut):
