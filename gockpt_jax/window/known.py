@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import json
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -80,28 +81,27 @@ class Known:
           leaf_bytes: Of the state, what one device sends.
           num_devices: Of this process, with a part of the state.
         """
-        said = self._options
+        said, seen, saves = self._options, measured_facts(self.clock), self.saves(program)
         host = self._host.room_bytes(leaf_bytes * num_devices)
-        seen = measured_facts(self.clock)
-        measured = {
-            "step_secs": said.step_secs or seen.step_secs,
-            "link_bytes_per_sec": said.link_bytes_per_sec or seen.link_bytes_per_sec,
+        mine = [
+            said.step_secs or seen.step_secs,
+            said.link_bytes_per_sec or seen.link_bytes_per_sec,
             # A process may have no device with a part of the state.
-            "host_budget_bytes": None if host is None or not num_devices else host // num_devices,
-        }
-        saves = self.saves(program)
-        unsaved, beside = saves.unsaved if said.steps is None else frozenset(), saves.beside
-        most = [saves.were_refused, beside.of_device, beside.in_host_memory, beside.to_host]
-        mine = json.dumps([measured, sorted(unsaved), most])
+            None if host is None or not num_devices else host // num_devices,
+            sorted(saves.unsaved) if said.steps is None else [],
+            saves.were_refused,
+            saves.beside._replace(owned=0),  # that is not told
+        ]
         saves.were_refused = False
-        answers = [json.loads(x) for x in self._processes.gather("facts", mine).values()]
-        known = {name: [x[name] for x, *_ in answers if x[name] is not None] for name in measured}
-        refused, *beside_bytes = map(max, zip(*(x for *_, x in answers), strict=True))
+        answers = self._processes.gather("facts", json.dumps(mine)).values()
+        secs, rates, room, unsaved, refused, beside = zip(*map(json.loads, answers), strict=True)
         return Facts(
-            **{name: min(told, default=None) for name, told in known.items()},
-            unsaved=unsaved.intersection(*(x for _, x, _ in answers)),
-            was_refused=refused,
-            beside=SavedBytes(*beside_bytes),
+            step_secs=_least(secs),
+            link_bytes_per_sec=_least(rates),
+            host_budget_bytes=_least(room),
+            unsaved=frozenset.intersection(*map(frozenset, unsaved)),
+            was_refused=any(refused),
+            beside=functools.reduce(SavedBytes.or_more, (SavedBytes(*x) for x in beside)),
         )
 
     def was_refused(self, program: StepProgram) -> None:
@@ -163,3 +163,8 @@ class Known:
 def measured_facts(clock: StepClock) -> Facts:
     """What has been learned so far."""
     return Facts(clock.secs, LINK.bytes_per_sec)
+
+
+def _least(told: Iterable[Any]) -> Any:
+    """Of what some of them know."""
+    return min((x for x in told if x is not None), default=None)

@@ -321,16 +321,8 @@ def test_processes_go_by_the_worst_that_one_of_them_has_seen(
             step, [set(map(id, leaves[2:]))], SavedBytes(22 * LEAF + 6, 1, 22 * LEAF + 5)
         )
         others = [
-            (
-                {"step_secs": 2.0, "link_bytes_per_sec": 7.0, "host_budget_bytes": 40},
-                [0, 1, 2],
-                [refused, 7, 0, 4],
-            ),
-            (
-                {"step_secs": None, "link_bytes_per_sec": 9.0, "host_budget_bytes": None},
-                [1, 5],
-                [False, 5, 3, 2],
-            ),
+            (2.0, 7.0, 40, [0, 1, 2], refused, [7, 0, 4]),
+            (None, 9.0, None, [1, 5], False, [5, 3, 2]),
         ]
         monkeypatch.setattr(known_module, "measured_facts", lambda clock: Facts(3.0, 8.0))
         monkeypatch.setattr(HostBudget, "room_bytes", lambda budget, n: 50)
