@@ -298,19 +298,21 @@ class Session:
         self._sealed_at = self.version
         self._current.abandon_interrupted()
         window = self._current.sealed_at(self.version)
+        record = self._record_of_snapshot() if window is None else window.record
+        self.known.clock.pause(self.version)
+        self._current.why_none = None
+        return Seal(window, record, self.resources)
+
+    def _record_of_snapshot(self) -> SaveRecord:
         unforeseen = self.predictor.why_unforeseen(self.version)
         if self._steps.last is None:
             unforeseen = NOT_WRAPPED
             self._saves_unwrapped += 1
             if self._saves_unwrapped == 2:  # one may be of the first state
                 tell_of_no_step(has_wrapped=self.has_wrapped)
-        record = SaveRecord(kind="snapshot", reason=self._current.why_none or unforeseen)
-        record.deferred_steps = self._opener.deferred_steps(self.version)
-        if window is not None:
-            record = window.record
-        self.known.clock.pause(self.version)
-        self._current.why_none = None
-        return Seal(window, record, self.resources)
+        reason = self._current.why_none or unforeseen
+        deferred_steps = self._opener.deferred_steps(self.version)
+        return SaveRecord(kind="snapshot", reason=reason, deferred_steps=deferred_steps)
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
