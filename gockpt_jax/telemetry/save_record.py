@@ -214,9 +214,14 @@ class ReportLog:
         self.put(object(), report)
 
     def put(self, place: object, report: SaveReport) -> None:
-        """Keeps the report in a place, and tells `jax.monitoring`; one INFO line on process 0."""
+        """Keeps the report in a place, and tells `jax.monitoring`; one INFO line on process 0.
+
+        What goes wrong with that is printed: whoever ends a save would take it for the save's.
+        """
         self._reports[place] = report
-        jax.monitoring.record_event(_EVENTS[report.kind])
+        has_failed = report.error is not None and report.kind != "superseded"
+        name = events.SAVE_FAILED if has_failed else _EVENTS[report.kind]
+        events.tell(jax.monitoring.record_event, name)
         for name, secs in (
             (events.SAVE_STALL_SECS, report.stall_secs),
             (events.SAVE_BARRIER_SECS, report.barrier_secs),
@@ -224,9 +229,9 @@ class ReportLog:
             (events.SAVE_WRITE_SECS, report.write_secs),
             (events.SAVE_COMMIT_SECS, report.commit_secs),
         ):
-            jax.monitoring.record_event_duration_secs(name, secs)
+            events.tell(jax.monitoring.record_event_duration_secs, name, secs)
         if jax.process_index() == 0:
-            _log.info("%s", report)
+            events.tell(_log.info, "%s", report)
 
     def all(self) -> tuple[SaveReport, ...]:
         """Every report so far."""

@@ -150,7 +150,8 @@ class CurrentWindow:
                 ) from error
             if self.window is not None and not self._several and is_out_of_memory(error):
                 self.no_room_for = self.window.target
-            _log.warning("a window was given up, training is not affected: %r", error)
+            told = "a window was given up, training is not affected: %r"
+            events.tell(_log.warning, told, error)
             self.give_up(f"{what}: {error!r}")
 
     # What has failed on a worker thread.
@@ -179,5 +180,5 @@ class CurrentWindow:
 
 def _tell(window: OpenWindow, what: str, reason: str) -> None:
     level = logging.DEBUG if window.error is None else logging.WARNING
-    _log.log(level, "window for version %d %s: %s", window.target, what, reason)
-    jax.monitoring.record_event(events.WINDOW_ABANDONED)
+    events.tell(_log.log, level, "window for version %d %s: %s", window.target, what, reason)
+    events.tell(jax.monitoring.record_event, events.WINDOW_ABANDONED)

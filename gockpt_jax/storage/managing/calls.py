@@ -25,7 +25,7 @@ class Calls:
     def __init__(self, steps: Any):
         self.saving = threading.RLock()
         self._steps = steps
-        self._teller: int | None = None  # the thread that is in the user's own callback
+        self._teller: int | None = None  # the thread that tells the user of a commit
 
     @property
     def is_inside(self) -> bool:
@@ -63,9 +63,10 @@ class Calls:
         """
         if self._teller == threading.get_ident():
             raise RuntimeError(
-                "`post_finalization_callback` runs in the middle of a save: it cannot wait for "
-                "that save, so not save, restore, close, or delete it. Have it set a flag, and "
-                "look at that between two steps."
+                "`post_finalization_callback`, like whoever listens to `jax.monitoring` or to the "
+                "log, runs in the middle of a save: it cannot wait for that save, so not save, "
+                "restore, close, or delete it. Have it set a flag, and look at that between two "
+                "steps."
             )
 
     def refuse_locked(self) -> None:

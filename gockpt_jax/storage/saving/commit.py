@@ -162,8 +162,8 @@ def with_word_of_commits(
     Args:
       options: Of a manager that saves asynchronously.
       processes: Those that save together.
-      committed: Called on a thread of Orbax's.
-      telling: Entered there while the user's own callback is called.
+      committed: Called on a thread of Orbax's; tells listeners and the log of the save.
+      telling: Entered there while these, or the user's own callback, are told.
 
     Returns:
       The options, and the votes; `None` for one process, and where the barriers are the user's.
@@ -171,8 +171,12 @@ def with_word_of_commits(
     async_options = options.async_options or ocp.options.AsyncOptions()
     users = async_options.post_finalization_callback
 
+    def tell() -> None:
+        with telling():
+            committed()
+
     def finalized() -> None:  # on the primary process alone
-        committed()
+        tell()
         if users is not None:
             with telling():
                 users()
@@ -180,6 +184,6 @@ def with_word_of_commits(
     told = dataclasses.replace(async_options, post_finalization_callback=finalized)
     votes = None
     if processes.several and async_options.barrier_sync_fn is None:
-        votes = CommitVotes(processes, committed)
+        votes = CommitVotes(processes, tell)
         told = dataclasses.replace(told, barrier_sync_fn=votes)
     return dataclasses.replace(options, async_options=told), votes
