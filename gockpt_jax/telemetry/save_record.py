@@ -67,7 +67,7 @@ class SaveRecord:
         self.measure()
 
     def measure(self) -> None:
-        """Takes note of the peaks so far; another save's window may measure anew from then on."""
+        """Takes note of the peaks so far; whoever measures anew has this done before."""
         host_bytes, device_bytes = self.peaks()
         self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
         self.peak_device_bytes = max(self.peak_device_bytes, device_bytes)
@@ -160,6 +160,7 @@ class PendingReport:
         """
         if error is not None:
             self._note(error)
+        self.record.measure()
         self.record.look_back()
         self.record.kind = "superseded"
         self.record.reason = f"superseded by step {step} while it waited ({self.record.reason})"
@@ -168,6 +169,7 @@ class PendingReport:
     def failed(self, error: BaseException) -> None:
         """There will be no checkpoint; also after `committed`, which comes before the rename."""
         if self._note(error):
+            self.record.measure()
             self._tell()
 
     def _note(self, error: BaseException) -> bool:

@@ -128,19 +128,17 @@ class Opener:
         self, program: StepProgram, planned: Planned, target: int, leaves: Sequence[jax.Array]
     ) -> OpenWindow | str:
         """The window, if the host has room for it, or those of other processes may have."""
-        device, host = self._resources.device, self._resources.host
-        no_room = host.why_no_room(*planned.host_bytes)
+        no_room = self._resources.host.why_no_room(*planned.host_bytes)
         if no_room is not None:
             self._planner.was_refused(program)
             if not self._processes.several:
                 return self._defer(target, no_room)
-        device.reset_peak()
-        host.reset_peak()
         window = OpenWindow(
             program, planned, target, self._planner.departures(program, planned, leaves),
             replayer=Replayer.of(leaves, self._options.replay_threads), auditor=self._auditor,
             resources=self._resources,
         )  # fmt: skip
+        self._resources.measure_from_now(window.record)
         if no_room is not None:
             window.give_up(no_room)
         if deferred_steps := self.deferred_steps(target):

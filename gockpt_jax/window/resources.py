@@ -1,8 +1,10 @@
 """What the windows and saves of a session share."""
 
 import dataclasses
+import weakref
 
 from gockpt_jax.options import WindowOptions
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.host_budget import HostBudget
@@ -27,6 +29,7 @@ class Resources:
     device: DeviceBudget
     host: HostBudget
     replicas: Replicas
+    _measured: list[weakref.ref[SaveRecord]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, options: WindowOptions, processes: Processes, replicas: Replicas) -> "Resources":
@@ -38,6 +41,18 @@ class Resources:
             host=HostBudget(options),
             replicas=replicas,
         )
+
+    def measure_from_now(self, record: SaveRecord) -> None:
+        """Measures the peaks of a save that begins; of those under way, what was measured stays."""
+        self._measured[:] = [ref for ref in self._measured if ref() is not None]
+        for ref in self._measured:
+            if (before := ref()) is not None:
+                before.measure()
+        self.device.reset_peak()
+        self.host.reset_peak()
+        device, host = self.device, self.host
+        record.peaks = lambda: (host.peak_bytes, device.peak_bytes)
+        self._measured.append(weakref.ref(record))
 
     def close(self) -> None:
         """Ends the threads, after what they were given."""

@@ -49,12 +49,9 @@ class Seal:
         self._resources = resources
         self.items: list[set[int]] = []
         self.taken = NO_BYTES
-        device, host = resources.device, resources.host
         if window is None:  # a window's peaks are measured from its opening on
-            device.reset_peak()
-            host.reset_peak()
+            resources.measure_from_now(record)
         record.sealed_at = time.perf_counter()
-        record.peaks = lambda: (host.peak_bytes, device.peak_bytes)
 
     def take(self, arrays: Sequence[jax.Array]) -> Taken:
         """Takes one item's arrays.

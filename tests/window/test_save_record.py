@@ -8,11 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
 from window.training_loop import WAIT_SECS
 
-from gockpt_jax.telemetry import save_record
+from gockpt_jax import SaveReport, WindowOptions
+from gockpt_jax.telemetry import events, save_record
 from gockpt_jax.telemetry.save_record import PendingReport, ReportLog, SaveRecord
+from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.resources import Resources
 
 
 @pytest.fixture
@@ -129,3 +133,56 @@ def test_one_that_is_superseded_says_so_too(log, pending):
     (told,) = log.all()
     assert (told.kind, told.window_steps) == ("superseded", 1)
     assert "(nothing given to `save` had left early" in told.reason
+
+
+def resources(replicas: Any = None) -> Resources:
+    options = WindowOptions(device_budget_bytes=100, host_budget_bytes=100)
+    return Resources.of(options, Processes(), replicas)
+
+
+def test_peaks_are_of_all_the_time_of_a_save(log):
+    """The next one's window may open before it has drained, and measures anew."""
+    shared = resources()
+    records = [SaveRecord(kind="window", reason="a test") for _ in range(2)]
+    shared.measure_from_now(records[0])
+    for budget, num_bytes in ((shared.host, 30), (shared.device, 20)):
+        budget.acquire(num_bytes)
+        budget.release(num_bytes - 10)
+    shared.measure_from_now(records[1])
+    shared.device.acquire(5)
+    for label, record in enumerate(records):
+        PendingReport(record, label, 0.0, log).failed(OSError())
+    assert [(r.peak_host_bytes, r.peak_device_bytes) for r in log.all()] == [(30, 20), (10, 15)]
+
+
+def test_of_a_save_that_is_over_no_peaks_are_measured():
+    shared = resources()
+    shared.measure_from_now(SaveRecord(kind="window", reason="a test"))
+    shared.measure_from_now(record := SaveRecord(kind="window", reason="a test"))
+    assert [ref() for ref in shared._measured] == [record]
+
+
+@pytest.mark.parametrize("end", ["failed", "superseded"])
+def test_peaks_of_a_save_that_does_not_come_to_its_end(log, pending, end):
+    """It may end before anything of it has drained."""
+    pending.record.peaks = lambda: (3, 2)
+    if end == "failed":
+        pending.failed(OSError())
+    else:
+        pending.superseded(9, None)
+    (told,) = log.all()
+    assert (told.peak_host_bytes, told.peak_device_bytes) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "event"),
+    [
+        (None, "window", events.SAVE_WINDOW), ("no", "window", events.SAVE_FAILED),
+        ("no", "snapshot", events.SAVE_FAILED), ("no", "superseded", events.SAVE_SUPERSEDED),
+    ],
+)  # fmt: skip
+def test_what_has_failed_is_counted_as_that(log, monkeypatch, error, kind, event):
+    told: list[str] = []
+    monkeypatch.setattr(jax.monitoring, "record_event", lambda name, **_: told.append(name))
+    log.add(SaveReport(step=1, kind=kind, reason="a test", window_steps=1, error=error))
+    assert told == [event]
