@@ -23,8 +23,8 @@ class Difference:
 
     Attributes:
       max_ulps: Largest distance of two elements.
-      elements: How many elements are not the same.
-      max_absolute: Largest difference of finite elements.
+      elements: How many elements are not the same; a complex one is one, of two parts.
+      max_absolute: Largest difference of finite elements; infinite if float64 cannot hold it.
     """
 
     max_ulps: int = 0
@@ -85,16 +85,15 @@ def difference(replayed: np.ndarray, true: np.ndarray) -> Difference:
     if np.array_equal(_bits(replayed), _bits(true)):  # nearly always, and without temporaries
         return Difference()
     distance = ulp_distance(replayed, true)
+    elements = (distance > 0).reshape(*replayed.shape, -1).any(axis=-1)
     if replayed.dtype.kind == "c":
         replayed, true = _pairs(replayed), _pairs(true)
     with np.errstate(invalid="ignore"):  # NaN that signals
         a, b = replayed.astype(np.float64), true.astype(np.float64)
     finite = np.isfinite(a) & np.isfinite(b) & (distance > 0)
-    return Difference(
-        max_ulps=int(distance.max()),
-        elements=int(np.count_nonzero(distance)),
-        max_absolute=float(np.max(np.abs(a[finite] - b[finite]), initial=0.0)),
-    )
+    with np.errstate(over="ignore"):  # of float64
+        max_absolute = float(np.max(np.abs(a[finite] - b[finite]), initial=0.0))
+    return Difference(int(distance.max()), int(np.count_nonzero(elements)), max_absolute)
 
 
 def scale_of(flat: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of, ulp_distance
+from gockpt_jax.replay.ulps import UNEQUAL, Difference, difference, scale_of, ulp_distance
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 every_float = pytest.mark.parametrize("dtype", FLOATS)
@@ -94,6 +94,9 @@ def test_complex_numbers_are_pairs(dtype):
     b = np.array([complex(1, np.nextafter(one, one + one))], dtype)
     assert ulp_distance(a, b).tolist() == [[0, 1]]
     assert (difference(a, b).max_ulps, difference(a, a)) == (1, difference(b, b))
+    both = np.array([[1 + 1j, 3], [5j, 7 - 7j]], dtype)
+    assert difference(both, both + dtype(1 + 1j)).elements == 4
+    assert difference(both, both + dtype(1j)).elements == 4
 
 
 @every_float
@@ -111,6 +114,12 @@ def test_difference_is_of_the_worst_element(dtype):
     a[9] = np.nan
     assert difference(a, b).max_ulps == UNEQUAL
     assert difference(a, b).max_absolute == pytest.approx(5 * unit)
+
+
+def test_difference_that_no_number_holds():
+    """As an audit's, it is told in an error, and is none of NumPy's warnings."""
+    a = np.array([1.7e308, 1])
+    assert difference(a, -a) == Difference(int(ulp_distance(a, -a).max()), 2, np.inf)
 
 
 def test_scale_is_the_largest_finite_magnitude():

@@ -162,8 +162,7 @@ def _compare(job: _Job) -> _Figures:
         bits = (x.view(np.uint8).reshape(-1, x.dtype.itemsize) for x in (left, right))
         other = np.any(np.not_equal(*bits), axis=1)
         if other.any():
-            with np.errstate(over="ignore"):
-                found = difference(left[other], right[other])
+            found = difference(left[other], right[other])
             total = total.joined(_Figures(int(other.sum()), found.max_ulps, found.max_absolute))
     return total
 
