@@ -71,8 +71,9 @@ class SaveReport:
       waiting_secs: From there until the save was handed to Orbax, where it had to wait for the
         previous one (`on_busy="newest"`).
       drain_secs: From the seal until the last chunk was final on the host.
-      write_secs: From the first chunk's hand-over to the last one's end of writing.
-      commit_secs: From there until the checkpoint was visible.
+      write_secs: Time in which at least one chunk was being written, or files were being synced;
+        not that in which the writer had none to write. Of several items, the longest.
+      commit_secs: From the end of the last write until the checkpoint was visible.
       written_bytes: Bytes of the chunks that this process wrote, before compression.
       peak_host_bytes: Most bytes that saves held on the host at once, from this one's beginning to
         its end: chunks, retained values, and what replay, audit and writer take beside them. Other
@@ -113,8 +114,9 @@ class SaveReport:
     def __str__(self) -> str:
         """One line of it, as it is logged; its `repr` has everything."""
         became = _DONE[self.kind] if self.error is None else f"failed with {self.error}"
-        return (
+        line = (
             f"step {self.step} {became}: {self.kind}, K={self.window_steps} ({self.reason}), "
             f"{self.state_bytes / 1e6:.1f} MB, stall {self.stall_secs * 1e3:.1f} ms, "
             f"drain {self.drain_secs:.2f} s, write {self.write_secs:.2f} s"
         )
+        return " ".join(line.split())  # some errors tell of each leaf in a line of its own

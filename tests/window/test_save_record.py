@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -186,3 +187,14 @@ def test_what_has_failed_is_counted_as_that(log, monkeypatch, error, kind, event
     monkeypatch.setattr(jax.monitoring, "record_event", lambda name, **_: told.append(name))
     log.add(SaveReport(step=1, kind=kind, reason="a test", window_steps=1, error=error))
     assert told == [event]
+
+
+def test_a_report_is_told_in_a_line(log, pending, caplog):
+    """Some errors have a line for each leaf; all of it is in the report."""
+    with caplog.at_level(logging.INFO, logger="gockpt_jax"):
+        pending.failed(ValueError("no room:\n  a: of 3 B\n  b: of 5 B"))
+    (told,) = log.all()
+    assert told.error == "ValueError: no room:\n  a: of 3 B\n  b: of 5 B"
+    assert caplog.messages == [str(told)]
+    assert str(told).startswith("step 7 failed with ValueError: no room: a: of 3 B b: of 5 B: snap")
+    assert "\n" not in str(told)
