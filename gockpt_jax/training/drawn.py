@@ -11,7 +11,8 @@ together a part is one of them. But of a matrix product nobody finds that it is 
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,29 +67,32 @@ _LOGICAL: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Source:
-    """An argument, sums of products, or what anything else that is not elementwise gives.
+class Source(bytes):
+    """Names an argument, sums of products, or what anything else that is not elementwise gives.
+
+    The same of the same, and of nothing else; what they are made of may be deep.
 
     Attributes:
-      arguments: Of the step, from which it is computed: a bit for each.
-      is_product: Whether it is of the second kind.
-      near: Of the last, what it is made of.
-      roots: And of which arguments and products that is made.
-      name: The same of the same, and of nothing else; what they are made of may be deep.
+      roots: Of the last, of which arguments and products it is made.
     """
 
-    arguments: int = dataclasses.field(compare=False)
-    is_product: bool = dataclasses.field(default=False, compare=False)
-    near: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False, repr=False)
-    roots: "frozenset[Source]" = dataclasses.field(default=frozenset(), compare=False, repr=False)
-    name: bytes = dataclasses.field(init=False)
+    roots: "frozenset[Source]"
 
-    def __post_init__(self) -> None:
-        of = b"".join(sorted(source.name for source in self.near))
-        told = f"{self.is_product} {self.arguments:x} ".encode()
-        digest = hashlib.blake2b(told + of, digest_size=16).digest()
-        object.__setattr__(self, "name", digest)
+    @classmethod
+    def of(
+        cls, arguments: int, near: "frozenset[Source]" = frozenset(), *, is_product: bool = False
+    ) -> "Source":
+        """Names one.
+
+        Args:
+          arguments: Of the step, from which it is computed: a bit for each.
+          near: Of the last kind, what it is made of.
+          is_product: Whether it is of the second.
+        """
+        told = f"{is_product} {arguments:x} ".encode()
+        source = cls(hashlib.blake2b(told + b"".join(sorted(near)), digest_size=16).digest())
+        source.roots = frozenset(_roots(near))
+        return source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,20 +112,27 @@ class Number:
 
     def may_equal(self, other: "Number") -> bool:
         """Whether nobody knows that it is not the other, though they are other numbers."""
-        if other.near <= self.near:  # then the numbers tell
+        if not self.far or other.near <= self.near:  # then the numbers tell
             return False
-        return bool(self.far) and _roots(other.near) <= self.near | self.far
+        return all(root in self.near or root in self.far for root in _roots(other.near))
 
 
-def _roots(near: frozenset[Source]) -> frozenset[Source]:
-    return frozenset[Source]().union(*(source.roots or {source} for source in near))
+def _roots(near: frozenset[Source]) -> Iterator[Source]:
+    return itertools.chain.from_iterable(source.roots or (source,) for source in near)
+
+
+def _union(sets: Sequence[frozenset[Source]]) -> frozenset[Source]:
+    """One of them, if it holds the others: a norm of all gradients is not copied for each leaf."""
+    largest = max(sets, key=len, default=frozenset())
+    others = [each for each in sets if each is not largest and not each <= largest]
+    return largest.union(*others) if others else largest
 
 
 def worked_out(value: Value) -> Number:
     """What a value is: worked out once, of what is worked out first."""
     value = without_walls(value)
     stack = [value]
-    while stack:
+    while value.number is None:
         made = stack[-1]
         inputs = [without_walls(v) for v in (made.op.inputs if made.op else ())]
         if todo := [v for v in inputs if v.number is None]:
@@ -140,20 +151,18 @@ def _work_out(value: Value, given: Sequence[Number]) -> Number:
     if value.is_constant:
         return Number(_of_constant(value))
     if op is None:
-        return Number(_drawn(value, value.index), frozenset({Source(value.arguments)}))
+        return Number(_drawn(value, value.index), frozenset({Source.of(value.arguments)}))
     if value.is_folded:
         return Number(_folded(value, op, numbers))
-    near = frozenset[Source]().union(*(number.near for number in given))
-    alike = (n for n, v in zip(given, op.inputs, strict=True) if v.size >= value.size)
-    far = frozenset[Source]().union(*(number.far for number in alike))
+    near = _union([number.near for number in given])
+    far = _union([n.far for n, v in zip(given, op.inputs, strict=True) if v.size >= value.size])
     if op.name in _MOVES | _PICKS:
         return Number(_typed(value, numbers[min(value.index, len(given) - 1)]), near, far)
     number = work_out(*numbers) if (work_out := _elementwise(op)) else np.nan
     if np.any(np.isfinite(number)):  # else it is nothing that can be compared
         return Number(number, near, far)
-    source = Source(value.arguments, is_product=True)
-    if not _is_product(value):
-        source = Source(value.arguments, near=near, roots=_roots(near))
+    is_product = _is_product(value)
+    source = Source.of(value.arguments, frozenset() if is_product else near, is_product=is_product)
     return Number(_drawn(value, "of", hex(value.arguments)), frozenset({source}), source.roots)
 
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from training_helpers import graph_of
 
-from gockpt_jax.training.drawn import Source
+from gockpt_jax.training.drawn import Source, worked_out
 from gockpt_jax.training.numbers import is_power_of_two, may_be_equal, number_of
 
 X, Y = (jnp.ones(4) for _ in range(2))
@@ -273,12 +273,26 @@ def test_arguments_are_other_numbers_of_either_sign():
         assert min(numbers) < 0 < max(numbers)
 
 
+def test_what_a_value_is_made_of_is_kept_once():
+    """Behind a norm of all gradients each leaf is made of all: copies would be their square."""
+
+    def values(*all):
+        total = sum(map(jnp.sum, all))
+        return all[0] * total - total
+
+    (difference,) = graph_of(values, *[X] * 9).outputs
+    product, total = difference.op.inputs
+    assert len(worked_out(total).near) == 9
+    assert len(worked_out(product).near) == 10
+    assert worked_out(difference).near is worked_out(product).near
+
+
 def test_a_step_may_have_tens_of_thousands_of_arguments():
     """Python writes no integer of that many bits in decimals, and hashes every 61st bit alike."""
     *_, last = many = [np.float32(1)] * 15_000
     (value,) = graph_of(lambda *all: jnp.outer(all[-1], X) @ X, *many).outputs
     assert not may_be_equal(value, graph_of(lambda x: x, last).outputs[0])
-    assert len({hash(Source(1 << n)) for n in range(15_000)}) == 15_000
+    assert len({hash(Source.of(1 << n)) for n in range(15_000)}) == 15_000
 
 
 def sums_of_each_other(x, turns):
