@@ -1,14 +1,9 @@
 """What a compiler may see a factor to be: something smaller that is spread, or flags."""
 
-import weakref
-
 import jax.numpy as jnp
 
 from gockpt_jax.training.numbers import may_be_all_of, may_hold
 from gockpt_jax.training.values import IDENTITIES, Op, Value, is_known, unspread
-
-_spread = weakref.WeakKeyDictionary[Value, bool]()
-"""Of values that are not smaller ones spread, whether they may be all the same."""
 
 
 def may_be_spread(value: Value) -> bool:
@@ -19,20 +14,22 @@ def may_be_spread(value: Value) -> bool:
     stack = [value]
     while stack:
         source = unspread(stack[-1])
-        behind = () if source.op is None else (*source.op.inputs, *may_be_all_of(source.op))
-        todo = [v for v in behind if unspread(v) not in _spread]
-        if source not in _spread and todo:
-            stack += todo
-            continue
-        if source not in _spread:
-            _spread[source] = _is_spread(source)
+        if source.is_spread is None:
+            behind = () if source.op is None else (*source.op.inputs, *may_be_all_of(source.op))
+            if todo := [v for v in behind if unspread(v).is_spread is None]:
+                stack += todo
+                continue
+            source.is_spread = _is_spread(source)
         stack.pop()
     return _is_smaller_or_spread(value)
 
 
 def _is_smaller_or_spread(value: Value) -> bool:
     source = unspread(value)
-    return source.size < value.size or _spread[source]
+    if source.size < value.size:
+        return True
+    assert source.is_spread is not None, "what it is made of is asked first"
+    return source.is_spread
 
 
 def _is_spread(source: Value) -> bool:

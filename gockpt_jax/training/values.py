@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import types
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,17 +27,16 @@ CARRIED = types.SimpleNamespace(name="carried")
 _MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
 """What gives all devices that take part the same result."""
 
-_Judged = TypeVar("_Judged")
+_Judged = TypeVar("_Judged", "Value", "Op")
 
 
 def judged_once(judge: Callable[[_Judged], bool]) -> Callable[[_Judged], bool]:
     """Of a value or operation, which walks from many leaves meet, asks once as long as it lives."""
-    verdicts: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     @functools.wraps(judge)
     def verdict(judged: _Judged) -> bool:
-        if (known := verdicts.get(judged)) is None:
-            known = verdicts[judged] = judge(judged)
+        if (known := judged.verdicts.get(judge)) is None:
+            known = judged.verdicts[judge] = judge(judged)
         return known
 
     return verdict
@@ -82,7 +80,7 @@ class Site:
         return is_in_branch(self.path)
 
 
-@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """One value of the step: what makes it, and where it can be read.
 
@@ -98,6 +96,8 @@ class Value:
         and may merge it with the constants that follow, as if it were one.
       arguments: Of the step, from which it is computed: a bit for each.
       number: What it is of arguments drawn at random, once that was asked (`drawn.Number`).
+      is_spread: Whether it may be all the same, likewise (`factors.py`).
+      verdicts: What else was asked of it (`judged_once`).
     """
 
     aval: Any
@@ -109,6 +109,8 @@ class Value:
     is_folded: bool = False
     arguments: int = 0
     number: Any = None
+    is_spread: bool | None = None
+    verdicts: dict[Any, bool] = dataclasses.field(default_factory=dict)
 
     @property
     def is_constant(self) -> bool:
@@ -136,13 +138,15 @@ class Value:
         return self.size * getattr(self.dtype, "itemsize", 0)
 
 
-@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Op:
     """One primitive operation."""
 
     primitive: Any
     inputs: tuple[Value, ...]
     params: dict[str, Any]
+    name: str = dataclasses.field(init=False)
+    """The primitive's, as a jaxpr prints it."""
     entered: "tuple[Value, ...]" = ()
     """Of a `shard_map`: what goes into its body, seen from inside."""
     stands_for: "tuple[Value, ...]" = ()
@@ -150,11 +154,11 @@ class Op:
     last turns of a loop make, where these are written out."""
     turn: "tuple[Value, ...]" = ()
     """Of a loop: what any one of its turns returns."""
+    verdicts: dict[Any, bool] = dataclasses.field(default_factory=dict)
+    """What was asked of it (`judged_once`)."""
 
-    @property
-    def name(self) -> str:
-        """The primitive's name, as a jaxpr prints it."""
-        return str(self.primitive.name)
+    def __post_init__(self) -> None:
+        self.name = str(self.primitive.name)
 
 
 def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
