@@ -2,6 +2,7 @@
 
 In the order of their imports:
 
+    primitives  what is known of JAX's primitives by their names
     values     the values of a traced step, and what makes them
     erased     of which operations the compiler makes nothing
     drawn      what number a value is

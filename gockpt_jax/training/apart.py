@@ -11,17 +11,11 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from gockpt_jax.training.numbers import may_hold
-from gockpt_jax.training.values import Op, Value, contracted, is_known, names, without_walls
+from gockpt_jax.training.primitives import CUMULATIVE, JOINS, LAYOUTS, PARTS, SPREADS
+from gockpt_jax.training.values import Op, Value, contracted, is_known, without_walls
 
-_CUMULATIVE = names("cumsum cumprod cummax cummin cumlogsumexp")
-# Of one array, all elements or some, elsewhere.
-_MOVES = names(
-    """optimization_barrier reshape transpose squeeze expand_dims rev slice split unstack
-    dynamic_slice gather"""
-)
-_SPREADS, _JOINS = names("broadcast_in_dim tile"), names("concatenate stack pad")
 # What these put into an array: all operands, or one of them.
-_PUTS: Mapping[str, slice] = dict.fromkeys(_JOINS, slice(None)) | {
+_PUTS: Mapping[str, slice] = dict.fromkeys(JOINS, slice(None)) | {
     "dynamic_update_slice": slice(1, 2), "scatter": slice(2, 3), "scatter-add": slice(2, 3),
 }  # fmt: skip
 # They choose one of the elements: nothing is computed that might be merged.
@@ -35,7 +29,7 @@ def summed(op: Op) -> int:
     if op.name == "dot_general":
         return math.prod(contracted(op))
     along: Sequence[int] = op.params.get("axes", ()) if op.name.startswith("reduce_") else ()
-    if op.name in _CUMULATIVE:
+    if op.name in CUMULATIVE:
         along = (op.params["axis"],)
     return math.prod(op.inputs[0].shape[axis] for axis in along)
 
@@ -74,12 +68,12 @@ def _is_put_together(value: Value, largest: int) -> bool:
         op = value.op
         if op is None:
             return False
-        if op.name in _SPREADS and op.inputs[0].size <= largest:
+        if op.name in SPREADS and op.inputs[0].size <= largest:
             found = True
         elif op.name in _PUTS and any(_is_part(v, largest) for v in op.inputs[_PUTS[op.name]]):
             found = True
-            stack.extend(() if op.name in _JOINS else op.inputs[:1])
-        elif op.name in _MOVES:
+            stack.extend(() if op.name in JOINS else op.inputs[:1])
+        elif op.name in LAYOUTS or op.name in PARTS:
             stack.append(op.inputs[min(value.index, len(op.inputs) - 1)])
         elif all(v.shape in (value.shape, ()) for v in op.inputs):
             stack.extend(op.inputs)

@@ -18,22 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gockpt_jax.training.values import (
-    IDENTITIES,
-    Op,
-    Value,
-    contracted,
-    names,
-    without_walls,
-)
-
-# Of one array, the same numbers: elsewhere, or in another type.
-_MOVES = IDENTITIES | names(
-    """broadcast_in_dim convert_element_type reduce_precision optimization_barrier reshape
-    transpose squeeze expand_dims rev tile reshard"""
-)
-# Of one array some numbers, and maybe others: as the parameters are, all and no others.
-_PICKS = names("bitcast_convert_type pad slice split unstack dynamic_slice gather")
+from gockpt_jax.training.primitives import MATRIX_PRODUCTS, SAME_NUMBERS, SOME_NUMBERS
+from gockpt_jax.training.values import Op, Value, contracted, without_walls
 
 
 def _chosen(which: Any, *cases: Any) -> Any:
@@ -156,7 +142,7 @@ def _work_out(value: Value, given: Sequence[Number]) -> Number:
         return Number(_folded(value, op, numbers))
     near = _union([number.near for number in given])
     far = _union([n.far for n, v in zip(given, op.inputs, strict=True) if v.size >= value.size])
-    if op.name in _MOVES | _PICKS:
+    if op.name in SAME_NUMBERS | SOME_NUMBERS:
         return Number(_typed(value, numbers[min(value.index, len(given) - 1)]), near, far)
     number = work_out(*numbers) if (work_out := _elementwise(op)) else np.nan
     if np.any(np.isfinite(number)):  # else it is nothing that can be compared
@@ -174,7 +160,7 @@ def _is_product(value: Value) -> bool:
     """Whether a value adds up products of several elements; of a loop, whether its turns do."""
     value = without_walls(value)
     while (op := value.op) is not None:
-        if op.name in _MOVES:
+        if op.name in SAME_NUMBERS:
             value = op.inputs[min(value.index, len(op.inputs) - 1)]
         elif op.turn:
             value = op.turn[value.index]
@@ -186,7 +172,7 @@ def _is_product(value: Value) -> bool:
 
 def _adds_products(op: Op) -> bool:
     """Whether an operation adds up products of several elements: no compiler undoes that."""
-    if op.name in ("dot_general", "ragged_dot_general"):
+    if op.name in MATRIX_PRODUCTS:
         return any(size > 1 for size in contracted(op))
     return op.name == "conv_general_dilated" and op.inputs[1].size > 1
 
@@ -205,7 +191,7 @@ def _folded(value: Value, op: Op, given: Sequence[Any]) -> Any:
     Whether it drops a rounding to less than fp32, because another follows, it alone knows.
     """
     work_out = np.sqrt if op.name == "sqrt" else _ELEMENTWISE.get(op.name)
-    is_told = (work_out or op.name in _MOVES - {"reduce_precision"}) and _is_numeric(value)
+    is_told = (work_out or op.name in SAME_NUMBERS - {"reduce_precision"}) and _is_numeric(value)
     if not is_told or any(np.ndim(x) or np.float32(x) != x for x in given):
         return np.nan
     typed = [np.asarray(x, v.dtype) for x, v in zip(given, op.inputs, strict=True)]

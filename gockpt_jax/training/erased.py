@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gockpt_jax import _compat
+from gockpt_jax.training.primitives import CUMULATIVE, LOGICAL
 from gockpt_jax.training.values import (
     Op,
     Value,
@@ -116,6 +117,6 @@ _BY_NAME: Mapping[str, Callable[[Op], bool]] = {
     "while": _ends_at_a_known_turn,
     "sort": _along("dimension"),
     "top_k": _along("axis"),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    **dict.fromkeys(("and", "or", "xor"), _has_a_constant),
+    **dict.fromkeys(CUMULATIVE, _along("axis")),
+    **dict.fromkeys(LOGICAL - {"not"}, _has_a_constant),
 }

@@ -14,37 +14,24 @@ import numpy as np
 
 from gockpt_jax.training.merging import is_rounded, merges
 from gockpt_jax.training.numbers import is_power_of_two, may_hold, number_of
-from gockpt_jax.training.values import (
+from gockpt_jax.training.primitives import (
     CHOICE,
-    IDENTITIES,
+    EXACT,
+    LOOKS,
     PRODUCTS,
+    ROUNDED,
     SUMS,
+    TELL_ZERO,
+    WORKED_OUT,
+)
+from gockpt_jax.training.values import (
     Op,
     Value,
     is_known,
     judged_once,
-    names,
     unspread,
     without_walls,
 )
-
-# Select or move bits; exact for every dtype. Of what was rounded they are what is rounded after.
-_MOVES = IDENTITIES | names(
-    """select_n max min neg clamp
-    and or not xor shift_left shift_right_logical shift_right_arithmetic"""
-)
-# Exact likewise, but of what was rounded they are something else.
-_LOOKS = names("is_finite eq ne lt le gt ge round floor ceil sign")
-# Of the smallest numbers they make what is made of zero, or something else by far.
-_TELL_ZERO = names("eq ne lt le gt ge floor ceil sign")
-# Within a few ULPs on every machine, though not the same bits.
-_ROUNDED = names(
-    """div sqrt rsqrt cbrt exp exp2 expm1 log log1p pow integer_pow tanh logistic sin cos tan asin
-    acos atan atan2 sinh cosh asinh acosh atanh erf erfc"""
-)
-# Of constants every compiler works these out on the host, rounded as IEEE 754 says. Not of what is
-# made of constants: there it may first make another expression of all.
-_WORKED_OUT = names("div sqrt")
 
 
 @judged_once
@@ -62,15 +49,15 @@ def is_exact(op: Op) -> bool:
         return False
     if op.name in ("abs", "sign") and jnp.issubdtype(op.inputs[0].dtype, jnp.complexfloating):
         return False  # they are made of a root
-    if op.name in _LOOKS:
+    if op.name in LOOKS:
         is_other = _is_found_true(op) or _may_tell_zero_otherwise(op)
         return not is_other and all(map(_is_as_it_is_stored, op.inputs))
-    if op.name in _MOVES or op.name == "abs":
+    if op.name in EXACT:
         return True
     if op.name in PRODUCTS | SUMS:  # correctly rounded, where the hardware has the type
         is_whole = _full_width(op.inputs[0].dtype) and op.params.get("y", 0) >= 0
         return is_whole and not merges(op)
-    if op.name in _WORKED_OUT and all(unspread(v).is_constant for v in op.inputs):
+    if op.name in WORKED_OUT and all(unspread(v).is_constant for v in op.inputs):
         return _full_width(op.inputs[0].dtype)
     if op.name == "div":
         return _divides_by_power_of_two(op)
@@ -99,8 +86,7 @@ def is_close(op: Op) -> bool:
     Arithmetic below fp32 and narrowings that are undone are not: there a difference is as large as
     the narrow type's own last place.
     """
-    repeats = _ROUNDED | PRODUCTS | SUMS
-    is_wide = op.name in repeats and _full_width(op.inputs[0].dtype)
+    is_wide = op.name in ROUNDED and _full_width(op.inputs[0].dtype)
     return is_exact(op) or (is_wide and not _is_emulated(op))
 
 
@@ -120,7 +106,7 @@ def _may_tell_zero_otherwise(op: Op) -> bool:
     XLA's CPU backend flushes denormals, which a moment decays to where no gradient comes; a TPU
     does, too, and a GPU's kernels do not. A number that is known to be larger is told from both.
     """
-    tells = op.name in _TELL_ZERO or op.params.get("new_dtype") == jnp.bool_
+    tells = op.name in TELL_ZERO or op.params.get("new_dtype") == jnp.bool_
     if not tells or jax.default_backend() != "gpu":
         return False
     numbers = [v for v in op.inputs if jnp.issubdtype(v.dtype, jnp.inexact)]

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 
 from gockpt_jax.training.numbers import may_be_all_of, may_hold
-from gockpt_jax.training.values import IDENTITIES, Op, Value, is_known, unspread
+from gockpt_jax.training.primitives import IDENTITIES
+from gockpt_jax.training.values import Op, Value, is_known, unspread
 
 
 def may_be_spread(value: Value) -> bool:

@@ -22,11 +22,9 @@ from jax.extend import core as jex
 from gockpt_jax import _compat
 from gockpt_jax.training.bodies import body_of, can_open
 from gockpt_jax.training.merging import may_be_cut
+from gockpt_jax.training.primitives import CARRIED, CHOICE, ENTER, KNOWN
 from gockpt_jax.training.settled import is_settled
 from gockpt_jax.training.values import (
-    CARRIED,
-    CHOICE,
-    ENTER,
     Op,
     PathEntry,
     Site,
@@ -35,10 +33,6 @@ from gockpt_jax.training.values import (
     is_in_branch,
     is_known,
 )
-
-_SELECT = lax.select_n_p
-_KNOWN = frozenset({"iota", "platform_index"})
-"""Operations without inputs whose results the compiler knows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,12 +176,12 @@ def _chooser(cases: Sequence[Value]) -> Any:
     Where every branch ends in a factor, or in adding a constant, a compiler may take that out of
     all of them, and merge it with what follows. That is neither cut nor repeated.
     """
-    return _SELECT if any(map(may_be_cut, cases)) else CHOICE
+    return lax.select_n_p if any(map(may_be_cut, cases)) else CHOICE
 
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    folded = bool(op.inputs or op.name in _KNOWN) and all(map(is_known, op.inputs))
+    folded = bool(op.inputs or op.name in KNOWN) and all(map(is_known, op.inputs))
     arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
     folded = folded or is_settled(aval, op)
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)

@@ -22,35 +22,14 @@ from gockpt_jax.training.numbers import (
     may_hold,
     reciprocal,
 )
+from gockpt_jax.training.primitives import ENDS, IDENTITIES, MELTING, PRODUCTS, RISING, SUMS
 from gockpt_jax.training.values import (
-    IDENTITIES,
-    PRODUCTS,
-    SUMS,
     Op,
     Value,
     is_known,
     judged_once,
-    names,
     unspread,
     without_walls,
-)
-
-# Two of these, multiplied, are one of them or none.
-_MELTING = names("sqrt rsqrt exp exp2 pow")
-# The larger of two of these is one of the larger operand.
-_RISING = names("sqrt cbrt exp exp2 expm1 log log1p tanh logistic erf")
-# Where a chain of factors ends for certain. Whatever is not named here XLA may move, drop or merge:
-# an operation that we do not know can only make a leaf late. Of `log(exp(x))` it makes `x`; what
-# else ends none at some sizes, `may_be_erased` tells.
-_ENDS = names(
-    """dot_general ragged_dot_general conv_general_dilated scan while cond gather sort custom_call
-    ffi_call scatter scatter-add scatter-mul scatter-min scatter-max scatter_add scatter_mul
-    scatter_min scatter_max cumsum cumprod cummax cummin cumlogsumexp sqrt rsqrt cbrt exp2 expm1
-    log1p pow tanh sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh logistic erf erfc
-    erf_inv lgamma digamma sign round floor ceil rem nextafter eq ne lt le gt ge and or not xor
-    is_finite random_bits random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum2
-    psum_invariant all_gather reduce_scatter all_to_all ppermute eigh qr cholesky svd lu
-    triangular_solve"""
 )
 
 
@@ -88,13 +67,13 @@ def melts(op: Op) -> bool:
     `sqrt(x) * sqrt(x)` becomes `x`, `exp(a) * exp(b)` becomes `exp(a + b)`, and the larger of
     `erf(a)` and `erf(b)` becomes `erf` of the larger.
     """
-    merged = _MELTING if op.name in PRODUCTS else _RISING if op.name in ("max", "min") else ()
+    merged = MELTING if op.name in PRODUCTS else RISING if op.name in ("max", "min") else ()
     return bool(merged) and all(_shows(v, merged) for v in op.inputs)
 
 
 def may_melt(value: Value) -> bool:
     """Whether a value is one that `melts` may find."""
-    return _shows(value, _MELTING | _RISING)
+    return _shows(value, MELTING | RISING)
 
 
 def _shows(value: Value, names: Collection[str]) -> bool:
@@ -233,7 +212,7 @@ def _hides(op: Op) -> bool:
         return True
     if op.name == "convert_element_type" and op.inputs[0].dtype == jnp.bool_:
         return bool(jnp.issubdtype(op.params["new_dtype"], jnp.inexact))
-    if (op.name in _ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
+    if (op.name in ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
         return False
     params = (p if isinstance(p, tuple | list) else (p,) for p in op.params.values())
     return any(map(_compat.is_jaxpr, itertools.chain.from_iterable(params)))
@@ -262,7 +241,7 @@ def _ends_chain(op: Op) -> bool:
         return not (may_be_all_of(op) or _shares_a_spread(op))
     if op.name == "clamp":
         return not any(may_hold(v, np.isinf) for v in op.inputs)
-    if op.name in _ENDS:
+    if op.name in ENDS:
         return not (may_be_erased(op) or is_apart(op))
     return (summed(op) > 1 and not is_apart(op)) or _is_compiled_kernel(op)
 

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from gockpt_jax.training.drawn import Number, is_secret, worked_out
-from gockpt_jax.training.values import IDENTITIES, SUMS, Op, Value, is_known, names, unspread
+from gockpt_jax.training.primitives import SCALES, SUMS
+from gockpt_jax.training.values import Op, Value, is_known, unspread
 
 _PRECISION = 1e-6
-# Of one array the numbers times others.
-_SCALES = IDENTITIES | names("mul div neg")
 
 
 def may_be_equal(a: Value, b: Value) -> bool:
@@ -41,7 +40,7 @@ def _is_multiple(value: Value, other: Value) -> bool:
         value = unspread(stack.pop())
         if value is wanted:
             return True
-        if (op := value.op) is not None and value not in seen and op.name in _SCALES:
+        if (op := value.op) is not None and value not in seen and op.name in SCALES:
             seen.add(value)
             stack.extend(op.inputs[:1] if op.name == "div" else op.inputs)
     return False

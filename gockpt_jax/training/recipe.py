@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from gockpt_jax.training.cut import Group
-from gockpt_jax.training.values import IDENTITIES, PRODUCTS, SUMS, Value
+from gockpt_jax.training.primitives import IDENTITIES, PRODUCTS, SUMS
+from gockpt_jax.training.values import Value
 from gockpt_jax.training.walk import Leaf
 
 

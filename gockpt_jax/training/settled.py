@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.training.numbers import may_hold, number_of
-from gockpt_jax.training.values import Op, Value, names, unspread
-
-_COMPARISONS = names("eq ne lt le gt ge")
+from gockpt_jax.training.primitives import COMPARISONS
+from gockpt_jax.training.values import Op, Value, unspread
 
 
 def is_settled(aval: Any, op: Op) -> bool:
@@ -36,7 +35,7 @@ def _is_settled_flag(aval: Any, op: Op) -> bool:
     if op.name in ("and", "or"):
         ends = op.name == "or"
         return any(may_hold(v, lambda flag: (flag != 0) == ends) for v in op.inputs)
-    if op.name not in _COMPARISONS or jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
+    if op.name not in COMPARISONS or jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
         return False
     drawn = np.asarray(number_of(Value(aval, op)))
     if op.name in ("eq", "ne"):  # what is drawn is no constant by chance, which it may be

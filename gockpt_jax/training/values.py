@@ -3,30 +3,12 @@
 import dataclasses
 import functools
 import math
-import types
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
+from gockpt_jax.training.primitives import ENTER, MEETINGS
 
-def names(text: str) -> frozenset[str]:
-    """Of primitives, out of a text of them."""
-    return frozenset(text.split())
-
-
-PRODUCTS = names("mul square integer_pow")
-SUMS = names("add sub add_any")
-IDENTITIES = names("name copy copy_p sharding_constraint stop_gradient")
-"""What only says something about its operand."""
 _NOTHING = object()
-ENTER = types.SimpleNamespace(name="shard_map")
-"""In place of a primitive: what makes one shard of an argument."""
-CHOICE = types.SimpleNamespace(name="choice")
-"""In place of a primitive: `select_n` between what a compiler may take out of branches."""
-CARRIED = types.SimpleNamespace(name="carried")
-"""In place of a primitive: what one turn of a loop is given by the turn before."""
-_MEETINGS = frozenset({"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather"})
-"""What gives all devices that take part the same result."""
-
 _Judged = TypeVar("_Judged", "Value", "Op")
 
 
@@ -170,7 +152,7 @@ def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
     names = {a for a in ((over,) if isinstance(over, str) else over) if isinstance(a, str)}
     if names:
         in_groups = op.params.get("axis_index_groups") is not None
-        return op.name in _MEETINGS and names >= set(axes) and not in_groups
+        return op.name in MEETINGS and names >= set(axes) and not in_groups
     if not axes:
         return all(v.is_everywhere for v in op.inputs)
     holds_a_body = any("jaxpr" in key or key == "branches" for key in op.params)
