@@ -84,6 +84,6 @@ def _is_put_together(value: Value, largest: int) -> bool:
 
 def _is_part(value: Value, largest: int) -> bool:
     """Whether a compiler may take out what was put into an array: it does not take out nothing."""
-    if is_known(without_walls(value)):
+    if is_known(value):
         return may_hold(value, lambda number: number != 0)
     return value.size <= largest or _is_put_together(value, largest)

@@ -19,7 +19,6 @@ from gockpt_jax.training.values import (
     contracted,
     is_known,
     unspread,
-    without_walls,
 )
 
 
@@ -67,7 +66,7 @@ def _is_one_place(indices: Value) -> bool:
 
 def _gathers_slices(op: Op) -> bool:
     indices = op.inputs[1]
-    if _is_one_place(indices) or is_known(without_walls(indices)):
+    if _is_one_place(indices) or is_known(indices):
         return True
     sizes = op.params["slice_sizes"]
     dims = op.params["dimension_numbers"].start_index_map
@@ -94,7 +93,7 @@ def _is_a_whole_power(op: Op) -> bool:
 
 
 def _has_a_constant(op: Op) -> bool:
-    return any(is_known(unspread(v)) for v in op.inputs)
+    return any(map(is_known, op.inputs))
 
 
 def _ends_at_a_known_turn(op: Op) -> bool:
@@ -107,7 +106,7 @@ def _ends_at_a_known_turn(op: Op) -> bool:
         if any(id(v) in read for v in eqn.outvars):
             read.update(map(id, eqn.invars))
     pairs = zip(condition.invars, given, strict=True)
-    return all(is_known(without_walls(value)) for var, value in pairs if id(var) in read)
+    return all(is_known(value) for var, value in pairs if id(var) in read)
 
 
 _BY_NAME: Mapping[str, Callable[[Op], bool]] = {

@@ -126,7 +126,7 @@ def _is_far_from_zero(value: Value) -> bool:
 def _is_remainder_of_known(op: Op) -> bool:
     """Whether it divides whole numbers by a known one; what zero gives is each machine's own."""
     number, divisor = op.inputs
-    is_whole = jnp.issubdtype(number.dtype, jnp.integer) and is_known(unspread(divisor))
+    is_whole = jnp.issubdtype(number.dtype, jnp.integer) and is_known(divisor)
     return is_whole and bool(np.all(abs(number_of(divisor)) > 0))
 
 

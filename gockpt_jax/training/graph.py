@@ -31,7 +31,6 @@ from gockpt_jax.training.values import (
     Value,
     is_everywhere,
     is_in_branch,
-    is_known,
 )
 
 
@@ -117,7 +116,7 @@ def _offer_site(
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
     if path is None or type(var) is _compat.DropVar:
         return
-    if is_known(value):
+    if _is_of_constants(value):
         return  # the step goes on with what the compiler makes of it
     if not (value.shape or value.is_everywhere):
         return  # a scalar is captured once, for all devices
@@ -181,10 +180,15 @@ def _chooser(cases: Sequence[Value]) -> Any:
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    folded = bool(op.inputs or op.name in KNOWN) and all(map(is_known, op.inputs))
+    folded = bool(op.inputs or op.name in KNOWN) and all(map(_is_of_constants, op.inputs))
     arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
     folded = folded or is_settled(aval, op)
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)
+
+
+def _is_of_constants(value: Value) -> bool:
+    """Whether it is a constant or made of them; what leaves a `shard_map`, of what goes in."""
+    return value.is_constant or value.is_folded
 
 
 def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
@@ -260,7 +264,7 @@ def _looped(
     loop.turn = tuple(turn([_value(a, before, i, axes) for i, a in enumerate(avals[:num_carried])]))
     made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
     for value, last in zip(made, loop.turn, strict=True):
-        value.is_folded |= is_known(last)  # whatever else the loop is given
+        value.is_folded |= _is_of_constants(last)  # whatever else the loop is given
     return made
 
 

@@ -164,15 +164,15 @@ def _factors(value: Value) -> list[Value]:
 
 
 def _divides_by_constant(op: Op) -> bool:
-    return op.name == "div" and is_known(unspread(op.inputs[1]))
+    return op.name == "div" and is_known(op.inputs[1])
 
 
 def _folds(op: Op) -> bool:
     """Whether a constant in front of a product may be made one with its factor; so of sums."""
-    if len(op.inputs) == 1 or (op.name == "sub" and is_known(unspread(op.inputs[0]))):
+    if len(op.inputs) == 1 or (op.name == "sub" and is_known(op.inputs[0])):
         return False  # what is taken off a constant stays as it is: `1 - (1 - t**-0.8)`
     both = (op.inputs, op.inputs[::-1])
-    pairs = [(v, other) for v, other in both if not is_known(unspread(v))]
+    pairs = [(v, other) for v, other in both if not is_known(v)]
     if op.name == "mul":
         return any(
             any(map(_multiplies_by_constant, _chain(v, _ends_chain)))
@@ -197,7 +197,7 @@ def is_by_flags(op: Op) -> bool:
 
 def _multiplies_by_constant(op: Op) -> bool:
     factors = op.inputs if op.name in ("mul", "div") or is_one_product(op) else ()
-    is_constant = any(is_known(unspread(v)) and not is_power_of_two(v) for v in factors)
+    is_constant = any(is_known(v) and not is_power_of_two(v) for v in factors)
     return is_constant or computes_apart(op)
 
 
@@ -228,7 +228,7 @@ def _is_rounding_factor(op: Op) -> bool:
     if op.name == "integer_pow":
         return bool(op.params["y"] != 1)
     if op.name == "div":
-        return is_known(unspread(op.inputs[1])) and not is_power_of_two(op.inputs[1])
+        return is_known(op.inputs[1]) and not is_power_of_two(op.inputs[1])
     if op.name == "pow":  # by a constant: erased, or made such a product
         return may_be_erased(op) and may_hold(op.inputs[1], lambda power: power != 1)
     return op.name == "square" or is_one_product(op)

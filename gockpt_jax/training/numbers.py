@@ -17,7 +17,7 @@ def may_be_equal(a: Value, b: Value) -> bool:
     first, second = worked_out(a), worked_out(b)
     one, other = first.drawn, second.drawn
     if is_secret(one) or is_secret(other):
-        return is_known(unspread(a)) and is_known(unspread(b))
+        return is_known(a) and is_known(b)
     alike = (first.far or second.far) and unspread(a).size == unspread(b).size
     may_be_other = alike and (first.may_equal(second) or second.may_equal(first))
     if may_be_other and not (_is_multiple(a, b) or _is_multiple(b, a)):
@@ -48,7 +48,7 @@ def _is_multiple(value: Value, other: Value) -> bool:
 
 def may_hold(value: Value, holds: Callable[[Any], Any]) -> bool:
     """Whether something holds for a constant; of some folded ones the compiler alone knows that."""
-    if not is_known(unspread(value)):
+    if not is_known(value):
         return False
     number = number_of(value)
     return is_secret(number) or bool(np.all(holds(number)))
@@ -56,7 +56,7 @@ def may_hold(value: Value, holds: Callable[[Any], Any]) -> bool:
 
 def is_power_of_two(value: Value) -> bool:
     """Whether a value is a constant power of two, far from where products underflow."""
-    if not is_known(unspread(value)):
+    if not is_known(value):
         return False
     mantissa, exponent = np.frexp(np.abs(number_of(value)))
     return bool(np.all((mantissa == 0.5) & (np.abs(exponent) < 120)))

@@ -169,11 +169,6 @@ def contracted(op: Op) -> list[int]:
     return [op.inputs[0].shape[axis] for axis in axes]
 
 
-def is_known(value: Value) -> bool:
-    """Whether the compiler knows a value's number: a constant, or made of constants."""
-    return value.is_constant or value.is_folded
-
-
 def without_walls(value: Value) -> Value:
     """A value as the compiler sees it: what goes into a `shard_map` or comes out is that value."""
     while (op := value.op) is not None and (op.stands_for or op.primitive is ENTER):
@@ -187,3 +182,9 @@ def unspread(value: Value) -> Value:
     while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
         value = without_walls(value.op.inputs[0])
     return value
+
+
+def is_known(value: Value) -> bool:
+    """Whether the compiler knows a value's number: a constant, or made of constants."""
+    source = unspread(value)
+    return source.is_constant or source.is_folded
