@@ -30,9 +30,9 @@ In the order of their imports:
     stand_in   what is called in place of a function
     kinds      which programs a step has at once, and when one more is traced
     traced     a step and its programs, one for each kind of its calls
-    wrap       the wrapped step
-    inner      how a jitted function inside another object is called
+    wrapped    the wrapped step: counted, and armed inside windows
     nested     steps whose `jax.jit` lies inside another object
+    wrap       what `wrap` makes of a step
     jit        `jax.jit` for functions of more than arrays
     markers    which values are the gradients, where the user says so
 """

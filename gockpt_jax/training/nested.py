@@ -11,113 +11,147 @@ what is known of a call is that thread's.
 """
 
 import contextlib
-import inspect
 import threading
-import types
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
-from gockpt_jax import _compat
-from gockpt_jax.errors import StepMismatchError, WrapError
+from gockpt_jax.errors import StepMismatchError
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.training.call import CallForm
-from gockpt_jax.training.inner import InnerCall, InnerForm
-from gockpt_jax.training.places import Place, Places, as_places
+from gockpt_jax.training.call import CallForm, NotLookedAtError, Positions, leaf_paths
+from gockpt_jax.training.places import identical
 from gockpt_jax.training.stand_in import StandIn
-from gockpt_jax.training.wrap import StepObserver, WrappedStep
+from gockpt_jax.training.wrapped import StepObserver, WrappedStep
 
-Wrapped: TypeAlias = "WrappedStep | NestedStep | types.MethodType"
-"""What the user calls in place of the step; of a bound method, a bound method."""
+_MAX_RESULTS = 8
+"""Structures of results of which it is known where the state is in them."""
 
 
-def wrap_step(
-    step: Callable[..., Any], observer: StepObserver, options: WindowOptions, *,
-    state: Places, state_out: Places | None,
-) -> Wrapped:  # fmt: skip
-    """Wraps a jitted train step, wherever its `jax.jit` lies.
+class InnerCall:
+    """One call of a step around a jitted function; called in the function's place.
 
     Args:
-      step: What `jax.jit`, `nnx.jit`, `eqx.filter_jit` or `gockpt_jax.jit` returned; a method too.
-      observer: Is told of every update.
-      options: The user's, of windows.
-      state: Positions or names of the state among the arguments.
-      state_out: Positions or names of the new state in the result; found if `None`.
+      inner: The function, wrapped.
+      states: As the step was given them.
 
-    Raises:
-      WrapError: if `step` is not callable, is wrapped already, or a place is not one.
-
-    Warns:
-      SnapshotOnlyWarning: if the step cannot be armed.
+    Attributes:
+      states: The same.
+      looked_at: Their leaves, if what the function returns is to be looked at.
+      result: What it has returned, if so.
     """
-    _refuse_no_step(step)
-    if isinstance(step, types.MethodType):
-        _refuse_bound_state(step)
-        wrapped = wrap_step(
-            step.__func__, observer, options,
-            state=_behind_self(as_places("state", state)), state_out=state_out,
-        )  # fmt: skip
-        return types.MethodType(wrapped, step.__self__)
-    if isinstance(step, WrappedStep | NestedStep):
-        raise WrapError(
-            "`wrap` was given a step that is wrapped already; wrap it once. Of two managers one "
-            "wraps it, and both save the state that it returns. In a notebook's cell, give the "
-            "wrapped one a name of its own, as in `step = manager.wrap(train_step)`, or wrap the "
-            "one inside: `train_step.step`."
-        )
-    attribute = _compat.inner_jit(step)
-    jitted = step if attribute is None else _jitted_in(step, attribute)
-    settings = _compat.jit_settings(jitted) or _compat.JitSettings()
-    form = CallForm(step, state, settings, state_out)
-    if attribute is None:
-        return WrappedStep(step, observer, form, options)
-    inside = InnerForm(jitted, settings, form)
-    inner = WrappedStep(jitted, observer, inside, options)
-    return NestedStep(step, attribute, inner, outer_form=form, inner_form=inside)
+
+    def __init__(self, inner: Callable[..., Any], states: Any):
+        self._inner = inner
+        self.states = states
+        self.looked_at: Sequence[Any] | None = None
+        self.result: Any = None
+
+    def look(self) -> None:
+        """What the call returns is to be looked at; before it changes anything in place."""
+        self.looked_at = jax.tree.leaves(self.states)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, wrapped."""
+        result = self._inner(*args, **kwargs)
+        if self.looked_at is not None:
+            self.result = result
+        return result
 
 
-def _refuse_no_step(step: Any) -> None:
-    """Refuses what cannot return a state when it is called.
+class InnerForm(CallForm):
+    """How a jitted function inside another object is called.
 
-    Raises:
-      WrapError: if it is one of these; says what to give instead.
+    Args:
+      jitted: The function.
+      outer: How the object is called; it knows the settings of the function's `jax.jit` call.
     """
-    if not callable(step) or isinstance(step, type):
-        raise WrapError(
-            f"`wrap` needs a jitted train step, got a `{type(step).__name__}`. Give it the function"
-            " that `jax.jit` returned, as in `manager.wrap(train_step)`."
-        )
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(is_one(step) for is_one in kinds):
-        raise WrapError(
-            f"`wrap` needs a jitted train step, got `{step.__name__}`, a coroutine or a generator: "
-            "what it returns is no state. Wrap the jitted function that it calls."
-        )
 
+    def __init__(self, jitted: Callable[..., Any], outer: CallForm):
+        super().__init__(jitted, 0, outer.settings)
+        self._outer = outer
+        self._here = threading.local()  # each thread's call that is under way
+        # Structures of results, the last few, and where the new state's leaves are in them, or that
+        # it is not. Not by their hashes: NNX has equal ones whose hashes differ.
+        self._results: list[tuple[Any, Sequence[int | None] | str]] = []
 
-def _behind_self(places: tuple[Place, ...]) -> tuple[Place, ...]:
-    """Where the arguments of a bound method are among those of its function."""
-    return tuple(p + 1 if isinstance(p, int) and p >= 0 else p for p in places)
+    @contextlib.contextmanager
+    def during(self, call: InnerCall) -> Iterator[None]:
+        """This thread makes a call of the object around it."""
+        before = getattr(self._here, "call", None)  # a signal handler may step, too
+        try:
+            self._here.call = call
+            yield
+        finally:
+            self._here.call = before
 
+    @property
+    def _call(self) -> InnerCall:
+        call: InnerCall = self._here.call
+        return call
 
-def _refuse_bound_state(method: types.MethodType) -> None:
-    """Refuses a method of the state itself: the bound one would go in again and again.
+    def is_abstract(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """The object around it has looked."""
+        del args, kwargs
+        return False
 
-    Raises:
-      WrapError: if the method's object goes into the program, and holds arrays.
-    """
-    settings = _compat.jit_settings(method.__func__)
-    if settings is None or 0 in settings.static_argnums:
-        return
-    owner = type(method.__self__).__name__
-    name = f"{owner}.{method.__name__}"
-    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(method.__self__)):
-        raise WrapError(
-            f"`wrap` was given `{name}` bound to one `{owner}`, which holds arrays: each call "
-            f"would start from these. Wrap the function: `{name} = manager.wrap({name}, "
-            f"state=...)`, where position 0 is the `{owner}`."
-        )
+    @property
+    def told_state(self) -> str:
+        """Those of the object around it."""
+        return self._outer.told_state
+
+    def state_leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Those that the object around it was given."""
+        del args, kwargs
+        return jax.tree.leaves(self._call.states)
+
+    def found(self, new: Sequence[Any] | str, result: Any) -> None:
+        """Takes down where the state is in results like one.
+
+        Args:
+          new: Its leaves, or why there are none.
+          result: Of the jitted function.
+        """
+        leaves, structure = jax.tree.flatten(result)
+        at = new if isinstance(new, str) else identical(new, leaves)
+        others = [known for known in self._results if known[0] != structure]
+        self._results = [*others, (structure, at)][-_MAX_RESULTS:]
+
+    def locate(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out_tree: Any, before: Any = None
+    ) -> Positions:
+        """Finds the state's arrays again, by identity.
+
+        Leaves that do not go through the program (functions, numbers, what the step does not
+        return) are not part of its state; saves take them as they are.
+
+        Raises:
+          NotLookedAtError: if no call that returns such a structure was looked at; this one is.
+          StepMismatchError: if none of them does, or the state does not come back.
+        """
+        del before
+        call = self._call
+        leaves = jax.tree.leaves(call.states)
+        new_positions = next((at for tree, at in self._results if tree == out_tree), ())
+        if isinstance(new_positions, str):
+            raise StepMismatchError(new_positions)
+        if len(leaves) != len(new_positions):
+            call.look()
+            raise NotLookedAtError
+        old_positions = identical(leaves, jax.tree.leaves(self.dynamic(args, kwargs)))
+        unique: dict[int, tuple[int, str]] = {}  # leaves that share an array are one here
+        for old, new, path in zip(
+            old_positions, new_positions, leaf_paths(call.states), strict=True
+        ):
+            if old is not None and new is not None:
+                unique.setdefault(old, (new, path))
+        if not unique:
+            raise StepMismatchError(
+                "no array of the state goes through the wrapped step. Say where the state is with "
+                "`wrap(step, state=..., state_out=...)`."
+            )
+        outputs, paths = zip(*unique.values(), strict=True)
+        return Positions(tuple(unique), outputs, paths)
 
 
 class NestedStep(StandIn):
@@ -126,26 +160,27 @@ class NestedStep(StandIn):
     Args:
       step: The object that the user made.
       attribute: Where it holds its jitted function.
-      inner: That function, wrapped.
-      outer_form: How the user calls the step, and where the state is.
-      inner_form: How the step calls the function.
+      observer: Is told of every update.
+      form: How the user calls the step, and where the state is.
+      options: The user's, of windows.
     """
 
     def __init__(
-        self, step: Callable[..., Any], attribute: str, inner: WrappedStep, *,
-        outer_form: CallForm, inner_form: InnerForm,
+        self, step: Callable[..., Any], attribute: str, observer: StepObserver, form: CallForm,
+        options: WindowOptions,
     ):  # fmt: skip
         super().__init__(step)
         self._attribute = attribute
-        self._inner = inner
-        self._outer_form = outer_form
-        self._inner_form = inner_form
+        self._form = form
+        jitted = jitted_in(step, attribute)
+        self._inner_form = InnerForm(jitted, form)
+        self._inner = WrappedStep(jitted, observer, self._inner_form, options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one update, exactly as the user's step would."""
-        if self._outer_form.is_abstract(args, kwargs):
+        if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
-        call = InnerCall(self._inner, self._outer_form.state_of(args, kwargs))
+        call = InnerCall(self._inner, self._form.state_of(args, kwargs))
         if self._inner.program is None and self._inner.why_not is None:
             call.look()  # else it may ask for that itself
         behind = self._inner.losing_no_state()
@@ -163,7 +198,7 @@ class NestedStep(StandIn):
         new = jax.tree.leaves(call.states)
         try:
             if all(a is b for a, b in zip(new, old, strict=False)):  # none changed in place
-                new = self._outer_form.new_leaves_of(result, call.states)
+                new = self._form.new_leaves_of(result, call.states)
         except StepMismatchError as error:  # another such call raises it, before it donates any
             found(str(error), call.result)
         else:
@@ -221,7 +256,7 @@ class _ByThread(StandIn):
         return getattr(self._here, "inner", self.step)(*args, **kwargs)
 
 
-def _jitted_in(step: Any, attribute: str) -> Callable[..., Any]:
+def jitted_in(step: Any, attribute: str) -> Callable[..., Any]:
     """The jitted function that a step holds, wherever it is being called."""
     with _placing:
         jitted: Callable[..., Any] = getattr(step, attribute)

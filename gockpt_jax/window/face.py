@@ -8,8 +8,8 @@ from gockpt_jax.checks import as_count, of_kind
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.report import SaveReport
 from gockpt_jax.telemetry.save_record import ReportLog
-from gockpt_jax.training.nested import Wrapped, wrap_step
 from gockpt_jax.training.places import Places
+from gockpt_jax.training.wrap import Wrapped, wrap_step
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.session import Session

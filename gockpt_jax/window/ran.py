@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 import jax
 
-from gockpt_jax.training.wrap import WrappedStep
+from gockpt_jax.training.wrapped import WrappedStep
 from gockpt_jax.transfer.probe import probe
 
 

@@ -31,7 +31,7 @@ import jax
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.training.armed import ArmedResult
-from gockpt_jax.training.wrap import ArmedCall, WrappedStep
+from gockpt_jax.training.wrapped import ArmedCall, WrappedStep
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.advice import NOT_OURS, NOT_WRAPPED, of_beside, tell_of_no_step
 from gockpt_jax.window.current import CurrentWindow

@@ -19,8 +19,9 @@ from flax import nnx
 from training.test_wrap import Observer
 
 import gockpt_jax as gockpt
-from gockpt_jax.training import inner
-from gockpt_jax.training.nested import NestedStep, wrap_step
+from gockpt_jax.training import nested
+from gockpt_jax.training.nested import NestedStep
+from gockpt_jax.training.wrap import wrap_step
 
 WAIT_SECS = 60
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -393,7 +394,7 @@ def test_what_goes_wrong_as_it_is_looked_at_does_not_lose_it(kind, monkeypatch):
     """The step was given the only other state there was."""
     make, run = KINDS[kind]
     want = run(make())
-    monkeypatch.setattr(inner, "identical", lambda *_: {}["injected"])
+    monkeypatch.setattr(nested, "identical", lambda *_: {}["injected"])
     with pytest.warns(gockpt.SnapshotOnlyWarning, match="what follows a step failed with KeyError"):
         found = run(wrap(make()))
     jax.tree.map(np.testing.assert_array_equal, found, want)
@@ -412,7 +413,7 @@ def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch
 
     for _ in range(2):
         state = call(state)
-    monkeypatch.setattr(inner, "leaf_paths", lambda states: pytest.fail("it was looked at"))
+    monkeypatch.setattr(nested, "leaf_paths", lambda states: pytest.fail("it was looked at"))
     state = call(state)
     gc.collect()
     there = {id(x) for x in jax.tree.leaves(state)}

@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import gockpt_jax as gockpt
 from gockpt_jax.training import program as program_module
-from gockpt_jax.training.nested import wrap_step
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.unarmable import CannotArmError
-from gockpt_jax.training.wrap import ArmedCall
+from gockpt_jax.training.wrap import wrap_step
+from gockpt_jax.training.wrapped import ArmedCall
 
 WAIT_SECS = 60
 X = jnp.arange(8.0)

@@ -1,0 +1,157 @@
+"""The wrapped step: the user's own executable outside windows, the armed one inside."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from gockpt_jax.compiling import debugged_by
+from gockpt_jax.errors import in_a_line, is_out_of_memory
+from gockpt_jax.options import WindowOptions
+from gockpt_jax.training.armed import ArmedResult
+from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.traced import TracedStep, Untraced
+from gockpt_jax.training.unarmable import CannotArmError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArmedCall:
+    """A call in which the armed step is to run.
+
+    Attributes:
+      program: Whose; another thread's call may give the step a new one meanwhile.
+      flat: The call's arguments, as `program.flat_call` makes them; `None`: they are not known yet.
+    """
+
+    program: StepProgram
+    flat: list[Any] | None = None
+
+
+class StepObserver(Protocol):
+    """Who is told of every update, and says when the armed step must run."""
+
+    def before_update(self, step: "WrappedStep", args: Any, kwargs: Any) -> ArmedCall | None:
+        """Called before dispatch, on live arguments; the call, if the armed step is to run."""
+
+    def after_update(self, step: "WrappedStep", armed: ArmedResult | None) -> None:
+        """Called after dispatch; `None`: the armed step was not asked for, or refused the call."""
+
+    def no_update(self, reason: str) -> None:
+        """Called after `before_update` asked for the armed step, if it did not run (to its end)."""
+
+    def no_room(self, error: BaseException) -> None:
+        """Called likewise, if a device had no room for it: the user's own runs behind this."""
+
+
+class WrappedStep(TracedStep):
+    """A jitted train step that also counts updates and can return its cut.
+
+    Args:
+      step: The jitted function.
+      observer: Is told of every update.
+      form: How it is called, and where its state is.
+      options: The user's, of windows.
+
+    Warns:
+      SnapshotOnlyWarning: if the step has no program to arm.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], observer: StepObserver, form: CallForm,
+        options: WindowOptions,
+    ):  # fmt: skip
+        self._observer = observer
+        super().__init__(step, form, options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one update, exactly as the jitted function would."""
+        if self._form.is_abstract(args, kwargs):
+            return self.step(*args, **kwargs)
+        self._called()
+        always, untraced = self._always and debugged_by() is None, None
+        if always:  # now: whoever is interrupted after the step has lost its result
+            untraced = self._arm_at_once(args, kwargs)
+        program = self.program
+        call = self._observer.before_update(self, args, kwargs)
+        is_asked = call is not None
+        if call is None and always:
+            call = self._armed_without_a_window()
+        behind = self.losing_no_state()  # had now: behind the dispatch nothing else may raise
+        armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
+        try:
+            if armed is None:
+                result, traced = self._run_unarmed(args, kwargs)
+            else:
+                result, traced, untraced = armed.result, None, None
+        except BaseException:
+            self._has_failed(program)
+            raise
+        with behind:
+            if is_asked and armed is not None and call is not None:
+                self._kinds.ran_armed(call.program)
+            self._settle(result, traced or untraced)
+            self._observer.after_update(self, armed if is_asked else None)
+        return result
+
+    def _armed_without_a_window(self) -> ArmedCall | None:
+        """The call, if its program is armed: it may be one that another thread has just brought."""
+        program = self.program
+        return None if program is None or not program.is_armed else ArmedCall(program)
+
+    def _run_armed(
+        self, call: ArmedCall, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_asked: bool
+    ) -> ArmedResult | None:
+        """What the armed step returns; `None` if it refused the call, and nothing has run."""
+        try:
+            return call.program.call(args, kwargs, call.flat)
+        except BaseException as error:
+            given = jax.tree.leaves((args, kwargs))
+            # If it has run, it has donated them: the user's own would only miss them.
+            has_run = any(isinstance(x, jax.Array) and x.is_deleted() for x in given)
+            if is_asked and not has_run and self._needs_more_room(error):
+                self._observer.no_room(error)
+                return None
+            is_refusal = isinstance(error, TypeError | ValueError) and not has_run
+            if is_asked:
+                what = "the call changed:" if is_refusal else "the step raised"
+                self._observer.no_update(f"{what} {in_a_line(error)}")
+            if isinstance(error, CannotArmError):
+                self._cannot_arm(call.program, error)
+            elif is_refusal:
+                self._was_refused(call.program, in_a_line(error), args, kwargs, is_asked=is_asked)
+            else:
+                raise
+            return None
+
+    def _needs_more_room(self, error: BaseException) -> bool:
+        """Whether the armed step failed for want of memory that the user's own may do without.
+
+        One that runs in every step is the user's choice; and one that runs on several processes
+        does so on all.
+        """
+        return is_out_of_memory(error) and _is_alone() and not self._always
+
+    def _run_unarmed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, StepProgram | Untraced | None]:
+        """What the user's own executable returns, and the program of this call, if it is new."""
+        is_first = not self.last.has_come  # its arguments seldom lie where later ones do
+        traced = None if is_first else self._trace(args, kwargs)
+        return self.step(*args, **kwargs), traced
+
+    def losing_no_state(self) -> contextlib.AbstractContextManager[None]:
+        """For what follows a step's dispatch: the old state may be donated, the new one must come.
+
+        Not beside other processes, which would run other executables than this one, and wait for
+        it.
+        """
+        if not _is_alone():
+            return contextlib.nullcontext()
+        return self.giving_up_on_errors("what follows a step")
+
+
+def _is_alone() -> bool:
+    return bool(jax.process_count() == 1)
