@@ -71,9 +71,10 @@ class WrappedStep(TracedStep):
         if self._form.is_abstract(args, kwargs):
             return self.step(*args, **kwargs)
         self._called()
-        always, untraced = self._always and debugged_by() is None, None
+        always = self._always and debugged_by() is None
+        traced: StepProgram | Untraced | None = None
         if always:  # now: whoever is interrupted after the step has lost its result
-            untraced = self._arm_at_once(args, kwargs)
+            traced = self._arm_at_once(args, kwargs)
         program = self.program
         call = self._observer.before_update(self, args, kwargs)
         is_asked = call is not None
@@ -82,17 +83,19 @@ class WrappedStep(TracedStep):
         behind = self.losing_no_state()  # had now: behind the dispatch nothing else may raise
         armed = None if call is None else self._run_armed(call, args, kwargs, is_asked=is_asked)
         try:
-            if armed is None:
-                result, traced = self._run_unarmed(args, kwargs)
+            if armed is not None:
+                result, traced = armed.result, None
             else:
-                result, traced, untraced = armed.result, None, None
+                if self.last.has_come:  # the first call's arguments seldom lie where later ones do
+                    traced = self._trace(args, kwargs) or traced
+                result = self.step(*args, **kwargs)
         except BaseException:
             self._has_failed(program)
             raise
         with behind:
             if is_asked and armed is not None and call is not None:
                 self._kinds.ran_armed(call.program)
-            self._settle(result, traced or untraced)
+            self._settle(result, traced)
             self._observer.after_update(self, armed if is_asked else None)
         return result
 
@@ -133,14 +136,6 @@ class WrappedStep(TracedStep):
         does so on all.
         """
         return is_out_of_memory(error) and _is_alone() and not self._always
-
-    def _run_unarmed(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, StepProgram | Untraced | None]:
-        """What the user's own executable returns, and the program of this call, if it is new."""
-        is_first = not self.last.has_come  # its arguments seldom lie where later ones do
-        traced = None if is_first else self._trace(args, kwargs)
-        return self.step(*args, **kwargs), traced
 
     def losing_no_state(self) -> contextlib.AbstractContextManager[None]:
         """For what follows a step's dispatch: the old state may be donated, the new one must come.
