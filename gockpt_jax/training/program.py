@@ -68,7 +68,7 @@ class StepProgram:
         given = _compat.specified_shardings(traced, "in_shardings")
         self._in_shardings: tuple[Any, ...] = given or (None,) * len(flat)
         # Now: a donated array forgets how it lay.
-        self._in_kinds, self._in_formats = _kinds(flat), self._formats(flat)
+        self._given_specs, self._in_formats = _specs(flat), self._formats(flat)
         self._in_specs = self._input_specs(flat)
         self.out_tree: Any = _compat.result_structure(traced)
         self.positions: Positions = form.locate(args, kwargs, self.out_tree, before)
@@ -203,7 +203,7 @@ class StepProgram:
         """Whether arrays are alive, and lie as the armed step was told that they would."""
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in flat):
             return False
-        return _kinds(flat) == self._in_kinds and self._formats(flat) == self._in_formats
+        return _specs(flat) == self._given_specs and self._formats(flat) == self._in_formats
 
     def _formats(self, flat: Sequence[Any]) -> list[Any]:
         """How arguments lie: as they do where they stay, else as the user has told `jax.jit`."""
@@ -235,8 +235,7 @@ class StepProgram:
 
         `takes` does not look, for executables do before they run.
         """
-        leaves = self.state_leaves(self.flat_call(args, kwargs))
-        return self.cut.leaf_specs == tuple(ArraySpec.of(jax.typeof(x)) for x in leaves)
+        return self.cut.leaf_specs == _specs(self.state_leaves(self.flat_call(args, kwargs)))
 
     def is_like(self, other: "StepProgram") -> bool:
         """Whether another takes the calls that this one takes, or took before the state settled."""
@@ -301,9 +300,8 @@ class StepProgram:
         return {"out_shardings": [*self._out_shardings, *(None,) * len(self.cut.sites)]}
 
 
-def _kinds(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Shape and dtype of each argument."""
-    return [(kind.shape, kind.dtype) for kind in map(jax.typeof, flat)]
+def _specs(flat: Sequence[Any]) -> tuple[ArraySpec, ...]:
+    return tuple(ArraySpec.of(jax.typeof(x)) for x in flat)
 
 
 def _state_specs(jaxpr: Any, positions: Positions) -> list[tuple[ArraySpec, ArraySpec]]:
