@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from gockpt_jax.training.primitives import CALLS, OPENABLE
+from gockpt_jax.training.primitives import CALLS
 
 
 def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
@@ -18,8 +18,11 @@ def body_of(eqn: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] | No
 
 
 def can_open(eqn: Any) -> bool:
-    """Whether a call may be replaced by its body in the armed program without losing anything."""
-    if eqn.primitive.name not in OPENABLE and _decided_branch(eqn) is None:
+    """Whether a call may be replaced by its body in the armed program without losing anything.
+
+    Others than `jit` carry rules (a derivative, a rematerialisation), which that would drop.
+    """
+    if eqn.primitive.name != "jit" and _decided_branch(eqn) is None:
         return False
     placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return not any(isinstance(s, jax.sharding.Sharding) for s in placed)

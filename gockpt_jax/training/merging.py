@@ -58,7 +58,7 @@ def merges(op: Op) -> bool:
     `ac + bc`; others leave them. So neither is repeated. By a power of two it is the same number.
     Nor is a product by flags, of which a choice is made where they are seen to be such.
     """
-    return shares_a_factor(op) or _folds(op) or is_by_flags(op)
+    return _shares_a_factor(op) or _folds(op) or is_by_flags(op)
 
 
 def melts(op: Op) -> bool:
@@ -121,7 +121,7 @@ def _chain(value: Value, ends: Callable[[Op], bool]) -> Iterator[Op]:
 
 
 @judged_once
-def shares_a_factor(op: Op) -> bool:
+def _shares_a_factor(op: Op) -> bool:
     """Whether a sum is of two products by one number."""
     return any(True for _ in _shared_factors(op))
 

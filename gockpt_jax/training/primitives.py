@@ -1,4 +1,4 @@
-"""What is known of JAX's primitives by their names: all of it, and nowhere else.
+"""What is known of JAX's primitives (0.7.2 to 0.12) by their names: all of it, and nowhere else.
 
 First families, by what they compute; then, made of these, the answers to what is asked of an
 operation. A primitive that is not named is not repeated and ends no chain of factors: not to know
@@ -24,26 +24,24 @@ FUNCTIONS = _names(
     sinh cosh asinh acosh atanh erf erfc"""
 )
 # They only say something about their operand.
-IDENTITIES = _names("name copy copy_p sharding_constraint stop_gradient")
+IDENTITIES = _names("name copy sharding_constraint stop_gradient")
 # Of one array all elements elsewhere, some of them, each several times; of several arrays all.
-LAYOUTS = _names("optimization_barrier reshape transpose squeeze expand_dims rev")
+LAYOUTS = _names("optimization_barrier reshape transpose squeeze rev")
 PARTS = _names("slice split unstack dynamic_slice gather")
 SPREADS, JOINS = _names("broadcast_in_dim tile"), _names("concatenate stack pad")
 # Their body is the function itself; by the parameter that holds it. A gradient often comes straight
 # out of a rematerialised block: what made it must be seen.
-CALLS = dict.fromkeys(_names("jit pjit checkpoint remat remat2"), "jaxpr") | dict.fromkeys(
-    _names("closed_call core_call custom_jvp_call custom_vjp_call"), "call_jaxpr"
-)
+CALLS = {
+    "jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+}  # fmt: skip
 
-# What the armed program does, and what all devices know.
+# What is known of results.
 
-# Calls that it may open; the others carry rules (a derivative, a rematerialisation), which that
-# would drop.
-OPENABLE = _names("jit pjit")
-# Without operands; the compiler knows their results.
+# Without operands, and known to the compiler.
 KNOWN = _names("iota platform_index")
 # They give all devices that take part the same result.
-MEETINGS = _names("psum psum2 psum_invariant pmax pmin all_gather")
+MEETINGS = _names("psum psum_invariant pmax pmin all_gather")
 
 # What the host repeats (`exact.py`).
 
@@ -72,11 +70,10 @@ RISING = _names("sqrt cbrt exp exp2 expm1 log log1p tanh logistic erf")
 # `log(exp(x))` it makes `x`; what else ends none at some sizes, `may_be_erased` tells.
 ENDS = MATRIX_PRODUCTS | CUMULATIVE | COMPARISONS | LOGICAL | STEPS | FUNCTIONS - {"exp", "log"}
 ENDS |= _names(
-    """conv_general_dilated scan while cond gather sort custom_call ffi_call scatter scatter-add
-    scatter-mul scatter-min scatter-max scatter_add scatter_mul scatter_min scatter_max erf_inv
-    lgamma digamma round rem nextafter is_finite random_bits random_wrap random_unwrap threefry2x32
-    iota argmax argmin top_k psum psum2 psum_invariant all_gather reduce_scatter all_to_all
-    ppermute eigh qr cholesky svd lu triangular_solve"""
+    """conv_general_dilated scan while cond gather sort ffi_call scatter scatter-add scatter-mul
+    scatter-min scatter-max erf_inv lgamma digamma round rem nextafter is_finite random_bits
+    random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum_invariant all_gather
+    reduce_scatter all_to_all ppermute eigh qr cholesky svd lu triangular_solve"""
 )
 
 # What number a value is (`drawn.py`, `numbers.py`).
