@@ -6,8 +6,7 @@ In the order of their imports. What a step computes, and what a compiler may mak
     values       the values of a traced step, and what makes them
     erased       of which operations the compiler makes nothing
     drawn        what number a value is
-    numbers      which the compiler knows, and which may be one
-    settled      which flags are always the same
+    numbers      which the compiler knows, which may be one, which flags are always the same
     apart        which sums the compiler takes apart
     factors      what a factor may be seen to be
     merging      what compilers merge

@@ -22,8 +22,8 @@ from jax.extend import core as jex
 from gockpt_jax import _compat
 from gockpt_jax.training.bodies import body_of, can_open
 from gockpt_jax.training.merging import may_be_cut
+from gockpt_jax.training.numbers import is_settled
 from gockpt_jax.training.primitives import CARRIED, CHOICE, ENTER, KNOWN
-from gockpt_jax.training.settled import is_settled
 from gockpt_jax.training.values import (
     Op,
     PathEntry,
