@@ -30,7 +30,6 @@ from gockpt_jax.training.values import (
     Site,
     Value,
     is_everywhere,
-    is_in_branch,
 )
 
 
@@ -95,11 +94,12 @@ def _walk(
       What comes out.
     """
     env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-    env.update((v, Value(v.aval, constant=c)) for v, c in zip(jaxpr.constvars, consts, strict=True))
+    for var, constant in zip(jaxpr.constvars, consts, strict=True):
+        env[var] = Value(var.aval, constant=constant, is_folded=True)
 
     def read(atom: Any) -> Value:
         if isinstance(atom, jex.Literal):
-            return Value(atom.aval, constant=atom.val)
+            return Value(atom.aval, constant=atom.val, is_folded=True)
         return env[atom]
 
     for position, eqn in enumerate(jaxpr.eqns):
@@ -116,7 +116,7 @@ def _offer_site(
     """Keeps the outermost site: the fewer calls are opened, the less the program changes."""
     if path is None or type(var) is _compat.DropVar:
         return
-    if _is_of_constants(value):
+    if value.is_folded:
         return  # the step goes on with what the compiler makes of it
     if not (value.shape or value.is_everywhere):
         return  # a scalar is captured once, for all devices
@@ -140,7 +140,8 @@ def _apply(
     if name == "cond":
         return _choices(op, [var.aval for var in eqn.outvars], inside, axes)
     if name == "shard_map":
-        _look_inside(op, None if inside is None or is_in_branch(inside) else inside)
+        is_in_branch = any(entry.branch is not None for entry in inside or ())
+        _look_inside(op, None if is_in_branch else inside)
     elif name == "scan":
         return _loop(op, [var.aval for var in eqn.outvars], axes)
     return [_value(var.aval, op, i, axes) for i, var in enumerate(eqn.outvars)]
@@ -180,15 +181,10 @@ def _chooser(cases: Sequence[Value]) -> Any:
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    folded = bool(op.inputs or op.name in KNOWN) and all(map(_is_of_constants, op.inputs))
+    folded = bool(op.inputs or op.name in KNOWN) and all(v.is_folded for v in op.inputs)
     arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
     folded = folded or is_settled(aval, op)
     return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)
-
-
-def _is_of_constants(value: Value) -> bool:
-    """Whether it is a constant or made of them; what leaves a `shard_map`, of what goes in."""
-    return value.is_constant or value.is_folded
 
 
 def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
@@ -196,7 +192,7 @@ def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     body, consts = _compat.open_jaxpr(op.params["jaxpr"])
     axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names
     op.entered = tuple(
-        Value(var.aval, constant=outer.constant)
+        Value(var.aval, constant=outer.constant, is_folded=True)
         if outer.is_constant and not any(spec)
         else _value(var.aval, Op(ENTER, (outer,), {"is_whole": not any(spec)}), 0, axes)
         for var, outer, spec in zip(body.invars, op.inputs, op.params["in_specs"], strict=True)
@@ -264,7 +260,7 @@ def _looped(
     loop.turn = tuple(turn([_value(a, before, i, axes) for i, a in enumerate(avals[:num_carried])]))
     made = [_value(aval, loop, i, axes) for i, aval in enumerate(avals)]
     for value, last in zip(made, loop.turn, strict=True):
-        value.is_folded |= _is_of_constants(last)  # whatever else the loop is given
+        value.is_folded |= last.is_folded  # whatever else the loop is given
     return made
 
 

@@ -36,11 +36,6 @@ class PathEntry(NamedTuple):
     branch: int | None = None
 
 
-def is_in_branch(path: Collection[PathEntry]) -> bool:
-    """Whether what lies there is made only where some branch is taken."""
-    return any(entry.branch is not None for entry in path)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
     """Where the user's own program holds a value.
@@ -59,7 +54,7 @@ class Site:
     @property
     def is_in_branch(self) -> bool:
         """Whether the value is made only where some branch is taken."""
-        return is_in_branch(self.path)
+        return any(entry.branch is not None for entry in self.path)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -74,8 +69,8 @@ class Value:
       constant: Its value where that is known while tracing.
       is_everywhere: Whether it is certain to be the same on all devices: inside a `shard_map`, and
         of scalars that have come out of one which is not checked.
-      is_folded: Whether it is computed from constants alone. Then the compiler knows its number,
-        and may merge it with the constants that follow, as if it were one.
+      is_folded: Whether it is a constant, or computed from constants alone. Then the compiler
+        knows its number, and may merge it with the constants that follow.
       arguments: Of the step, from which it is computed: a bit for each.
       number: What it is of arguments drawn at random, once that was asked (`drawn.Number`).
       is_spread: Whether it may be all the same, likewise (`factors.py`).
@@ -186,5 +181,4 @@ def unspread(value: Value) -> Value:
 
 def is_known(value: Value) -> bool:
     """Whether the compiler knows a value's number: a constant, or made of constants."""
-    source = unspread(value)
-    return source.is_constant or source.is_folded
+    return unspread(value).is_folded
