@@ -1,7 +1,10 @@
 """What must be so on every process before a step may run armed on any."""
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
+from gockpt_jax.errors import ProcessError, SnapshotOnlyWarning, StepMismatchError, in_a_line
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.traced import TracedStep
@@ -39,6 +42,32 @@ class Agreement:
         if objection is not None and step.program is not None:
             step.give_up(objection)
         self._asked.add(step.program or step)  # a step that was given up has no other answer
+
+    @contextlib.contextmanager
+    def held(self, step: TracedStep) -> Iterator[None]:
+        """An error with a step that all have agreed on ends this process: it cannot give it up.
+
+        The others would run it armed, and this one not.
+
+        Args:
+          step: Of which a window is looked for.
+
+        Raises:
+          ProcessError: from the original error.
+        """
+        program = step.program
+        try:
+            yield
+        except (StepMismatchError, ProcessError, SnapshotOnlyWarning):
+            raise
+        except Exception as error:
+            if not self._processes.several or program not in self._asked:
+                raise
+            raise ProcessError(
+                "this process cannot open the window that the others open, and they would wait for "
+                f"its steps for ever, so it ends: {in_a_line(error)}. Earlier checkpoints are "
+                "intact. Please report it."
+            ) from error
 
     def why_not_ready(self, program: StepProgram, target: int) -> str | None:
         """Why a window of this program cannot open, or go on with it; `None` if it can.

@@ -106,20 +106,20 @@ class OpenWindow:
           old: Its leaves.
         """
         n = version - (self.target - self.plan.steps + 1)
-        leaving = dict.fromkeys(self._units[u].group for u in self.plan.blocks[n])
-        self._late.look_for_replaced(self._group_of, old, self.state)
-        self._late.heed_demotions()
-        self._late.look_for_host_arrays(leaving, old)
-        departure = self._departure(n, old)
-        # First: should sending fail, the other processes go on, and this one beside them.
-        self._left.append(departure)
+        # First: should this fail, the other processes go on, and this one beside them.
+        self._left.append(self._departures[n])
+        self._left[-1] = departure = self._departure(n, old)
         self._group_of.update((j, self._units[u].group) for u, j in departure.leaves)
         if departure.leaves and self.given_up is None:
             self._send(departure, old)
 
-    def _departure(self, n: int, old: Sequence[jax.Array]) -> Departure:
+    def _departure(self, n: int, old: Sequence[Any]) -> Departure:
         """The plan's n-th, unless some of it, or of what left before, has become late."""
-        before, planned = self._left[-1], self._departures[n]
+        leaving = dict.fromkeys(self._units[u].group for u in self.plan.blocks[n])
+        self._late.look_for_replaced(self._group_of, old, self.state)
+        self._late.heed_demotions()
+        self._late.look_for_host_arrays(leaving, old)
+        before, planned = self._left[-2], self._departures[n]
         units = {
             u: self._units[u] for u in self.plan.blocks[n] if self._units[u].group not in self._late
         }

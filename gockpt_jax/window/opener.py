@@ -1,5 +1,6 @@
 """When a window opens, and with which plan."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -151,6 +152,10 @@ class Opener:
         """Plans for a step that has run, and settles with the others whether it can be armed."""
         self._agreement.settle(step, planned=self._planner.prepare(step))
 
+    def held_to_what_was_agreed(self, step: TracedStep) -> contextlib.AbstractContextManager[None]:
+        """As `Agreement.held` says."""
+        return self._agreement.held(step)
+
     def why_not_follow(self, window: OpenWindow, step: TracedStep) -> str | None:
         """Why a window does not go on with this step, if another has opened it; `None` if so."""
         program = step.program
@@ -162,7 +167,7 @@ class Opener:
             return None
         if program.cut != window.program.cut:
             return "the step is cut in another way than the one that it began with"
-        with step.giving_up_on_errors():
+        with step.giving_up_on_errors(), self.held_to_what_was_agreed(step):
             self._prepare(step)
         if not program.is_armed:
             return "the step has not been armed"

@@ -180,7 +180,7 @@ class Session:
                     compile_late_ahead(leaves, self.resources)
             return
         self.require_alike()
-        with step.giving_up_on_errors():
+        with step.giving_up_on_errors(), self._opener.held_to_what_was_agreed(step):
             no_room_for = self._current.no_room_for
             found = self._opener.open(
                 step, args, kwargs, self.version, self._sealed_at, no_room_for
@@ -193,7 +193,8 @@ class Session:
         with self._current.giving_up_on_errors("staging failed"):  # no device memory, as a rule
             window.leave(self.version, old)
         if self._current.window is not None:
-            window.make_room()
+            with self._current.giving_up_on_errors("no room was made for the step"):
+                window.make_room()
 
     def no_update(self, reason: str) -> None:
         """The armed step did not run, or not to its end. The window is over."""

@@ -30,6 +30,8 @@ from gockpt_jax.transfer import block, budget, chunks, meter, pull, replicas, st
 from gockpt_jax.v1 import GoCkptCheckpointable
 from gockpt_jax.window import clock, early, late, planner, processes, units
 from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.late_groups import LateGroups
+from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.predict import SavePredictor
 
 from .training import INTERVAL, MESHES_OF, WINDOW_STEPS, Loop, abstract, place, shards_of
@@ -374,6 +376,32 @@ def slow(loop: Loop) -> None:
         go_on.set()
         loop.manager.wait_until_finished()
     assert loop.report(20).kind == "window"
+
+
+def unstaged(directory: Path) -> None:
+    """An error of ours before a step of a window costs one process its part; the job goes on.
+
+    Gradients lie otherwise than their parameters: to bring them there is a program of all.
+    """
+    loop = Loop(directory / "run", "cut_across")
+    loop.run(INTERVAL)
+    places = [(LateGroups, "look_for_replaced"), (OpenWindow, "make_room")]
+    for number, (owner, name) in enumerate(places, 2):
+        loop.run(number * INTERVAL - 2)
+        with replaced(owner, name, failing(RuntimeError("injected"))):
+            loop.update()
+        window = loop.session._current.window
+        assert window._left[-1].cut.is_moved
+        assert (window.given_up is not None) == (jax.process_index() == FAULTY)
+        loop.run(number * INTERVAL)
+        loop.manager.wait_until_finished()
+        expected = "snapshot" if jax.process_index() == FAULTY else "window"
+        assert loop.report(number * INTERVAL).kind == expected, loop.manager.reports
+    loop.run(4 * INTERVAL)
+    loop.keep()
+    assert loop.report(4 * INTERVAL).kind == "window"
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    loop.manager.close()
 
 
 def unarmed(directory: Path) -> None:

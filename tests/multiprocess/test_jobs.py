@@ -25,9 +25,9 @@ from .training import MESHES_OF, abstract_state
 
 pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
 TWO = (
-    "meshes", "shared", "v1", "queue", "parts", "unarmed", "planned", "kinds", "reviewed",
-    "partly", "failures", "items", "forced", "refused", "full", "others", "asked", "expected",
-    "alone", "newest", "unlike", "apart",
+    "meshes", "shared", "v1", "queue", "parts", "unstaged", "unarmed", "planned", "kinds",
+    "reviewed", "partly", "failures", "items", "forced", "refused", "full", "others", "asked",
+    "expected", "alone", "newest", "unlike", "apart",
 )  # fmt: skip
 FOUR = ("meshes", "elsewhere", "some")
 

@@ -36,10 +36,14 @@ MESHES: dict[str, tuple[Any, dict[str, P]]] = {
     ),
     "by_hand": (lambda n: {"fsdp": n}, {"w": P("fsdp"), "u": P("fsdp"), "b": P("fsdp")}),
     "by_hand_whole": (lambda n: {"data": n}, {}),
+    "cut_across": (lambda n: {"fsdp": n}, {"w": P("fsdp"), "u": P("fsdp"), "b": P("fsdp")}),
     "each_its_own": (lambda n: {"data": n}, dict.fromkeys((*SIZES, "count"), P("data"))),
 }
 BY_HAND = ("by_hand", "by_hand_whole", "each_its_own")
 """Whose step is one `shard_map`; in the last each device has a state of its own, as in `pmap`."""
+
+ACROSS = P(None, "fsdp")
+"""How the gradients of `cut_across` lie, of which the parameters are cut the other way."""
 
 OPTIMIZERS = {"zero_1": optax.sgd(1e-2, momentum=0.9)}  # Momentum and parameter are one group.
 
@@ -202,6 +206,10 @@ def _job(mesh: str) -> tuple[Any, Any]:
 
     def train_step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
+        if mesh == "cut_across":
+            across = NamedSharding(make_mesh(mesh), ACROSS)
+            for name in ("w", "u"):
+                grads[name] = jax.lax.with_sharding_constraint(grads[name], across)
         updates, opt = tx.update(grads, state["opt"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 

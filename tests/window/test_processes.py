@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import pytest
 
-from gockpt_jax import ProcessError, WindowOptions
+from gockpt_jax import ProcessError, StepMismatchError, WindowOptions
 from gockpt_jax.window import processes
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.processes import Processes
@@ -332,6 +332,28 @@ def test_a_step_that_cannot_be_armed_here_is_told_once() -> None:
         settled.settle(step, planned=False)
     assert told.asked == [("program", "no program")]
     assert step.why_not == "no program"
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_step_that_all_have_agreed_on_is_not_given_up_by_one(agreed) -> None:
+    """The others would run it armed: an error here alone ends this process."""
+    told, step = Told(None), Step(Program())
+    held = agreement(told)
+    if agreed:
+        held.settle(step, planned=True)
+    expected: tuple[type[Exception], str] = (OSError, "^injected")
+    if agreed:
+        expected = (ProcessError, "so it ends: OSError: injected")
+    with pytest.raises(expected[0], match=expected[1]), held.held(step):
+        raise OSError("injected")
+
+
+@pytest.mark.parametrize("error", [ProcessError("of all"), StepMismatchError("the user's")])
+def test_what_is_raised_anyway_is_raised_as_it_is(error) -> None:
+    held, step = agreement(Told(None)), Step(Program())
+    held.settle(step, planned=True)
+    with pytest.raises(type(error), match=str(error)), held.held(step):
+        raise error
 
 
 def test_readiness_is_asked_once_for_each_save_until_all_are_ready() -> None:
