@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -18,7 +18,7 @@ from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
-from gockpt_jax.storage.restoring.together import one_step
+from gockpt_jax.storage.restoring.together import Together, one_step
 from gockpt_jax.storage.saving.commit import never_draining
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing.tree_handler import default_layout
@@ -117,7 +117,9 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             )  # fmt: skip
         of_orbax.items_have_names(self)
         handler.wait_for_metadata = of_orbax.wait_for_metadata(self)
-        handler.restores_together = together.active_processes is not None
+        if together.active_processes is not None:
+            meet = functools.partial(of_orbax.meet_behind_restore, together)
+            handler.together = Together(processes, meet)
         saves.last.deleter = of_orbax.replace_deleter(
             self, lambda stock: Deleter(stock, self.directory, options)
         )
@@ -225,7 +227,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         is_named = args is None or isinstance(args, ocp.args.Composite)
         item = None if is_named else self._gockpt_naming.item_of(args)
         find = functools.partial(self._gockpt_find, step, item or naming.ITEM, directory)
-        if self._gockpt_handler.restores_together:
+        if self._gockpt_handler.together is not None:
             step, path, there = one_step(find, self._gockpt_session.processes)
         else:
             step, path, there = find()
@@ -238,8 +240,16 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         if args is None:
             return self._gockpt_naming.unname(super().restore(step, directory=directory))
         named = self._gockpt_naming.name(args)
-        restored = super().restore(step, directory=directory, args=named)
+        read = functools.partial(super().restore, step, directory=directory, args=named)
+        restored = self._gockpt_read_items(read, path, named)
         return restored if item is None else restored[item]
+
+    def _gockpt_read_items(self, read: Callable[[], Any], path: Any, named: Any) -> Any:
+        """What Orbax reads of a step; where that takes several processes, when all have read."""
+        if (together := self._gockpt_handler.together) is None:
+            return read()
+        trees = sum(self._gockpt_naming.is_ours(*item) for item in named.items())
+        return together.read_items(read, path, trees)
 
     def _gockpt_find(
         self, step: int | None, item: str, directory: Any

@@ -772,6 +772,43 @@ def apart(directory: Path) -> None:
     loop.manager.close()
 
 
+def beside(directory: Path) -> None:
+    """An item that is not ours cannot be read on one process: all hear of it, and may go on."""
+    loop = Loop(directory / "run")
+    loop.run(0)
+    loop.keep()
+    loop.update()
+    names = ("data", "zeal")  # read before the state, and behind it
+    others = {name: ocp.args.JsonSave({"name": name}) for name in names}
+    state = gockpt.GoCkptSave(loop.state)
+    assert loop.manager.save(1, args=ocp.args.Composite(state=state, **others), force=True)
+    loop.manager.wait_until_finished()
+    read = ocp.JsonCheckpointHandler.restore
+    target = gockpt.GoCkptRestore(abstract(loop.state))
+    wanted = {name: ocp.args.JsonRestore() for name in names}
+    error = OSError if jax.process_index() == FAULTY else gockpt.ProcessError
+    for name, is_alone in (("data", False), ("zeal", False), ("zeal", True)):
+
+        def reading(self: Any, item: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
+            if item.name == name:
+                raise OSError("injected")
+            return read(self, item, *args, **kwargs)
+
+        items = wanted if is_alone else wanted | {"state": target}
+        with (
+            replaced(ocp.JsonCheckpointHandler, "restore", reading),
+            pytest.raises(error, match="injected"),
+        ):
+            loop.manager.restore(1, args=ocp.args.Composite(**items))
+        found = loop.manager.restore(1, args=ocp.args.Composite(**items))
+        assert found["data"] == {"name": "data"}
+        given = shards_of(loop.state)
+        for where, shard in shards_of({} if is_alone else found["state"]).items():
+            np.testing.assert_array_equal(shard, given[where])
+    loop.manager.delete(1)
+    loop.manager.close()
+
+
 def again(loop: Loop) -> None:
     """A save that has failed is tried again under its label, fails once more, and is made."""
     with replaced(leaf_writer, "_check_data", failing(RuntimeError("injected"))):

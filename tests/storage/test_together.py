@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gockpt_jax import ProcessError
-from gockpt_jax.storage.restoring.together import one_step, together
+from gockpt_jax.storage.restoring.together import Together, one_step
 from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS
 
 
@@ -38,6 +39,10 @@ class Others:
 
 def failing() -> Any:
     raise OSError("a disk\nis gone")
+
+
+def together(read: Any, path: Any, processes: Any) -> Any:
+    return Together(processes, lambda: None).read(read, path)
 
 
 def test_the_slowest_is_waited_for_longer_than_orbax_would() -> None:
@@ -78,3 +83,44 @@ def test_all_restore_the_same_step() -> None:
         one_step(lambda: (7, "there", ()), others)
     alone: Any = SimpleNamespace(several=False)
     assert one_step(lambda: (7, "there", ()), alone)[0] == 7
+
+
+def test_one_that_fails_in_another_item_comes_where_the_others_come_next() -> None:
+    """They read two trees: to its end, or to the next question, or as far as all meet."""
+
+    def read(trees: int, failure: Exception | None = None) -> Any:
+        for _ in range(trees):
+            items.read(lambda: 7, "a tree")
+        if failure is not None:
+            raise failure
+        return "all"
+
+    for trees, comes_to in ((0, "question"), (1, "question"), (2, "meeting")):
+        others: Any = Others()
+        met: list[int] = []
+        items = Together(others, lambda met=met, others=others: met.append(len(others.heard)))
+        assert items.read_items(functools.partial(read, 2), "the step", 2) == "all"
+        assert (others.heard, met) == ([None] * 3, [])
+        others.heard.clear()
+        with pytest.raises(OSError, match="a disk"):
+            items.read_items(functools.partial(read, trees, OSError("a disk")), "the step", 2)
+        assert others.heard == [None] * trees + ["OSError: a disk"]
+        assert met == ([trees] if comes_to == "meeting" else [])
+
+
+def test_what_all_know_is_not_asked_about_again() -> None:
+    others: Any = Others()
+    items = Together(others, lambda: pytest.fail("nobody comes there"))
+    with pytest.raises(OSError, match="a disk"):
+        items.read_items(lambda: items.read(failing, "a tree"), "the step", 1)
+    assert len(others.heard) == 1
+    others = Others("process 1: no such disk")
+    items = Together(others, lambda: pytest.fail("nobody comes there"))
+    with pytest.raises(ProcessError, match="the tree was not restored"):
+        items.read_items(lambda: items.read(lambda: 7, "the tree"), "the step", 1)
+    assert len(others.heard) == 1
+    items = Together(Others("process 1: no such disk"), lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(ProcessError, match="the step was not restored"):
+        items.read_items(lambda: 7, "the step", 0)
+    alone: Any = SimpleNamespace(several=False)
+    assert Together(alone, lambda: None).read_items(lambda: 7, "the step", 0) == 7

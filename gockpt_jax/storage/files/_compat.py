@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import orbax.checkpoint as ocp
+
 COMMIT_BARRIERS = ("async_write_complete", "async_commit_complete")
 """Parts of the keys of Orbax's barriers after writing and after renaming (0.11.33 to 0.12.8)."""
 
@@ -85,6 +87,19 @@ def _tell_own_operations() -> None:
     if (ids := _operation_ids()) is not None:
         last = ids.get_current_operation_id
         ids.get_current_operation_id = classmethod(lambda cls: _own_operation.get() or last())
+
+
+def meet_behind_restore(together: Any) -> None:
+    """Comes to the barrier behind the last item of a restore (0.11.33 to 0.12.8).
+
+    Whom an item has failed does not come there by itself.
+
+    Args:
+      together: Orbax's `MultiprocessingOptions`.
+    """
+    prefix = together.barrier_sync_key_prefix
+    key = ocp.multihost.unique_barrier_key("Checkpointer:restore", prefix=prefix)
+    ocp.multihost.sync_global_processes(key, processes=together.active_processes)
 
 
 def replace_deleter(manager: Any, around: Callable[[Any], Any]) -> Any:

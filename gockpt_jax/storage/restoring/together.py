@@ -46,35 +46,86 @@ def one_step(find: Callable[[], Found], processes: Processes) -> Found:
     return found
 
 
-def together(read: Callable[[], Any], path: Any, processes: Processes) -> Any:
-    """What this process has read, when all have: one may take far longer than another.
+class Together:
+    """Restores on several processes: each is over when all have read, or one has failed.
+
+    Orbax reads the items of a step in turn, and all meet behind the last. Of each tree of ours all
+    are asked, and of what else there is once more behind that. A process that has failed in an item
+    that is not ours comes where the others do next: they would wait for it in vain.
 
     Args:
-      read: Reads this process's part; all processes call it.
-      path: What is read.
       processes: Those that restore together.
-
-    Raises:
-      ProcessError: if another has failed, or does not come.
+      meet: Comes to where Orbax has all meet.
     """
-    if not processes.several:
-        return read()
-    found: Any = None
-    failure: Exception | None = None
-    try:
-        found = read()
-    except Exception as error:
-        failure = error
-    mine = None if failure is None else _in_short(failure)
-    elsewhere = processes.objection("restored", mine, MEETING_SECS)
-    if failure is not None:
-        raise failure
-    if elsewhere is not None:
-        raise ProcessError(
-            f"{path} was not restored, for one process has failed: {elsewhere.rstrip('.')}. Look "
-            "at its log; the checkpoint is as it was."
-        )
-    return found
+
+    def __init__(self, processes: Processes, meet: Callable[[], None]):
+        self._processes = processes
+        self._meet = meet
+        self._asked = 0  # how often, in this restore
+        self._is_told = False  # all know that one has failed
+
+    def read(self, read: Callable[[], Any], path: Any) -> Any:
+        """What this process has read, when all have: one may take far longer than another.
+
+        Args:
+          read: Reads this process's part; all processes call it.
+          path: What is read.
+
+        Raises:
+          ProcessError: if another has failed, or does not come.
+        """
+        if not self._processes.several:
+            return read()
+        found: Any = None
+        failure: Exception | None = None
+        try:
+            found = read()
+        except Exception as error:
+            failure = error
+        mine = None if failure is None else _in_short(failure)
+        elsewhere = self._processes.objection("restored", mine, MEETING_SECS)
+        self._asked += 1
+        self._is_told = elsewhere is not None
+        if failure is not None:
+            raise failure
+        if elsewhere is not None:
+            raise ProcessError(
+                f"{path} was not restored, for one process has failed: {elsewhere.rstrip('.')}. "
+                "Look at its log; the checkpoint is as it was."
+            )
+        return found
+
+    def read_items(self, read: Callable[[], Any], path: Any, trees: int) -> Any:
+        """What Orbax has read of a step's items, when all processes have.
+
+        Args:
+          read: Has Orbax read them; all processes call it.
+          path: Of the step.
+          trees: How many of them are ours, which `read` is asked for.
+
+        Raises:
+          ProcessError: if another has failed, or does not come.
+        """
+        if not self._processes.several:
+            return read()
+        self._asked, self._is_told = 0, False
+        found: Any = None
+        failure: Exception | None = None
+        try:
+            found = read()
+        except Exception as error:
+            if self._is_told:
+                raise
+            failure = error
+            if self._asked == trees:
+                self._meet()
+
+        def settled() -> Any:
+            if failure is not None:
+                raise failure
+            return found
+
+        return self.read(settled, path)
 
 
 def _in_short(failure: Exception | None) -> str:

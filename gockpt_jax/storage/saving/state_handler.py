@@ -19,7 +19,7 @@ from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
 from gockpt_jax.storage.restoring.restore import GoCkptRestore, require_whole, restore
-from gockpt_jax.storage.restoring.together import together
+from gockpt_jax.storage.restoring.together import Together
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
@@ -62,8 +62,8 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
       begun: What has begun of the save that came last, and its label.
       votes: At the commit, if a manager of ours takes them.
       wait_for_metadata: Returns when the manager has noted that of the step, if it does.
-      restores_together: Whether a restore waits for the slowest process: a manager's, for whose
-        barriers Orbax was told which take part. Those have a limit, and stock's own have none.
+      together: How a restore waits for the slowest process: a manager's, for whose barriers Orbax
+        was told which take part. Those have a limit; stock's own have none, and need no more.
 
     Raises:
       TypeError: if `window` is not a `WindowOptions`.
@@ -94,7 +94,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         self.begun = BegunSave()
         self.votes: CommitVotes | None = None
         self.wait_for_metadata: Callable[[], None] | None = None
-        self.restores_together = False
+        self.together: Together | None = None
         self._taking: PendingReport | None = None  # of the save that was taken last
 
     @property
@@ -265,9 +265,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         if isinstance(args, GoCkptRestore) and args.verify:
             require_whole(directory, self._gockpt_session.processes)
         read = functools.partial(restore, directory, args, self._restore_options)
-        if not self.restores_together:
-            return read()
-        return together(read, directory, self._gockpt_session.processes)
+        return read() if self.together is None else self.together.read(read, directory)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
