@@ -27,6 +27,8 @@ from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
+_NONE: tuple[int, OpenWindow | None] = (-1, None)
+
 
 class CurrentWindow:
     """One window is open at a time, or none; whoever changes that holds the session's lock.
@@ -48,6 +50,7 @@ class CurrentWindow:
         self.why_none: str | None = None
         self.no_room_for = -1
         self.failure: BaseException | None = None
+        self._in_vain = _NONE  # of the first call in vain, with a state of that version
         self._several = processes.several
         self._on_save_error = options.on_save_error
 
@@ -80,6 +83,7 @@ class CurrentWindow:
         Raises:
           ReplayError: beside other processes, if it is this save's and has failed here.
         """
+        self._in_vain = _NONE  # the others' is over, too
         window = self.window
         if window is None or self.is_due(version):
             return window
@@ -96,6 +100,7 @@ class CurrentWindow:
 
     def abandon(self, reason: str) -> None:
         """Closes it without a checkpoint; earlier ones are untouched."""
+        self._in_vain = _NONE
         window = self.window
         if window is None:
             return
@@ -106,6 +111,31 @@ class CurrentWindow:
         self.window = None
         _tell(window, "abandoned", reason)
         self.why_none = f"its window was abandoned: {reason}"
+
+    def abandon_in_vain(self, reason: str, version: int) -> None:
+        """Closes it for a call that may come to nothing: beside others, it is made again there.
+
+        Args:
+          reason: Why.
+          version: Of the state that the call was made with.
+        """
+        window, in_vain = self.window, self._in_vain
+        self.abandon(reason)
+        if self._several and window is not None:
+            self._in_vain = in_vain if in_vain[0] == version else (version, window)
+
+    def take_up_again(self, version: int) -> None:
+        """Goes on beside the others where a call has come to nothing here: they are in the window.
+
+        Of what was made for it nothing is left, so this process's part is given up.
+        """
+        made_with, window = self._in_vain
+        if self.window is not None or made_with != version or window is None:
+            return
+        window.stepping = None
+        if window.given_up is None:
+            window.give_up("a call of the step came to nothing")
+        self.window = window
 
     def abandon_interrupted(self) -> None:
         """Closes it if the step before did not come to its end.

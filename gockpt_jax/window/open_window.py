@@ -107,10 +107,12 @@ class OpenWindow:
         """
         n = version - (self.target - self.plan.steps + 1)
         # First: should this fail, the other processes go on, and this one beside them.
-        self._left.append(self._departures[n])
+        self._left[n + 1 :] = [self._departures[n]]  # once, where a call is made again
+        if self.given_up is not None:
+            return
         self._left[-1] = departure = self._departure(n, old)
         self._group_of.update((j, self._units[u].group) for u, j in departure.leaves)
-        if departure.leaves and self.given_up is None:
+        if departure.leaves:
             self._send(departure, old)
 
     def _departure(self, n: int, old: Sequence[Any]) -> Departure:

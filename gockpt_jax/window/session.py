@@ -139,7 +139,7 @@ class Session:
             flat = program.flat_call(args, kwargs)
             old = program.same_state(flat)
         except TypeError as error:  # the call itself, unarmed, is for the user's step to judge
-            current.abandon(f"the call changed: {error}")
+            current.abandon_in_vain(f"the call changed: {error}", self.version)
             step.call_changed(str(error))
             return None
         window.program = program
@@ -155,6 +155,7 @@ class Session:
     def _follow_or_open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
         """Goes on with the open window; gives it up, if this step is another, for the shortest."""
         current = self._current
+        current.take_up_again(self.version)
         if current.window is None:
             self._open(step, args, kwargs)
             return
@@ -163,7 +164,7 @@ class Session:
         if why_not is None:
             return
         is_last_chance = current.window.target == self.version + 1
-        current.abandon(f"it cannot go on: {why_not}")
+        current.abandon_in_vain(f"it cannot go on: {why_not}", self.version)
         if is_last_chance:  # where steps take turns, each would end what the one before has opened
             why_none = current.why_none
             self._open(step, args, kwargs)
@@ -200,7 +201,7 @@ class Session:
         """The armed step did not run, or not to its end. The window is over."""
         with self.lock, self._changing:
             if self._current.in_my_step is not None:
-                self._current.abandon(reason)
+                self._current.abandon_in_vain(reason, self.version)
 
     def no_room(self, error: BaseException) -> None:
         """A device had no room for the armed step. The window is over, and what it held is free."""

@@ -404,6 +404,36 @@ def unstaged(directory: Path) -> None:
     loop.manager.close()
 
 
+def in_vain(directory: Path) -> None:
+    """A call of the step fails on one process in a window, and is made again: armed, as elsewhere.
+
+    With the plan of all: one for what is left of the window would bring other gradients elsewhere.
+    """
+    loop = Loop(directory / "run", "cut_across")
+    loop.run(INTERVAL)
+    is_faulty = jax.process_index() == FAULTY
+    dispatch = failing(RuntimeError("a failed dispatch"))
+    calls = [(7, "first"), (12, "last"), (15, "dispatched"), (20, "dispatched")]
+    for label, kind in calls:
+        loop.run(label - 1)
+        for _ in range(2 * is_faulty):
+            if kind == "dispatched":
+                with replaced(StepProgram, "call", dispatch), pytest.raises(RuntimeError):
+                    loop.step(loop.state, loop.batch())
+            else:
+                with pytest.raises(TypeError):
+                    loop.step(loop.state, "no batch")
+        last = -(-label // INTERVAL) * INTERVAL
+        loop.run(last)
+        loop.manager.wait_until_finished()
+        assert loop.report(last).kind == ("snapshot" if is_faulty else "window")
+    loop.run(6 * INTERVAL)
+    loop.keep()
+    assert loop.report(6 * INTERVAL).kind == "window"
+    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    loop.manager.close()
+
+
 def unarmed(directory: Path) -> None:
     """A step that one process cannot arm runs armed on none, and all say who and why."""
 

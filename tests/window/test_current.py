@@ -154,3 +154,47 @@ def test_a_process_whose_others_wait_in_a_program_ends(several, others_wait):
     with current.giving_up_on_errors("its cut could not be pulled"):
         raise FAILED
     assert window.given_up is not None or current.window is None
+
+
+# --- A call that comes to nothing ----------------------------------------------------------------
+
+
+@in_both
+def test_beside_others_a_window_is_taken_up_again_where_a_call_came_to_nothing(several):
+    """They are in it: this process runs the armed steps with them, and has no part in it."""
+    window = Window()
+    current = current_of(window, several=several)
+    current.abandon_in_vain("the call changed", 7)
+    assert (current.window, window.is_dropped) == (None, True)
+    current.take_up_again(7)
+    assert current.window is (window if several else None)
+    assert (window.given_up is not None) == several
+
+
+def test_it_is_the_first_of_its_version_that_is_taken_up_and_more_than_once():
+    first, second = Window(), Window()
+    current = current_of(first, several=True)
+    current.abandon_in_vain("the call changed", 7)
+    current.open(second)  # for the shortest, with what the call was made of
+    for _ in range(2):
+        current.abandon_in_vain("the call changed", 7)
+        current.take_up_again(7)
+        assert current.window is first
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        lambda current: current.take_up_again(8),  # its own step ran
+        lambda current: (current.sealed_at(7), current.take_up_again(7)),
+        lambda current: (current.abandon("the state was released"), current.take_up_again(7)),
+        lambda current: (current.open(Window()), current.take_up_again(7)),
+    ],
+    ids=["another_version", "a_save", "a_release", "another_window"],
+)
+def test_what_is_over_for_the_others_is_not_taken_up_again(ends):
+    window = Window()
+    current = current_of(window, several=True)
+    current.abandon_in_vain("the call changed", 7)
+    ends(current)
+    assert current.window is not window
