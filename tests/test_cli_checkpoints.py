@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +112,35 @@ def test_inspect_of_what_is_damaged(tmp_path):
 def test_inspect_of_nothing(tmp_path):
     assert run("inspect", tmp_path / "absent").exit_code == 2
     assert "there is no such directory" in run("inspect", tmp_path / "absent").output
-    assert run("inspect", tmp_path).exit_code == 0
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "7.orbax-checkpoint-tmp").mkdir()
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 2
+    assert "holds no checkpoint: found saves that never ended: `7.orbax-ch" in result.output
+    result = run("inspect", tmp_path, "--json")
+    assert (result.exit_code, json.loads(result.stdout)["others"]) == (2, ["notes.txt"])
+    for command in (
+        ["inspect"],
+        ["verify"],
+        ["plan", "--step", "1", "--memory", "1GB", "--checkpoint"],
+    ):
+        result = run(*command, tmp_path / "notes.txt")
+        assert result.exit_code == 2
+        assert "found a file" in result.output
+
+
+def test_inspect_shows_the_steps_where_the_newest_cannot_be_read(tmp_path):
+    with GoCkptManager(tmp_path) as manager:
+        for step in (6, 7):
+            manager.save(step, args=GoCkptSave({"w": jnp.ones(3)}))
+    (tmp_path / "7/state/manifest.ocdbt").write_text("?")
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 2
+    assert "│ 6 " in result.stdout
+    assert "`w` cannot be opened" in result.stderr
+    result = run("inspect", tmp_path, "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, len(told["steps"]), told["items"]) == (2, 2, [])
 
 
 # --- diff ----------------------------------------------------------------------------------------
@@ -235,6 +266,46 @@ def test_what_cannot_be_compared(tmp_path, base):
         (base / "kept").rename(base / "0/model")
     finally:
         (base / "0/model").rename(base / "0/state")
+
+
+def test_of_what_is_damaged_the_leaf_is_told(tmp_path):
+    """And not a page of how TensorStore was asked for it."""
+    tree = {"w": jnp.arange(3.0), "name": "a run"}
+    a, b = (saved(tmp_path / name, tree, use_ocdbt=False) / "0/state" for name in "ab")
+    (b / "w/0").unlink()
+    what_for = {"w/0": "`w` cannot be read: ", "w/.zarray": "`w` cannot be opened: "}
+    for file, told in what_for.items():
+        (b / file).unlink(missing_ok=True)
+        plan = ("plan", "--step", "1", "--memory", "80GB", "--checkpoint")
+        asked = [("diff", a, b), ("diff", b, a)]
+        asked += [("inspect", b), (*plan, b)] if file == "w/.zarray" else []
+        for words in asked:
+            result = run(*words)
+            assert result.exit_code == 2
+            assert told in result.output
+            assert "`gockpt_jax verify` names all" in result.output
+            assert "tensorstore_spec" not in result.output
+    for file in ("_strings.json", "_METADATA"):
+        (a / file).write_bytes(b"\x98" * 300)
+        for words in (("diff", b, a), ("inspect", a)):
+            result = run(*words)
+            assert result.exit_code == 2
+            assert f"`{file}` in {a} is damaged: UnicodeDecodeError: " in result.output
+            assert "x98" * 3 not in result.output
+
+
+@pytest.mark.parametrize("words", [["verify"], ["inspect", "--json"]], ids=str)
+def test_what_cannot_be_printed_is_no_damage(base, words):
+    """1 would say that the checkpoint is damaged."""
+    command = [sys.executable, "-m", "gockpt_jax", *words, str(base)]
+    read, write = os.pipe()
+    os.close(read)  # as of `| head`, which has gone
+    with os.fdopen(write, "wb") as gone, open("/dev/full", "wb") as full:
+        ended = [subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=300,
+                                check=False) for out in (gone, full)]  # fmt: skip
+    assert (ended[0].returncode, ended[0].stderr) == (141, "")
+    assert ended[1].returncode == 2
+    assert ended[1].stderr.startswith("Error: what was found cannot be printed: [Errno 28]")
 
 
 def test_of_many_strangers_a_few_are_named(tmp_path):

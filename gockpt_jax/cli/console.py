@@ -1,10 +1,14 @@
 """What the commands share: where they print their tables, options, and their error."""
 
+import os
+import sys
+from typing import Any, NoReturn
+
 import click
 from rich.console import Console
 
 from gockpt_jax.storage.inspecting.directory import look_into
-from gockpt_jax.storage.inspecting.stored_item import READ_LIMIT_BYTES
+from gockpt_jax.storage.inspecting.stored_item import READ_LIMIT_BYTES, StoredLeafError
 
 FILE_COLUMNS = 160
 
@@ -13,6 +17,43 @@ class UnreadableError(click.ClickException):
     """There is nothing at a path that the command can read: no fault of how it was called."""
 
     exit_code = 2
+
+
+_EXIT_BROKEN_PIPE = 128 + 13  # as of a process that SIGPIPE has ended
+
+
+class Commands(click.Group):
+    """A group whose exit codes mean the same where what is printed cannot be written."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; the errors of its reads are its own."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # `| head`
+            _print_no_more()
+            ctx.exit(_EXIT_BROKEN_PIPE)
+        except OSError as error:
+            _print_no_more()
+            raise UnreadableError(f"what was found cannot be printed: {error}") from error
+
+
+def _print_no_more() -> None:
+    """Has the interpreter's last flush go nowhere."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Leaves it to `Commands`; rich would end with 1, which means `damaged` here."""
+        raise BrokenPipeError
+
+
+def why_unreadable(error: Exception) -> str:
+    """What to tell of an error of `describe_item` or `diff_items`."""
+    if isinstance(error, StoredLeafError):
+        return f"{error}\n`gockpt_jax verify` names all that is damaged."
+    return str(error)
 
 
 read_limit = click.option(
@@ -51,7 +92,7 @@ def tree_at(path: str, item: str | None = None) -> str:
 
 def make_console() -> Console:
     """As wide as the terminal; wide enough for whole lines where a file or a pipe takes them."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = FILE_COLUMNS
     return console

@@ -9,7 +9,13 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from gockpt_jax.cli.console import UnreadableError, make_console, read_limit, tree_at
+from gockpt_jax.cli.console import (
+    UnreadableError,
+    make_console,
+    read_limit,
+    tree_at,
+    why_unreadable,
+)
 from gockpt_jax.storage.inspecting.diff import LeafDifference, diff_items
 
 
@@ -33,7 +39,7 @@ def diff(
     try:
         found = list(diff_items(tree_at(a, item), tree_at(b, item), limit_bytes=limit_mib << 20))
     except (OSError, ValueError) as error:
-        raise UnreadableError(str(error)) from error
+        raise UnreadableError(why_unreadable(error)) from error
     if as_json:
         differing = [dataclasses.asdict(leaf, dict_factory=_as_json) for leaf in found]
         click.echo(json.dumps({"differing": differing}, allow_nan=False))

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gockpt_jax.checks import describe_bytes
-from gockpt_jax.cli.console import UnreadableError, make_console
+from gockpt_jax.cli.console import UnreadableError, make_console, why_unreadable
 from gockpt_jax.storage.inspecting.describe import describe_item
 from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into, some_of
 
@@ -21,21 +21,37 @@ from gockpt_jax.storage.inspecting.directory import Directory, Step, look_into, 
 def inspect(path: str, as_json: bool) -> None:
     """Shows the steps, and of the newest one the leaves, below PATH.
 
-    PATH is a manager's directory, one step, or one item. Nothing is verified. Exit code 2: it
-    cannot be read.
+    PATH is a manager's directory, one step, or one item. Nothing is verified. Exit code 2: there
+    is no checkpoint, or its leaves cannot be read.
     """
     try:
         found = look_into(path)
-        items = [describe_item(s.items[name]) for s in found.steps[-1:] for name in s.trees]
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UnreadableError(str(error)) from error
+    items, unreadable = _describe_newest(found)
     if as_json:
         click.echo(json.dumps(_as_json(found) | {"items": items}))
-        return
-    console = make_console()
-    _print_directory(console, found)
-    for item in items:
-        _print_item(console, item)
+    elif found.steps:
+        console = make_console()
+        _print_directory(console, found)
+        for item in items:
+            _print_item(console, item)
+    if not found.steps:
+        raise UnreadableError(f"{path} holds no checkpoint: found {found.describe()}.")
+    if unreadable is not None:
+        raise UnreadableError(why_unreadable(unreadable)) from unreadable
+
+
+def _describe_newest(found: Directory) -> tuple[list[dict[str, Any]], Exception | None]:
+    """The trees of the newest step up to the first that cannot be read, and why it cannot."""
+    items = []
+    try:
+        for step in found.steps[-1:]:
+            for name in step.trees:
+                items.append(describe_item(step.items[name]))
+    except (OSError, ValueError) as error:
+        return items, error
+    return items, None
 
 
 def _as_json(found: Directory) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from gockpt_jax.checks import describe_bytes
-from gockpt_jax.cli.console import tree_at
+from gockpt_jax.cli.console import tree_at, why_unreadable
 from gockpt_jax.cli.quantities import BYTES, COUNT, RATE, SECS
 from gockpt_jax.cli.tables import (
     Asked,
@@ -167,7 +167,7 @@ def _states(given: dict[str, Any]) -> list[StateSize]:
         try:
             leaves = describe_item(tree_at(given["checkpoint"]))["leaves"]
         except (OSError, ValueError) as error:
-            raise click.BadParameter(str(error), param_hint="'--checkpoint'") from error
+            raise click.BadParameter(why_unreadable(error), param_hint="'--checkpoint'") from error
         return [size_of_checkpoint(leaves, grad_bytes=grad_bytes)]
     return [
         size_of_model(

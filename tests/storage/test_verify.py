@@ -24,7 +24,7 @@ from gockpt_jax.cli.main import main
 from gockpt_jax.storage.files import checksum_files, checksums, item_files
 from gockpt_jax.storage.files.aligned import PIECE_BYTES
 from gockpt_jax.storage.files.checksums import Checksums
-from gockpt_jax.storage.inspecting.stored_item import StoredItem, for_each
+from gockpt_jax.storage.inspecting.stored_item import StoredItem, StoredLeafError, for_each
 from gockpt_jax.storage.inspecting.verify import verify, verify_item
 
 LAYOUTS = {
@@ -224,7 +224,7 @@ def test_leaves_are_opened_side_by_side(saved, monkeypatch):
         assert threading.current_thread() is not threading.main_thread()
         all_here.wait(60)
         if name in ("numpy", "half"):
-            raise ValueError(f"no {name}")
+            raise StoredLeafError(f"`{name}` cannot be opened: no {name}")
         return open_one(self, name)
 
     monkeypatch.setattr(StoredItem, "open", wait_for_others)

@@ -33,7 +33,7 @@ def describe_item(path: Any) -> Json:
 
     Raises:
       StoredItemError: It is no tree that Orbax has saved.
-      ValueError: A leaf's own metadata cannot be read; see `gockpt_jax verify`.
+      StoredLeafError: A leaf's own metadata cannot be read; see `gockpt_jax verify`.
     """
     item = StoredItem(path)
     describe = functools.partial(_leaf, item, _placements(item))

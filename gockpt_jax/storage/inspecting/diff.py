@@ -21,6 +21,7 @@ from gockpt_jax.storage.inspecting.stored_item import (
     chunk_shape,
     for_each,
     nbytes_of,
+    telling_of,
 )
 
 Kind = Literal["only in A", "only in B", "type", "shape", "dtype", "values"]
@@ -73,6 +74,7 @@ class _Figures:
 
 
 class _Job(NamedTuple):
+    name: str
     a: ts.TensorStore
     b: ts.TensorStore
     box: grid.Box
@@ -90,7 +92,7 @@ def diff_items(
 
     Raises:
       StoredItemError: One of them is no tree that Orbax has saved.
-      ValueError: A leaf cannot be read.
+      StoredLeafError: A leaf cannot be read.
     """
     a, b = StoredItem(path_a), StoredItem(path_b)
     for name in sorted(a.leaves.keys() | b.leaves.keys()):
@@ -123,7 +125,7 @@ def _diff_leaf(name: str, a: StoredItem, b: StoredItem, limit_bytes: int) -> Lea
             one, other = (f"key<{key}>" if key else _array(stores[0]) for key in keys)
             return LeafDifference(name, "type", one, other)
     jobs = (
-        (2 * nbytes_of(stores[0], box), _Job(*stores, box))
+        (2 * nbytes_of(stores[0], box), _Job(name, *stores, box))
         for box in chunk_boxes(_coarser(*stores))
     )
     total = _Figures()
@@ -155,7 +157,8 @@ def _coarser(a: ts.TensorStore, b: ts.TensorStore) -> ts.TensorStore:
 def _compare(job: _Job) -> _Figures:
     """Reads one box of both and compares it, piece by piece."""
     reads = [store[job.box].read() for store in (job.a, job.b)]
-    a, b = (np.ascontiguousarray(read.result()).reshape(-1) for read in reads)
+    with telling_of(job.name, "read"):
+        a, b = (np.ascontiguousarray(read.result()).reshape(-1) for read in reads)
     total = _Figures(scale=scale_of(a))
     for start in range(0, a.size, _PIECE):
         left, right = a[start : start + _PIECE], b[start : start + _PIECE]

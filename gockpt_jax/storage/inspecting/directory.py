@@ -79,10 +79,13 @@ def look_into(path: Any) -> Directory:
 
     Raises:
       FileNotFoundError: There is no such directory.
+      NotADirectoryError: It is a file.
     """
     bucket.prepare(path)
     path = epath.Path(path)
     if not path.is_dir():
+        if path.exists():
+            raise NotADirectoryError(f"{path}: expected a directory of checkpoints, found a file.")
         raise FileNotFoundError(f"{path}: there is no such directory.")
     if is_tree(path):
         return Directory(path, "item", (Step(path, {"": path}, ("",)),))

@@ -5,6 +5,7 @@ devices and no shardings for it, so any host can look at any checkpoint.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import tensorstore as ts
 from etils import epath
 
+from gockpt_jax.errors import in_a_line, without_specs
 from gockpt_jax.storage.files import bucket, grid
 from gockpt_jax.storage.files.plain_array import PlainArray, PlainArrays
 from gockpt_jax.transfer.budget import ByteBudget
@@ -31,7 +33,20 @@ _Out = TypeVar("_Out")
 
 
 class StoredItemError(ValueError):
-    """A directory does not hold the metadata of a tree that Orbax has saved."""
+    """A directory does not hold the metadata of a tree that Orbax has saved, or not whole."""
+
+
+class StoredLeafError(ValueError):
+    """A leaf cannot be read: what is stored of it is missing or damaged."""
+
+
+@contextlib.contextmanager
+def telling_of(name: str, what: str) -> Iterator[None]:
+    """Says of which leaf an error of TensorStore's is, without a page of its specification."""
+    try:
+        yield
+    except Exception as error:
+        raise StoredLeafError(f"`{name}` cannot be {what}: {without_specs(error)}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +106,7 @@ class StoredItem:
                 f"`{METADATA_FILE}` in {self.path} cannot be read: {error}"
             ) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise StoredItemError(
-                f"`{METADATA_FILE}` in {self.path} is damaged: {error!r}"
-            ) from error
+            raise self._damaged(METADATA_FILE, error) from error
         self.leaves: dict[str, StoredLeaf] = {}
         for leaf in leaves:  # an empty node may have an array's name: `{"a": {"b": x}, "a.b": {}}`
             if leaf.has_data or leaf.name not in self.leaves:
@@ -148,13 +161,19 @@ class StoredItem:
     @functools.cached_property
     def _strings(self) -> Any:
         file = self.path / _STRINGS_FILE
-        return json.loads(file.read_text()) if file.exists() else {}
+        try:
+            return json.loads(file.read_text()) if file.exists() else {}
+        except (OSError, ValueError) as error:
+            raise self._damaged(_STRINGS_FILE, error) from error
+
+    def _damaged(self, file: str, error: Exception) -> StoredItemError:
+        return StoredItemError(f"`{file}` in {self.path} is damaged: {in_a_line(error)}")
 
     def open(self, name: str) -> ts.TensorStore:
         """Opens a leaf; a chunk that is missing is an error, not a chunk of zeros.
 
         Raises:
-          ValueError: TensorStore's error: the leaf is not there, or its metadata is damaged.
+          StoredLeafError: The leaf is not there, or its metadata is damaged.
         """
         spec = {
             "driver": "zarr3" if self.use_zarr3 else "zarr",
@@ -163,7 +182,8 @@ class StoredItem:
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
         }
-        return ts.open(spec, open=True, read=True, context=self._context).result()
+        with telling_of(name, "opened"):
+            return ts.open(spec, open=True, read=True, context=self._context).result()
 
     def plain(self, name: str) -> PlainArray | None:
         """Where the values of a leaf lie; `None` where it is stored in another way."""

@@ -60,7 +60,7 @@ def reads_of(
       is_part: Whether chunks of it may be elsewhere.
     """
     if isinstance(store, Exception):
-        return [f"`{name}` cannot be opened: {without_specs(store)}"], []
+        return [str(store)], []
     faults = []
     stored = store.dtype.numpy_dtype.name
     if stored != leaf.dtype:
