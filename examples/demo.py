@@ -4,9 +4,11 @@
 
 Three processes train the same model on the same batches: one without interruption, one killed
 between the opening of a window and its save step, and one that resumes from what the killed one
-left. This process never imports gockpt_jax: it restores what they saved with stock Orbax.
+left. This process never imports gockpt_jax: it restores what they saved with stock Orbax. What is
+in `runs/demo` is deleted first.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -117,7 +119,10 @@ def check_crash(run: Run) -> tuple[str, int]:
     labels = compare.saved_labels(run.checkpoints)
     if not labels or labels[-1] >= CRASHED_WINDOW:
         raise DemoError(f"expected whole checkpoints below {CRASHED_WINDOW} only, got {labels}")
-    return f"killed after train step {record['step']}, in `{record['window']}`", labels[-1]
+    told = f"killed after train step {record['step']}, in `{record['window']}`"
+    if labels[-1] < CRASHED_WINDOW - SAVE_EVERY:
+        told += f", while checkpoint {CRASHED_WINDOW - SAVE_EVERY} was still on its way to the disk"
+    return told, labels[-1]
 
 
 def check_resume(run: Run, last_whole: int) -> str:
@@ -218,6 +223,9 @@ def demonstrate(console: Console) -> None:
 
 def main() -> int:
     """Run the demo; return its exit status."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     # Without a terminal, rich would fold everything to 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     jax.config.update("jax_platforms", "cpu")  # The children need the accelerator, we do not.

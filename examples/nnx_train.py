@@ -19,6 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from lm import data
+from lm.arguments import at_least
 
 import gockpt_jax as gockpt
 
@@ -83,15 +84,15 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=60, help="length of the run; more of them continue it")
+    add("--steps", type=at_least(1), default=60, help="length of the run; more of them continue it")
     add("--dir", type=Path, default=Path("runs/nnx"), help="where the checkpoints are")
-    add("--save-every", type=int, default=20, help="steps between checkpoints")
-    add("--window", type=int, default=4, help="steps over which a save is spread; 0 = automatic")
-    add("--width", type=int, default=128, help="of the network")
-    add("--layers", type=int, default=2, help="of the network")
-    add("--batch-size", type=int, default=8, help="excerpts per step")
-    add("--length", type=int, default=64, help="bytes per excerpt")
-    add("--seed", type=int, default=0, help="of parameters, dropout and batches")
+    add("--save-every", type=at_least(1), default=20, help="steps between checkpoints")
+    add("--window", type=at_least(0), default=4, help="steps of a save's window; 0 = automatic")
+    add("--width", type=at_least(1), default=128, help="of the network")
+    add("--layers", type=at_least(0), default=2, help="of the network")
+    add("--batch-size", type=at_least(1), default=8, help="excerpts per step")
+    add("--length", type=at_least(1), default=64, help="bytes per excerpt")
+    add("--seed", type=at_least(0), default=0, help="of parameters, dropout and batches")
     return parser.parse_args()
 
 

@@ -3,11 +3,14 @@
     python examples/train_lm.py --steps 200 --save-every 50 --directory runs/lm
 
 Checkpoints leave the device a part at a time, during the few steps before each save. What differs
-from a loop around `orbax.checkpoint.CheckpointManager` is marked (1) to (3).
+from a loop around `orbax.checkpoint.CheckpointManager` is marked (1) to (3). SIGTERM saves, and
+ends the run; a kill costs it what came after its last checkpoint. Started again, on as many devices
+as there are, it goes on.
 """
 
 import argparse
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,11 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 from lm import data, journal, sharding
+from lm.arguments import at_least
 from lm.console import Display
 from lm.model import GPT, SIZES
 from lm.optimizer import make_optimizer
+from lm.preemption import EXIT_STOPPED, Preemption
 
 import gockpt_jax as gockpt
 
@@ -34,16 +39,16 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=200, help="length of the run")
+    add("--steps", type=at_least(1), default=200, help="length of the run")
     add("--size", choices=SIZES, default="nano", help="size of the network")
-    add("--batch-size", type=int, default=8, help="excerpts per step, over all devices")
-    add("--seq-len", type=int, default=128, help="bytes per excerpt")
+    add("--batch-size", type=at_least(1), default=8, help="excerpts per step, over all devices")
+    add("--seq-len", type=at_least(1), default=128, help="bytes per excerpt")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the computation")
-    add("--seed", type=int, default=0, help="of the initial parameters and of the batches")
+    add("--seed", type=at_least(0), default=0, help="of the initial parameters and of the batches")
     add("--directory", type=Path, default=Path("runs/lm"), help="where the run lives")
-    add("--save-every", type=int, default=50, help="steps between checkpoints")
-    add("--max-to-keep", type=int, default=3, help="older checkpoints are deleted")
-    add("--window", type=int, default=0, help="steps over which a save is spread; 0 = automatic")
+    add("--save-every", type=at_least(1), default=50, help="steps between checkpoints")
+    add("--max-to-keep", type=at_least(1), default=3, help="older checkpoints are deleted")
+    add("--window", type=at_least(0), default=0, help="steps of a save's window; 0 = automatic")
     add("--report", type=Path, help="write losses and save reports to this JSON file")
     add("--crash-at", type=int, help="SIGKILL ourselves after this train step, before its save")
     args = parser.parse_args()
@@ -122,15 +127,21 @@ def loop(
     train_step: TrainStep,
     batch_at: Callable[[int], jax.Array],
     losses: journal.Journal,
-) -> None:
-    """Train for `steps`."""
+) -> bool:
+    """Train for `steps`, or until SIGTERM; return whether all of them were made."""
+    preemption = Preemption()
     for step in steps:
         state, loss = train_step(state, batch_at(step))
         if step == args.crash_at:
             journal.crash(args.directory, step, manager.window_status)
+        is_stopped = preemption.is_asked  # Looked at once: it may change below.
         # The manager knows which steps are due; the last one is kept wherever it falls.
-        manager.save(step, args=gockpt.GoCkptSave(state), force=step == args.steps - 1)
+        is_last = is_stopped or step == args.steps - 1
+        manager.save(step, args=gockpt.GoCkptSave(state), force=is_last)
         losses.record(step, loss)
+        if is_stopped:
+            return step == args.steps - 1
+    return True
 
 
 def train(
@@ -138,8 +149,8 @@ def train(
     corpus: np.ndarray,
     manager: gockpt.GoCkptManager,
     mesh: jax.sharding.Mesh,
-) -> None:
-    """Go from wherever the directory stands to the last step."""
+) -> bool:
+    """Go from wherever the directory stands to the last step; return whether it was reached."""
     init = functools.partial(init_state, args, jax.random.key(args.seed))
     target = sharding.with_fsdp(jax.eval_shape(init), mesh)
     state, resumed_from = start_or_resume(manager, init, target)
@@ -163,12 +174,14 @@ def train(
         journal.Journal(args.directory, on_loss=show) as losses,
     ):
         display.say(greeting(args, target.params, mesh, corpus, resumed_from))
-        loop(args, manager, state, range(start, args.steps), train_step, batch_at, losses)
+        steps = range(start, args.steps)
+        is_done = loop(args, manager, state, steps, train_step, batch_at, losses)
     manager.wait_until_finished()  # The reports below are complete only now.
     if args.report:
         journal.write_report(
             args.report, resumed_from=resumed_from, losses=losses.losses, saves=manager.reports
         )
+    return is_done
 
 
 def greeting(
@@ -193,22 +206,21 @@ def main() -> None:
     """Run the command line."""
     args = parse_arguments()
     corpus = data.load_corpus()
-    # What decides the losses. The number of devices does not: resume on as many as you have.
-    journal.claim(
-        args.directory,
-        {
-            "size": args.size,
-            "dtype": args.dtype,
-            "seed": args.seed,
-            "steps": args.steps,
-            "batch_size": args.batch_size,
-            "seq_len": args.seq_len,
-            "corpus": data.fingerprint(corpus),
-        },
-    )
+    # What decides the losses. The number of devices does not, up to rounding: resume on as many as
+    # you have.
+    settings = ("size", "dtype", "seed", "steps", "batch_size", "seq_len")
+    try:
+        journal.claim(
+            args.directory,
+            {name: getattr(args, name) for name in settings} | {"corpus": data.fingerprint(corpus)},
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     mesh = sharding.local_mesh()
     with jax.set_mesh(mesh), make_manager(args) as manager:
-        train(args, corpus, manager, mesh)
+        is_done = train(args, corpus, manager, mesh)
+    if not is_done:
+        sys.exit(EXIT_STOPPED)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hurry
@@ -24,17 +25,33 @@ ENVIRONMENT = {
 }
 
 
-def train(directory: Path, *extra: str) -> subprocess.CompletedProcess[str]:
+def train(
+    directory: Path, *extra: str, program: Sequence[str] = (str(EXAMPLES / "train_lm.py"),)
+) -> subprocess.CompletedProcess[str]:
     # The runs of a test compile the same programs: once.
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_lm.py"), *FLAGS, f"--directory={directory}", *extra],
+        [sys.executable, *program, *FLAGS, f"--directory={directory}", *extra],
         env=os.environ | ENVIRONMENT | compiled,
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
+
+
+STOPPED_AT_9 = f"""
+import signal, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_lm
+batch = train_lm.data.batch
+def stop_at_9(*args, step, **more):
+    if step == 9:
+        signal.raise_signal(signal.SIGTERM)
+    return batch(*args, step=step, **more)
+train_lm.data.batch = stop_at_9
+train_lm.main()
+"""
 
 
 def reported(directory: Path) -> tuple[subprocess.CompletedProcess[str], dict]:
@@ -55,10 +72,17 @@ def lm(monkeypatch):
         del sys.modules[name]
 
 
-def test_killed_run_resumes_to_the_same_end(tmp_path, lm):
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The directory of a run to the end, and its report."""
+    directory = tmp_path_factory.mktemp("example") / "unbroken"
+    return directory, reported(directory)[1]
+
+
+def test_killed_run_resumes_to_the_same_end(unbroken, lm):
+    unbroken, expected = unbroken
+    broken = unbroken.parent / "broken"
     compare, journal = lm["compare"], lm["journal"]
-    _, expected = reported(unbroken)
     assert expected["resumed_from"] is None
     assert [save["step"] for save in expected["saves"]] == [0, 5, 10, 15]
 
@@ -84,6 +108,48 @@ def test_killed_run_resumes_to_the_same_end(tmp_path, lm):
             unbroken / "checkpoints", broken / "checkpoints", label
         )
         assert [leaf for leaf in leaves if leaf.differing] == []
+
+
+def test_stopped_run_saves_and_resumes_to_the_same_end(unbroken, lm):
+    """By SIGTERM, where no save was due."""
+    unbroken, expected = unbroken
+    stopped = unbroken.parent / "stopped"
+    ended = train(stopped, program=("-c", STOPPED_AT_9))
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert lm["compare"].saved_labels(stopped / "checkpoints")[-1] == 9
+    _, report = reported(stopped)
+    assert report["resumed_from"] == 9
+    assert report["losses"] == expected["losses"][10:]
+    leaves = lm["compare"].compare_checkpoints(
+        unbroken / "checkpoints", stopped / "checkpoints", 15
+    )
+    assert [leaf for leaf in leaves if leaf.differing] == []
+
+
+@pytest.mark.parametrize("option", ["--steps=0", "--save-every=0", "--seed=-1", "--batch-size=3"])
+def test_wrong_options_are_refused_in_a_line(tmp_path, option):
+    refused = train(tmp_path / "run", option)
+    assert refused.returncode == 2
+    assert "error: " in refused.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_a_kill_has_cut_off_are_written_again(tmp_path, lm, monkeypatch):
+    """Half of them would be an error of every later run."""
+    claim = lm["journal"].claim
+    write = Path.write_text
+
+    def half_of_it(self, text, **more):
+        write(self, text[:3], **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half_of_it)
+        with pytest.raises(KeyboardInterrupt):
+            claim(tmp_path, {"seed": 0})
+    claim(tmp_path, {"seed": 0})
+    with pytest.raises(ValueError, match="`seed`: expected 0, got 1"):
+        claim(tmp_path, {"seed": 1})
 
 
 def test_other_settings_are_refused_not_continued(tmp_path, lm):

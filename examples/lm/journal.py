@@ -79,7 +79,10 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / SETTINGS
     if not path.exists():
-        path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        # Renamed when it is whole: a kill must not leave half of it for all later runs to read.
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+        partial.replace(path)
         return
     earlier = json.loads(path.read_text(encoding="utf-8"))
     differing = [
