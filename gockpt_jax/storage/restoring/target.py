@@ -128,7 +128,8 @@ def _other_keys(
     """Typed random keys that the target has as arrays, or of another algorithm, or the reverse.
 
     Their data are alike, and stock restores what was saved, whatever the target says; but for an
-    array of NumPy, which may be a key's data and gets those.
+    array of NumPy, which may be a key's data and gets those. An abstract array of a key's data is
+    what `ocp.utils.to_shape_dtype_struct` makes of a key: it gets the key, as with stock.
     """
     names = [
         name
@@ -139,8 +140,9 @@ def _other_keys(
     for name in (x for x in names if x in known):
         impl, want = known[name], str(wanted[name].dtype)
         have = stored[name].dtype if impl is None else _key_dtype(impl)
-        is_data = isinstance(wanted[name], np.ndarray)
-        if have != want and not is_data and (impl is not None or _is_key(wanted[name])):
+        is_key = _is_key(wanted[name])
+        is_data = not is_key and isinstance(wanted[name], np.ndarray | jax.ShapeDtypeStruct)
+        if have != want and not is_data and (impl is not None or is_key):
             yield name, f"{name}: {have} in the checkpoint, {want} in the target"
 
 
