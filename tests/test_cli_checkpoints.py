@@ -213,6 +213,17 @@ def test_typed_keys_are_no_arrays(tmp_path):
     ]
 
 
+def test_inspect_tells_keys_from_their_data(tmp_path):
+    key = jax.random.key(5, impl="rbg")
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave({"a": key, "b": jax.random.key_data(key), "c": "a [text]"}))
+    (item,) = json.loads(run("inspect", tmp_path, "--json").output)["items"]
+    assert [leaf.get("random_key") for leaf in item["leaves"]] == ["rbg", None, None]
+    text = run("inspect", tmp_path).output
+    assert text.count("uint32, key<rbg>") == 1
+    assert '"a [text]"' in text
+
+
 def test_texts_below_names_with_slashes(tmp_path):
     """Orbax keeps a text under its leaf's name as a JSON pointer."""
     trees = [{"a/b": "text", "a/0": "same", "c~1d": text, "x/y": text} for text in ("1", "2")]

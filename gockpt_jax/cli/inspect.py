@@ -95,11 +95,12 @@ def _print_item(console: Console, item: dict[str, Any]) -> None:
     for leaf in item["leaves"]:
         if "dtype" not in leaf:
             table.add_row(
-                escape(leaf["name"]), leaf["type"], "", escape(str(leaf.get("value", "")))
-            )
+                escape(leaf["name"]), leaf["type"], "",
+                escape(json.dumps(leaf["value"])) if "value" in leaf else "",
+            )  # fmt: skip
             continue
         table.add_row(
-            escape(leaf["name"]), leaf["type"], leaf["dtype"], _shape(leaf["shape"]),
+            escape(leaf["name"]), leaf["type"], _dtype(leaf), _shape(leaf["shape"]),
             _shape(leaf["chunk"]), describe_bytes(leaf["bytes"]), escape(leaf["placement"] or ""),
         )  # fmt: skip
     console.print(table)
@@ -113,6 +114,12 @@ def _print_item(console: Console, item: dict[str, Any]) -> None:
     }
     for what, text in lines.items():
         console.print(f"{what + ':':<11}{text}", markup=False)
+
+
+def _dtype(leaf: dict[str, Any]) -> str:
+    """That of a random key's data, and the key's."""
+    key = leaf.get("random_key")
+    return f"{leaf['dtype']}, key<{key}>" if key else leaf["dtype"]
 
 
 def _shape(shape: list[int]) -> str:

@@ -29,7 +29,7 @@ def describe_item(path: Any) -> Json:
     Returns:
       `path`, `layout`, `checksums`, `files` and `bytes_on_disk` of the item, its
       `custom_metadata`, and its `leaves`: name, type, dtype, shape, chunk shape, bytes before
-      compression, and the placement that it was saved from.
+      compression, the placement that it was saved from, and the algorithm of random keys.
 
     Raises:
       StoredItemError: It is no tree that Orbax has saved.
@@ -65,6 +65,8 @@ def _leaf(item: StoredItem, placements: Mapping[str, str], stored: StoredLeaf) -
             "bytes": nbytes_of(store, grid.whole(store.shape)),
             "placement": placements.get(stored.name),
         }
+        if told["dtype"] == "uint32" and (algorithm := item.key_algorithms.get(stored.name)):
+            told["random_key"] = algorithm
     elif stored.has_data and stored.value_type == "string":
         told["value"] = item.text(stored.name)
     return told
