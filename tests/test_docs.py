@@ -38,6 +38,18 @@ def test_what_a_user_meets_first_has_an_example(name):
     assert ">>> " in getattr(gockpt_jax, name).__doc__
 
 
+def test_the_reasons_that_are_explained_are_those_of_reports():
+    """Parts of them, up to what differs from save to save."""
+    page = README.parent / "docs" / "running.md"
+    table = page.read_text(encoding="utf-8").partition("| the reason has |")[2].partition("\n\n")[0]
+    firsts = [row.split(" | ")[0] for row in table.splitlines()[2:]]
+    told = [part for first in firsts for part in re.findall("`(.*?)`", first)]
+    assert len(told) > 10
+    window = Path(gockpt_jax.__file__).parent / "window"
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(window.glob("*.py")))
+    assert [part for part in told if part not in re.sub(r'"\n\s+f?"', "", sources)] == []
+
+
 def readme_blocks() -> list[tuple[int, str]]:
     """The line number and the source of each Python block."""
     text = README.read_text(encoding="utf-8")
