@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import GoCkptManager, GoCkptSave, VerifyError
 from gockpt_jax.cli.main import main
+from gockpt_jax.storage.inspecting import directory
 from gockpt_jax.storage.inspecting.diff import diff_items
 
 
@@ -277,6 +278,25 @@ def test_what_cannot_be_compared(tmp_path, base):
         (base / "kept").rename(base / "0/model")
     finally:
         (base / "0/model").rename(base / "0/state")
+
+
+def test_an_item_that_may_not_be_read_is_told_of(tmp_path, monkeypatch):
+    """Whether it is a tree nobody can see then: what it would have in it is not there."""
+    item = saved(tmp_path, {"w": jnp.ones(3)}) / "0/state"
+    entries, is_tree = directory._entries, directory.is_tree
+
+    def refused(path):
+        if str(path) == str(item):
+            raise PermissionError(13, "Permission denied", str(path))
+        return entries(path)
+
+    monkeypatch.setattr(directory, "_entries", refused)
+    monkeypatch.setattr(directory, "is_tree", lambda path: str(path) != str(item) and is_tree(path))
+    told = f"the item `state` cannot be read: [Errno 13] Permission denied: '{item}'"
+    assert told in json.loads(run("inspect", tmp_path, "--json").output)["steps"][0]["faults"]
+    result = run("verify", tmp_path, "--json")
+    assert result.exit_code == 1
+    assert told in json.loads(result.output)["found"][0]["faults"]
 
 
 def test_of_what_is_damaged_the_leaf_is_told(tmp_path):

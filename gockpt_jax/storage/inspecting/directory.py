@@ -196,6 +196,11 @@ def _step(path: epath.Path) -> Step:
     folders = {p.name: p for p in _entries(path) if p.is_dir()}
     items = {name: p for name, p in folders.items() if name in named or TEMPORARY not in name}
     trees = tuple(name for name, folder in items.items() if is_tree(folder))
+    for name in sorted(items.keys() - set(trees)):  # nobody could tell whether it is one
+        try:
+            _entries(items[name])
+        except OSError as error:
+            faults.append(f"the item `{name}` cannot be read: {error}")
     if isinstance(handlers, Mapping):
         faults += [f"the item `{name}` is missing" for name in sorted(handlers.keys() - items)]
         faults += [f"`{name}` is foreign: no item" for name in sorted(items.keys() - handlers)]
