@@ -104,6 +104,8 @@ def _others(
     dtypes: list[str] = []
     for name in sorted(wanted.keys() & stored.keys()):
         want, have = _as_stored(wanted[name]), stored[name]
+        if item.leaves[name].value_type == "np.ndarray" and _is_placed_nowhere(wanted[name]):
+            want = Stored(tuple(wanted[name].shape), np.dtype(wanted[name].dtype).name)
         line = f"{name}: {have} in the checkpoint, {_told(wanted[name])} in the target"
         is_number = want is None or item.leaves[name].value_type == "scalar"
         if want is None:
@@ -128,8 +130,8 @@ def _other_keys(
     """Typed random keys that the target has as arrays, or of another algorithm, or the reverse.
 
     Their data are alike, and stock restores what was saved, whatever the target says; but for an
-    array of NumPy, which may be a key's data and gets those. An abstract array of a key's data is
-    what `ocp.utils.to_shape_dtype_struct` makes of a key: it gets the key, as with stock.
+    array of NumPy, which may be a key's data and gets those. What is no array gets the key, too:
+    `ocp.utils.to_shape_dtype_struct` makes of one an abstract array of its data.
     """
     names = [
         name
@@ -140,9 +142,8 @@ def _other_keys(
     for name in (x for x in names if x in known):
         impl, want = known[name], str(wanted[name].dtype)
         have = stored[name].dtype if impl is None else _key_dtype(impl)
-        is_key = _is_key(wanted[name])
-        is_data = not is_key and isinstance(wanted[name], np.ndarray | jax.ShapeDtypeStruct)
-        if have != want and not is_data and (impl is not None or is_key):
+        is_key, is_array = _is_key(wanted[name]), isinstance(wanted[name], jax.Array)
+        if have != want and (is_key or (is_array and impl is not None)):
             yield name, f"{name}: {have} in the checkpoint, {want} in the target"
 
 
@@ -164,6 +165,15 @@ def _misplaced(wanted: Mapping[str, Any]) -> list[str]:
             except ValueError as error:
                 wrong.append(f"{name}: {_told(leaf)}: {error}")
     return wrong
+
+
+def _is_placed_nowhere(leaf: Any) -> bool:
+    """Whether it is an abstract array, as `ocp.utils.to_shape_dtype_struct` makes it of NumPy's.
+
+    What NumPy's array was is one again, of any dtype.
+    """
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and not _is_key(leaf)
+    return is_abstract and leaf.sharding is None
 
 
 def _is_key(leaf: Any) -> bool:
