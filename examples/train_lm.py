@@ -220,6 +220,7 @@ def main() -> None:
     with jax.set_mesh(mesh), make_manager(args) as manager:
         is_done = train(args, corpus, manager, mesh)
     if not is_done:
+        print("stopped by SIGTERM, and saved; start it again to go on", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
 
 

@@ -116,6 +116,7 @@ def test_stopped_run_saves_and_resumes_to_the_same_end(unbroken, lm):
     stopped = unbroken.parent / "stopped"
     ended = train(stopped, program=("-c", STOPPED_AT_9))
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert "stopped by SIGTERM" in ended.stderr
     assert lm["compare"].saved_labels(stopped / "checkpoints")[-1] == 9
     _, report = reported(stopped)
     assert report["resumed_from"] == 9
