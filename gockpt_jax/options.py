@@ -87,7 +87,7 @@ class Audit:
       max_ulps: Units in the last place by which a replayed element may differ. Replay repeats what
         IEEE 754 fixes, so the default is 0. The host flushes denormals to zero, which a GPU does
         not: elements that are no further apart than 64 of the least normal numbers (7.5e-37) are
-        taken for equal.
+        taken for equal; in fp64 only where that is nothing beside the leaf's largest value.
       max_relative_error: By how much elements of a chunk may differ all the same, over the largest
         value of the replayed shard. It is the bound for rounding: an element that the updates take
         past zero is many of its own units off, and far below the leaf's scale (of Adam's parameters

@@ -10,7 +10,7 @@ import numpy as np
 
 from gockpt_jax.errors import AuditError
 from gockpt_jax.options import Audit
-from gockpt_jax.replay.ulps import UNEQUAL, difference, scale_of
+from gockpt_jax.replay.ulps import UNEQUAL, Difference, difference, scale_of
 from gockpt_jax.telemetry import events
 from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import SaveRecord
@@ -46,6 +46,9 @@ _Pair = tuple[_Box, Piece]
 _NAMED = 5  # leaves in an error's text
 # What the host makes of denormals, of each term of each update, where the device keeps them.
 _FLUSHED = 64 * float(np.finfo(np.float32).tiny)
+_FLUSHED_WIDE = 64 * float(np.finfo(np.float64).tiny)
+# Of terms in fp32 that were lost a leaf in fp64 shows no more, unless it is as small as these.
+_LOST_TERMS = float(np.finfo(np.float32).eps)
 _ROTAS = 64  # of so many sets of leaves it is known whose turn it is
 
 
@@ -233,7 +236,7 @@ class PendingAudit:
             max_relative_error=relative, worst_leaf=box.path,
         )  # fmt: skip
         is_rounding = found.max_ulps != UNEQUAL and scale > 0  # of zeros nothing was replayed
-        is_near = relative <= self._options.max_relative_error or found.max_absolute <= _FLUSHED
+        is_near = relative <= self._options.max_relative_error or _is_flushed(figures, found, true)
         if found.max_ulps <= self._options.max_ulps or (is_rounding and is_near):
             return figures, None
         ulps = "unlike values" if found.max_ulps == UNEQUAL else f"{found.max_ulps} ULPs"
@@ -263,6 +266,17 @@ class PendingAudit:
             f"{follows} If all of it is rounding, pass "
             "`audit=gockpt.Audit(max_relative_error=...)`."
         )
+
+
+def _is_flushed(figures: AuditFigures, found: Difference, true: np.ndarray) -> bool:
+    """Whether denormals that the host takes for zero make such a difference, where others do not.
+
+    Numbers as small as those of fp32 are numbers like others in fp64.
+    """
+    is_wide = true.dtype in (np.float64, np.complex128)
+    if is_wide and figures.max_relative_error > _LOST_TERMS:
+        return found.max_absolute <= _FLUSHED_WIDE
+    return found.max_absolute <= _FLUSHED
 
 
 def _text(chunk: HostChunk) -> str:

@@ -25,6 +25,7 @@ from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.worker import Worker
 
+enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 LEAVES = {f"leaf {n}": jnp.arange(256.0) + n for n in range(8)}  # 1 KiB each
 RIGHT = {path: [HostChunk((slice(None),), np.array(array))] for path, array in LEAVES.items()}
 
@@ -262,6 +263,27 @@ def test_what_flushing_denormals_makes_is_no_difference(worker, added, is_right)
         with pytest.raises(AuditError, match="1 of 256 elements differ"):
             pending.check({"leaf": [HostChunk((slice(None),), values)]})
     assert record.audit.max_ulps > 10
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize(
+    ("size", "added", "is_right"),
+    [(1e-40, 1e-41, False), (1.0, 1e-15, False), (1e-29, 7e-37, True), (1e-307, 1e-308, True)],
+)
+def test_in_fp64_numbers_are_flushed_that_are_denormal_there(worker, size, added, is_right, dtype):
+    """Or terms in fp32 that nobody misses, where the leaf is larger by far."""
+    with enable_x64(True):
+        auditor = Auditor(Audit(fraction=0.99), resources_of(worker))
+        leaves = {"leaf": jnp.full(256, size, dtype)}
+        pending = auditor.sample(leaves, SaveRecord(kind="window", reason="a test"))
+    values = np.full(256, size, dtype)
+    values[7] += added
+    worker.wait_until_idle()
+    if is_right:
+        pending.check({"leaf": [HostChunk((slice(None),), values)]})
+    else:
+        with pytest.raises(AuditError, match="1 of 256 elements differ"):
+            pending.check({"leaf": [HostChunk((slice(None),), values)]})
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
