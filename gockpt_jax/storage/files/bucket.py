@@ -107,7 +107,7 @@ def prepare(directory: Any) -> None:
     if missing:
         raise StorageError(
             f"{directory}: checkpoints in {scheme} need {' and '.join(missing)}, which are not"
-            f" installed. Run `pip install 'gockpt_jax[{scheme[:2]}]'`."
+            f" installed. Run `pip install {' '.join(missing)}`."
         )
     for name, value in _STALLS.items():
         os.environ.setdefault(name, value)
