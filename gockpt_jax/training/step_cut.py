@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -93,9 +94,11 @@ class StepCut:
             kept = [str(self.arrays[i]) for i in (*group.retained, *group.scalars)]
             lines.append(f"early, retaining {', '.join(kept) or 'nothing'}:")
             lines += map(self._leaf, group.leaves)
-        for reason in dict.fromkeys(self.late[j] for j in sorted(self.late)):
-            lines.append(f"late ({reason}):")
-            lines += [self._leaf(j) for j in sorted(self.late) if self.late[j] == reason]
+        late = defaultdict(list)
+        for j in sorted(self.late):
+            late[self.late[j]].append(self._leaf(j))
+        for reason, leaves in late.items():
+            lines += [f"late ({reason}):", *leaves]
         return "\n".join(lines)
 
     def _leaf(self, j: int) -> str:

@@ -149,7 +149,8 @@ class TracedStep(StandIn):
             self._kinds.traced()
             self.program = self._found
             return None
-        _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
+        if _log.isEnabledFor(logging.DEBUG):  # a line for each leaf
+            _log.debug("analysed %s:\n%s", self.__name__, program.cut.explain())
         return program
 
     def _settle(self, result: Any, traced: StepProgram | Untraced | None) -> None:
