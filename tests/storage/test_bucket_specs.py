@@ -145,3 +145,15 @@ def test_what_a_storage_refused_is_named() -> None:
 )
 def test_what_is_no_failure_of_the_storage_stays(directory: str, error: BaseException) -> None:
     assert bucket.named(directory, 8, error) is error
+
+
+def test_what_is_not_there_may_be_another_hosts() -> None:
+    """A host on which the directory is another disk finds nothing there."""
+    missing = FileNotFoundError(2, "No such file or directory")
+    found = bucket.storage_error("the save of step 3", "/tmp/run", missing)
+    assert "Of several hosts all need to see this directory" in str(found)
+    full = bucket.storage_error("the save of step 3", "/tmp/run", OSError(28, "No space left"))
+    assert "Make room" in str(full)
+    assert "all need to see" not in str(full)
+    away = bucket.storage_error("the save of step 3", "gs://bkt/run", missing)
+    assert "see to the bucket" in str(away)

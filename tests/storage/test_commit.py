@@ -254,6 +254,23 @@ def test_the_root_is_there_when_all_have_met(tmp_path, monkeypatch, given, is_th
         assert stat.S_IMODE(root.stat().st_mode) == mode
 
 
+def test_all_hear_of_a_root_that_cannot_be_made(tmp_path, monkeypatch):
+    """The others would wait for an hour for the one that makes it."""
+    _, savers = group_of(2)
+    (tmp_path / "of").touch()
+    root, indices = epath.Path(tmp_path / "of" / "run"), threading.local()
+    monkeypatch.setattr(ocp.multihost, "is_primary_host", lambda _: indices.of_this == 0)
+
+    def make(index: int, saver: Saver) -> None:
+        indices.of_this = index
+        error = (NotADirectoryError, ProcessError)[index]
+        with pytest.raises(error, match=str(root)) as caught:
+            commit.never_draining(root, OPTIONS(), saver.processes)
+        assert index == 0 or "process 0: NotADirectoryError" in str(caught.value)
+
+    on_all(savers, make)
+
+
 def test_no_root_is_made_if_none_shall_be(tmp_path):
     group, (here, _) = group_of(2)
     found = commit.never_draining(tmp_path / "run", OPTIONS(create=False), here.processes)

@@ -147,6 +147,10 @@ def storage_error(doing: str, directory: Any, error: Exception) -> StorageError:
     if isinstance(error, StorageError):
         return error
     advice = "Make room, or see to the directory and its permissions."
+    if isinstance(error, FileNotFoundError):
+        advice = (
+            "Of several hosts all need to see this directory, and nothing else may clean it up."
+        )
     if is_bucket(directory):
         advice = (
             "It was retried as long as docs/storage.md says: see to the bucket, the credentials and"

@@ -136,21 +136,47 @@ def never_draining(
       root: Of the manager's checkpoints.
       options: The user's.
       processes: Those that save together; all of them call this.
+
+    Raises:
+      OSError: if the directory cannot be made; `ProcessError` on the other processes.
     """
     given = options.multiprocessing_options
     if not processes.several or options.read_only or given.active_processes is not None:
         return options
     if options.create:
-        if ocp.multihost.is_primary_host(given.primary_host):
-            mode = options.file_options.path_permission_mode if options.file_options else None
-            root.mkdir(parents=True, exist_ok=True, mode=mode)
-        processes.barrier("root", MEETING_SECS)
+        mode = options.file_options.path_permission_mode if options.file_options else None
+        is_maker = ocp.multihost.is_primary_host(given.primary_host)
+        _make(root, mode, processes, is_maker=is_maker)
     together = dataclasses.replace(
         given,
         active_processes=set(processes.members),
         barrier_sync_key_prefix=given.barrier_sync_key_prefix or processes.prefix,
     )
     return dataclasses.replace(options, create=False, multiprocessing_options=together)
+
+
+def _make(root: Any, mode: int | None, processes: Processes, *, is_maker: bool) -> None:
+    """Has one process make a directory; returns when it is there, and raises on all if it cannot.
+
+    Raises:
+      OSError: on that process.
+      ProcessError: on the others.
+    """
+    failure: OSError | None = None
+    try:
+        if is_maker:
+            root.mkdir(parents=True, exist_ok=True, mode=mode)
+    except OSError as error:
+        failure = error
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    elsewhere = processes.objection("root", mine, MEETING_SECS)
+    if failure is not None:
+        raise failure
+    if elsewhere is not None:
+        raise ProcessError(
+            f"{root} could not be made on one process: {elsewhere}. Give a directory that can be "
+            "made there, and that all processes see."
+        )
 
 
 def with_word_of_commits(
