@@ -98,7 +98,7 @@ def meet_behind_restore(together: Any) -> None:
       together: Orbax's `MultiprocessingOptions`.
     """
     prefix = together.barrier_sync_key_prefix
-    key = ocp.multihost.unique_barrier_key("Checkpointer:restore", prefix=prefix)
+    key = "Checkpointer:restore" if prefix is None else f"{prefix}_Checkpointer:restore"
     ocp.multihost.sync_global_processes(key, processes=together.active_processes)
 
 
