@@ -11,6 +11,7 @@ from bench.record import OptionError
 # Each module has `run(quick: bool) -> Record`; its docstring is its help. One that has options of
 # its own has `add_arguments(parser)`, and `run(quick, **options)`, `out` among them.
 BENCHMARKS = {
+    "analysis": "bench.analysis",
     "aot": "bench.aot.benchmark",
     "around": "bench.around.benchmark",
     "compiled": "bench.compiled.benchmark",
