@@ -197,7 +197,7 @@ figures: $(STAMP)
 	@$(BIN)/python -m bench figures
 
 # Ratios only: `make RESULTS=folder bench` writes the records there, one file for each.
-BENCHES ?= replay storage transfer memory timeline train
+BENCHES ?= analysis replay storage transfer memory timeline train
 bench: $(STAMP)
 	@for name in $(BENCHES); do \
 		$(BIN)/python -m bench $$name --quick \
