@@ -154,6 +154,16 @@ def collections_of_garbage(figures):
     yield f"of 300 it took {ours:.0f} ms of processor time (stock's {stock:.0f}"
 
 
+def analysis(figures):
+    leaves = [int(name.split()[0]) for name in figures if name.endswith("/analysis_over_jit")]
+    ratios = [figures[f"{n} leaves/analysis_over_jit"] for n in leaves]
+    lowering = [figures[f"{n} leaves/lowering_over_jit"] for n in leaves]
+    in_words = ", ".join(f"{n:,}" for n in leaves[:-1]) + f" and {leaves[-1]:,}"
+    yield f"with {in_words} leaves the analysis took {', '.join(f'{r:.2f}' for r in ratios[:-1])}"
+    yield f"and {ratios[-1]:.2f} of the processor time that `jax.jit` itself takes on that thread"
+    yield f"lowering the armed step {min(lowering):.2f} to {max(lowering):.2f} of it"
+
+
 def profiled_window(figures, samples):
     least, most = (f(samples["user_step_call_ms"]) for f in (min, max))
     first = figures["user_step_call_ms/first_after_the_window"]
@@ -681,6 +691,7 @@ def test_prose_tells_what_the_first_saves_of_a_process_took():
             save_calls_held_back,
         ),
         ("docs/scale.md", "transfer-cpu-2026-11-28.json", collections_of_garbage),
+        ("docs/scale.md", "analysis-cpu-2026-11-29.json", analysis),
         (
             "docs/decisions/0026-what-follows-travels-as-one.md",
             "transfer-cpu-2026-11-22.json",
