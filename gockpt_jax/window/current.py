@@ -13,7 +13,7 @@ fails, on all of them, and if that does not come, it is only logged.
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -27,7 +27,7 @@ from gockpt_jax.window.processes import Processes
 
 _log = logging.getLogger("gockpt_jax")
 
-_NONE: tuple[int, OpenWindow | None] = (-1, None)
+_NONE: tuple[int, OpenWindow | None, Sequence[jax.Array]] = (-1, None, ())
 
 
 class CurrentWindow:
@@ -50,7 +50,7 @@ class CurrentWindow:
         self.why_none: str | None = None
         self.no_room_for = -1
         self.failure: BaseException | None = None
-        self._in_vain = _NONE  # of the first call in vain, with a state of that version
+        self._in_vain = _NONE  # of the first call in vain, with what the step before had returned
         self._several = processes.several
         self._on_save_error = options.on_save_error
 
@@ -120,19 +120,24 @@ class CurrentWindow:
           version: Of the state that the call was made with.
         """
         window, in_vain = self.window, self._in_vain
+        state = () if window is None else window.state
         self.abandon(reason)
         if self._several and window is not None:
-            self._in_vain = in_vain if in_vain[0] == version else (version, window)
+            self._in_vain = in_vain if in_vain[0] == version else (version, window, state)
 
     def take_up_again(self, version: int) -> None:
         """Goes on beside the others where a call has come to nothing here: they are in the window.
 
         Of what was made for it nothing is left, so this process's part is given up.
         """
-        made_with, window = self._in_vain
-        if self.window is not None or made_with != version or window is None:
+        made_with, window, state = self._in_vain
+        if made_with != version:
+            self._in_vain = _NONE  # nothing holds that state any more
+            return
+        if self.window is not None or window is None:
             return
         window.stepping = None
+        window.state = state  # whether the loop has replaced some of it is seen as elsewhere
         if window.given_up is None:
             window.give_up("a call of the step came to nothing")
         self.window = window

@@ -75,7 +75,6 @@ class OpenWindow:
             resources.host.waiting_limit_bytes(*planned.host_bytes), self.record,
         )  # fmt: skip
         self._left = [departures[0]]  # in that order, the last with what follows them all
-        self._group_of: dict[int, int] = {}  # of each leaf of which some has left
         self._handed_over: set[int] = set()  # leaves whose early chunks an item of the save has
         self._late = LateGroups(cut, auditor)
         self._retained_bytes = planned.size.retained
@@ -108,17 +107,15 @@ class OpenWindow:
         n = version - (self.target - self.plan.steps + 1)
         # First: should this fail, the other processes go on, and this one beside them.
         self._left[n + 1 :] = [self._departures[n]]  # once, where a call is made again
-        if self.given_up is not None:
-            return
+        # Given up or not: what follows is staged by a program of all.
         self._left[-1] = departure = self._departure(n, old)
-        self._group_of.update((j, self._units[u].group) for u, j in departure.leaves)
-        if departure.leaves:
+        if departure.leaves and self.given_up is None:
             self._send(departure, old)
 
     def _departure(self, n: int, old: Sequence[Any]) -> Departure:
         """The plan's n-th, unless some of it, or of what left before, has become late."""
         leaving = dict.fromkeys(self._units[u].group for u in self.plan.blocks[n])
-        self._late.look_for_replaced(self._group_of, old, self.state)
+        self._late.look_for_replaced(self._groups_of(self._left[:-1]), old, self.state)
         self._late.heed_demotions()
         self._late.look_for_host_arrays(leaving, old)
         before, planned = self._left[-2], self._departures[n]
@@ -128,6 +125,10 @@ class OpenWindow:
         if planned.units == (*before.units, *units) and planned.is_cut_from(old):
             return planned
         return make_departure(self._cut, units, old, before)
+
+    def _groups_of(self, left: Sequence[Departure]) -> dict[int, int]:
+        """Of each leaf of which some has left, its group."""
+        return {j: self._units[u].group for departure in left for u, j in departure.leaves}
 
     def _send(self, block: Departure, old: Sequence[jax.Array]) -> None:
         num_bytes = block.state.staged_bytes
@@ -281,7 +282,7 @@ class OpenWindow:
             for (_, j), chunk in zip(left.leaves, left.state.chunks, strict=True)
         }
         followed = [
-            j for j, g in self._group_of.items()
+            j for j, g in self._groups_of(self._left).items()
             if g not in self._late and j in arrays and j not in self._handed_over
             and arrays[j].sharding.is_equivalent_to(placed[j], arrays[j].ndim)
         ]  # fmt: skip

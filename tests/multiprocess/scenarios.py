@@ -434,6 +434,33 @@ def in_vain(directory: Path) -> None:
     loop.manager.close()
 
 
+def taken_away(directory: Path) -> None:
+    """The loop takes leaves to the host, in a window of which one process has given up its part.
+
+    To bring the gradients where they are replayed is a program of all: so that one has to leave out
+    what the others do.
+    """
+    loop = Loop(directory / "run", "whole_across")
+    loop.run(INTERVAL)
+    for last, places in ((8, (HostBudget, "why_no_room", lambda *_: "no room")), (12, None)):
+        with replaced(*places) if places else contextlib.nullcontext():
+            loop.run(last - 1)
+        window = loop.session._current.window
+        assert window._left[-1].cut.is_moved
+        loop.state = loop.state | {"opt": jax.tree.map(np.asarray, loop.state["opt"])}
+        if places is None and jax.process_index() == FAULTY:  # it is given up by a call in vain
+            with pytest.raises(TypeError):
+                loop.step(loop.state, "no batch")
+        loop.run(last)
+        loop.manager.wait_until_finished()
+        assert loop.report(last).kind == "snapshot"  # nothing of it was left
+        say("taken_away", window._left[-1].units)
+    loop.run(16)
+    loop.keep()
+    assert loop.report(16).kind == "window"
+    loop.manager.close()
+
+
 def unarmed(directory: Path) -> None:
     """A step that one process cannot arm runs armed on none, and all say who and why."""
 

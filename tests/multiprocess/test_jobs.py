@@ -27,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("jobs")  # so that each job runs once
 TWO = (
     "meshes", "shared", "v1", "queue", "parts", "unstaged", "unarmed", "planned", "kinds",
     "reviewed", "partly", "failures", "items", "forced", "refused", "full", "others", "asked",
-    "expected", "alone", "newest", "unlike", "apart", "beside", "in_vain",
+    "expected", "alone", "newest", "unlike", "apart", "beside", "in_vain", "taken_away",
 )  # fmt: skip
 FOUR = ("meshes", "elsewhere", "some")
 

@@ -37,13 +37,14 @@ MESHES: dict[str, tuple[Any, dict[str, P]]] = {
     "by_hand": (lambda n: {"fsdp": n}, {"w": P("fsdp"), "u": P("fsdp"), "b": P("fsdp")}),
     "by_hand_whole": (lambda n: {"data": n}, {}),
     "cut_across": (lambda n: {"fsdp": n}, {"w": P("fsdp"), "u": P("fsdp"), "b": P("fsdp")}),
+    "whole_across": (lambda n: {"fsdp": n}, {}),
     "each_its_own": (lambda n: {"data": n}, dict.fromkeys((*SIZES, "count"), P("data"))),
 }
 BY_HAND = ("by_hand", "by_hand_whole", "each_its_own")
 """Whose step is one `shard_map`; in the last each device has a state of its own, as in `pmap`."""
 
 ACROSS = P(None, "fsdp")
-"""How the gradients of `cut_across` lie, of which the parameters are cut the other way."""
+"""How the gradients of two matrices lie that are cut the other way, or not at all."""
 
 OPTIMIZERS = {"zero_1": optax.sgd(1e-2, momentum=0.9)}  # Momentum and parameter are one group.
 
@@ -206,7 +207,7 @@ def _job(mesh: str) -> tuple[Any, Any]:
 
     def train_step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
-        if mesh == "cut_across":
+        if mesh.endswith("_across"):
             across = NamedSharding(make_mesh(mesh), ACROSS)
             for name in ("w", "u"):
                 grads[name] = jax.lax.with_sharding_constraint(grads[name], across)
@@ -219,7 +220,9 @@ def _job(mesh: str) -> tuple[Any, Any]:
     shardings = jax.tree.map(lambda x: x.sharding, place(jax.eval_shape(init), mesh))
     if mesh in BY_HAND:
         train_step = _by_hand(mesh, jax.tree.map(lambda x: x.spec, shardings), loss_fn)
-    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    # Then what the host holds is taken for what lies on all devices, as it does.
+    given = {"in_shardings": (shardings, None)} if mesh == "whole_across" else {}
+    step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None), **given)
     return jax.jit(init, out_shardings=shardings), step
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,10 @@ TARGET = 12
 FAILED = MemoryError("injected")
 
 
+class Held:
+    """In the place of an array."""
+
+
 class Window:
     """As much of an open window as its ends are about."""
 
@@ -27,6 +33,7 @@ class Window:
         self.error = error
         self.given_up: str | None = None
         self.is_dropped = False
+        self.state: tuple[Any, ...] = (object(),)
 
     @property
     def is_sound(self) -> bool:
@@ -38,6 +45,7 @@ class Window:
 
     def drop(self) -> None:
         self.is_dropped = True
+        self.state = ()
 
 
 def current_of(window: Any, *, several: bool, **options: Any) -> CurrentWindow:
@@ -163,12 +171,28 @@ def test_a_process_whose_others_wait_in_a_program_ends(several, others_wait):
 def test_beside_others_a_window_is_taken_up_again_where_a_call_came_to_nothing(several):
     """They are in it: this process runs the armed steps with them, and has no part in it."""
     window = Window()
+    state = window.state
     current = current_of(window, several=several)
     current.abandon_in_vain("the call changed", 7)
-    assert (current.window, window.is_dropped) == (None, True)
+    assert (current.window, window.is_dropped, window.state) == (None, True, ())
     current.take_up_again(7)
     assert current.window is (window if several else None)
     assert (window.given_up is not None) == several
+    assert window.state == (state if several else ())  # what was replaced is told by that
+
+
+def test_what_a_call_in_vain_was_made_with_is_held_until_the_next_version():
+    window = Window()
+    window.state = (kept := Held(),)
+    held = weakref.ref(kept)
+    del kept
+    current = current_of(window, several=True)
+    current.abandon_in_vain("the call changed", 7)
+    gc.collect()
+    assert held() is not None
+    current.take_up_again(8)
+    gc.collect()
+    assert held() is None
 
 
 def test_it_is_the_first_of_its_version_that_is_taken_up_and_more_than_once():
