@@ -841,16 +841,23 @@ def beside(directory: Path) -> None:
     assert loop.manager.save(1, args=ocp.args.Composite(state=state, **others), force=True)
     loop.manager.wait_until_finished()
     read = ocp.JsonCheckpointHandler.restore
-    target = gockpt.GoCkptRestore(abstract(loop.state))
     wanted = {name: ocp.args.JsonRestore() for name in names}
     error = OSError if jax.process_index() == FAULTY else gockpt.ProcessError
-    for name, is_alone in (("data", False), ("zeal", False), ("zeal", True)):
+    cases = (
+        ("data", "reads"),
+        ("data", "checks"),
+        ("zeal", "checks"),
+        ("zeal", "reads none of ours"),
+    )
+    for name, what in cases:
 
         def reading(self: Any, item: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
             if item.name == name:
                 raise OSError("injected")
             return read(self, item, *args, **kwargs)
 
+        target = gockpt.GoCkptRestore(abstract(loop.state), verify=what == "checks")
+        is_alone = what == "reads none of ours"
         items = wanted if is_alone else wanted | {"state": target}
         with (
             replaced(ocp.JsonCheckpointHandler, "restore", reading),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gockpt_jax import ProcessError
+from gockpt_jax import ProcessError, VerifyError
 from gockpt_jax.storage.restoring.together import Together, one_step
 from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS
 
@@ -106,6 +106,26 @@ def test_one_that_fails_in_another_item_comes_where_the_others_come_next() -> No
             items.read_items(functools.partial(read, trees, OSError("a disk")), "the step", 2)
         assert others.heard == [None] * trees + ["OSError: a disk"]
         assert met == ([trees] if comes_to == "meeting" else [])
+
+
+def test_a_tree_is_checked_on_all_before_it_is_read_on_any() -> None:
+    """One that has failed in an item before it is heard of there, by the same question."""
+    others: Any = Others()
+    items = Together(others, lambda: pytest.fail("nobody comes there"))
+    items.check(lambda: None, "the tree")
+    assert items.read(lambda: 7, "the tree") == 7
+    with pytest.raises(OSError, match="a disk"):
+        items.check(failing, "the tree")
+    assert others.heard == [None, None, "OSError: a disk is gone"]
+    for told, error in (
+        ("process 1: OSError: no such item", ProcessError),
+        ("process 1: VerifyError: a chunk is damaged", VerifyError),
+    ):
+        others = Others(told)
+        items = Together(others, lambda: pytest.fail("nobody comes there"))
+        with pytest.raises(error, match="the tree was not restored, for one process has failed"):
+            items.read_items(functools.partial(items.check, list, "the tree"), "the step", 1)
+        assert len(others.heard) == 1
 
 
 def test_what_all_know_is_not_asked_about_again() -> None:

@@ -49,8 +49,16 @@ def require_whole(item: Any, processes: Processes) -> None:
     Raises:
       VerifyError: It is damaged, or has no checksums. All processes raise.
     """
-    check = functools.partial(verify_item, item, share=processes.share)
-    raised_by_all(item, lambda: check().require_whole(), processes)
+    raised_by_all(item, functools.partial(require_whole_share, item, processes), processes)
+
+
+def require_whole_share(item: Any, processes: Processes) -> None:
+    """Verifies this process's share of an item.
+
+    Raises:
+      VerifyError: It is damaged, or has no checksums.
+    """
+    verify_item(item, share=processes.share).require_whole()
 
 
 def raised_by_all(path: Any, check: Callable[[], None], processes: Processes) -> None:

@@ -6,10 +6,13 @@ Orbax waits for them too, but only for some minutes, where it is told which proc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from gockpt_jax.errors import ProcessError
+from gockpt_jax.errors import ProcessError, VerifyError
 from gockpt_jax.window.processes import MEETING_SECS, Processes
 
 _MOST_CHARACTERS = 300  # of what another process is told
+
+# Others may read for hours; of one that is gone the coordination service tells.
+_CHECKING_SECS = 86_400.0
 
 Found = TypeVar("Found", bound=tuple[int, Any, Any])
 
@@ -50,8 +53,9 @@ class Together:
     """Restores on several processes: each is over when all have read, or one has failed.
 
     Orbax reads the items of a step in turn, and all meet behind the last. Of each tree of ours all
-    are asked, and of what else there is once more behind that. A process that has failed in an item
-    that is not ours comes where the others do next: they would wait for it in vain.
+    are asked, where it is checked also before, and of what else there is once more behind that. A
+    process that has failed in an item that is not ours comes where the others do next: they would
+    wait for it in vain.
 
     Args:
       processes: Those that restore together.
@@ -61,8 +65,21 @@ class Together:
     def __init__(self, processes: Processes, meet: Callable[[], None]):
         self._processes = processes
         self._meet = meet
-        self._asked = 0  # how often, in this restore
+        self._asked = 0  # behind how many trees, in this restore
         self._is_told = False  # all know that one has failed
+
+    def check(self, check: Callable[[], None], path: Any) -> None:
+        """Checks a tree before it is read: where that raises on one process all do.
+
+        Args:
+          check: Raises if something is wrong with it; all processes call this.
+          path: What is checked.
+
+        Raises:
+          ProcessError: if another has failed in an item before it, or does not come.
+          VerifyError: if another has found something wrong.
+        """
+        self._by_all(check, path, _CHECKING_SECS)
 
     def read(self, read: Callable[[], Any], path: Any) -> Any:
         """What this process has read, when all have: one may take far longer than another.
@@ -74,22 +91,28 @@ class Together:
         Raises:
           ProcessError: if another has failed, or does not come.
         """
+        try:
+            return self._by_all(read, path, MEETING_SECS)
+        finally:
+            self._asked += 1
+
+    def _by_all(self, do: Callable[[], Any], path: Any, patience_secs: float) -> Any:
         if not self._processes.several:
-            return read()
+            return do()
         found: Any = None
         failure: Exception | None = None
         try:
-            found = read()
+            found = do()
         except Exception as error:
             failure = error
         mine = None if failure is None else _in_short(failure)
-        elsewhere = self._processes.objection("restored", mine, MEETING_SECS)
-        self._asked += 1
+        elsewhere = self._processes.objection("restored", mine, patience_secs)
         self._is_told = elsewhere is not None
         if failure is not None:
             raise failure
         if elsewhere is not None:
-            raise ProcessError(
+            kind = VerifyError if f": {VerifyError.__name__}: " in elsewhere else ProcessError
+            raise kind(
                 f"{path} was not restored, for one process has failed: {elsewhere.rstrip('.')}. "
                 "Look at its log; the checkpoint is as it was."
             )

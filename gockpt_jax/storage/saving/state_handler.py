@@ -18,7 +18,12 @@ from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
-from gockpt_jax.storage.restoring.restore import GoCkptRestore, require_whole, restore
+from gockpt_jax.storage.restoring.restore import (
+    GoCkptRestore,
+    require_whole,
+    require_whole_share,
+    restore,
+)
 from gockpt_jax.storage.restoring.together import Together
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
@@ -262,10 +267,16 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         """
         bucket.prepare(directory)
         args, directory = GoCkptRestore() if args is None else args, literal(directory)
-        if isinstance(args, GoCkptRestore) and args.verify:
-            require_whole(directory, self._gockpt_session.processes)
         read = functools.partial(restore, directory, args, self._restore_options)
-        return read() if self.together is None else self.together.read(read, directory)
+        is_checked = isinstance(args, GoCkptRestore) and args.verify
+        processes, together = self._gockpt_session.processes, self.together
+        if together is None:
+            if is_checked:
+                require_whole(directory, processes)
+            return read()
+        if is_checked:
+            together.check(functools.partial(require_whole_share, directory, processes), directory)
+        return together.read(read, directory)
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
