@@ -569,11 +569,13 @@ def test_reads_are_bounded_and_their_errors_are_raised():
             raise ValueError("job 50")
         return i
 
-    jobs = ((10, i) for i in range(40))
-    assert list(for_each(jobs, work, limit_bytes=25, threads=8)) == list(range(40))
+    def of_10_bytes(count, **limits):
+        return list(for_each(range(count), work, nbytes=lambda _: 10, **limits))
+
+    assert of_10_bytes(40, limit_bytes=25, threads=8) == list(range(40))
     assert max(most) <= 2
     with pytest.raises(ValueError, match="job 50"):
-        list(for_each(((10, i) for i in range(99)), work, limit_bytes=5))
+        of_10_bytes(99, limit_bytes=5)
 
 
 # --- The command ---------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def describe_item(path: Any) -> Json:
     """
     item = StoredItem(path)
     describe = functools.partial(_leaf, item, _placements(item))
-    leaves = list(for_each(((1, stored) for stored in item.leaves.values()), describe))
+    leaves = list(for_each(item.leaves.values(), describe))
     sizes = [size for _, size in item_files.files_of(item.path)]
     return {
         "path": str(item.path),

@@ -124,12 +124,11 @@ def _diff_leaf(name: str, a: StoredItem, b: StoredItem, limit_bytes: int) -> Lea
         if keys[0] != keys[1]:
             one, other = (f"key<{key}>" if key else _array(stores[0]) for key in keys)
             return LeafDifference(name, "type", one, other)
-    jobs = (
-        (2 * nbytes_of(stores[0], box), _Job(name, *stores, box))
-        for box in chunk_boxes(_coarser(*stores))
-    )
+    jobs = (_Job(name, *stores, box) for box in chunk_boxes(_coarser(*stores)))
     total = _Figures()
-    for figures in for_each(jobs, _compare, limit_bytes=limit_bytes):
+    for figures in for_each(
+        jobs, _compare, nbytes=lambda job: 2 * nbytes_of(job.a, job.box), limit_bytes=limit_bytes
+    ):
         total = total.joined(figures)
     return _difference(name, stores[0], total) if total.elements else None
 

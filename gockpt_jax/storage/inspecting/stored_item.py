@@ -150,7 +150,7 @@ class StoredItem:
         found: dict[str, str | None] = {}
         try:
             files = sorted((self.path / "array_metadatas").iterdir())
-            for text in for_each(((1, file) for file in files), lambda file: file.read_text()):
+            for text in for_each(files, lambda file: file.read_text()):
                 for told in (x["array_metadata"] for x in json.loads(text)["array_metadatas"]):
                     more = told.get("ext_metadata") or {}
                     found[told["param_name"]] = more.get("random_key_impl")
@@ -228,36 +228,39 @@ def nbytes_of(store: ts.TensorStore, box: grid.Box) -> int:
 
 
 def for_each(
-    jobs: Iterable[tuple[int, _T]],
+    jobs: Iterable[_T],
     work: Callable[[_T], _Out],
     *,
+    nbytes: Callable[[_T], int] = lambda _: 0,
     limit_bytes: int = READ_LIMIT_BYTES,
     threads: int = READ_THREADS,
 ) -> Iterator[_Out]:
     """Does jobs on threads, as many at once as their bytes allow; yields results in order.
 
     Args:
-      jobs: Pairs of the bytes that a job holds and the job; taken from as they can be started.
+      jobs: Taken from as they can be started.
       work: Called with each job, on one of the threads.
+      nbytes: The bytes that a job holds.
       limit_bytes: The most bytes at one time; a job larger than that runs alone.
       threads: The most jobs at one time.
     """
     budget = ByteBudget(limit_bytes)
 
-    def run(nbytes: int, job: _T) -> _Out:
+    def run(job: _T, held_bytes: int) -> _Out:
         try:
             return work(job)
         finally:
-            budget.release(nbytes)
+            budget.release(held_bytes)
 
     waiting: list[concurrent.futures.Future[_Out]] = []
     with concurrent.futures.ThreadPoolExecutor(threads, "gockpt-read") as pool:
         try:
-            for nbytes, job in jobs:
+            for job in jobs:
                 while len(waiting) >= 2 * threads:
                     yield waiting.pop(0).result()
-                budget.acquire(nbytes)
-                waiting.append(pool.submit(run, nbytes, job))
+                held_bytes = nbytes(job)
+                budget.acquire(held_bytes)
+                waiting.append(pool.submit(run, job, held_bytes))
             while waiting:
                 yield waiting.pop(0).result()
         finally:

@@ -118,7 +118,7 @@ def _plan(
     """
     names = sorted(leaves.keys() & item.leaves.keys())
     open_one = functools.partial(open_leaf, item)
-    stores = for_each(((1, name) for name in names), open_one, threads=threads)
+    stores = for_each(names, open_one, threads=threads)
     faults: list[str] = []
     jobs: list[Read] = []
     for name, store in zip(names, stores, strict=True):
@@ -130,10 +130,11 @@ def _plan(
 
 def _read(jobs: Sequence[Read], limit_bytes: int, threads: int) -> list[str]:
     """Reads what is to be read, and says what is wrong with it."""
-    sized = ((job.held_bytes, job) for job in jobs)
     with contextlib.closing(PlainReads(past_cache=True)) as reads:
         work = functools.partial(check, reads)
-        found = for_each(sized, work, limit_bytes=limit_bytes, threads=threads)
+        found = for_each(
+            jobs, work, nbytes=lambda job: job.held_bytes, limit_bytes=limit_bytes, threads=threads
+        )
         return list(itertools.chain.from_iterable(found))
 
 

@@ -271,7 +271,7 @@ def _stored_arrays(item: StoredItem, known: Mapping[str, Stored]) -> Mapping[str
         store = item.open(name)
         return name, Stored(tuple(store.shape), store.dtype.numpy_dtype.name)
 
-    return dict(for_each(((1, name) for name in item.arrays), look))
+    return dict(for_each(item.arrays, look))
 
 
 def known_arrays(item: epath.Path) -> dict[str, Stored]:
@@ -284,7 +284,7 @@ def known_arrays(item: epath.Path) -> dict[str, Stored]:
         listed = checksum_files.read_item(item)
         processes = () if listed.is_part else listed.processes
         read = functools.partial(checksum_files.read_process, item)
-        for file in for_each(((1, process) for process in processes), read):
+        for file in for_each(processes, read):
             for name, (dtype, chunks) in file.leaves.items():
                 corners = [chunk.stop for chunk in chunks]
                 if name in known:
