@@ -15,8 +15,8 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 
@@ -34,7 +34,26 @@ MEETING_SECS = 3600.0
 """And where they may be far apart: one finds its first step in the compilation cache, or its data
 prepared, and another does not; or one reads a checkpoint for longer. Stock waits there for ever."""
 
+_MOST_CHARACTERS = 300  # of what another process is told
+
 _asking: collections.Counter[frozenset[int]] = collections.Counter()
+
+_T = TypeVar("_T")
+
+
+def attempted(do: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """What comes of it, or the error: the other processes would wait for one that raises alone."""
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
+
+
+def in_short(failure: Exception | None) -> str | None:
+    """What other processes are told of a failure, in a line; `None` if there is none."""
+    if failure is None:
+        return None
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:_MOST_CHARACTERS]
 
 
 class Processes:

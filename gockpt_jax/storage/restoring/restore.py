@@ -33,14 +33,13 @@ from gockpt_jax.storage.restoring.target import (
     known_arrays,
     refuse_to_narrow,
 )
-from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.processes import Processes, attempted, in_short
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
 _CONCURRENT_GB = 16
 # Others may read for hours; of one that is gone the coordination service tells.
 _READING_SECS = 86_400.0
-_MOST_CHARACTERS = 300  # of what another process is told
 
 
 def require_whole(item: Any, processes: Processes) -> None:
@@ -69,13 +68,8 @@ def raised_by_all(path: Any, check: Callable[[], None], processes: Processes) ->
       check: Raises if something is wrong with it.
       processes: Those that restore together.
     """
-    wrong: Exception | None = None
-    try:
-        check()
-    except Exception as error:
-        wrong = error
-    mine = None if wrong is None else " ".join(str(wrong).split())[:_MOST_CHARACTERS]
-    elsewhere = processes.objection("verified", mine, _READING_SECS)
+    _, wrong = attempted(check)
+    elsewhere = processes.objection("verified", in_short(wrong), _READING_SECS)
     if wrong is not None:
         raise wrong
     if elsewhere is not None:

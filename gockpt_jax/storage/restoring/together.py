@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gockpt_jax.errors import ProcessError, VerifyError
-from gockpt_jax.window.processes import MEETING_SECS, Processes
-
-_MOST_CHARACTERS = 300  # of what another process is told
+from gockpt_jax.window.processes import MEETING_SECS, Processes, attempted, in_short
 
 # Others may read for hours; of one that is gone the coordination service tells.
 _CHECKING_SECS = 86_400.0
@@ -29,13 +27,8 @@ def one_step(find: Callable[[], Found], processes: Processes) -> Found:
     """
     if not processes.several:
         return find()
-    found: Found | None = None
-    failure: Exception | None = None
-    try:
-        found = find()
-    except Exception as error:
-        failure = error
-    mine = _in_short(failure) if found is None else f"step {found[0]}"
+    found, failure = attempted(find)
+    mine = f"step {found[0]}" if found is not None else str(in_short(failure))
     told = processes.gather("restoring", mine, MEETING_SECS)
     if found is None:
         assert failure is not None, "what has found nothing has raised"
@@ -99,14 +92,8 @@ class Together:
     def _by_all(self, do: Callable[[], Any], path: Any, patience_secs: float) -> Any:
         if not self._processes.several:
             return do()
-        found: Any = None
-        failure: Exception | None = None
-        try:
-            found = do()
-        except Exception as error:
-            failure = error
-        mine = None if failure is None else _in_short(failure)
-        elsewhere = self._processes.objection("restored", mine, patience_secs)
+        found, failure = attempted(do)
+        elsewhere = self._processes.objection("restored", in_short(failure), patience_secs)
         self._is_told = elsewhere is not None
         if failure is not None:
             raise failure
@@ -132,14 +119,10 @@ class Together:
         if not self._processes.several:
             return read()
         self._asked, self._is_told = 0, False
-        found: Any = None
-        failure: Exception | None = None
-        try:
-            found = read()
-        except Exception as error:
+        found, failure = attempted(read)
+        if failure is not None:
             if self._is_told:
-                raise
-            failure = error
+                raise failure
             if self._asked == trees:
                 self._meet()
 
@@ -149,7 +132,3 @@ class Together:
             return found
 
         return self.read(settled, path)
-
-
-def _in_short(failure: Exception | None) -> str:
-    return " ".join(f"{type(failure).__name__}: {failure}".split())[:_MOST_CHARACTERS]

@@ -1,6 +1,7 @@
 """The face for Orbax's v1: a checkpointable whose saves leave the device through windows."""
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptRestore, GoCkptSave
 from gockpt_jax.window.face import WindowFace
+from gockpt_jax.window.processes import attempted
 
 
 class GoCkptCheckpointable(WindowFace):
@@ -92,12 +94,10 @@ class GoCkptCheckpointable(WindowFace):
         await directory.await_creation()
         for future in futures:
             await asyncio.to_thread(future.result)
-        error = None  # the others would wait for one that fails in it
+        error = None
         if ocp.multihost.is_primary_host(self._handler.primary_host):
-            try:
-                await asyncio.to_thread(self._handler.finalize, directory.path)
-            except Exception as failed:
-                error = failed
+            finalize = functools.partial(self._handler.finalize, directory.path)
+            _, error = await asyncio.to_thread(attempted, finalize)
         processes = self._gockpt_session.processes
         await asyncio.to_thread(agree, processes, "finalized", label, error)
 

@@ -17,7 +17,13 @@ import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.storage.files import _compat as of_orbax
-from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS, Processes
+from gockpt_jax.window.processes import (
+    MEETING_SECS,
+    PATIENCE_SECS,
+    Processes,
+    attempted,
+    in_short,
+)
 
 
 class CommitVotes:
@@ -145,8 +151,7 @@ def never_draining(
         return options
     if options.create:
         mode = options.file_options.path_permission_mode if options.file_options else None
-        is_maker = ocp.multihost.is_primary_host(given.primary_host)
-        _make(root, mode, processes, is_maker=is_maker)
+        _make(root, mode, processes, given.primary_host)
     together = dataclasses.replace(
         given,
         active_processes=set(processes.members),
@@ -155,21 +160,20 @@ def never_draining(
     return dataclasses.replace(options, create=False, multiprocessing_options=together)
 
 
-def _make(root: Any, mode: int | None, processes: Processes, *, is_maker: bool) -> None:
+def _make(root: Any, mode: int | None, processes: Processes, maker: int | None) -> None:
     """Has one process make a directory; returns when it is there, and raises on all if it cannot.
 
     Raises:
       OSError: on that process.
       ProcessError: on the others.
     """
-    failure: OSError | None = None
-    try:
-        if is_maker:
+
+    def make() -> None:
+        if ocp.multihost.is_primary_host(maker):
             root.mkdir(parents=True, exist_ok=True, mode=mode)
-    except OSError as error:
-        failure = error
-    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-    elsewhere = processes.objection("root", mine, MEETING_SECS)
+
+    _, failure = attempted(make)
+    elsewhere = processes.objection("root", in_short(failure), MEETING_SECS)
     if failure is not None:
         raise failure
     if elsewhere is not None:

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.writing.write_budget import WriteStats
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
-from gockpt_jax.window.processes import PATIENCE_SECS, Processes
+from gockpt_jax.window.processes import PATIENCE_SECS, Processes, attempted
 
 _A_MOMENT_SECS = 0.01
 """Given no time at all, some of Orbax's futures say that they have not ended when they have."""
@@ -95,11 +96,7 @@ class Voting(ocp.future.Future):  # type: ignore[misc]
 
     def result(self, timeout: float | None = None) -> None:
         """Waits for every write of every process; raises what the first failing one raised."""
-        error: Exception | None = None
-        try:
-            self._written.result(timeout)
-        except Exception as failed:
-            error = failed
+        _, error = attempted(functools.partial(self._written.result, timeout))
         patience = PATIENCE_SECS if timeout is None else timeout
         agree(self._processes, "written", self._label, error, patience)
         if self._pending is not None:
