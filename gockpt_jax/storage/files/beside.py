@@ -71,7 +71,7 @@ def what_lies_beside(item: epath.Path) -> Beside:
         if (package, kind) in _WRITTEN_BY_THEN and name in folders:
             sizes = dict(files_of(folders[name]))
             digests = file_digests(folders[name], list(sizes))
-            items[name] = dict(zip(sizes, zip(sizes.values(), digests, strict=True), strict=True))
+            items[name] = {file: (size, digests[file]) for file, size in sizes.items()}
     return Beside(items, metadata_digests(metadata))
 
 

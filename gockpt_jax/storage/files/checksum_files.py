@@ -151,7 +151,7 @@ def write_item_file(item: Any, sharing: Collection[int] | None) -> None:
         )
     sizes = dict(files_of(item))
     small = [name for name in sizes if not holds_chunks(name)]
-    digests = dict(zip(small, file_digests(item, small), strict=True))
+    digests = file_digests(item, small)
     files = {name: [length, digests.get(name)] for name, length in sizes.items()}
     content = {
         "format": _FORMAT,

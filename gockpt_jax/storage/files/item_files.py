@@ -26,13 +26,13 @@ _SMALL_FOLDERS = frozenset({"", "array_metadatas", FOLDER})
 _READ_THREADS = 16  # of small files, of which a bucket takes its time for each
 
 
-def file_digests(item: epath.Path, names: Sequence[str]) -> Sequence[str]:
-    """The digests of small files, in order."""
+def file_digests(item: epath.Path, names: Sequence[str]) -> dict[str, str]:
+    """The digests of small files, by their names."""
     folder = item.as_posix()
     if not bucket.is_bucket(folder):  # `epath` takes longer
-        return [_digest_of(pathlib.Path(f"{folder}/{name}")) for name in names]
+        return {name: _digest_of(pathlib.Path(f"{folder}/{name}")) for name in names}
     with concurrent.futures.ThreadPoolExecutor(_READ_THREADS) as pool:
-        return list(pool.map(_digest_of, [item / name for name in names]))
+        return dict(zip(names, pool.map(_digest_of, [item / n for n in names]), strict=True))
 
 
 def _digest_of(file: epath.Path | pathlib.Path) -> str:

@@ -46,7 +46,7 @@ def compare(
             had = f"{sizes[name]} bytes, {listed[name][0]} were written"
             faults.append(f"`{below}{name}` has {had}")
     small = [name for name in of_size if listed[name][1]]
-    for name, digest in zip(small, _digests(item, small), strict=True):
+    for name, digest in _digests(item, small).items():
         if isinstance(digest, OSError):
             faults.append(f"`{below}{name}` cannot be read: {digest}")
         elif digest != listed[name][1]:
@@ -54,11 +54,11 @@ def compare(
     return faults
 
 
-def _digests(item: epath.Path, names: Sequence[str]) -> Sequence[str | OSError]:
+def _digests(item: epath.Path, names: Sequence[str]) -> Mapping[str, str | OSError]:
     """Of small files; where one cannot be read, of each alone."""
     try:
         return item_files.file_digests(item, names)
     except OSError as error:
         if len(names) == 1:
-            return [error]
-        return [digest for name in names for digest in _digests(item, [name])]
+            return {names[0]: error}
+        return {name: _digests(item, [name])[name] for name in names}
