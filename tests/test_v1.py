@@ -231,7 +231,7 @@ def test_what_fails_when_it_is_finalized_fails_the_save(tmp_path, monkeypatch):
 
     with GoCkptCheckpointable() as windows:
         checkpointer = v1.training.Checkpointer(tmp_path)
-        monkeypatch.setattr(windows._handler, "complete", fail)
+        monkeypatch.setattr(StateHandler, "finalize", fail)
         with pytest.raises(OSError, match="the disk is gone"):
             checkpointer.save_checkpointables(0, {"state": windows(fresh())})
         with pytest.raises(OSError, match="the disk is gone"):

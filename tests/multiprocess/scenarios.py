@@ -151,7 +151,7 @@ def v1(directory: Path) -> None:
         windows = GoCkptCheckpointable(window=window)
         loop = Loop(directory / "run", "data_parallel", checkpointable=windows)
         others = failing(RuntimeError("only the primary process completes what all have written"))
-        with replaced(state_handler.StateHandler, "complete", others, only_on=1):
+        with replaced(state_handler.StateHandler, "finalize", others, only_on=1):
             loop.run(3 * INTERVAL)
             loop.keep()
         kinds = [r.kind for r in windows.reports]
@@ -162,7 +162,7 @@ def v1(directory: Path) -> None:
         for key, shard in shards_of(loaded["state"].item).items():
             assert shard.tobytes() == expected[key].tobytes(), key
         with replaced(
-            state_handler.StateHandler, "complete", failing(RuntimeError("injected")), only_on=0
+            state_handler.StateHandler, "finalize", failing(RuntimeError("injected")), only_on=0
         ):
             loop.run(4 * INTERVAL)
             assert "process 0: RuntimeError: injected" in failure_of(loop)
@@ -177,7 +177,7 @@ def unasked(directory: Path) -> None:
     """A failure under v1's `Checkpointer` that nobody has asked for is raised by `close`."""
     loop = Loop(directory, "data_parallel", checkpointable=GoCkptCheckpointable())
     injected = failing(RuntimeError("injected"))
-    with replaced(state_handler.StateHandler, "complete", injected, only_on=0):
+    with replaced(state_handler.StateHandler, "finalize", injected, only_on=0):
         loop.run(0)
         with pytest.raises(gockpt.ProcessError, match="process 0: RuntimeError: injected"):
             loop.manager.close()

@@ -76,12 +76,7 @@ class GoCkptHandler(StateHandler):
         predictor.sees_every_call = False
 
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:
-        """Seals the window (or takes a snapshot) and starts writing what becomes final.
-
-        Args:
-          directory: Of the item, within the save's temporary directory.
-          args: `GoCkptSave`, or stock's `StandardSave` or `PyTreeSave`.
-        """
+        """Begins a save as under our manager, and tells what that would have told of it."""
         entered_at = time.perf_counter()
         try:
             futures = await super().async_save(directory, args)

@@ -283,14 +283,10 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         return self._standard.metadata(directory)
 
     def finalize(self, directory: Any) -> None:
-        """Completes an item; the save is visible then, but for the rename."""
-        self.complete(directory)
-
-    def complete(self, directory: Any) -> None:
-        """Orbax's own: merges what the processes wrote. Then the checksums are complete."""
+        """Merges what the processes wrote, and completes the checksums: only the rename is left."""
         self._trees.finalize(directory)
         if self.wait_for_metadata is not None:
-            self.wait_for_metadata()
+            self.wait_for_metadata()  # the checksums tell of it, too
         members = self._gockpt_session.processes.members
         checksum_files.write_item_file(directory, None if self.primary_host is None else members)
 
