@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import queue
@@ -77,8 +78,6 @@ def memory_alignment(fd: int) -> int:
 
 def set_direct(fd: int, direct: bool) -> bool:
     """Has a file that is open go past the page cache, or not; False where it has no such mode."""
-    import fcntl
-
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | O_DIRECT if direct else flags & ~O_DIRECT)
@@ -91,6 +90,4 @@ def set_direct(fd: int, direct: bool) -> bool:
 
 def is_past_cache(fd: int) -> bool:
     """Whether what is written to an open file goes past the page cache."""
-    import fcntl
-
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
