@@ -62,12 +62,9 @@ class PlainArray:
         if array is None:
             return None
         nbytes = math.prod(array.chunk) * array.dtype.itemsize
-        keys = (
-            grid.key(cell, array.chunk) for cell in grid.cells(grid.whole(array.shape), array.chunk)
-        )
-        return (
-            array if all(key in extents and extents[key].nbytes == nbytes for key in keys) else None
-        )
+        cells = grid.cells(grid.whole(array.shape), array.chunk)
+        found = (extents.get(grid.key(cell, array.chunk)) for cell in cells)
+        return array if all(x is not None and x.nbytes == nbytes for x in found) else None
 
     @classmethod
     def _told(cls, text: bytes, extents: Extents) -> "PlainArray | None":

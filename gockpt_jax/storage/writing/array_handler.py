@@ -6,7 +6,6 @@ stock restores it; see `array_layout.py` and `spec.py`.
 """
 
 import asyncio
-import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -113,13 +112,10 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         files = DirectFiles(item.folder, self._write_limit_bytes)
         try:
             stats.require_wanted()
-            layout = functools.partial(
-                array_layout, item=item, replica_layout=self._replica_layout,
-                chunk_bytes=self._chunk_byte_size,
-            )  # fmt: skip
+            replica_layout, chunk_bytes = self._replica_layout, self._chunk_byte_size
             leaves = [
-                Leaf.of(array, layout(array, info.name, asked))
-                for array, info, asked in zip(arrays, infos, args, strict=True)
+                Leaf.of(x, array_layout(x, info.name, asked, item, replica_layout, chunk_bytes))
+                for x, info, asked in zip(arrays, infos, args, strict=True)
             ]
             if self._is_primary and not item.use_ocdbt:
                 self._advise_on_files([leaf.layout for leaf in leaves])
