@@ -27,13 +27,13 @@ def shardings_of(directory: Any, target: Any, fallback: jax.sharding.Sharding | 
       TargetError: A leaf lay on devices that are not here.
     """
     stored: dict[str, Any] = {}
-    if any(map(_lies_nowhere, jax.tree.leaves(target))):
+    if any(map(lies_nowhere, jax.tree.leaves(target))):
         with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
             found = handler.metadata(epath.Path(directory)).tree
         stored = ocp.tree.to_flat_dict(found, sep=".")
 
     def place(leaf: Any, name: str) -> Any:
-        if not _lies_nowhere(leaf):
+        if not lies_nowhere(leaf):
             return getattr(leaf, "sharding", None)
         sharding = getattr(stored.get(name), "sharding", None)
         try:
@@ -51,5 +51,6 @@ def shardings_of(directory: Any, target: Any, fallback: jax.sharding.Sharding | 
     return jax.tree.map(place, target, names)
 
 
-def _lies_nowhere(leaf: Any) -> bool:
+def lies_nowhere(leaf: Any) -> bool:
+    """Whether it is an abstract array of which the target does not say where it shall lie."""
     return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None

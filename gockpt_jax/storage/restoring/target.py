@@ -15,6 +15,8 @@ from etils import epath
 from gockpt_jax.errors import TargetError
 from gockpt_jax.storage.files import checksum_files
 from gockpt_jax.storage.inspecting.stored_item import StoredItem, for_each
+from gockpt_jax.storage.restoring.placed import lies_nowhere
+from gockpt_jax.transfer.chunks import is_key_type
 
 _NARROWER = {
     "int64": "int32", "uint64": "uint32", "float64": "float32", "complex128": "complex64",
@@ -103,19 +105,21 @@ def _others(
     shapes: list[str] = []
     dtypes: list[str] = []
     for name in sorted(wanted.keys() & stored.keys()):
-        want, have = _as_stored(wanted[name]), stored[name]
-        if item.leaves[name].value_type == "np.ndarray" and _is_placed_nowhere(wanted[name]):
-            want = Stored(tuple(wanted[name].shape), np.dtype(wanted[name].dtype).name)
-        line = f"{name}: {have} in the checkpoint, {_told(wanted[name])} in the target"
-        is_number = want is None or item.leaves[name].value_type == "scalar"
+        leaf, have, saved_as = wanted[name], stored[name], item.leaves[name].value_type
+        want = _as_stored(leaf)
+        if saved_as == "np.ndarray" and lies_nowhere(leaf) and not _is_key(leaf):
+            # Made of NumPy's by `ocp.utils.to_shape_dtype_struct`: NumPy's again, of any dtype.
+            want = Stored(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+        line = f"{name}: {have} in the checkpoint, {_told(leaf)} in the target"
+        is_number = want is None or saved_as == "scalar"
         if want is None:
-            number = next((ty for ty in (bool, int, float) if isinstance(wanted[name], ty)), None)
+            number = next((ty for ty in (bool, int, float) if isinstance(leaf, ty)), None)
             if have.shape or number is None:
                 kinds.append(line)
                 continue
             want = Stored((), number.__name__)
         if strict and want.shape != have.shape:
-            (kinds if _is_key(wanted[name]) else shapes).append(line)
+            (kinds if _is_key(leaf) else shapes).append(line)
         elif not cast and (_loses(have, want) if is_number else want.dtype != have.dtype):
             dtypes.append(line)
     if not cast:
@@ -167,18 +171,9 @@ def _misplaced(wanted: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _is_placed_nowhere(leaf: Any) -> bool:
-    """Whether it is an abstract array, as `ocp.utils.to_shape_dtype_struct` makes it of NumPy's.
-
-    What NumPy's array was is one again, of any dtype.
-    """
-    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct) and not _is_key(leaf)
-    return is_abstract and leaf.sharding is None
-
-
 def _is_key(leaf: Any) -> bool:
     """Whether it is a random key: of another size it is another algorithm's."""
-    return jnp.issubdtype(getattr(leaf, "dtype", np.void), jax.dtypes.prng_key)
+    return is_key_type(getattr(leaf, "dtype", np.void))
 
 
 def refuse_to_narrow(directory: Any, known: Mapping[str, Stored]) -> None:
@@ -193,7 +188,7 @@ def refuse_to_narrow(directory: Any, known: Mapping[str, Stored]) -> None:
     """
     wide = [name for name, have in known.items() if _as_jax_makes_it(have.dtype) != have.dtype]
     if wide:
-        item = StoredItem(epath.Path(directory))
+        item = StoredItem(directory)
         made = [name for name in sorted(wide) if item.leaves[name].value_type == "jax.Array"]
         lines = [f"{name}: {known[name]} in the checkpoint, {_IS_OFF}" for name in made]
         if lines:
