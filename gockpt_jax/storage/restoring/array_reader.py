@@ -30,11 +30,11 @@ _Array = np.ndarray[Any, Any]
 _Bounds = tuple[tuple[int, int], ...]
 
 
-def direct_reads(others: Any = None, limit_bytes: int = LIMIT_BYTES) -> Any:
+def direct_reads(others: Any, limit_bytes: int) -> Any:
     """Returns a registry view in which arrays are read by the handler below, where it can.
 
     Args:
-      others: The registry for all other types; Orbax's global one by default.
+      others: The registry for all other types; `None`: Orbax's global one.
       limit_bytes: The most bytes of arrays in host memory at one time, on their way to devices.
 
     Returns:

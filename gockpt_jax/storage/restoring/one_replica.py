@@ -73,11 +73,11 @@ def _can_be_sent(dtype: Any) -> bool:
     return bool(np.dtype(dtype).itemsize >= 4)
 
 
-def one_replica_reads(others: Any = None) -> RegistryView:
+def one_replica_reads(others: Any) -> RegistryView:
     """Returns a registry view in which arrays are read by the handler below.
 
     Args:
-      others: The registry for all other types; Orbax's global one by default.
+      others: The registry for all other types; `None`: Orbax's global one.
     """
     reader = _ReplicaReader(look_up(others)("jax.Array"))
     return RegistryView(jax.Array, reader, others, by_name=True)

@@ -15,7 +15,7 @@ class RegistryView:
     Args:
       ty: The type, with those derived from it.
       handler: Its handler.
-      others: The registry for all other types; Orbax's global one by default.
+      others: The registry for all other types; `None`: Orbax's global one.
       by_name: Whether the handler's type name is ours as well: what is on disk is read by it.
     """
 
@@ -23,7 +23,7 @@ class RegistryView:
         self,
         ty: type,
         handler: ocp.type_handlers.TypeHandler,
-        others: ocp.type_handlers.TypeHandlerRegistry | None = None,
+        others: ocp.type_handlers.TypeHandlerRegistry | None,
         *,
         by_name: bool,
     ) -> None:
