@@ -108,29 +108,29 @@ def _diff_leaf(name: str, a: StoredItem, b: StoredItem, limit_bytes: int) -> Lea
         return LeafDifference(name, "only in B", "", _told(b, name))
     left, right = a.leaves[name], b.leaves[name]
     if not (left.is_array and right.is_array):
-        same = (left.value_type, left.has_data) == (right.value_type, right.has_data)
-        if not same:
+        if (left.value_type, left.has_data) != (right.value_type, right.has_data):
             return LeafDifference(name, "type", _told(a, name), _told(b, name))
         texts = (a.text(name), b.text(name))
         if texts[0] == texts[1]:
             return None
         return LeafDifference(name, "values", repr(texts[0]), repr(texts[1]), 1, 1)
-    stores = a.open(name), b.open(name)
-    for kind, what in (("shape", lambda s: tuple(s.shape)), ("dtype", lambda s: s.dtype.name)):
-        if what(stores[0]) != what(stores[1]):
-            return LeafDifference(name, kind, _array(stores[0]), _array(stores[1]))  # type: ignore[arg-type]
-    if stores[0].dtype.name == "uint32":  # the data of typed random keys are such
+    one, other = a.open(name), b.open(name)
+    if one.shape != other.shape:
+        return LeafDifference(name, "shape", _array(one), _array(other))
+    if one.dtype != other.dtype:
+        return LeafDifference(name, "dtype", _array(one), _array(other))
+    if one.dtype.name == "uint32":  # the data of typed random keys are such
         keys = [item.key_algorithms.get(name) for item in (a, b)]
         if keys[0] != keys[1]:
-            one, other = (f"key<{key}>" if key else _array(stores[0]) for key in keys)
-            return LeafDifference(name, "type", one, other)
-    jobs = (_Job(name, *stores, box) for box in chunk_boxes(_coarser(*stores)))
+            told = [f"key<{key}>" if key else _array(one) for key in keys]
+            return LeafDifference(name, "type", told[0], told[1])
+    jobs = (_Job(name, one, other, box) for box in chunk_boxes(_coarser(one, other)))
     total = _Figures()
     for figures in for_each(
         jobs, _compare, nbytes=lambda job: 2 * nbytes_of(job.a, job.box), limit_bytes=limit_bytes
     ):
         total = total.joined(figures)
-    return _difference(name, stores[0], total) if total.elements else None
+    return _difference(name, one, total) if total.elements else None
 
 
 def _difference(name: str, store: ts.TensorStore, total: _Figures) -> LeafDifference:
