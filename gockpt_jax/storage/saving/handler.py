@@ -71,8 +71,7 @@ class GoCkptHandler(StateHandler):
                 f"{on_busy!r}: these wait for the previous save. `GoCkptManager` need not."
             )
         predictor = self._gockpt_session.predictor
-        labels = labels_of_policy(save_decision_policy, starts_windows=False)
-        predictor.is_save_label = labels
+        predictor.is_save_label = labels_of_policy(save_decision_policy, starts_windows=False)
         predictor.sees_every_call = False
 
     async def async_save(self, directory: Any, args: Any) -> Sequence[ocp.future.Future]:

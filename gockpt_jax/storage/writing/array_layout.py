@@ -1,4 +1,4 @@
-"""Where stock Orbax would put an array: the pieces that are written, and the chunks on disk.
+"""Where stock Orbax would put an array: what one replica writes, and the chunks on disk.
 
 `tests/storage` compares what it yields with a stock save, byte for byte: that test decides.
 """
@@ -75,9 +75,9 @@ class ReplicaLayout:
         axis = next((i for i, n in enumerate(shard) if n % replicas == 0), None)
         if replicas <= 1 or axis is None:
             return shard
-        piece = (*shard[:axis], shard[axis] // replicas, *shard[axis + 1 :])
-        too_small = math.prod(piece) * np.dtype(dtype).itemsize < self.min_slice_bytes
-        return shard if too_small else piece
+        one_slice = (*shard[:axis], shard[axis] // replicas, *shard[axis + 1 :])
+        too_small = math.prod(one_slice) * np.dtype(dtype).itemsize < self.min_slice_bytes
+        return shard if too_small else one_slice
 
 
 def _may_slice(shard: Shape, sharding: jax.sharding.Sharding) -> bool:
