@@ -94,25 +94,17 @@ def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         return handler.restore(epath.Path(directory), args=args)
 
 
-def _restore_into(
-    directory: Any,
-    target: Any,
-    options: Mapping[str, Any],
-    *,
-    strict: bool,
-    partial: bool = False,
-    single_replica: bool = False,
-    fallback: jax.sharding.Sharding | None = None,
-) -> Any:
+def _restore_into(directory: Any, args: "GoCkptRestore", options: Mapping[str, Any]) -> Any:
     """Restores with stock's tree handler what a target names, to where it says."""
+    target = args.item
     make_args = (
-        single_replica_args if single_replica else ocp.checkpoint_utils.construct_restore_args
+        single_replica_args if args.single_replica else ocp.checkpoint_utils.construct_restore_args
     )
-    restore_args = make_args(target, shardings_of(directory, target, fallback))
-    if not strict:
+    restore_args = make_args(target, shardings_of(directory, target, args.fallback_sharding))
+    if not args.strict:
         restore_args = jax.tree.map(_padded, restore_args)
-    args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
-    return _restore_tree(directory, args, options)
+    stock = ocp.args.PyTreeRestore(target, restore_args, partial_restore=args.partial_restore)
+    return _restore_tree(directory, stock, options)
 
 
 def _padded(args: Any) -> Any:
@@ -125,7 +117,7 @@ def _restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> 
     Where the target says of all arrays where they shall lie, the tree handler does the same.
     """
     if args.item is not None and not args.support_layout and _says_where(args.item):
-        return _restore_into(directory, args.item, options, strict=args.strict)
+        return _restore_into(directory, GoCkptRestore(args.item, args.strict), options)
     limit = options["restore_concurrent_gb"]
     with contextlib.closing(ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)) as handler:
         return handler.restore(epath.Path(directory), args=args)
@@ -281,6 +273,7 @@ def _restore_checked(
     elif not args.cast:
         refuse_to_narrow(directory, known)
     fallback = args.fallback_sharding or _stand_in_sharding()
+    args = dataclasses.replace(args, item=target, fallback_sharding=fallback)
     has_texts = not args.support_layout and any(
         isinstance(leaf, str) for leaf in jax.tree.leaves(target)
     )  # which stock's standard handler does not take
@@ -292,10 +285,7 @@ def _restore_checked(
             "`partial_restore` and `single_replica` need a target: what is to be restored, and "
             "where. Pass `GoCkptRestore(target, ...)`."
         )
-    return _restore_into(
-        directory, target, options, strict=args.strict, partial=args.partial_restore,
-        single_replica=args.single_replica, fallback=fallback,
-    )  # fmt: skip
+    return _restore_into(directory, args, options)
 
 
 def _as_saved(leaf: Any) -> Any:
