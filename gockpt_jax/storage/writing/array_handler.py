@@ -66,12 +66,9 @@ class HostArrayHandler(ocp.type_handlers.ArrayHandler):  # type: ignore[misc]  #
         host: ByteBudget | None,
     ) -> None:
         super().__init__(primary_host=primary_host)
-        for name, value in (
-            ("write_limit_bytes", write_limit_bytes),
-            ("chunk_byte_size", chunk_byte_size),
-        ):
-            if value is not None:
-                as_count(name, value, "It is a number of bytes.")
+        as_count("write_limit_bytes", write_limit_bytes, "It is a number of bytes.")
+        if chunk_byte_size is not None:
+            as_count("chunk_byte_size", chunk_byte_size, "It is a number of bytes.")
         self._write_limit_bytes = write_limit_bytes
         self._host = host
         self._chunk_byte_size = chunk_byte_size
