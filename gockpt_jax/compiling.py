@@ -19,10 +19,10 @@ REMEMBERED = 4096
 """Of how many programs the compiled ones are kept, those used last: as many as JAX keeps. A model
 has hundreds at most; only a loop that saves other shapes each time comes by more."""
 
-_DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
+_Key = tuple[Hashable, ...]
+_Program = concurrent.futures.Future[Any]
 
-_Compile = Callable[[], Any]
-_Job = tuple[_Compile, concurrent.futures.Future[Any]]
+_DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
 
 
 def debugged_by() -> str | None:
@@ -45,51 +45,44 @@ def unwatched() -> Iterator[None]:
 
 
 class Programs:
-    """Compiled programs by what they are for; a manager that is opened again meets the same.
+    """Compiled programs by what they are made from; a manager that is opened again meets the same.
 
     Args:
       thread_name: Of the thread that compiles.
+      compile_it: Makes a program; called on the thread, once for what is equal.
       most: How many are kept.
 
     Example:
-      >>> programs = Programs("a thread's name")
-      >>> programs.wanted("six", lambda: 2 * 3)
-      >>> programs.needed("six", lambda: 2 * 3)
+      >>> programs = Programs("a thread's name", lambda a, b: a * b)
+      >>> programs.wanted(2, 3)
+      >>> programs.needed(2, 3)
       6
     """
 
-    def __init__(self, thread_name: str, most: int = REMEMBERED):
+    def __init__(self, thread_name: str, compile_it: Callable[..., Any], most: int = REMEMBERED):
         self._name = thread_name
+        self._compile_it = compile_it
         self._most = most
         # Those asked for last at the end.
-        self._found: collections.OrderedDict[Hashable, concurrent.futures.Future[Any]] = (
-            collections.OrderedDict()
-        )
+        self._found: collections.OrderedDict[_Key, _Program] = collections.OrderedDict()
         # What is still to be compiled, in order: what somebody waits for, and all else.
-        self._needed: dict[Hashable, _Job] = {}
-        self._wanted: dict[Hashable, _Job] = {}
+        self._needed: dict[_Key, _Program] = {}
+        self._wanted: dict[_Key, _Program] = {}
         self._lock = shared_lock()
         self._thread: threading.Thread | None = None
 
-    def wanted(self, key: Hashable, compile_it: _Compile) -> None:
-        """Has a program compiled ahead; what goes wrong surfaces where it is needed.
+    def wanted(self, *made_from: Hashable) -> None:
+        """Has a program compiled ahead; what goes wrong surfaces where it is needed."""
+        self._ask(made_from, self._wanted)
 
-        Args:
-          key: What it is for.
-          compile_it: Called on the thread, unless it has been before.
-        """
-        self._ask(key, compile_it, self._wanted)
-
-    def needed(self, key: Hashable, compile_it: _Compile) -> Any:
+    def needed(self, *made_from: Hashable) -> Any:
         """The program itself, before all that are only wanted; waits for it.
 
         One that failed to compile is tried again when next asked for.
         """
-        return self._ask(key, compile_it, self._needed).result()
+        return self._ask(made_from, self._needed).result()
 
-    def _ask(
-        self, key: Hashable, compile_it: _Compile, queue: dict[Hashable, _Job]
-    ) -> concurrent.futures.Future[Any]:
+    def _ask(self, key: _Key, queue: dict[_Key, _Program]) -> _Program:
         # Ctrl-C may come between any two of these: whatever is in `_found` has been queued before,
         # and a thread that is known may never have been started.
         with self._lock:
@@ -97,7 +90,7 @@ class Programs:
             if found is None:
                 self._forget_oldest()
                 found = concurrent.futures.Future()
-                queue[key] = compile_it, found
+                queue[key] = found
                 self._found[key] = found
             elif key in self._wanted:
                 queue[key] = self._wanted[key]
@@ -123,17 +116,17 @@ class Programs:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            key, (compile_it, found) = job
+            key, found = job
             try:
                 with unwatched():
-                    found.set_result(compile_it())
+                    found.set_result(self._compile_it(*key))
             except BaseException as error:  # handed to whoever needs the program
                 with self._lock:
                     if self._found.get(key) is found:
                         del self._found[key]
                 found.set_exception(error)
 
-    def _next(self) -> tuple[Hashable, _Job] | None:
+    def _next(self) -> tuple[_Key, _Program] | None:
         with self._lock:
             if not threading.main_thread().is_alive():  # nobody will need what is only wanted
                 for key in self._wanted:
@@ -144,6 +137,6 @@ class Programs:
                 self._thread = None
                 return None
             key = next(iter(queue))
-            job = queue.pop(key)
+            found = queue.pop(key)
             self._wanted.pop(key, None)  # what was wanted before it was needed is in both
-            return key, job
+            return key, found

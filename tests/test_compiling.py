@@ -21,26 +21,23 @@ class Compiler:
 
     def __init__(self):
         self.thread_name = f"compiler {next(_NUMBERS)}"
-        self.programs = Programs(self.thread_name)
+        self.programs = Programs(self.thread_name, self.make)
         self.made = []
         self.has_begun, self.go_on = threading.Event(), threading.Event()
 
     def make(self, name):
-        def compile_it():
-            self.made.append(name)
-            self.has_begun.set()
-            assert self.go_on.wait(WAIT_SECS)
-            return name
-
-        return compile_it
+        self.made.append(name)
+        self.has_begun.set()
+        assert self.go_on.wait(WAIT_SECS)
+        return name
 
     def want(self, *names):
         for name in names:
-            self.programs.wanted(name, self.make(name))
+            self.programs.wanted(name)
         assert self.has_begun.wait(WAIT_SECS)
 
     def need(self, name):
-        return self.programs.needed(name, self.make(name))
+        return self.programs.needed(name)
 
     def let_go_when_another_is_needed(self):
         has_come = self.go_on
@@ -85,21 +82,23 @@ def test_a_thread_that_is_about_to_end_is_not_counted_on(monkeypatch):
         assert go_on.wait(WAIT_SECS)
 
     monkeypatch.setattr(Programs, "_run", lingering)
-    programs = Programs("a test")
-    assert programs.needed("six", lambda: 6) == 6
+    programs = Programs("a test", int)
+    assert programs.needed("6") == 6
     assert found_nothing.wait(WAIT_SECS)
     try:
-        assert programs._ask("seven", lambda: 7, programs._needed).result(WAIT_SECS) == 7
+        assert programs._ask(("7",), programs._needed).result(WAIT_SECS) == 7
     finally:
         go_on.set()
 
 
 def test_a_failure_reaches_whoever_needs_it_and_is_tried_again():
-    programs = Programs("a test")
-    programs.wanted("zero", lambda: 1 / 0)
+    divisor = [0]
+    programs = Programs("a test", lambda number: number / divisor[0])
+    programs.wanted(6)
     with pytest.raises(ZeroDivisionError):
-        programs.needed("zero", lambda: 1 / 0)
-    assert programs.needed("zero", lambda: 0) == 0
+        programs.needed(6)
+    divisor[0] = 2
+    assert programs.needed(6) == 3
 
 
 def test_nothing_is_compiled_ahead_once_the_main_thread_has_ended(monkeypatch):
@@ -115,13 +114,10 @@ def test_nothing_is_compiled_ahead_once_the_main_thread_has_ended(monkeypatch):
 
 def test_as_many_are_kept_as_were_said_and_those_used_last():
     """A loop that saved other shapes each time kept all of their programs for the process."""
-    programs, made = Programs("a test", most=2), []
-
-    def need(name):
-        assert programs.needed(name, lambda: made.append(name) or name) == name
-
+    made = []
+    programs = Programs("a test", lambda name: made.append(name) or name, most=2)
     for name in ("first", "second", "first", "third", "first", "second"):
-        need(name)
+        assert programs.needed(name) == name
     assert made == ["first", "second", "third", "second"]
 
 
@@ -136,26 +132,30 @@ def test_what_is_still_to_be_compiled_is_not_forgotten():
     assert compiler.made == ["first", "fourth", "second", "third", "fifth"]
 
 
-def fail():
-    raise MemoryError("no room to compile")
-
-
-@pytest.mark.parametrize("compile_it", [lambda: 7, fail])
+@pytest.mark.parametrize("failures", [0, 1])
 @pytest.mark.parametrize("before", ["", "wanted"])
 @pytest.mark.parametrize("then", ["wanted", "needed"])
-def test_whoever_is_interrupted_as_they_ask_may_ask_again(before, then, compile_it):
+def test_whoever_is_interrupted_as_they_ask_may_ask_again(before, then, failures):
     """It was waited for ever: nobody had it in a queue, or the thread had not been started."""
     for place in itertools.count(1):
-        programs, signals = Programs("a test"), Signals([place], inside=(compiling.__file__,))
+        errors = [MemoryError("no room to compile")] * failures
+
+        def compile_it(name, errors=errors):
+            if name == "7" and errors:
+                raise errors.pop()
+            return int(name)
+
+        programs = Programs("a test", compile_it)
+        signals = Signals([place], inside=(compiling.__file__,))
         if before:
-            programs.wanted("seven", compile_it)
+            programs.wanted("7")
         with contextlib.suppress(KeyboardInterrupt), signals.coming():
-            programs._ask("seven", compile_it, getattr(programs, f"_{then}"))
-        assert programs._ask("six", lambda: 6, programs._needed).result(WAIT_SECS) == 6
+            programs._ask(("7",), getattr(programs, f"_{then}"))
+        assert programs._ask(("6",), programs._needed).result(WAIT_SECS) == 6
         try:
-            found = programs._ask("seven", lambda: 7, programs._needed).result(WAIT_SECS)
+            found = programs._ask(("7",), programs._needed).result(WAIT_SECS)
         except MemoryError:  # of the one that asked before
-            found = programs._ask("seven", lambda: 7, programs._needed).result(WAIT_SECS)
+            found = programs._ask(("7",), programs._needed).result(WAIT_SECS)
         assert found == 7
         if not signals.came_at:
             break

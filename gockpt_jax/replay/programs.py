@@ -85,15 +85,12 @@ class ReplayProgram:
 
     def compile_ahead(self) -> None:
         """Has it compiled, on a thread of its own."""
-        _programs.wanted(self, functools.partial(_compile, self))
+        _programs.wanted(self)
 
     def compiled(self) -> Compiled:
         """The program itself; waits for its compilation."""
-        found: Compiled = _programs.needed(self, functools.partial(_compile, self))
+        found: Compiled = _programs.needed(self)
         return found
-
-
-_programs = Programs("gockpt-compile-replay")
 
 
 def cut_up(elements: int) -> Iterator[tuple[slice, int]]:
@@ -140,6 +137,9 @@ def _compile(program: ReplayProgram) -> Any:
     with _compat.wide_numbers(spec.dtypes):
         lowered = jitted.lower(states, [update] * program.updates, results, zero)
     return lowered.compile(compiler_options=_COMPILER_OPTIONS)
+
+
+_programs = Programs("gockpt-compile-replay", _compile)
 
 
 def _replay(

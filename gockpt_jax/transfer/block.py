@@ -25,7 +25,7 @@ from gockpt_jax.transfer.packing import compile_packing, on_its_devices
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, align, owned_shards
 from gockpt_jax.transfer.staging import stage
 
-_programs = Programs("gockpt-compile-copies")
+_programs = Programs("gockpt-compile-copies", compile_packing)
 _ALIKE = 64
 """Of how many calls a block knows the shardings again: it stages the same few sets of arrays."""
 
@@ -58,18 +58,13 @@ class _Packing:
       senders: Of each, the devices that move it: a row per shard.
       given: Of each array that it takes, the position of a chunk that is cut from it, and where it
         must be brought before; `None`: it is on the program's devices.
-      key: What the program is made from, as `compile_packing` takes it.
+      made_from: What the program is made from, as `compile_packing` takes it.
     """
 
     buffers: tuple[Buffer, ...]
     senders: tuple[np.ndarray, ...]
     given: tuple[tuple[int, jax.sharding.Sharding | None], ...]
-    key: tuple[Any, ...]
-
-    @property
-    def program(self) -> tuple[Any, Any]:
-        """The program's key, and what compiles it."""
-        return self.key, functools.partial(compile_packing, *self.key)
+    made_from: tuple[Any, ...]
 
 
 class Block:
@@ -114,8 +109,8 @@ class Block:
         number = {n: i for i, n in enumerate(taken)}  # of each, the program's argument
         parts = tuple((self.chunks[n], number[self._arrays[n]]) for n in packed)
         given = tuple((n, None if on_its_devices(s) else s.placed) for n, s in taken.items())
-        key = (tuple(taken.values()), parts, tuple(buffers))
-        return _Packing(tuple(buffers), tuple(b.senders() for b in buffers), given, key)
+        made_from = (tuple(taken.values()), parts, tuple(buffers))
+        return _Packing(tuple(buffers), tuple(b.senders() for b in buffers), given, made_from)
 
     @functools.cached_property
     def is_moved(self) -> bool:
@@ -125,12 +120,12 @@ class Block:
     def compile_ahead(self) -> None:
         """Has its programs compiled, on a thread of their own."""
         for packing in self._packings:
-            _programs.wanted(*packing.program)
+            _programs.wanted(*packing.made_from)
 
     def programs(self) -> list[Any]:
         """Its programs, compiled; waits for them, at the first call."""
         if not self._compiled:
-            self._compiled = [_programs.needed(*packing.program) for packing in self._packings]
+            self._compiled = [_programs.needed(*packing.made_from) for packing in self._packings]
         return self._compiled
 
     def is_cut_from(self, arrays: Sequence[jax.Array]) -> bool:

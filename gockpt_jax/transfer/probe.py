@@ -1,6 +1,5 @@
 """When what a device has been given has run: one element, copied behind it, tells."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +10,6 @@ from jax import lax
 from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs, unwatched
 from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
-
-_programs = Programs("gockpt-compile-copies")
 
 
 def probe(arrays: Iterable[Any]) -> jax.Array | None:
@@ -36,8 +33,7 @@ def probe(arrays: Iterable[Any]) -> jax.Array | None:
     shard = found.addressable_shards[0].data
     # As it lies there: it may be as the user has asked (`Format`).
     spec = jax.ShapeDtypeStruct(shard.shape, shard.dtype, sharding=shard.format)
-    key = (shard.shape, shard.dtype, shard.format)
-    program = _programs.needed(key, functools.partial(_compile, spec))
+    program = _programs.needed(spec)
     with unwatched():
         copied: jax.Array = program(shard)
     return copied
@@ -56,3 +52,6 @@ def _compile(spec: jax.ShapeDtypeStruct) -> Any:
 
     with _compat.wide_numbers([spec.dtype]):
         return jax.jit(first).lower(spec).compile()
+
+
+_programs = Programs("gockpt-compile-copies", _compile)

@@ -169,7 +169,7 @@ def compile_samples_ahead(
         probes = [(piece, grid_at(piece, turn), 0) for piece, turn in looked_at]
         for batch in in_batches(probes, limit_bytes):
             for numbers in _together(batch):
-                _programs.wanted(*_program([batch[n] for n in numbers]))
+                _programs.wanted(_cuts([batch[n] for n in numbers]))
 
 
 def _by_device(probes: Sequence[Probe]) -> list[list[int]]:
@@ -196,7 +196,7 @@ def _copied(probes: Sequence[Probe]) -> list[jax.Array]:
     for row, (piece, grid, box) in zip(starts, probes, strict=True):
         row[: len(piece.start)] = np.add(piece.start, grid.start(box))
     # Where boxes start goes to the device with the call: by a `device_put` it would take longer.
-    return list(_programs.needed(*_program(probes))(starts, *shards))
+    return list(_programs.needed(_cuts(probes))(starts, *shards))
 
 
 def _taken_apart(
@@ -221,18 +221,15 @@ def _by_dtype(dtypes: Sequence[Any]) -> dict[Any, list[int]]:
     return found
 
 
-# One for hundreds of boxes would take seconds to compile: some 10 ms for each on the CPU backend.
-_programs = Programs("gockpt-compile-samples")
+_Cut = tuple[jax.ShapeDtypeStruct, tuple[int, ...]]  # a shard, and the sizes of a box of it
 
 
-def _program(probes: Sequence[Probe]) -> tuple[Any, Any]:
-    """The program that copies such boxes of such arrays: its key, and how it is made."""
-    cuts = [(_spec(piece.shard), grid.sizes) for piece, grid, _ in probes]
-    key = tuple((spec.shape, spec.dtype, spec.format, sizes) for spec, sizes in cuts)
-    return key, functools.partial(_compile, cuts)
+def _cuts(probes: Sequence[Probe]) -> tuple[_Cut, ...]:
+    """What the program is made from that copies such boxes of such arrays."""
+    return tuple((_spec(piece.shard), grid.sizes) for piece, grid, _ in probes)
 
 
-def _compile(cuts: Sequence[tuple[jax.ShapeDtypeStruct, tuple[int, ...]]]) -> Any:
+def _compile(cuts: Sequence[_Cut]) -> Any:
     specs = [spec for spec, _ in cuts]
     beside = _beside(specs[0])
     device: Any = next(iter(beside.device_set))
@@ -251,6 +248,10 @@ def _compile(cuts: Sequence[tuple[jax.ShapeDtypeStruct, tuple[int, ...]]]) -> An
     starts = jax.ShapeDtypeStruct(shape, np.int32, sharding=beside)
     with _compat.wide_numbers(spec.dtype for spec in specs):
         return jax.jit(cut).lower(starts, *specs).compile()
+
+
+# One for hundreds of boxes would take seconds to compile: some 10 ms for each on the CPU backend.
+_programs = Programs("gockpt-compile-samples", _compile)
 
 
 def _spec(array: Any) -> jax.ShapeDtypeStruct:

@@ -6,7 +6,6 @@ wait for the whole of it (docs/guarantees.md, invariant 3). The copies are ours,
 them, and the transfer may take as long as it likes.
 """
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,9 +20,6 @@ from gockpt_jax.transfer.chunks import in_host_memory, is_key_type
 
 def _copy(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [jax.random.key_data(x) if is_key_type(x.dtype) else jnp.copy(x) for x in arrays]
-
-
-_programs = Programs("gockpt-compile-copies")
 
 
 def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -45,7 +41,7 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
                 staged[i] = jax.device_put(data, data.sharding, may_alias=False)
     for positions in _by_devices(arrays, staged):
         together = [arrays[i] for i in positions]
-        program = _program(together)
+        program = _programs.needed(tuple(map(_spec, together)))
         with unwatched():
             copies = program(together)
         for i, copied in zip(positions, copies, strict=True):
@@ -65,10 +61,8 @@ def _by_devices(arrays: Sequence[Any], staged: Sequence[Any]) -> Iterable[list[i
     return groups.values()
 
 
-def _program(arrays: Sequence[jax.Array]) -> Any:
-    """The program that copies arrays like these."""
-    specs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays)
-    return _programs.needed(specs, functools.partial(_compile, specs))
+def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _compile(specs: Sequence[jax.ShapeDtypeStruct]) -> Any:
@@ -79,3 +73,6 @@ def _compile(specs: Sequence[jax.ShapeDtypeStruct]) -> Any:
         return program
     with _compat.wide_numbers(spec.dtype for spec in specs):
         return program.lower([*specs]).compile()
+
+
+_programs = Programs("gockpt-compile-copies", _compile)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
 
+from gockpt_jax.compiling import Programs
 from gockpt_jax.replay import engine, programs
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.memory import own
@@ -207,9 +208,12 @@ def test_an_error_leaves_no_program_running(recipe, monkeypatch):
 @pytest.fixture
 def compiled(monkeypatch):
     keys = []
-    compile_one = programs._compile
-    monkeypatch.setattr(programs, "_compile", lambda key: keys.append(key) or compile_one(key))
-    monkeypatch.setattr(programs, "_programs", programs.Programs("gockpt-compile-replay"))
+
+    def compile_it(key):
+        keys.append(key)
+        return programs._compile(key)
+
+    monkeypatch.setattr(programs, "_programs", Programs("gockpt-compile-replay", compile_it))
     return keys
 
 

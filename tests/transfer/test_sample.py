@@ -125,7 +125,7 @@ def test_keys_and_packed_numbers_are_left_out():
 
 
 def test_what_was_compiled_ahead_is_used(monkeypatch):
-    programs = Programs("gockpt-compile-samples")
+    programs = Programs("gockpt-compile-samples", sampling._compile)
     monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7)), jax.random.key(0)]
     compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
@@ -141,7 +141,7 @@ def test_what_was_compiled_ahead_is_used(monkeypatch):
 @pytest.mark.parametrize("donated", [0, 1])
 def test_of_what_has_been_donated_nothing_is_compiled_ahead(monkeypatch, donated):
     """The next save compiles it, of those that are there then."""
-    programs = Programs("gockpt-compile-samples")
+    programs = Programs("gockpt-compile-samples", sampling._compile)
     monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7))]
     arrays[donated].delete()

@@ -37,7 +37,7 @@ def update(state, x):
 @pytest.fixture
 def programs(monkeypatch):
     """Those of this test."""
-    found = Programs("gockpt-compile-samples")
+    found = Programs("gockpt-compile-samples", sample._compile)
     monkeypatch.setattr(sample, "_programs", found)
     return found
 

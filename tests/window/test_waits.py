@@ -320,7 +320,7 @@ def test_a_shorter_window_waits_for_what_it_stages_first_alone(
     tmp_path, monkeypatch, planned, said, steps
 ):
     """Its blocks are others than those that were planned: all are asked for when it opens."""
-    programs = Programs("gockpt-compile-samples")
+    programs = Programs("gockpt-compile-samples", sample._compile)
     monkeypatch.setattr(sample, "_programs", programs)
     ahead, staged = compiled_and_staged(monkeypatch)
     loop = Loop(tmp_path, planned, update_by_a_clock, **said)
@@ -361,7 +361,7 @@ def test_nobody_waits_for_a_replay_program_to_be_compiled(tmp_path, monkeypatch)
 
 
 def test_nobody_waits_for_a_program_of_the_audit_to_be_compiled(tmp_path, monkeypatch):
-    programs = Programs("gockpt-compile-samples")
+    programs = Programs("gockpt-compile-samples", sample._compile)
     monkeypatch.setattr(sample, "_programs", programs)
     loop = Loop(tmp_path, 4, device_budget_bytes=BUDGET)
     with loop.manager:
