@@ -74,14 +74,15 @@ def slow_pulls(link: Link | None) -> Iterator[None]:
     if link is None:
         yield
         return
-    start = pull.Pull.__init__
+    start = pull.start_buffer
 
-    def start_on_link(self: Any, indices: Any, shards: Sequence[jax.Array], *rest: Any) -> None:
-        start(self, indices, [_OnTheWay(shard, link.send([shard])) for shard in shards], *rest)
+    def start_on_link(source: jax.Array) -> Any:
+        buffer = start(source)
+        return _OnTheWay(buffer, link.send([buffer]))
 
-    pull.Pull.__init__ = start_on_link  # type: ignore[method-assign]
+    pull.start_buffer = start_on_link
     try:
         yield
     finally:
-        pull.Pull.__init__ = start  # type: ignore[method-assign]
+        pull.start_buffer = start
         link.close()

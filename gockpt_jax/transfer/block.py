@@ -184,7 +184,7 @@ class Block:
             shards = array.addressable_shards[:1] if everywhere else owned_shards(array)
             indices[n] = [s.index for s in shards]
             sent += [s.data for s in shards]
-        return Pull.start(sent, functools.partial(self._unpack, indices))
+        return Pull(sent, functools.partial(self._unpack, indices))
 
     def _unpack(
         self, indices: dict[int, list[Index]], found: list[np.ndarray]

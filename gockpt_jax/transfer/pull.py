@@ -37,38 +37,19 @@ class HostChunk:
 
 
 class Pull(Generic[T]):
-    """A started transfer.
+    """A transfer, which starts as this is made; that returns at once.
 
     Args:
-      sources: What is moved, each on one device.
-      buffers: What arrives, in host memory where the platform has it.
-      unpack: Makes the result of them.
+      sources: Buffers that no later step donates, staged copies or retained values; of one device
+        each. A global array would be moved by a program on the compute stream, behind the steps.
+      unpack: Makes the result of what arrives.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Any],
-        buffers: Sequence[Any],
-        unpack: Callable[[list[np.ndarray]], T],
-    ):
+    def __init__(self, sources: Sequence[jax.Array], unpack: Callable[[list[np.ndarray]], T]):
         self._sources = sources
-        self._buffers = buffers
-        self._unpack = unpack
-
-    @classmethod
-    def start(
-        cls, sources: Sequence[jax.Array], unpack: Callable[[list[np.ndarray]], T]
-    ) -> "Pull[T]":
-        """Starts moving buffers of one device each; returns at once.
-
-        A global array would be moved by a program on the compute stream, behind the steps.
-
-        Args:
-          sources: Buffers that no later step donates: staged copies or retained values.
-          unpack: Makes the result of what arrives.
-        """
         with unwatched():
-            return cls(sources, [start_buffer(source) for source in sources], unpack)
+            self._buffers: Sequence[Any] = [start_buffer(source) for source in sources]
+        self._unpack = unpack
 
     def is_ready(self) -> bool:
         """Whether `result` would return at once."""

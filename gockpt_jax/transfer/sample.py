@@ -144,7 +144,7 @@ def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
     sizes = [(p.shard.dtype, math.prod(grid.sizes)) for p, grid, _ in probes]
     with unwatched():
         sent = [x for numbers in together for x in _copied([probes[n] for n in numbers])]
-        return Pull.start(sent, functools.partial(_taken_apart, together, sizes))
+        return Pull(sent, functools.partial(_taken_apart, together, sizes))
 
 
 def compile_samples_ahead(

@@ -401,7 +401,7 @@ def test_landing_and_writing_are_spans(monkeypatch):
         open_spans.remove(name)
 
     monkeypatch.setattr(events, "span", span)
-    Pull.start([jnp.ones(3)], list).result()
+    Pull([jnp.ones(3)], list).result()
     assert seen == [events.SPAN_LAND]
 
     async def write():

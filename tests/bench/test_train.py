@@ -108,12 +108,12 @@ def test_a_pull_is_ready_when_the_link_has_carried_it(monkeypatch):
     monkeypatch.setattr("bench.train.link.time", clock)
     array = jax.block_until_ready(jnp.arange(8, dtype=jnp.float32))
     with slow_pulls(Link(1.0)):
-        pull = Pull.start([array], list)
+        pull = Pull([array], list)
         assert not pull.is_ready()
         arrived.set()
         assert pull.result()[0].tolist() == list(range(8))
         assert pull.is_ready()
-    assert Pull.start([array], list).is_ready()
+    assert Pull([array], list).is_ready()
 
 
 class Saved:

@@ -43,7 +43,7 @@ def to_host(tree: Any) -> list[np.ndarray]:
 def test_pulls_go_to_pinned_memory() -> None:
     assert host_memory_kind(jax.local_devices()[0]) == "pinned_host"
     staged = stage([jnp.arange(1 << 20, dtype=jnp.float32)])
-    (found,) = Pull.start(staged, list).result()
+    (found,) = Pull(staged, list).result()
     np.testing.assert_array_equal(found, np.arange(1 << 20, dtype=np.float32))
 
 

@@ -46,7 +46,7 @@ def test_steps_donate_what_they_donate_without_us(name: str, devices: int, share
 
 
 def pull_as_it_is(array: jax.Array) -> None:
-    Pull.start([s.data for s in owned_shards(array)], list)
+    Pull([s.data for s in owned_shards(array)], list)
 
 
 def test_watch_notices_a_pull_of_the_state() -> None:
@@ -75,7 +75,7 @@ def test_watch_notices_a_window_that_stages_nothing(
     def start_pull(block: Block, staged: Sequence[jax.Array]) -> Pull[Any]:
         chunks = zip(block.chunks, staged, strict=True)
         pulls = [pull_rows(array, chunk.start, chunk.stop) for chunk, array in chunks]
-        return Pull([], [], lambda _: [pull() for pull in pulls])
+        return Pull([], lambda _: [pull() for pull in pulls])
 
     def pull_rows(array: jax.Array, start: int, stop: int) -> Any:
         shards = (

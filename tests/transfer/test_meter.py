@@ -132,5 +132,5 @@ def test_landing_a_pull_tells_the_meter(monkeypatch):
             seen.append((sum(c.nbytes for c in chunks), num_devices))
 
     monkeypatch.setattr(pull, "LINK", Meter())
-    pull.Pull.start([jnp.ones(1024)], list).result()
+    pull.Pull([jnp.ones(1024)], list).result()
     assert seen == [[4096], (4096, 1)]

@@ -44,7 +44,7 @@ def start_pull(array):
     """The shards of an array that this process owns, on their way."""
     shards = owned_shards(array)
     indices = [s.index for s in shards]
-    return Pull.start([s.data for s in shards], lambda found: [*map(HostChunk, indices, found)])
+    return Pull([s.data for s in shards], lambda found: [*map(HostChunk, indices, found)])
 
 
 def assemble(array, chunks):
@@ -157,9 +157,10 @@ def test_what_the_host_holds_is_not_copied_there(monkeypatch):
 
 
 @pytest.mark.parametrize("arrived", [(), (True, True), (True, False), (False, True)], ids=str)
-def test_a_pull_is_ready_when_all_of_it_is(arrived):
+def test_a_pull_is_ready_when_all_of_it_is(monkeypatch, arrived):
+    monkeypatch.setattr(pulls, "start_buffer", lambda buffer: buffer)
     buffers = [types.SimpleNamespace(is_ready=lambda here=here: here) for here in arrived]
-    assert Pull(buffers, buffers, list).is_ready() == (False not in arrived)
+    assert Pull(buffers, list).is_ready() == (False not in arrived)
 
 
 @pytest.mark.parametrize("kind", ["pinned_host", None])
@@ -167,7 +168,7 @@ def test_what_has_arrived_holds_nothing_on_the_device(monkeypatch, kind):
     """Its bytes are given back to the budget, while some may hold the pull."""
     monkeypatch.setattr(pulls, "host_memory_kind", lambda device: kind)
     source = Buffer() if kind is None else jax.device_put(VALUES, jax.devices()[2])
-    pull, is_held = Pull.start([source], list), weakref.ref(source)
+    pull, is_held = Pull([source], list), weakref.ref(source)
     del source
     (found,) = pull.result()
     assert is_held() is None
@@ -201,7 +202,7 @@ class Full:
 def test_without_pinned_memory_a_pull_goes_by_ordinary_memory(monkeypatch, caplog, when):
     sources = [jax.device_put(VALUES + n, jax.devices()[n]) for n in range(3)]
     full = Full(monkeypatch, when)
-    found = Pull.start(sources, list).result()
+    found = Pull(sources, list).result()
     assert full.asked == 3
     for n, values in enumerate(found):
         np.testing.assert_array_equal(values, VALUES + n)
@@ -220,7 +221,7 @@ def test_what_could_not_be_copied_is_not_for_want_of_pinned_memory(monkeypatch, 
         Full(monkeypatch, when)
         monkeypatch.setattr(pulls, "host_memory_kind", lambda device, kind=kind: kind)
         with pytest.raises(jax.errors.JaxRuntimeError, match="12345 bytes"):
-            Pull.start([Missing()], list).result()
+            Pull([Missing()], list).result()
     assert "pinned" not in caplog.text
 
 
@@ -229,14 +230,14 @@ def test_what_else_goes_wrong_in_a_pull_is_raised(monkeypatch, when):
     source = jax.device_put(VALUES, jax.devices()[2])
     Full(monkeypatch, when, "INTERNAL: an illegal memory access was encountered")
     with pytest.raises(jax.errors.JaxRuntimeError, match="illegal memory access"):
-        Pull.start([source], list).result()
+        Pull([source], list).result()
 
 
 def test_a_pull_that_failed_holds_nothing(monkeypatch):
     """It would be a copy of the state, where there is no memory already."""
     source = jax.device_put(VALUES, jax.devices()[2])
     Full(monkeypatch, "result", "INTERNAL: an illegal memory access was encountered")
-    pull, is_held = Pull.start([source], list), weakref.ref(source)
+    pull, is_held = Pull([source], list), weakref.ref(source)
     del source
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         pull.result()
@@ -324,7 +325,7 @@ def test_the_link_is_measured_without_what_the_host_holds(monkeypatch):
     there = jax.device_put(
         VALUES, SingleDeviceSharding(jax.devices()[3], memory_kind="pinned_host")
     )
-    found = Pull.start([there, jax.device_put(VALUES[:2], device)], list).result()
+    found = Pull([there, jax.device_put(VALUES[:2], device)], list).result()
     for data, want in zip(found, (VALUES, VALUES[:2]), strict=True):
         np.testing.assert_array_equal(data, want)
     assert seen == [[(2, 6)], (VALUES[:2].nbytes, 1)]
