@@ -14,7 +14,6 @@ from gockpt_jax.cli.tables import (
     goodput_table,
     markdown,
     show,
-    state_per_device,
     study_table,
     trade_table,
 )
@@ -205,7 +204,7 @@ def _is_held_by_hosts(state: StateSize, machine: Machine) -> bool:
 
 
 def _why_not(asked: Asked) -> str:
-    machine, of_device = asked.machine, state_per_device(asked)
+    machine, of_device = asked.machine, asked.device_bytes
     if machine.budget_bytes < 1:
         return (
             f"The state, {describe_bytes(of_device)} on each device, leaves no memory. Give more "

@@ -11,7 +11,7 @@ import rich.table
 from gockpt_jax.checks import describe_bytes
 from gockpt_jax.cli.console import FILE_COLUMNS, make_console
 from gockpt_jax.cli.quantities import say_count, say_number, say_percent, say_secs
-from gockpt_jax.cli.trade import Goodput, Machine, Row, StateSize, chosen_row, goodput
+from gockpt_jax.cli.trade import Goodput, Machine, Row, StateSize, goodput
 
 _TRADE_HEADS = (
     "", "way", "K", "stall s", "moved", "on the device", "on a host", "busy s", "saves/h",
@@ -49,6 +49,21 @@ class Asked:
     interval_steps: int
     device_mtbf_secs: float | None
     restart_secs: float
+
+    @property
+    def stock(self) -> Row:
+        """What stock Orbax costs."""
+        return self.rows[0]
+
+    @property
+    def chosen(self) -> Row:
+        """What the planner takes."""
+        return next(row for row in self.rows if row.is_chosen)
+
+    @property
+    def device_bytes(self) -> float:
+        """Bytes of state on each device."""
+        return self.state.nbytes / self.machine.devices
 
     @property
     def train_secs(self) -> float:
@@ -101,12 +116,12 @@ def _study_row(asked: Asked) -> list[str]:
     known = [
         say_count(asked.state.parameters),
         f"{asked.machine.devices:,}",
-        describe_bytes(state_per_device(asked)),
+        describe_bytes(asked.device_bytes),
         say_secs(asked.machine.step_secs),
     ]
     if not asked.rows:
         return [*known, "-", "does not fit", "-", "-", "-", "-", "-", "-"]
-    stock, chosen = asked.rows[0], chosen_row(asked.rows)
+    stock, chosen = asked.stock, asked.chosen
     gain = asked.loss(stock) - asked.loss(chosen)
     return [
         *known,
@@ -129,11 +144,10 @@ def _goodput_row(asked: Asked) -> list[str]:
     ]
     if not asked.rows:
         return [*known, "does not fit", *["-"] * (len(_GOODPUT_HEADS) - len(known) - 1)]
-    chosen = chosen_row(asked.rows)
-    stock, ours = asked.goodput(asked.rows[0]), asked.goodput(chosen)
+    stock, ours = asked.goodput(asked.stock), asked.goodput(asked.chosen)
     return [
         *known,
-        say_secs(chosen.busy_secs),
+        say_secs(asked.chosen.busy_secs),
         f"{say_secs(stock.interval_secs)} s",
         f"{stock.ettr:.2%}",
         f"{say_secs(ours.interval_secs)} s",
@@ -142,11 +156,6 @@ def _goodput_row(asked: Asked) -> list[str]:
         say_percent(ours.lost_work),
         say_percent(ours.restarts),
     ]
-
-
-def state_per_device(asked: Asked) -> float:
-    """Bytes of state on each device."""
-    return asked.state.nbytes / asked.machine.devices
 
 
 def study_table(asked: Sequence[Asked]) -> Table:
@@ -197,9 +206,9 @@ def show(table: Table, asked: Asked | None) -> None:
     console.width = max(console.width, FILE_COLUMNS, needed.maximum)
     console.print(shown)
     if asked is not None:
-        machine, stock, chosen = asked.machine, asked.rows[0], chosen_row(asked.rows)
+        machine, stock, chosen = asked.machine, asked.stock, asked.chosen
         console.print(
-            f"* what the planner takes. State {describe_bytes(state_per_device(asked))} and "
+            f"* what the planner takes. State {describe_bytes(asked.device_bytes)} and "
             f"budget {describe_bytes(machine.budget_bytes)} on "
             f"{'one device' if machine.devices == 1 else f'each of {machine.devices:,} devices'}, "
             f"{describe_bytes(machine.link_bytes_per_sec)}/s, steps of "

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gockpt_jax.training.cut import MIN_GAIN
@@ -185,24 +185,21 @@ def trade(state: StateSize, machine: Machine) -> list[Row]:
     """Stock, a device copy, and the best plan of each K; the planner's choice is marked."""
     terms = terms_of(state, machine)
     chosen = choose(terms).cost
-    nbytes, budget = terms.state_bytes, machine.budget_bytes
+    nbytes, secs = terms.state_bytes, terms.blocking_secs
+    fits = nbytes <= machine.budget_bytes
+    copy = Cost(steps=1, blocks=(), stall_secs=0.0, drain_secs=secs, moved_bytes=nbytes,
+                peak_bytes=nbytes, host_bytes=nbytes, fits=fits)  # fmt: skip
+    stock = dataclasses.replace(copy, stall_secs=secs, drain_secs=0.0, peak_bytes=0)
     rows = [
-        _row("stock Orbax async", terms, machine, stall=terms.blocking_secs),
-        _row("device copy", terms, machine, stall=0.0, device=nbytes,
-             fits=nbytes <= budget),
-    ]  # fmt: skip
+        _row("stock Orbax async", stock, terms, machine, is_chosen=False),
+        _row("device copy", copy, terms, machine, is_chosen=fits, fits=fits),
+    ]
     for cost in best_per_steps(terms):
-        if cost.steps == 1 and nbytes <= budget:  # the device copy, which nothing is better than
-            rows[1] = dataclasses.replace(rows[1], is_chosen=True)
-            continue
-        way = "snapshot" if cost.steps == 1 else "window"
-        rows.append(_planned_row(way, terms, machine, cost, cost.steps == chosen.steps))
+        if cost.steps > 1 or not fits:  # a snapshot that fits is the device copy
+            way = "snapshot" if cost.steps == 1 else "window"
+            is_chosen = cost.steps == chosen.steps
+            rows.append(_row(way, cost, terms, machine, is_chosen=is_chosen))
     return rows
-
-
-def chosen_row(rows: Sequence[Row]) -> Row:
-    """What the planner takes."""
-    return next(row for row in rows if row.is_chosen)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -250,29 +247,22 @@ def goodput(
     )
 
 
-def _planned_row(way: str, terms: Terms, machine: Machine, cost: Cost, is_chosen: bool) -> Row:
-    row = _row(way, terms, machine, stall=cost.stall_secs, device=cost.peak_bytes)
-    busy = (cost.steps - 1) * terms.step_secs + cost.stall_secs + cost.drain_secs
-    busy = max(row.busy_secs, busy + machine.commit_secs)
-    return dataclasses.replace(
-        row,
+def _row(
+    way: str, cost: Cost, terms: Terms, machine: Machine, *, is_chosen: bool, fits: bool = True
+) -> Row:
+    on_host = terms.state_bytes * machine.on_host
+    write = 0.0 if machine.write_bytes_per_sec is None else on_host / machine.write_bytes_per_sec
+    leaves = (cost.steps - 1) * terms.step_secs + cost.stall_secs + cost.drain_secs
+    busy = max(terms.blocking_secs, write, leaves) + machine.commit_secs
+    return Row(
+        way=way,
         steps=cost.steps,
+        stall_secs=cost.stall_secs,
         moved_bytes=cost.moved_bytes,
+        device_bytes=cost.peak_bytes,
         host_bytes=cost.host_bytes * machine.on_host,
         busy_secs=busy,
         per_hour=3600 / max(busy, cost.stall_secs / machine.overhead),
         is_chosen=is_chosen,
-    )
-
-
-def _row(
-    way: str, terms: Terms, machine: Machine, *, stall: float, device: float = 0, fits: bool = True
-) -> Row:
-    on_host = terms.state_bytes * machine.on_host
-    write = 0.0 if machine.write_bytes_per_sec is None else on_host / machine.write_bytes_per_sec
-    busy = max(terms.blocking_secs, write) + machine.commit_secs
-    return Row(
-        way=way, steps=1, stall_secs=stall, moved_bytes=terms.state_bytes, device_bytes=device,
-        host_bytes=on_host, busy_secs=busy, per_hour=3600 / max(busy, stall / machine.overhead),
         fits=fits,
-    )  # fmt: skip
+    )
