@@ -240,7 +240,7 @@ def place_of(sharding: jax.sharding.Sharding, *, everywhere: bool = False) -> Pl
     if not isinstance(sharding, NamedSharding):
         (device,) = sharding.device_set
         return Place(None, (), (), everywhere, device)
-    mesh, used = _plain_mesh(sharding.mesh), set()
+    mesh, used = plain_mesh(sharding.mesh), set()
     for entry in sharding.spec:
         used |= set(entry if isinstance(entry, tuple) else (entry,)) - {None}
     sharded = tuple(a for a in mesh.axis_names if a in used)
@@ -248,7 +248,7 @@ def place_of(sharding: jax.sharding.Sharding, *, everywhere: bool = False) -> Pl
     return Place(mesh, sharded, split, everywhere, None)
 
 
-def _plain_mesh(mesh: Any) -> Mesh:
+def plain_mesh(mesh: Any) -> Mesh:
     """The same devices and names, without what the user's mesh says of types."""
     kinds = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import _compat
 from gockpt_jax.transfer.chunks import Chunk, Source, row_size
-from gockpt_jax.transfer.layout import Buffer, place_of
+from gockpt_jax.transfer.layout import Buffer, plain_mesh
 
 # How wide the floats are that a backend moves by arithmetic, which need not keep a NaN's payload:
 # two bytes, the CPU's takes 16 bits through 32, and four where a TPU's joins arrays by padding and
@@ -77,9 +77,7 @@ def _plain(source: Source) -> jax.sharding.Sharding:
     found = source.given if on_its_devices(source) else source.placed
     if not isinstance(found, NamedSharding):
         return found
-    mesh = place_of(NamedSharding(found.mesh, found.spec)).mesh
-    assert mesh is not None
-    return NamedSharding(mesh, found.spec, memory_kind=found.memory_kind)
+    return NamedSharding(plain_mesh(found.mesh), found.spec, memory_kind=found.memory_kind)
 
 
 def _pack(

@@ -231,9 +231,7 @@ def _cuts(probes: Sequence[Probe]) -> tuple[_Cut, ...]:
 
 def _compile(cuts: Sequence[_Cut]) -> Any:
     specs = [spec for spec, _ in cuts]
-    beside = _beside(specs[0])
-    device: Any = next(iter(beside.device_set))
-    platform: str = device.platform
+    platform = _device(specs[0]).platform
 
     def cut(starts: jax.Array, *shards: jax.Array) -> list[jax.Array]:
         boxes = []
@@ -245,7 +243,7 @@ def _compile(cuts: Sequence[_Cut]) -> Any:
         return [joined([boxes[n] for n in of], dtype, platform) for dtype, of in together.items()]
 
     shape = (len(specs), max(len(spec.shape) for spec in specs))
-    starts = jax.ShapeDtypeStruct(shape, np.int32, sharding=beside)
+    starts = jax.ShapeDtypeStruct(shape, np.int32, sharding=_alone(specs[0]))
     with _compat.wide_numbers(spec.dtype for spec in specs):
         return jax.jit(cut).lower(starts, *specs).compile()
 
@@ -256,16 +254,16 @@ _programs = Programs("gockpt-compile-samples", _compile)
 
 def _spec(array: Any) -> jax.ShapeDtypeStruct:
     """Of its shape, on its device, and there as the user has it lie (`Format`)."""
-    placed = Format(array.format.layout, _beside(array))
+    placed = Format(array.format.layout, _alone(array))
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
 
 
-def _device(shard: jax.Array) -> jax.Device:
-    (device,) = shard.devices()
+def _device(shard: Any) -> jax.Device:
+    device: jax.Device
+    (device,) = shard.sharding.device_set
     return device
 
 
-def _beside(shard: Any) -> SingleDeviceSharding:
+def _alone(shard: Any) -> SingleDeviceSharding:
     """Its device alone. A shard on a mesh of one device is the array itself, sharding and all."""
-    (device,) = shard.sharding.device_set
-    return SingleDeviceSharding(device)
+    return SingleDeviceSharding(_device(shard))
