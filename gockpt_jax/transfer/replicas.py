@@ -62,15 +62,6 @@ class Replicas:
     )
     _sources: dict[Any, Source] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    def placed(self, array: Any) -> jax.sharding.Sharding:
-        """By whose shards an array travels and is written: its own, or finer ones.
-
-        Args:
-          array: Or its specification; it may have been donated.
-        """
-        sharding: jax.sharding.Sharding = self._finer(array) or array.sharding
-        return sharding
-
     def _finer(self, array: Any) -> NamedSharding | None:
         """The sharding by slices, if the replicas of an array share it."""
         sharding = array.sharding
@@ -82,11 +73,15 @@ class Replicas:
         return finer
 
     def source(self, array: Any) -> Source:
-        """An array as it travels by itself."""
+        """An array as it travels by itself: by its own shards, or by finer ones.
+
+        Args:
+          array: Or its specification; it may have been donated.
+        """
         key = (array.shape, array.dtype, array.sharding)
         found = self._sources.get(key)
         if found is None:
-            found = self._sources[key] = Source.of(array, self.placed(array))
+            found = self._sources[key] = Source.of(array, self._finer(array))
         return found
 
     def boxes(self, array: jax.Array) -> list[Index]:
@@ -124,16 +119,14 @@ class Replicas:
         key = (array.shape, array.dtype, array.sharding)
         found = self._owned_by_layout.get(key)
         if found is None:
-            boxes = self._owned_boxes(array)
+            finer = self._finer(array)
+            # Of keys too these are positions in the array as it is stored.
+            boxes = (
+                tuple(s.index for s in owned_shards(array)) if finer is None
+                else tuple(_local_boxes(finer, array.shape).values())
+            )  # fmt: skip
             found = self._owned_by_layout[key] = boxes, self.source(array).shard_bytes * len(boxes)
         return found
-
-    def _owned_boxes(self, array: jax.Array) -> Sequence[Index]:
-        finer = self._finer(array)
-        if finer is not None:
-            return tuple(_local_boxes(finer, array.shape).values())
-        # Of keys too these are positions in the array as it is stored.
-        return tuple(s.index for s in owned_shards(array))
 
     def owned_bytes_at_most(self, array: Any) -> int:
         """As `owned_bytes`, of donated arrays too; too many where processes hold the same."""

@@ -125,7 +125,7 @@ def placement(
       The placement; `None` if the group cannot leave early: its leaves lie on different devices, or
       differently on devices of several processes, where each writes what it has.
     """
-    shardings = [replicas.placed(leaves[j]) for j in group]
+    shardings = [replicas.source(leaves[j]).placed for j in group]
     like = min(shardings, key=lambda s: Source.of(leaves[group[0]], s).shard_size)
     others = [s for s in shardings if not s.is_equivalent_to(like, leaves[group[0]].ndim)]
     sources = [Source.of(leaves[j], like) for j in group]

@@ -104,7 +104,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         ReplicaLayout(use_replica_parallel=True, min_slice_bytes=1000),
     ]
     for alone in (Replicas(layout.write_shape) for layout in layouts):
-        assert alone.placed(whole) is whole.sharding
+        assert alone.source(whole).placed is whole.sharding
         assert alone.boxes(whole) == [(slice(None), slice(None))]
     for array in (
         put((63, 5), P()),  # no axis for eight
@@ -118,7 +118,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         jnp.zeros((64, 64)),
         jax.device_put(jax.random.split(jax.random.key(0), 64), whole.sharding),
     ):
-        assert SHARED.placed(array) == array.sharding
+        assert SHARED.source(array).placed == array.sharding
         assert SHARED.boxes(array) == FIRST_ALONE.boxes(array)
         assert SHARED.owned_bytes(array) == SHARED.owned_bytes_at_most(array)
     for array in (whole, put((64, 8), P("a", "b"))):
@@ -129,4 +129,4 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
     for dtype in ("float32", "bfloat16"):  # of a parameter and its moments
         for columns, alone in ((2**19, False), (2**19 - 1, True)):
             spec = jax.ShapeDtypeStruct((8, columns), dtype, sharding=whole.sharding)
-            assert SHARED.placed(spec).is_fully_replicated == alone
+            assert SHARED.source(spec).placed.is_fully_replicated == alone
