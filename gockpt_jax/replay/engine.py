@@ -21,7 +21,7 @@ import numpy as np
 from gockpt_jax import _compat
 from gockpt_jax.compiling import unwatched
 from gockpt_jax.errors import ReplayError
-from gockpt_jax.replay.memory import ResultViews
+from gockpt_jax.replay.memory import Scratch
 from gockpt_jax.replay.programs import (
     FUSED_UPDATES,
     Compiled,
@@ -51,22 +51,6 @@ class _Piece:
     part: slice
     size: int
     programs: tuple[tuple[int, Compiled], ...]
-
-
-class _Scratch:
-    """What a thread works in beside the shards.
-
-    Attributes:
-      views: Of the buffers.
-    """
-
-    def __init__(self) -> None:
-        self.views = ResultViews()
-        self._free: dict[Any, list[list[jax.Array]]] = {}
-
-    def free(self, size: int, dtypes: Sequence[np.dtype]) -> list[list[jax.Array]]:
-        """Buffers for results that no program uses now; each run gives its results in them."""
-        return self._free.setdefault((size, *dtypes), [])
 
 
 class Replayer:
@@ -175,7 +159,7 @@ class Replayer:
           in_flight: How many run at once. While one runs, another is copied back.
           errors: Of all threads.
         """
-        scratch, running = _Scratch(), collections.deque[Generator[None]]()
+        scratch, running = Scratch(), collections.deque[Generator[None]]()
         with contextlib.ExitStack() as ended:
             while not errors:
                 while len(running) < in_flight and (piece := _next(pieces)) is not None:
@@ -189,11 +173,11 @@ class Replayer:
                 if next(oldest, _DONE) is not _DONE:
                     running.append(oldest)
 
-    def _replay(self, piece: _Piece, scratch: _Scratch) -> Generator[None]:
+    def _replay(self, piece: _Piece, scratch: Scratch) -> Generator[None]:
         """Applies all updates to a piece while it is in cache; yields while a program runs."""
         shard, changed = piece.shard, piece.shard.recipe.changed
         states = [_padded(x[piece.part], piece.size) for x in shard.states]
-        free = scratch.free(piece.size, [states[i].dtype for i in changed])
+        free = scratch.free[piece.size, *(states[i].dtype for i in changed)]
         buffers = free.pop() if free else self._new_buffers([states[i] for i in changed])
         updates = iter(shard.updates)
         for count, program in piece.programs:
@@ -207,7 +191,7 @@ class Replayer:
             finally:  # also where it is closed: then nothing may still read the shard
                 jax.block_until_ready(buffers)
             for i, result in zip(changed, buffers, strict=True):
-                np.copyto(states[i], scratch.views.of(result), casting="no")
+                np.copyto(states[i], scratch.view(result), casting="no")
         free.append(buffers)
         for i in changed:
             part = shard.states[i][piece.part]

@@ -6,7 +6,9 @@ so its updates are applied where it lies: there is no second copy of the state o
 fresh pages fault (docs/decisions/0009).
 """
 
+import collections
 import ctypes
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,19 +31,24 @@ def own(data: np.ndarray) -> np.ndarray:
     return _writable(data.ctypes.data, data.nbytes, data.dtype, data)
 
 
-class ResultViews:
-    """Finished results as NumPy sees them.
+class Scratch:
+    """What a thread works in beside the shards: buffers of results, and these as NumPy sees them.
 
-    `np.asarray` would do the same, but the view that JAX then keeps stops the buffer from being
-    donated again. Results come in the same few buffers again and again, so views are kept: to make
-    one takes longer than to start a program.
+    Attributes:
+      free: Buffers that no program uses now, by the size and dtypes of results; each run takes some
+        over, and gives its results in them.
     """
 
     def __init__(self) -> None:
+        self.free: dict[tuple[Any, ...], list[list[jax.Array]]] = collections.defaultdict(list)
         self._views: dict[tuple[int, int, np.dtype], np.ndarray] = {}
 
-    def of(self, result: jax.Array) -> np.ndarray:
-        """The memory of a result, for as long as the caller holds `result`.
+    def view(self, result: jax.Array) -> np.ndarray:
+        """The memory of a finished result, for as long as the caller holds `result`.
+
+        `np.asarray` would do the same, but the view that JAX then keeps stops the buffer from being
+        donated again. Results come in the same few buffers again and again, so views are kept: to
+        make one takes longer than to start a program.
 
         Its elements have a byte each at least: no others are repeated (`walk.py`).
         """
