@@ -60,12 +60,10 @@ class ByteBudget:
     def release(self, num_bytes: int, loan: Loan | None = None) -> None:
         """Gives bytes back; of a loan, if they are on one, as many as it has left at most."""
         with self._lock:
-            if loan is None:
-                self.used_bytes -= num_bytes
-            else:
-                num_bytes = min(num_bytes, loan.num_bytes)
-                used_bytes, left = self.used_bytes - num_bytes, loan.num_bytes - num_bytes
-                self.used_bytes, loan.num_bytes = used_bytes, left
+            loan = Loan(num_bytes) if loan is None else loan
+            num_bytes = min(num_bytes, loan.num_bytes)
+            used_bytes, left = self.used_bytes - num_bytes, loan.num_bytes - num_bytes
+            self.used_bytes, loan.num_bytes = used_bytes, left
             self._changed.notify_all()
 
     def hand_over(self, num_bytes: int, loan: Loan) -> None:
@@ -108,7 +106,7 @@ class ByteBudget:
             return True
         return self.used_bytes + num_bytes <= self.limit_bytes
 
-    def _take(self, num_bytes: int, loan: Loan | None = None) -> None:
+    def _take(self, num_bytes: int, loan: Loan | None) -> None:
         loan = Loan() if loan is None else loan
         used_bytes = self.used_bytes + num_bytes
         peak_bytes = max(self.peak_bytes, used_bytes)
