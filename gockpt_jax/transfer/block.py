@@ -54,15 +54,11 @@ class _Packing:
     """What one program packs, on one mesh.
 
     Attributes:
-      buffers: What it returns.
-      senders: Of each, the devices that move it: a row per shard.
       given: Of each array that it takes, the position of a chunk that is cut from it, and where it
         must be brought before; `None`: it is on the program's devices.
       made_from: What the program is made from, as `compile_packing` takes it.
     """
 
-    buffers: tuple[Buffer, ...]
-    senders: tuple[np.ndarray, ...]
     given: tuple[tuple[int, jax.sharding.Sharding | None], ...]
     made_from: tuple[Any, ...]
 
@@ -93,6 +89,8 @@ class Block:
             if any(d.process_index == jax.process_index() for d in buffer.place.devices):
                 by_mesh[buffer.place.mesh, buffer.place.device].append(buffer)
         self._packings = [self._packing(of_mesh) for of_mesh in by_mesh.values()]
+        # As the programs return them, each with the devices that move it: a row per shard.
+        self._sent = [(b, b.senders()) for of_mesh in by_mesh.values() for b in of_mesh]
         self._compiled: list[Any] = []
         packed = {n for b in buffers for n in b.chunks}
         self._whole = [n for n in range(len(chunks)) if n not in packed]
@@ -110,7 +108,7 @@ class Block:
         parts = tuple((self.chunks[n], number[self._arrays[n]]) for n in packed)
         given = tuple((n, None if on_its_devices(s) else s.placed) for n, s in taken.items())
         made_from = (tuple(taken.values()), parts, tuple(buffers))
-        return _Packing(tuple(buffers), tuple(b.senders() for b in buffers), given, made_from)
+        return _Packing(given, made_from)
 
     @functools.cached_property
     def is_moved(self) -> bool:
@@ -174,10 +172,9 @@ class Block:
         """Starts moving staged buffers to the host; returns at once."""
         arrays = iter(staged)
         sent: list[jax.Array] = []
-        for packing in self._packings:
-            for senders in packing.senders:
-                at = {s.device: s.data for s in next(arrays).addressable_shards}
-                sent += [at[device] for device in senders.flat]
+        for _, senders in self._sent:
+            at = {s.device: s.data for s in next(arrays).addressable_shards}
+            sent += [at[device] for device in senders.flat]
         indices: dict[int, list[Index]] = {}
         for n, array in zip(self._whole, arrays, strict=True):
             everywhere = self.chunks[n].everywhere
@@ -191,13 +188,12 @@ class Block:
     ) -> list[list[HostChunk]]:
         chunks: list[list[HostChunk]] = [[] for _ in self.chunks]
         arrived = iter(found)
-        for packing in self._packings:
-            for buffer, senders in zip(packing.buffers, packing.senders, strict=True):
-                for number, row in enumerate(senders):
-                    slices = list(itertools.islice(arrived, len(row)))
-                    for n, offset in zip(buffer.chunks, buffer.offsets, strict=True):
-                        data = _join(buffer, slices, offset, self.chunks[n].size)
-                        chunks[n].append(HostChunk(self._boxes[n][number], data))
+        for buffer, senders in self._sent:
+            for number, row in enumerate(senders):
+                slices = list(itertools.islice(arrived, len(row)))
+                for n, offset in zip(buffer.chunks, buffer.offsets, strict=True):
+                    data = _join(buffer, slices, offset, self.chunks[n].size)
+                    chunks[n].append(HostChunk(self._boxes[n][number], data))
         for n in self._whole:
             part = slice(self.chunks[n].start, self.chunks[n].stop)
             chunks[n] = [HostChunk(i, next(arrived).reshape(-1)[part]) for i in indices[n]]
@@ -208,8 +204,7 @@ class Block:
         """Of each packed chunk, the positions of the shards that this process owns."""
         return {
             n: [_index(self.chunks[n].source, row[0]) for row in senders]
-            for packing in self._packings
-            for buffer, senders in zip(packing.buffers, packing.senders, strict=True)
+            for buffer, senders in self._sent
             for n in buffer.chunks
         }
 

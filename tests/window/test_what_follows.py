@@ -163,10 +163,9 @@ def test_replicas_send_what_the_plan_says(monkeypatch, devices):
     arrays = [jax.device_put(np.zeros(SHAPE, np.float32), place) for _ in range(8)]
     of_block = block.block_of([Chunk.whole(FIRST_ALONE.source(a)) for a in arrays])
     sent = collections.Counter()
-    for packing in of_block._packings:
-        for buffer, senders in zip(packing.buffers, packing.senders, strict=True):
-            for device in senders.flat:
-                sent[device] += buffer.staged_bytes
+    for buffer, senders in of_block._sent:
+        for device in senders.flat:
+            sent[device] += buffer.staged_bytes
     planned = SavedBytes.of(arrays, FIRST_ALONE)
     assert {*sent.values()} == {planned.to_host} == {8 * LEAF // devices}
     assert len(sent) == devices
