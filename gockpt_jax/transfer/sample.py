@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -109,10 +109,7 @@ def grid_at(piece: Piece, turn: Turn) -> Grid:
 
 def sample_bytes(probes: Sequence[Probe]) -> int:
     """Bytes of the boxes, on the device that holds the most of them."""
-    by_device: dict[Any, int] = defaultdict(int)
-    for probe in probes:
-        by_device[_device(probe[0].shard)] += _box_bytes(probe)
-    return max(by_device.values(), default=0)
+    return max((sum(_box_bytes(probes[n]) for n in on) for on in _by_device(probes)), default=0)
 
 
 def _box_bytes(probe: Probe) -> int:
@@ -174,10 +171,7 @@ def compile_samples_ahead(
 
 def _by_device(probes: Sequence[Probe]) -> list[list[int]]:
     """Positions of those on each device."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for n, (piece, _, _) in enumerate(probes):
-        found[_device(piece.shard)].append(n)
-    return [*found.values()]
+    return [*_alike(_device(piece.shard) for piece, _, _ in probes).values()]
 
 
 def _together(probes: Sequence[Probe]) -> list[list[int]]:
@@ -205,7 +199,7 @@ def _taken_apart(
     """What has arrived, box by box."""
     boxes, arrived = {}, iter(found)
     for numbers in together:
-        for of_dtype in _by_dtype([sizes[n][0] for n in numbers]).values():
+        for of_dtype in _alike([sizes[n][0] for n in numbers]).values():
             flat, start = next(arrived), 0
             for n in of_dtype:
                 stop = start + sizes[numbers[n]][1]
@@ -213,11 +207,11 @@ def _taken_apart(
     return [boxes[n] for n in range(len(sizes))]
 
 
-def _by_dtype(dtypes: Sequence[Any]) -> dict[Any, list[int]]:
-    """Positions of the boxes in each array that a program returns."""
+def _alike(kinds: Iterable[Any]) -> dict[Any, list[int]]:
+    """Positions of each kind: of each dtype, the boxes in one array that a program returns."""
     found: dict[Any, list[int]] = defaultdict(list)
-    for n, dtype in enumerate(dtypes):
-        found[dtype].append(n)
+    for n, kind in enumerate(kinds):
+        found[kind].append(n)
     return found
 
 
@@ -239,7 +233,7 @@ def _compile(cuts: Sequence[_Cut]) -> Any:
             start = [starts[n, axis] for axis in range(x.ndim)]
             box = lax.dynamic_slice(to_be_cut(x, platform), start, sizes)
             boxes.append(as_bits(box.reshape(-1), platform))
-        together = _by_dtype([spec.dtype for spec in specs])
+        together = _alike([spec.dtype for spec in specs])
         return [joined([boxes[n] for n in of], dtype, platform) for dtype, of in together.items()]
 
     shape = (len(specs), max(len(spec.shape) for spec in specs))
