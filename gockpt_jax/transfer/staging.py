@@ -7,7 +7,7 @@ them, and the transfer may take as long as it likes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,13 +33,16 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
       meshes have the same devices in the same order.
     """
     staged: list[Any] = [None] * len(arrays)
+    alike: dict[Any, list[int]] = defaultdict(list)  # by devices: one order of them per program
     for i, array in enumerate(arrays):
         # Of the one a program would put its copy on the device, of the other on the first device.
         if in_host_memory(array.sharding) or _compat.lies_as_pmap_left_it(array.sharding):
             data = jax.random.key_data(array) if is_key_type(array.dtype) else array
             with unwatched():
                 staged[i] = jax.device_put(data, data.sharding, may_alias=False)
-    for positions in _by_devices(arrays, staged):
+        else:
+            alike[tuple(array.sharding.devices_indices_map(array.shape))].append(i)
+    for positions in alike.values():
         together = [arrays[i] for i in positions]
         program = _programs.needed(tuple(map(_spec, together)))
         with unwatched():
@@ -49,16 +52,6 @@ def stage(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     for original, copied in zip(arrays, staged, strict=True):
         assert copied is not original, "a staged buffer may never be one that a step can donate"
     return staged
-
-
-def _by_devices(arrays: Sequence[Any], staged: Sequence[Any]) -> Iterable[list[int]]:
-    """Positions of those that are not staged yet."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for i, array in enumerate(arrays):
-        if staged[i] is None:
-            # One order of them for each program.
-            groups[tuple(array.sharding.devices_indices_map(array.shape))].append(i)
-    return groups.values()
 
 
 def _spec(array: jax.Array) -> jax.ShapeDtypeStruct:
