@@ -49,7 +49,7 @@ class Programs:
 
     Args:
       thread_name: Of the thread that compiles.
-      compile_it: Makes a program; called on the thread, once for what is equal.
+      compile_it: Makes a program of what is asked for; called on the thread, once for equal ones.
       most: How many are kept.
 
     Example:
