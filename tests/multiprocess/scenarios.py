@@ -831,7 +831,7 @@ def apart(directory: Path) -> None:
 
 def beside(directory: Path) -> None:
     """An item that is not ours cannot be read on one process: all hear of it, and may go on."""
-    loop = Loop(directory / "run")
+    loop = Loop(directory / "run", "fsdp_tensor")  # replicas of some leaves are on both
     loop.run(0)
     loop.keep()
     loop.update()
@@ -846,6 +846,7 @@ def beside(directory: Path) -> None:
     cases = (
         ("data", "reads"),
         ("data", "checks"),
+        ("data", "sends"),
         ("zeal", "checks"),
         ("zeal", "reads none of ours"),
     )
@@ -856,7 +857,9 @@ def beside(directory: Path) -> None:
                 raise OSError("injected")
             return read(self, item, *args, **kwargs)
 
-        target = gockpt.GoCkptRestore(abstract(loop.state), verify=what == "checks")
+        target = gockpt.GoCkptRestore(
+            abstract(loop.state), verify=what == "checks", single_replica=what == "sends"
+        )
         is_alone = what == "reads none of ours"
         items = wanted if is_alone else wanted | {"state": target}
         with (

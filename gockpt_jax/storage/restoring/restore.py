@@ -60,6 +60,14 @@ def require_whole_share(item: Any, processes: Processes) -> None:
     verify_item(item, share=processes.share).require_whole()
 
 
+def is_sent(args: Any) -> bool:
+    """Whether one replica reads some of it and sends that to the others, which wait for it."""
+    if isinstance(args, GoCkptRestore):
+        return args.single_replica
+    leaves = jax.tree.leaves(getattr(args, "restore_args", None))
+    return any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves)
+
+
 def raised_by_all(path: Any, check: Callable[[], None], processes: Processes) -> None:
     """Runs a check; where it raises on one process all do: they would wait for that one in vain.
 
@@ -85,8 +93,7 @@ def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         replica, which sends them to the others, without a handler registered for that.
       options: Of `ocp.PyTreeCheckpointHandler`.
     """
-    leaves = jax.tree.leaves(args.restore_args)
-    if any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves):
+    if is_sent(args):
         registry = one_replica_reads(options["type_handler_registry"])
         options = {**options, "type_handler_registry": registry}
         args = dataclasses.replace(args, restore_args=without_others(args))

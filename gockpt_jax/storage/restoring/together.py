@@ -46,9 +46,9 @@ class Together:
     """Restores on several processes: each is over when all have read, or one has failed.
 
     Orbax reads the items of a step in turn, and all meet behind the last. Of each tree of ours all
-    are asked, where it is checked also before, and of what else there is once more behind that. A
-    process that has failed in an item that is not ours comes where the others do next: they would
-    wait for it in vain.
+    are asked, also before it where it is checked, or some of it is sent from one process to others;
+    and of what else there is once more behind that. A process that has failed in an item that is
+    not ours comes where the others do next: they would wait for it in vain.
 
     Args:
       processes: Those that restore together.
@@ -62,7 +62,7 @@ class Together:
         self._is_told = False  # all know that one has failed
 
     def check(self, check: Callable[[], None], path: Any) -> None:
-        """Checks a tree before it is read: where that raises on one process all do.
+        """Checks a tree before it is read or sent: where that raises on one process all do.
 
         Args:
           check: Raises if something is wrong with it; all processes call this.

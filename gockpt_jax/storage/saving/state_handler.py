@@ -20,6 +20,7 @@ from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
 from gockpt_jax.storage.restoring.restore import (
     GoCkptRestore,
+    is_sent,
     require_whole,
     require_whole_share,
     restore,
@@ -274,8 +275,9 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
             if is_checked:
                 require_whole(directory, processes)
             return read()
-        if is_checked:
-            together.check(functools.partial(require_whole_share, directory, processes), directory)
+        check = functools.partial(require_whole_share, directory, processes)
+        if is_checked or is_sent(args):
+            together.check(check if is_checked else lambda: None, directory)
         return together.read(read, directory)
 
     def metadata(self, directory: Any) -> Any:
