@@ -15,10 +15,11 @@ import concurrent.futures
 import errno
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from gockpt_jax.storage.files.aligned import (
     BLOCK_BYTES,
@@ -183,9 +184,16 @@ class DirectFiles:
         if _is_taken(values, alignment):
             parts = list(in_order(values, _UNCOPIED_PIECE_BYTES))
         end = values.nbytes - (values.nbytes % BLOCK_BYTES if is_direct else 0)
+        digest = xxhash.xxh3_128()
         written: list[concurrent.futures.Future[None]] = []
         try:
-            digest = digest_of(self._start_pieces(fd, parts, offset, alignment, end, written))
+            for start, part in parts:
+                content, buffer = self._as_taken(part, alignment)
+                digest.update(content.data)  # before its buffer is another's
+                content = content[: max(0, end - start)]
+                written.append(
+                    self._pieces.submit(self._write_piece, fd, content, offset + start, buffer)
+                )
         finally:
             # All end before the file is closed, whatever befell one.
             concurrent.futures.wait(written)
@@ -194,31 +202,16 @@ class DirectFiles:
             set_direct(fd, False)
             rest = _flat(parts[-1][1])[end - values.nbytes :]
             _write_all(fd, rest.data, offset + end)
-        return digest
+        return str(digest.hexdigest())
 
-    def _start_pieces(
-        self,
-        fd: int,
-        parts: Sequence[tuple[int, _Array]],
-        offset: int,
-        alignment: int,
-        end: int,
-        written: list[concurrent.futures.Future[None]],
-    ) -> Iterator[_Bytes]:
-        """Yields the bytes of each part, to be digested, before they are written up to `end`."""
-        for start, part in parts:
-            buffer = None
-            if _is_taken(part, alignment):
-                content = _flat(part)
-            else:
-                buffer = self._buffers.take()
-                content = buffer[: part.nbytes]
-                np.copyto(content.view(part.dtype).reshape(part.shape), part)
-            yield content
-            content = content[: max(0, end - start)]
-            written.append(
-                self._pieces.submit(self._write_piece, fd, content, offset + start, buffer)
-            )
+    def _as_taken(self, part: _Array, alignment: int) -> tuple[_Bytes, _Bytes | None]:
+        """The bytes of a part as the disk takes them, and the buffer, if they are in one."""
+        if _is_taken(part, alignment):
+            return _flat(part), None
+        buffer = self._buffers.take()
+        content = buffer[: part.nbytes]
+        np.copyto(content.view(part.dtype).reshape(part.shape), part)
+        return content, buffer
 
     def _write_piece(self, fd: int, content: _Bytes, start: int, buffer: _Bytes | None) -> None:
         try:
