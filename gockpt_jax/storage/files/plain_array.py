@@ -105,16 +105,15 @@ class PlainArray:
         for cell in grid.cells(hull, self.chunk):
             origin = tuple(s.start - s.start % n for s, n in zip(cell, self.chunk, strict=True))
             extent = self.extents(grid.key(cell, self.chunk))
+            offset = extent.offset
             for inner in grid.cells(grid.whole(self.chunk), shape):
                 box = tuple(
                     slice(s.start + o, s.stop + o) for s, o in zip(inner, origin, strict=True)
                 )
+                nbytes = math.prod(grid.shape_of(box)) * self.dtype.itemsize
                 if any(grid.overlap(box, wanted) is not None for wanted in boxes):
-                    corner = tuple(s.start for s in inner)
-                    start = int(np.ravel_multi_index(corner, self.chunk)) if inner else 0
-                    offset = extent.offset + start * self.dtype.itemsize
-                    nbytes = math.prod(grid.shape_of(inner)) * self.dtype.itemsize
                     yield Piece(Extent(extent.path, offset, nbytes), box, self.dtype)
+                offset += nbytes
 
 
 class PlainArrays:
