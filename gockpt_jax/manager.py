@@ -107,7 +107,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         )
         names = naming.Naming(handler, handler_registry, item_names, item_handlers)
         self._gockpt_handler, self._gockpt_naming = handler, names
-        self._share_windows(handler)
+        self._gockpt_share_windows(handler)
         self._gockpt_session.host.directory = str(root)
         self._gockpt_saves = saves = SavesInTurn(self, options, handler, names)
         with saves.calls.saving:  # stock takes neither names nor handlers beside a registry
@@ -165,16 +165,16 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         arguments.refuse_unnamed("save", "state", by_position, items, save_kwargs)
         if args is None:
             raise ValueError("Must provide `args`, as in `save(step, args=GoCkptSave(state))`.")
-        self._refuse_closed(step)
+        self._gockpt_refuse_closed(step)
         self._gockpt_saves.calls.refuse_inside(f"save of step {step}")
         self._gockpt_saves.calls.refuse_waiting()
         with self._gockpt_saves.calls.saving:
-            self._refuse_closed(step)  # another thread may have, while this one waited for it
+            self._gockpt_refuse_closed(step)  # another thread may have while this one waited
             self._gockpt_naming.note(args)
             asked = dict(args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
             return self._gockpt_saves.save(step, asked, started_at)
 
-    def _refuse_closed(self, step: int) -> None:
+    def _gockpt_refuse_closed(self, step: int) -> None:
         if self._gockpt_closed:
             raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
 

@@ -20,13 +20,13 @@ _log = logging.getLogger("gockpt_jax")
 class WindowFace:
     """Wrapping steps, foreseeing saves, and what became of them.
 
-    A mixin: its attributes carry the package's name, since they live in classes of Orbax's.
+    A mixin: what users do not call has the package's name, for it lives in classes of Orbax's.
     """
 
     _gockpt_session: Session
     _gockpt_log: ReportLog
 
-    def _open_windows(
+    def _gockpt_open_windows(
         self, options: WindowOptions | None, processes: Processes, replicas: Replicas
     ) -> None:
         """Starts a session of processes that save together.
@@ -40,7 +40,7 @@ class WindowFace:
         self._gockpt_log = ReportLog()
         self._gockpt_session = Session(options, processes, replicas)
 
-    def _share_windows(self, other: "WindowFace") -> None:
+    def _gockpt_share_windows(self, other: "WindowFace") -> None:
         """Takes part in another's session."""
         self._gockpt_log = other._gockpt_log
         self._gockpt_session = other._gockpt_session

@@ -88,7 +88,8 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         self.primary_host = together.primary_host
         # What a process takes is what Orbax has it write.
         replicas = Replicas(ReplicaLayout.pop_from(dict(options)).write_shape)
-        self._open_windows(window, processes or Processes(together.active_processes), replicas)
+        processes = processes or Processes(together.active_processes)
+        self._gockpt_open_windows(window, processes, replicas)
         session = self._gockpt_session
         limit, host = session.options.write_limit_bytes, session.host
         self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
