@@ -132,6 +132,20 @@ def test_what_is_still_to_be_compiled_is_not_forgotten():
     assert compiler.made == ["first", "fourth", "second", "third", "fifth"]
 
 
+def test_a_thread_that_an_interrupt_kept_from_starting_is_not_waited_for(monkeypatch):
+    """`Signals` leaves out the start of threads: Python does not survive one that comes later."""
+
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    programs = Programs("a test", int)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            programs.wanted("7")
+    assert programs._ask(("7",), programs._needed).result(WAIT_SECS) == 7
+
+
 @pytest.mark.parametrize("failures", [0, 1])
 @pytest.mark.parametrize("before", ["", "wanted"])
 @pytest.mark.parametrize("then", ["wanted", "needed"])
