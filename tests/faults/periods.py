@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import orbax.checkpoint as ocp
 from bits import differing
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.files import _compat as of_orbax
 
 from .states import abstract, bits_of, stock_restore, stock_steps
 
@@ -136,3 +138,5 @@ class Periods:
         assert report.kind == self._kind or is_early, report
         held, most = self.held_bytes, self._open_bytes
         assert all(held[where] <= most[where] for where in most), (held, most)
+        # What others save on this thread would not wait for its directory.
+        assert of_orbax.operation() == contextvars.Context().run(of_orbax.operation)

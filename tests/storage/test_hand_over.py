@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import errno
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from signals import Signals
 from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
@@ -21,11 +24,13 @@ from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.saving.hand_over import HandedOver
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written
+from gockpt_jax.storage.writing import write_budget
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
-from gockpt_jax.storage.writing.write_budget import WriteStats
+from gockpt_jax.storage.writing.write_budget import WriteStats, collected_here, collecting
 from gockpt_jax.telemetry.save_record import SaveRecord
 
 WAIT_SECS = 60
+STATS = WriteStats()
 
 
 def managers(path):
@@ -208,6 +213,27 @@ def test_items_of_one_save_are_handed_over_side_by_side(tmp_path, gate):
         restored = manager.restore(0, args=ocp.args.Composite(**targets), verify=True)
     assert_same_arrays(dict(restored.items()), trees)
     assert len(set(gate.asked_by)) == 2
+
+
+@pytest.mark.parametrize(
+    ("of_one_save", "found"),
+    [
+        (lambda: of_orbax.own_operation("of one save"), of_orbax.operation),
+        (lambda: collecting(STATS), lambda: collected_here() is STATS),
+    ],
+)
+def test_an_interrupt_leaves_nothing_of_one_save_to_what_follows(of_one_save, found):
+    """All that others saved later on this thread belonged to that save, and failed with it."""
+    there = (of_orbax.__file__, write_budget.__file__, contextlib.__file__)
+    before = found()
+    for place in itertools.count(1):
+        signals = Signals([place], inside=there)
+        with contextlib.suppress(KeyboardInterrupt), signals.coming(), of_one_save():
+            pass
+        assert found() == before, signals.came_at
+        if not signals.came_at:
+            break
+    assert place > 3
 
 
 @pytest.mark.parametrize("is_in_loop", [False, True])

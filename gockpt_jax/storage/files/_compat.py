@@ -61,11 +61,12 @@ def own_operation(name: str | None) -> Iterator[None]:
         them, and of no other; `None`: what Orbax tells.
     """
     _tell_own_operations()
-    before = _own_operation.set(name)
+    before = _own_operation.get()
     try:
+        _own_operation.set(name)  # in here: an interrupt comes behind it, and loses what it returns
         yield
     finally:
-        _own_operation.reset(before)
+        _own_operation.set(before)
 
 
 def operation() -> str | None:

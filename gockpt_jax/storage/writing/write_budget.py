@@ -59,11 +59,12 @@ def collecting(stats: WriteStats) -> Iterator[None]:
     Saves that another task or thread begins at the same time, such as other items of a checkpoint,
     are not in them.
     """
-    token = _collected.set(stats)
+    before = _collected.get()
     try:
+        _collected.set(stats)  # in here, as an interrupt comes behind it
         yield
     finally:
-        _collected.reset(token)
+        _collected.set(before)
 
 
 def collected_here() -> WriteStats:
