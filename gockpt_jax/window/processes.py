@@ -34,7 +34,10 @@ MEETING_SECS = 3600.0
 """And where they may be far apart: one finds its first step in the compilation cache, or its data
 prepared, and another does not; or one reads a checkpoint for longer. Stock waits there for ever."""
 
-_MOST_CHARACTERS = 300  # of what another process is told
+READING_SECS = 86_400.0
+"""And where others may read for hours: of one that is gone the coordination service tells."""
+
+_MOST_CHARACTERS = 300  # of what another process is told, of all lines
 
 _asking: collections.Counter[frozenset[int]] = collections.Counter()
 

@@ -33,13 +33,11 @@ from gockpt_jax.storage.restoring.target import (
     known_arrays,
     refuse_to_narrow,
 )
-from gockpt_jax.window.processes import Processes, attempted, in_short
+from gockpt_jax.window.processes import READING_SECS, Processes, attempted, in_short
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
 _CONCURRENT_GB = 16
-# Others may read for hours; of one that is gone the coordination service tells.
-_READING_SECS = 86_400.0
 
 
 def require_whole(item: Any, processes: Processes) -> None:
@@ -77,7 +75,7 @@ def raised_by_all(path: Any, check: Callable[[], None], processes: Processes) ->
       processes: Those that restore together.
     """
     _, wrong = attempted(check)
-    elsewhere = processes.objection("verified", in_short(wrong), _READING_SECS)
+    elsewhere = processes.objection("verified", in_short(wrong), READING_SECS)
     if wrong is not None:
         raise wrong
     if elsewhere is not None:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from gockpt_jax.errors import ProcessError, VerifyError
-from gockpt_jax.window.processes import MEETING_SECS, Processes, attempted, in_short
-
-# Others may read for hours; of one that is gone the coordination service tells.
-_CHECKING_SECS = 86_400.0
+from gockpt_jax.window.processes import (
+    MEETING_SECS,
+    READING_SECS,
+    Processes,
+    attempted,
+    in_short,
+)
 
 Found = TypeVar("Found", bound=tuple[int, Any, Any])
 
@@ -72,7 +75,7 @@ class Together:
           ProcessError: if another has failed in an item before it, or does not come.
           VerifyError: if another has found something wrong.
         """
-        self._by_all(check, path, _CHECKING_SECS)
+        self._by_all(check, path, READING_SECS)
 
     def read(self, read: Callable[[], Any], path: Any) -> Any:
         """What this process has read, when all have: one may take far longer than another.
