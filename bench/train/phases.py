@@ -54,7 +54,8 @@ class Phase:
       saves: Accepted saves.
       step_secs: Of each step, from the loop's side: it waits for the loss of the step before.
       hook_secs: Of each step, spent in calls of the step and of `save`.
-      visible_secs: From a save's acceptance until it was visible, as far as the loop saw it.
+      visible_secs: Of each save, from its acceptance until the loop saw that it was visible: after
+        a step, behind the call of the next save that had to wait for it, or at the end.
       peaks: Memory.
       reports: What the library said of the saves of this phase.
       saved_at: Which steps had an accepted save.
@@ -172,8 +173,11 @@ class _Watch:
         self._since: float | None = None
 
     def saved(self) -> None:
-        """A save was accepted, so the one before it is visible."""
-        self._since = time.perf_counter()
+        """A save was accepted, so the one before it is visible, now if it has not been seen."""
+        now = time.perf_counter()
+        if self._since is not None:  # it was waited for: those that take longest count, too
+            self.visible_secs.append(now - self._since)
+        self._since = now
 
     def look(self) -> None:
         """Whether it is visible now."""

@@ -151,6 +151,38 @@ def test_each_phase_saves_after_its_lead_and_then_every_interval():
     assert [len(p.visible_secs) for p in found] == [1, 2, 1]
 
 
+def test_a_save_that_the_next_one_waits_for_has_the_time_that_it_took(monkeypatch):
+    now = [0.0]
+
+    class Slow(Saved):
+        """A step takes a second; the second save of a phase waits five for the first."""
+
+        def step(self, state, batch):
+            now[0] += 1.0
+            return super().step(state, batch)
+
+        def save(self, label, state):
+            is_accepted = super().save(label, state)
+            now[0] += 5.0 * (is_accepted and len(self.saved) == 2)
+            return is_accepted
+
+        def is_saving(self):
+            return now[0] < 30.0
+
+        def finish(self):
+            now[0] = max(now[0], 30.0)
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("bench.train.phases.time", clock)
+    job = types.SimpleNamespace(batches=[None], donating=lambda state, batch: (state, None))
+    found = Loop(jnp.zeros(()), job, interval=10, lead=7).run("gockpt", Slow(10), 20)
+    assert found.saved_at == [7, 17]
+    assert found.visible_secs == [15.0, 7.0]  # ten steps and the wait; from 23 to 30
+    record, ideal = Record("train"), phase("ideal", 10.0, saves=0)
+    add_phase(record, found, interval=10, ideal=ideal, state_bytes=1, async_inflation=None)
+    assert record.figures["gockpt/10/drain_over_interval"] == 1.5
+
+
 def test_collections_of_garbage_are_told_of_the_step_that_had_them():
     class Collecting(Saved):
         def save(self, label, state):
