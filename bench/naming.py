@@ -2,22 +2,26 @@
 
 import re
 
-_TIME_OR_RATE = re.compile(r"secs|_ms\b|_us\b|_ns\b|ns_per_|per_sec|\brate\b")
-_RATE = re.compile(r"per_sec|\brate\b")
+_RATE = re.compile(r"per_sec|gbps|\brate\b")
+_TIME_OR_RATE = re.compile(rf"secs|_(ms|us|ns)(\b|_per_)|{_RATE.pattern}")
 _RELATIVE = re.compile(r"ratio|speedup|inflation|_over_|_vs_|ettr")
 _COUNT_OR_SIZE = re.compile(
     r"_gib\b|_bytes\b|copies|collectives|instructions|chips|parts\b|joins|torn|perturbed|parameters_b"
+    r"|fenced|max_ulps|differing|exact/failures|files_per_tb|/(early|late|otherwise|contracted)$"
 )
+_MEASURED_SIZE = re.compile(r"(rss|kept|accounted|extra)_bytes|resident_|peak_")
 _HIGHER_IS_BETTER = re.compile(
-    r"speedup|throughput|bandwidth|per_sec|\brate\b|ettr|overlap|link_ratio|disk_ratio"
+    rf"speedup|throughput|bandwidth|ettr|overlap|(link|disk|raw)_ratio|{_RATE.pattern}"
 )
 _LOWER_IS_BETTER = re.compile(
-    r"secs|_ms\b|_us\b|ns_per_|inflation|memory|rss|_gib\b|_bytes\b|drain|stall|copies|collectives"
-    r"|instructions|staged|moved|_over_copied|torn|perturbed|collections|grown_old"
+    r"secs|_(ms|us|ns)(\b|_per_)|inflation|_memory_|rss|_gib\b|_bytes\b|drain|stall|copies"
+    r"|collectives|instructions|staged|moved|_over_(copied|jit|accounted)|torn|perturbed|collections"
+    r"|grown_old|fenced|max_ulps|differing|failures|files_per_tb|(read_bytes|call|back|budget|state)_ratio"
 )
 _YARDSTICK = re.compile(
-    r"(^|/)(raw|raw_link_gbps|stock|stock_fastest|torch|copy|whole_tree|ideal|orbax_\w+"
-    r"|device_copy\w*)(/|$)|_stock_(ms|us)$|^(step_call_ms|step_secs/alone)$"
+    r"(^|/)(raw|raw_link_gbps|write_gbps|stock|stock_fastest|torch|copy|whole_tree|ideal|orbax_\w+"
+    r"|device_copy\w*)(/|$)|_stock(_ms|_us)?$|^(step_call_ms|step_secs/alone)$"
+    r"|^pull_gbps/(?!library/)"
     r"|resident_peak_bytes$"  # of a process that all modes share
 )
 
@@ -54,4 +58,6 @@ def travels(name: str) -> bool:
 def repeats(name: str) -> bool:
     """Whether another run would give the same number: counts and sizes, but not measured memory."""
     relative = _RELATIVE.search(name) and not name.endswith("_over_copied")
-    return bool(_COUNT_OR_SIZE.search(name)) and not relative and not is_time_or_rate(name)
+    if relative or is_time_or_rate(name) or _MEASURED_SIZE.search(name):
+        return False
+    return bool(_COUNT_OR_SIZE.search(name))

@@ -47,6 +47,18 @@ def verdict(figure, a, b, threshold=0.05, **hardware):
         ("gockpt/50/device_memory_ratio", 1.2, "worse"),
         ("gockpt/50/hook_secs_per_save", 0.8, "better"),
         ("inflation/same/threads_1", 1.2, "worse"),
+        ("48 leaves/analysis_over_jit", 1.2, "worse"),
+        ("48 leaves/analysis_us_per_leaf", 1.2, "worse"),
+        ("save_call_ratio", 1.2, "worse"),
+        ("host_budget_ratio", 1.2, "worse"),
+        ("processes/read_bytes_ratio/ours/sharded", 1.2, "worse"),
+        ("gockpt_k4/extra_over_accounted_ratio", 1.2, "worse"),
+        ("verify_raw_ratio", 0.8, "worse"),
+        ("pull_gbps/library/1024MiB/warm", 0.8, "worse"),
+        ("pull_gbps/asarray/1024MiB/warm", 0.8, "moved"),
+        ("write_gbps/memory", 0.8, "moved"),
+        ("same_memory/pinned_to_numpy", 1.2, "moved"),
+        ("gockpt/50/early_bytes_ratio", 0.8, "moved"),
         ("colour", 1.2, "moved"),
     ],
 )
@@ -79,6 +91,21 @@ def test_what_has_no_spread_or_no_ratio_is_not_judged():
     assert verdict("staging/collectives", [0.0], [0.0]) == "same"
     assert verdict("staging/collectives", [0.0], [2.0]) == "worse"
     assert verdict("mlp/adam/fma/torn", [4198], [0]) == "better"
+    assert verdict("mlp/adam/fenced", [0], [1]) == "worse"
+    assert verdict("exact/adamw/moments/max_ulps", [0.0], [1.0]) == "worse"
+    assert verdict("gockpt/50/audit_max_ulps", [0.0] * 2, [1.0] * 2) == "worse"
+    # Memory that was measured would not, nor what a mean is made of.
+    assert verdict("gockpt_k4/kept_bytes", [0.0], [4096.0]) == "not judged"
+    assert verdict("gockpt_k4/host_peak_extra_bytes", [1e9] * 4, [2e9] * 4) == "not judged"
+    assert verdict("peak_host_bytes", [1e9], [2e9]) == "not judged"
+
+
+def test_a_count_of_collections_is_no_time():
+    """`collections_per_save` has the letters of nanoseconds per something."""
+    yardstick = {"secs/copy": (NOISY, times(2.0)), "full_collections_per_save": (NOISY, NOISY)}
+    a, b = (record({name: both[n] for name, both in yardstick.items()}) for n in (0, 1))
+    b["samples"]["full_collections_per_save"] = times(1.0001)
+    assert [change.verdict for change in compare(a, b)] == ["moved", "same"]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
