@@ -56,9 +56,9 @@ def ask_overlap(asked: Asked) -> None:
 
     `overlap_ratio`: of the shorter one's time, the part that was hidden (1: all of it). As many
     steps run as take about as long as the pull. `.../later`: the steps begin a while after the
-    pull. The runtime starts a transfer on a thread of its own, behind what the device has been
-    given by then (XLA's sources): a step that is dispatched at once may come before it, and if both
-    figures differ it did.
+    pull, of which only the rest counts. The runtime starts a transfer on a thread of its own,
+    behind what the device has been given by then (XLA's sources): a step that is dispatched at once
+    may come before it, and if both figures differ it did.
     """
     busy, mib = Busy(asked), asked.scale.busy_mib
     for n in range(2):
@@ -67,13 +67,13 @@ def ask_overlap(asked: Asked) -> None:
         _pull_secs(asked, asked.fresh(mib, n)) for n in range(asked.scale.repeats)
     )
     alone = statistics.median(busy.run() for _ in range(asked.scale.repeats))
-    steps = max(1, min(200, round(pull / alone)))
+    steps, later_secs = max(1, min(200, round(pull / alone))), min(_LATER_SECS, pull / 2)
     asked.note(
-        f"overlap: {steps} steps of {1e3 * alone:.2f} ms beside a pull of {mib:g} MiB; later: "
-        f"{1e3 * _LATER_SECS:g} ms after it, which count to neither."
+        f"overlap: {steps} steps of {1e3 * alone:.2f} ms beside a pull of {mib:g} MiB, which takes "
+        f"{1e3 * pull:.2f} ms; later: {1e3 * later_secs:.3g} ms after it began, which do not count."
     )
     for n, (later, secs) in itertools.product(
-        range(asked.scale.repeats), (("", 0.0), ("/later", _LATER_SECS))
+        range(asked.scale.repeats), (("", 0.0), ("/later", later_secs))
     ):
         if asked.is_over:
             return
@@ -85,7 +85,8 @@ def ask_overlap(asked: Asked) -> None:
         with_pull = _steps_secs(busy, steps)
         jax.block_until_ready(moved)
         both = time.perf_counter() - start
-        hidden = (undisturbed + pull - both) / min(undisturbed, pull)
+        rest = pull - secs  # it went on while the steps were not there yet
+        hidden = (undisturbed + rest - both) / min(undisturbed, rest)
         asked.add(f"overlap_ratio{later}", hidden)
         asked.add(f"step_inflation_ratio/pull_beside{later}", with_pull / undisturbed)
         del moved, x

@@ -67,9 +67,9 @@ def ask_ways(asked: Asked) -> None:
     """GB/s of every way by size: the first of a size is cold, the others are warm."""
     asked.note(
         "pull_gbps/WAY/SIZE: from the call until the host has the bytes; ways take turns. cold: "
-        "that way's first transfer of that size; ways into pinned memory share one pool, so the "
-        "first of them (library) pays for its growth. The source is a new array each time, since "
-        "JAX keeps the host's copy."
+        "that way's first transfer of that size; ways into pinned memory share one pool, for whose "
+        "growth the first of them (library) pays, unless a question before (pinning, overlap) has. "
+        "The source is a new array each time, since JAX keeps the host's copy."
     )
     failed: set[str] = set()
 

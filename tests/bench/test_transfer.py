@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import time
+import types
 
 import pytest
 
 from bench.record import Record
-from bench.transfer import benchmark
-from bench.transfer.asked import Scale
+from bench.transfer import benchmark, steps
+from bench.transfer.asked import Asked, Scale
 from bench.transfer.benchmark import _model
 from bench.transfer.gpu import QUESTIONS, answer
 from bench.transfer.raw_link import raw_link_secs
@@ -26,6 +28,58 @@ def test_every_question_is_answered_or_says_why_not(monkeypatch):
     assert record.samples["donated_step_secs/pulled_buffer"]
     assert not any("failed" in note for note in record.notes)
     assert any(note.startswith("raw_link") for note in record.notes)
+
+
+class Machine:
+    """A device whose steps take 3 s and whose transfers take 22, beside each other or not."""
+
+    def __init__(self, beside):
+        self.now, self._steps_end, self._pull_end = 0.0, 0.0, 0.0
+        self._beside = beside
+
+    def run(self):
+        self.dispatch()
+        self.block_until_ready(self.state)
+        return 3.0
+
+    def dispatch(self):
+        self._steps_end = max(self._steps_end, self.now) + 3.0
+
+    @property
+    def state(self):
+        return self._steps_end
+
+    def device_put(self, *_):
+        self._pull_end = self.now + 22.0
+        return "pull"
+
+    def block_until_ready(self, what):
+        if what != "pull" and not self._beside and self._pull_end > self.now:
+            self._steps_end += self._pull_end - self.now  # they had to wait for it
+        self.now = max(self.now, self._pull_end if what == "pull" else self._steps_end)
+
+    def sleep(self, secs):
+        self.now += secs
+
+
+@pytest.mark.parametrize(("beside", "hidden"), [(True, 1.0), (False, 0.0)])
+def test_a_pull_is_hidden_by_steps_that_begin_later_as_by_those_at_once(
+    beside, hidden, monkeypatch
+):
+    machine, record = Machine(beside), Record("gpu")
+    monkeypatch.setattr(steps, "Busy", lambda _: machine)
+    monkeypatch.setattr(steps, "_LATER_SECS", 2.0)
+    monkeypatch.setattr(
+        steps, "time", types.SimpleNamespace(perf_counter=lambda: machine.now, sleep=machine.sleep)
+    )
+    monkeypatch.setattr(steps, "jax", machine)
+    asked = Asked(record, None, Scale((1,), 1, 1, 1, 2), time.perf_counter() + 100)
+    asked.fresh = lambda *_: None
+    monkeypatch.setattr(Asked, "pinned", None)
+    steps.ask_overlap(asked)
+    for figure in ("overlap_ratio", "overlap_ratio/later"):
+        assert record.samples[figure] == pytest.approx([hidden] * 2), figure
+    assert "which takes 22000.00 ms; later: 2e+03 ms after it began" in record.notes[0]
 
 
 @pytest.mark.parametrize("failing", ["pointers", "ways"])
