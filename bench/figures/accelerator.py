@@ -30,6 +30,7 @@ _MODES = {
     "gockpt_k4": "gockpt_jax, a window of 4 steps",
 }
 _GRAPHS = "+graphs"  # behind a mode's name: until decision 35 windows had none
+_PREDICTED = re.compile(r"(\w+/gockpt_b(\d+))/predicted_stall_ms")
 _AROUND = [mode for mode in _MODES if mode != "gockpt"]  # there, with a fixed K only
 
 
@@ -38,8 +39,9 @@ def _is_on_accelerator(record: Record) -> bool:
 
 
 def is_link(record: Record) -> bool:
-    """Whether a record holds the answers of an accelerator's link."""
-    return record["name"] == "gpu transfer" and _is_on_accelerator(record)
+    """Whether a record holds the answers of an accelerator's link, up to the largest size."""
+    is_whole = f"pull_gbps/library/{_SIZES[-1]}MiB/warm" in record["samples"]
+    return record["name"] == "gpu transfer" and _is_on_accelerator(record) and is_whole
 
 
 def is_training(record: Record) -> bool:
@@ -52,15 +54,17 @@ def is_training(record: Record) -> bool:
 
 
 def is_around(record: Record) -> bool:
-    """Whether a record holds what single saves cost on an accelerator, by most ways."""
+    """Whether a record holds what single saves of one size cost on an accelerator, by most ways."""
+    if record["name"] != "around" or not _is_on_accelerator(record):
+        return False
+    sizes = {name.partition("/")[0] for name in record["samples"]}
     names = {name.partition("/")[2] for name in record["samples"]}
-    wanted = {f"{mode}/around_save_ms" for mode in _AROUND}
-    return record["name"] == "around" and _is_on_accelerator(record) and wanted <= names
+    return len(sizes) == 1 and {f"{mode}/around_save_ms" for mode in _AROUND} <= names
 
 
 def has_predictions(record: Record) -> bool:
-    """Whether the planner expected something of saves that an accelerator made."""
-    predicted = any(name.endswith("/predicted_stall_ms") for name in record["samples"])
+    """Whether the planner expected something of an accelerator's saves with little memory."""
+    predicted = any(map(_PREDICTED.fullmatch, record["samples"]))
     return record["name"] == "around" and _is_on_accelerator(record) and predicted
 
 
@@ -180,17 +184,21 @@ def _spread(values: Sequence[float]) -> str:
 def predicted_table(record: Record) -> list[str]:
     """What the planner expected of saves with little device memory, and what they cost."""
     samples = record["samples"]
+    counts: set[int] = set()
     lines = [
         "| device budget, of the state | predicted stall, ms | a save cost training, ms |",
         "|---|---:|---:|",
     ]
     for name, predicted in samples.items():
-        if found := re.fullmatch(r"(\w+/gockpt_b(\d+))/predicted_stall_ms", name):
-            cost = _spread(samples[f"{found[1]}/around_save_ms"])
+        if found := _PREDICTED.fullmatch(name):
+            costs = samples[f"{found[1]}/around_save_ms"]
+            counts.add(len(costs))
+            cost = _spread(costs)
             lines.append(
                 f"| {int(found[2]) / 100:.2f} | {statistics.median(predicted):.0f} | {cost} |"
             )
-    return [*lines, "", f"On {_where(record)}; medians (least to most) of {len(predicted)} saves."]
+    saves = " or ".join(map(str, sorted(counts)))
+    return [*lines, "", f"On {_where(record)}; medians (least to most) of {saves} saves."]
 
 
 def _said_of_training(record: Record, interval: int) -> str:

@@ -200,6 +200,19 @@ def test_what_single_saves_cost_on_a_gpu_is_told_beside_what_is_chance():
         del content["samples"][f"{name}/around_save_ms"]
     assert not accelerator.is_around(content)
     assert not accelerator.is_around(saves_on_a_gpu(devices=["cpu"]))
+    content = saves_on_a_gpu()
+    content["samples"]["toy/ideal/around_save_ms"] = [1.0]
+    assert not accelerator.is_around(content)  # of two sizes
+
+
+def test_the_link_is_told_from_a_record_that_has_all_of_it():
+    samples = {"pull_gbps/library/1024MiB/warm": [50.0], "raw_link_gbps/1MiB": [9.0]}
+    content = record("gpu transfer", samples, devices=["H100"], versions={"jax": "1"})
+    content["hardware"]["cores"] = 4
+    assert accelerator.is_link(content)
+    assert accelerator.link_table(content)[3].endswith("| - | - | - | - | - | 50 |")
+    del content["samples"]["pull_gbps/library/1024MiB/warm"]  # asked for a minute, of pinning alone
+    assert not accelerator.is_link(content)
 
 
 def test_what_was_predicted_of_single_saves_is_beside_what_they_cost():
@@ -208,8 +221,10 @@ def test_what_was_predicted_of_single_saves_is_beside_what_they_cost():
     lines = accelerator.predicted_table(content)
     assert lines[2:3] == ["| 0.30 | 120 | 150 (148 to 152) |"]
     assert lines[-1] == "On one H100 (4 cores, jax 1); medians (least to most) of 3 saves."
+    content["samples"]["800m/gockpt_k1/predicted_stall_ms"] = [1.0]
+    assert accelerator.predicted_table(content) == lines
     del content["samples"]["800m/gockpt_b30/predicted_stall_ms"]
-    assert not accelerator.has_predictions(content)
+    assert not accelerator.has_predictions(content)  # the table is of budgets
 
 
 @pytest.mark.parametrize("left_out", ["gockpt", "orbax_async"])
