@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -67,9 +68,10 @@ def _measure(
     record: Record, torch: Any, dcp: Any, state: dict[str, Any], path: Path,
     is_over: Callable[[], bool], saved: Callable[[], None],
 ) -> None:  # fmt: skip
-    transfer = min(_transfer_secs(torch, state))
+    transfers = _transfer_secs(torch, state)
+    transfer = statistics.median(transfers)
     record.samples["torch/state_bytes"] = [float(sum(x.nbytes for x in state.values()))]
-    record.samples["torch/transfer_secs"] = [transfer]
+    record.samples["torch/transfer_secs"] = transfers
     saved()
     stagers = {"": None, **_pinned_stager(record, torch)}
     for n in range(1 + _SAVES):
@@ -117,14 +119,14 @@ def _transfer_secs(torch: Any, state: dict[str, Any]) -> list[float]:
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     hosts = [torch.empty_like(x, device="cpu", pin_memory=on_gpu) for x in state.values()]
     secs = []
-    for _ in range(4):
+    for _ in range(1 + _SAVES):
         wait()
         start = time.perf_counter()
         for host, x in zip(hosts, state.values(), strict=True):
             host.copy_(x, non_blocking=True)
         wait()
         secs.append(time.perf_counter() - start)
-    return secs[1:]
+    return secs[1:]  # the first warms up
 
 
 def _save_secs(dcp: Any, state: dict[str, Any], path: Path, stager: Any) -> Stall:
