@@ -119,7 +119,8 @@ def _add(record: Record, trainers: dict[str, _Trainer]) -> None:
     record.notes.append(
         f"save_call_ms: a call of `save` that ends a window of {_STEPS} steps, of {leaves} leaves;"
         " save_call_snapshot_ms: one without a window; save_call_stock_ms: asynchronous stock"
-        " Orbax, same tree, in turns; save_call_ratio: the first over stock's; save_call_cpu: of"
+        " Orbax, same tree, in turns; before a call our worker is idle, as where steps are long;"
+        " save_call_ratio: the first over stock's; save_call_cpu: of"
         " it, the thread's own processor time; save_idle: a call that saves nothing;"
         " save_and_step: with the call of the step behind it; _beside: of a snapshot whose writing"
         " begins in `save`, not when that step is on its way; held_back_ratio:"
