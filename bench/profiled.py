@@ -24,5 +24,6 @@ def profiled(kept: Path) -> Iterator[None]:
             yield
         finally:
             jax.profiler.stop_trace()
+            kept.parent.mkdir(parents=True, exist_ok=True)
             for file in Path(scratch).rglob("*.xplane.pb"):
                 shutil.copy(file, kept)

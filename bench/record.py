@@ -35,6 +35,12 @@ class OptionError(ValueError):
     """A benchmark was asked for what there is not."""
 
 
+def refuse_no_folder(directory: Path | None) -> None:
+    """Raises `OptionError` if checkpoints were to go where there is no folder to write in."""
+    if directory and not (directory.is_dir() and os.access(directory, os.W_OK)):
+        raise OptionError(f"--directory {directory} is no folder that can be written in: make it.")
+
+
 @dataclasses.dataclass
 class Record:
     """The outcome of one benchmark.

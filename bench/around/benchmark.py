@@ -22,11 +22,19 @@ import jax.numpy as jnp
 
 from bench.garbage import frozen, full_collections
 from bench.profiled import profiled
-from bench.record import OptionError, Record, has_nvidia, use_device_memory, without_fma
+from bench.record import (
+    OptionError,
+    Record,
+    has_nvidia,
+    refuse_no_folder,
+    use_device_memory,
+    without_fma,
+)
 from bench.train.figures import predicted_stall_secs
 from bench.train.model import AXIS, SIZES, Job, make_job
 from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode, refuse_unknown
 from gockpt_jax.transfer import block, layout
+from gockpt_jax.transfer.host_memory import is_in_memory
 
 _WARM = 2  # saves that do not count: programs are made and loaded, pinned memory is had
 _MODES = "ideal,orbax_async,gockpt_k1,gockpt_k4"
@@ -41,8 +49,8 @@ NOTES = [
     "step_call_ms/behind: the trainer's thread in the call of `save`, of the step in the K - 1 "
     "steps before it, and in the first behind. It waits for each step's loss a step later. "
     "full_collection_ms: in steps in which Python's garbage collector looked at all objects, what "
-    "that took. predicted_stall_ms: what the planner expected of each save, by its cost model; "
-    "gockpt is told the time of a step, as the first mode had it.",
+    "that took. window_steps: K of each save. predicted_stall_ms: what the planner expected of "
+    "each save, by its cost model; gockpt is told the time of a step, as the first mode had it.",
     f"Excluded: compilation, the first {_WARM} saves of each mode, and what a save waits for the "
     "one before: that one is waited for two steps before the steps around the next.",
 ]
@@ -91,9 +99,7 @@ def run(quick: bool, **options: Any) -> Record:
     chosen = argparse.Namespace(**options)
     modes = chosen.modes.split(",")
     sizes = chosen.size.split(",") if chosen.size else []
-    _refuse(modes, sizes, chosen.interval, chosen.saves)
-    if chosen.profile and not (chosen.out and chosen.profile in modes):
-        raise SystemExit(f"--profile {chosen.profile} needs --out, and to be one of {modes}.")
+    _refuse(modes, sizes, chosen)
     if has_nvidia():
         use_device_memory(_DEVICE_MEMORY, unless_said=True)
     else:
@@ -103,6 +109,8 @@ def run(quick: bool, **options: Any) -> Record:
     axes = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), (AXIS,), axis_types=axes, devices=jax.devices()[:1])
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
+        place = "memory" if is_in_memory(scratch) else "disk"
+        record.notes.append(f"Checkpoints went to {place}.")
         for size in sizes or ["toy" if quick else "10m" if on_cpu else "800m"]:
             of_size = _OfSize(chosen, record, size, Path(scratch, size), on_cpu=on_cpu)
             for name in modes:
@@ -112,8 +120,11 @@ def run(quick: bool, **options: Any) -> Record:
     return record
 
 
-def _refuse(modes: Sequence[str], sizes: Sequence[str], interval: int, saves: int) -> None:
+def _refuse(modes: Sequence[str], sizes: Sequence[str], chosen: argparse.Namespace) -> None:
     """Before anything is measured."""
+    refuse_no_folder(chosen.directory)
+    if chosen.profile and not (chosen.out and chosen.profile in modes):
+        raise OptionError(f"--profile {chosen.profile} needs --out, and to be one of {modes}.")
     for name in modes:
         mode, plus, experiment = name.partition("+")
         refuse_unknown(mode)
@@ -124,10 +135,10 @@ def _refuse(modes: Sequence[str], sizes: Sequence[str], interval: int, saves: in
     for size in sizes:
         if size not in SIZES:
             raise OptionError(f"there is no size {size!r}; give some of {', '.join(SIZES)}.")
-    if interval < _LEAST_INTERVAL or saves < 1:
+    if chosen.interval < _LEAST_INTERVAL or chosen.saves < 1:
         raise OptionError(
             f"--interval must be at least {_LEAST_INTERVAL}, so that there are steps between those "
-            f"around the saves, and --saves at least 1; got {interval} and {saves}."
+            f"around the saves, and --saves at least 1; got {chosen.interval} and {chosen.saves}."
         )
 
 
@@ -169,6 +180,7 @@ class _OfSize:
     def measure(self, name: str) -> None:
         """Trains in one mode, through all of its saves."""
         mode_name, _, experiment = name.partition("+")
+        gc.collect()  # each begins without what those before have left
         with EXPERIMENTS[experiment]() if experiment else contextlib.nullcontext():
             mode = make_mode(mode_name, self._setting)
             try:
@@ -240,6 +252,8 @@ class _OfSize:
             add(f"{label}/save_call_ms", steps[at].save)
             add(f"{label}/step_call_ms/behind", steps[at + 1].call)
             report = reports.get(at, {"window_steps": 1, "reason": ""})
+            if at in reports:
+                add(f"{label}/window_steps", report["window_steps"])
             if (k := report["window_steps"]) > 1:
                 add(
                     f"{label}/step_call_ms/in_window", *(s.call for s in steps[at - k + 2 : at + 1])

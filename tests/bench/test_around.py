@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import types
@@ -22,15 +23,23 @@ CHOSEN = {
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_it_measures_modes_and_experiments(tmp_path, monkeypatch):
-    out, settings = tmp_path / "around.json", []
+    out, settings, looked, before = tmp_path / "around.json", [], [], []
 
     def noted(name, setting):
         settings.append(setting)
+        before.append(sum(looked))
+        looked.clear()
         return make_mode(name, setting)
 
     monkeypatch.setattr(around, "make_mode", noted)
+    monkeypatch.setattr(around, "is_in_memory", lambda _: True)
+    monkeypatch.setattr(around, "full_collections", lambda: contextlib.nullcontext([]))
+    gathering = types.SimpleNamespace(collect=lambda: looked.append(1))
+    monkeypatch.setattr(around, "gc", gathering)
     around.run(True, **CHOSEN | {"out": out, "profile": "gockpt_k3+apart", "host_gib": 4})
     found = json.loads(out.read_text())
+    assert "Checkpoints went to memory." in found["notes"]
+    assert before == [1, 1], "what one mode leaves is looked at before the next"
     first, second = settings
     assert first.step_secs is None
     assert second.step_secs == pytest.approx(found["figures"]["toy/ideal/step_ms"] / 1e3, rel=1e-3)
@@ -90,6 +99,7 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
                36: {"window_steps": 3, "reason": why}}  # fmt: skip
     assert bench._add("gockpt_k4", steps, reports) == 10.0
     assert record.samples["toy/gockpt_k4/predicted_stall_ms"] == [125.0]
+    assert record.samples["toy/gockpt_k4/window_steps"] == [4, 3]
     assert record.samples["toy/gockpt_k4/around_save_ms"] == [9.0, 6.0]
     assert record.samples["toy/gockpt_k4/step_ms"] == [10.0] * 4
     assert record.samples["toy/gockpt_k4/save_call_ms"] == [4.0, 4.0]
@@ -106,7 +116,7 @@ def test_a_save_costs_what_its_steps_took_over_the_others():
         ({"size": "toy,toyy"}, ValueError, "no size 'toyy'; give some of toy, 3m"),
         ({"saves": 0}, ValueError, "--saves at least 1; got 12 and 0"),
         ({"interval": 8}, ValueError, "--interval must be at least 9"),
-        ({"profile": "gockpt"}, SystemExit, "--profile gockpt needs --out, and to be one of"),
+        ({"profile": "gockpt"}, ValueError, "--profile gockpt needs --out, and to be one of"),
     ],
 )
 def test_what_there_is_not_is_refused(wrong, error, why):
