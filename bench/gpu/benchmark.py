@@ -28,8 +28,10 @@ from bench.record import (
     MEMORY_VARIABLE,
     ROOT,
     UNFINISHED,
+    OptionError,
     command,
     has_nvidia,
+    refuse_no_folder,
     use_device_memory,
     without_fma,
     write_json,
@@ -102,7 +104,9 @@ def run(quick: bool, **options: Any) -> "GpuRun":
     names = arguments.parts.split(",") if arguments.parts else [part.name for part in PARTS]
     unknown = set(names) - {part.name for part in PARTS}
     if unknown:
-        raise SystemExit(f"there are no parts {sorted(unknown)}")
+        known = ", ".join(part.name for part in PARTS)
+        raise OptionError(f"there are no parts {sorted(unknown)}; give some of {known}.")
+    refuse_no_folder(arguments.directory)
     out.mkdir(parents=True, exist_ok=True)
     done = GpuRun(out)
     end = time.perf_counter() + 60 * arguments.minutes

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from bench.memory.way import NOTES, QUICK, WAYS
-from bench.record import ROOT, OptionError, Record, without_paths
+from bench.record import ROOT, OptionError, Record, refuse_no_folder, without_paths
 from bench.tables import print_by_row
 
 _COLUMNS = {
@@ -58,6 +58,7 @@ def run(
     names = ways.split(",") if ways else QUICK if quick else WAYS
     if unknown := [name for name in names if name not in WAYS]:
         raise OptionError(f"there are no ways {unknown}; give some of {', '.join(WAYS)}.")
+    refuse_no_folder(directory)
     for name in names:
         _add(record, name, quick=quick, directory=directory)
         if out is not None:

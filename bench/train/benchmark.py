@@ -23,6 +23,7 @@ from bench.record import (
     OptionError,
     Record,
     has_nvidia,
+    refuse_no_folder,
     use_device_memory,
     without_fma,
 )
@@ -111,11 +112,17 @@ class _Bench:
         self.rounds = options.rounds or (3 if quick else 5)
         if options.size and options.size not in SIZES:
             raise OptionError(f"there is no size {options.size!r}; give one of {', '.join(SIZES)}.")
-        watched = getattr(options, "profile", None)
+        refuse_no_folder(options.directory)
+        if options.alone and (len(self.modes) > 1 or len(self.intervals) > 1):
+            raise OptionError(
+                "--alone takes one way to save, at one interval: a process never gives back what "
+                f"it has grown by; got {', '.join(self.modes)} at {self.intervals}."
+            )
+        watched = options.profile
         if watched and not options.out:
-            raise SystemExit(f"--profile {watched} needs --out: the profile is left beside it.")
+            raise OptionError(f"--profile {watched} needs --out: the profile is left beside it.")
         if watched and watched not in self.modes:
-            raise SystemExit(
+            raise OptionError(
                 f"--profile {watched}: it is none of the ways to save that are measured: "
                 f"{', '.join(self.modes)}."
             )

@@ -60,7 +60,7 @@ class Shared:
 
     def save_so_far(self) -> None:
         """Whatever comes next, what was measured stays."""
-        if getattr(self.options, "out", None):
+        if self.options.out:
             self.record.write(self.options.out)
 
 
@@ -195,12 +195,12 @@ class Interval:
         self.record.notes.append(f"{name}: a phase of its warm-up is in {kept.name}.")
 
     def _tell_of_no_profile(self) -> None:
-        watched = getattr(self.shared.options, "profile", None)
+        watched = self.shared.options.profile
         if watched and not any(f"{watched}.xplane.pb" in note for note in self.record.notes):
             self.record.notes.append(f"{watched}: no profile, the time did not suffice.")
 
     def _is_watched(self, name: str) -> bool:
-        return getattr(self.shared.options, "profile", None) == name
+        return self.shared.options.profile == name
 
     def _rounds(self) -> None:
         done = 0

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import hurry
@@ -17,10 +18,10 @@ import numpy as np
 import pytest
 
 from bench.gpu import benchmark as gpu
-from bench.gpu import exact
+from bench.gpu import exact, torch_dcp
 from bench.gpu.part import _ask_with_async_dispatch, main
 from bench.gpu.table import AIMS, aims_of, show
-from bench.record import ROOT, Record, use_device_memory
+from bench.record import ROOT, OptionError, Record, use_device_memory
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,17 @@ def test_torch_is_measured_where_it_is(rehearsal):
     record = json.loads(files["torch.json"])
     assert record["figures"]["torch/state_bytes"] == pytest.approx(2**20, rel=1e-4)
     assert len(record["samples"]["torch/stall_in_transfers"]) == 5
+
+
+def test_torch_is_held_against_the_median_of_its_transfers(monkeypatch, tmp_path):
+    record = Record("gpu torch")
+    monkeypatch.setattr(torch_dcp, "_transfer_secs", lambda *_: [1.0, 2.0, 4.0, 5.0, 6.0])
+    monkeypatch.setattr(torch_dcp, "_save_secs", lambda *_: (8.0, 8.0, 9.0))
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False))
+    torch_dcp._measure(record, torch, None, {}, tmp_path, lambda: False, lambda: None)
+    assert record.figures["torch/transfer_secs"] == 4.0
+    assert record.samples["torch/stall_in_transfers"] == [2.0] * 5
+    assert record.samples["torch/first_stall_in_transfers"] == [2.0]
 
 
 def run_parts(tmp_path, *parts, secs=60.0):
@@ -244,7 +256,7 @@ def test_a_part_gets_its_share_of_the_time_that_is_left(tmp_path, monkeypatch):
     assert [name for name, _ in seen] == ["train", "exact"]
     assert seen[0][1] == pytest.approx(600 * 5.0 / 6.2, rel=0.01)
     assert seen[1][1] == pytest.approx(600, rel=0.01)  # what the first has not used
-    with pytest.raises(SystemExit, match="no parts"):
+    with pytest.raises(OptionError, match="no parts"):
         gpu.run(False, minutes=1.0, parts="trian", out=tmp_path, directory=None)
 
 

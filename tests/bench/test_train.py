@@ -33,6 +33,13 @@ from gockpt_jax.transfer.pull import Pull
 GB = 10**9
 
 
+def chosen(*words, out=None):
+    """The options of a command."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return argparse.Namespace(**vars(parser.parse_args(words)), out=out)
+
+
 def phase(mode, wall_secs, *, steps=10, saves=1, drain_secs=0.0, device=0):
     return Phase(
         mode, steps, wall_secs, drain_secs, saves, [wall_secs / steps] * steps, [0.0] * steps,
@@ -246,25 +253,21 @@ def test_a_size_that_was_asked_for_has_its_place_chosen(host, in_memory):
 def record(tmp_path_factory):
     """A whole run at toy size, of which one mode fails."""
     out = tmp_path_factory.mktemp("bench") / "train.json"
-    options = {
-        "size": "toy", "modes": "ideal,gockpt_k2,orbax_async,orbax_sync,device_copy",
-        "intervals": "5", "rounds": 1, "minutes": None, "link_steps": 3.0,
-        "device_budget_fraction": None, "host_gib": None, "directory": None, "alone": False,
-        "out": out,
-    }  # fmt: skip
+    modes = "ideal,gockpt_k2,orbax_async,orbax_sync,device_copy"
+    words = ("--size", "toy", "--modes", modes, "--intervals", "5", "--rounds", "1")
     with pytest.MonkeyPatch.context() as patch:
 
         def fail(self, label, state):
             raise MemoryError("planted")
 
         patch.setattr(DeviceCopy, "save", fail)
-        train.run(True, **options)
+        train.run(True, **vars(chosen(*words, out=out)))
     return json.loads(out.read_text())
 
 
 def test_what_was_measured_stays_if_the_process_ends(tmp_path):
     record = Record("train", details={"failures": {}, "phases": []})
-    options = argparse.Namespace(minutes=None, out=tmp_path / "train.json")
+    options = chosen(out=tmp_path / "train.json")
     job = types.SimpleNamespace(batches=[])
     interval = Interval(
         Shared(options, record, float("inf"), job, None, 0, [], 5, on_cpu=True), 10, tmp_path
@@ -304,14 +307,7 @@ def scripted(tmp_path, monkeypatch, *, secs, first, left_secs, minutes=5.0, mode
         return phase(name, took, steps=steps, saves=int(name != "ideal"))
 
     record = Record("train", details={"failures": {}, "phases": []})
-    options = argparse.Namespace(
-        minutes=minutes,
-        out=None,
-        alone=False,
-        device_budget_fraction=None,
-        host_gib=None,
-        modes=modes,
-    )
+    options = chosen(f"--minutes={minutes}", *([f"--modes={modes}"] if modes else []))
     names = ["gockpt", "orbax_async", "gockpt_k4"]
     job = types.SimpleNamespace(batches=[])
     shared = Shared(options, record, left_secs, job, None, 1, names, 3, on_cpu=False)
@@ -345,16 +341,17 @@ def test_few_minutes_or_modes_by_name_have_one_round_of_all_rather_than_two_of_f
 
 
 def test_a_mode_is_profiled_in_its_second_phase(tmp_path):
-    options = argparse.Namespace(profile="gockpt", out=tmp_path / "train.json", minutes=None)
+    folder = tmp_path / "new"  # which a profile may be the first to be left in
+    options = chosen("--profile", "gockpt", out=folder / "train.json")
     job = types.SimpleNamespace(batches=[])
     shared = Shared(options, Record("train"), 1.0, job, None, 1, ["gockpt"], 3, on_cpu=True)
     interval = Interval(shared, 20, tmp_path)
     for name, number in (("gockpt", 0), ("orbax_async", 1), ("gockpt", 1)):
-        assert not [*tmp_path.glob("*.pb")]
+        assert not [*folder.glob("*.pb")]
         with interval._profiled(name, number):
             jnp.ones(8).block_until_ready()
     interval._tell_of_no_profile()
-    assert [path.name for path in tmp_path.glob("*.pb")] == ["gockpt.xplane.pb"]
+    assert [path.name for path in folder.glob("*.pb")] == ["gockpt.xplane.pb"]
     assert shared.record.notes == ["gockpt: a phase of its warm-up is in gockpt.xplane.pb."]
     shared.record.notes.clear()
     interval._tell_of_no_profile()
@@ -366,15 +363,23 @@ def test_a_mode_is_profiled_in_its_second_phase(tmp_path):
     [(None, "gockpt", "needs --out"), (Path("x"), "ideal", "none of the ways to save that are")],
 )
 def test_a_profile_has_a_mode_and_a_place(out, mode, why):
-    options = dict.fromkeys(("modes", "intervals", "rounds", "size", "minutes"))
-    with pytest.raises(SystemExit, match=f"--profile {mode}.* {why}"):
-        train._Bench(True, argparse.Namespace(**options, out=out, profile=mode))
+    with pytest.raises(OptionError, match=f"--profile {mode}.* {why}"):
+        train._Bench(True, chosen("--profile", mode, out=out))
 
 
 def test_a_mode_that_there_is_not_is_refused_before_anything_is_measured():
-    options = dict.fromkeys(("intervals", "rounds", "size", "minutes", "out", "profile"))
     with pytest.raises(OptionError, match=r"no mode 'gockpt_4'; give some of ideal, gockpt"):
-        train._Bench(True, argparse.Namespace(**options, modes="ideal,gockpt_4"))
+        train._Bench(True, chosen("--modes", "ideal,gockpt_4"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("--modes", "gockpt,orbax_async"), ("--modes", "gockpt", "--intervals", "10,20")],
+)
+def test_growth_of_a_process_is_that_of_one_way_to_save(words):
+    with pytest.raises(OptionError, match="--alone takes one way to save, at one interval"):
+        train._Bench(True, chosen("--alone", *words))
+    train._Bench(True, chosen("--alone", "--modes", "ideal,gockpt"))
 
 
 @pytest.mark.parametrize(
@@ -384,6 +389,11 @@ def test_a_mode_that_there_is_not_is_refused_before_anything_is_measured():
         (["train", "--intervals", "0"], "--intervals takes whole numbers above 0, as in 10,50;"),
         (["train", "--intervals", "10,x"], "got '10,x'"),
         (["memory", "--ways", "gockpt"], "there are no ways ['gockpt']; give some of gockpt_k2"),
+        (["gpu", "--parts", "trian"], "there are no parts ['trian']; give some of transfer, train"),
+        *(
+            ([name, "--directory", "/nowhere"], "--directory /nowhere is no folder that can be")
+            for name in ("train", "around", "memory", "gpu")
+        ),
     ],
 )
 def test_what_is_asked_wrongly_is_said_without_a_traceback(words, why, monkeypatch, capsys):
@@ -412,7 +422,7 @@ def test_warm_up_waits_for_the_armed_step(tmp_path, monkeypatch):
 
     record = Record("train", details={"failures": {}, "phases": []})
     shared = Shared(
-        argparse.Namespace(minutes=None, out=None), record, float("inf"),
+        chosen(), record, float("inf"),
         types.SimpleNamespace(batches=[]), None, 1, ["gockpt"], 3, on_cpu=False,
     )  # fmt: skip
     interval = Interval(shared, 20, tmp_path)
