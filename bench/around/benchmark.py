@@ -31,7 +31,7 @@ from bench.record import (
     without_fma,
 )
 from bench.train.figures import predicted_stall_secs
-from bench.train.model import AXIS, SIZES, Job, make_job
+from bench.train.model import AXIS, SIZES, Job, make_job, tiny
 from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode, refuse_unknown
 from gockpt_jax.transfer import block, layout
 from gockpt_jax.transfer.host_memory import is_in_memory
@@ -93,7 +93,7 @@ def run(quick: bool, **options: Any) -> Record:
     """Runs the benchmark.
 
     Args:
-      quick: A tiny model.
+      quick: Tiny models, of as many layers as those asked for: a rehearsal.
       **options: As in `add_arguments`; `out`: where the record is written after each mode.
     """
     chosen = argparse.Namespace(**options)
@@ -112,7 +112,7 @@ def run(quick: bool, **options: Any) -> Record:
         place = "memory" if is_in_memory(scratch) else "disk"
         record.notes.append(f"Checkpoints went to {place}.")
         for size in sizes or ["toy" if quick else "10m" if on_cpu else "800m"]:
-            of_size = _OfSize(chosen, record, size, Path(scratch, size), on_cpu=on_cpu)
+            of_size = _OfSize(chosen, record, size, Path(scratch, size), quick=quick, on_cpu=on_cpu)
             for name in modes:
                 of_size.measure(name)
             del of_size
@@ -164,10 +164,11 @@ class _OfSize:
 
     def __init__(
         self, chosen: argparse.Namespace, record: Record, size: str, directory: Path, *,
-        on_cpu: bool,
+        quick: bool, on_cpu: bool,
     ):  # fmt: skip
         self._chosen, self._record, self._size = chosen, record, size
-        self._job: Job = make_job(SIZES[size], jnp.float32 if on_cpu else jnp.bfloat16)
+        model = tiny(SIZES[size]) if quick else SIZES[size]
+        self._job: Job = make_job(model, jnp.float32 if on_cpu else jnp.bfloat16)
         self._state = self._job.init()
         state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state))
         leaves = len(jax.tree.leaves(self._state))

@@ -29,7 +29,7 @@ from bench.record import (
 )
 from bench.train.cores import device_cores
 from bench.train.figures import NOTES
-from bench.train.model import AXIS, SIZES, make_job
+from bench.train.model import AXIS, SIZES, make_job, tiny
 from bench.train.modes import DEFAULT, refuse_unknown
 from bench.train.place import LADDER, choose, places
 from bench.train.rounds import CORE_PHASES, Interval, Shared, saves_per_phase
@@ -62,7 +62,8 @@ def run(quick: bool, **options: Any) -> Record:
     """Runs the benchmark.
 
     Args:
-      quick: A tiny model, few steps: a minute or two.
+      quick: A small model, few steps: a minute or two; of a size that is asked for, a tiny one with
+        as many layers.
       **options: As in `add_arguments`; `out`: where the record is written after each round.
     """
     with _device() as note:
@@ -126,6 +127,7 @@ class _Bench:
                 f"--profile {watched}: it is none of the ways to save that are measured: "
                 f"{', '.join(self.modes)}."
             )
+        self.is_tiny = quick and bool(options.size)
         self.size_name = options.size or ("3m" if quick else "10m" if self.on_cpu else "")
         secs = options.minutes * 60 if options.minutes else float("inf")
         self.until = time.perf_counter() + secs
@@ -146,7 +148,7 @@ class _Bench:
 
     def _start(self) -> Shared:
         """Makes the job and its first state."""
-        size = SIZES[self.size_name]
+        size = tiny(SIZES[self.size_name]) if self.is_tiny else SIZES[self.size_name]
         if self.on_cpu:
             size = dataclasses.replace(size, batch=min(size.batch, 4), length=min(size.length, 64))
         job = make_job(size, jnp.float32 if self.on_cpu else jnp.bfloat16)

@@ -72,6 +72,11 @@ SIZES = {
 }
 
 
+def tiny(size: Size) -> Size:
+    """The same layers and segments, for a rehearsal: as many arrays, with little in them."""
+    return dataclasses.replace(size, width=64, batch=2, length=32)
+
+
 @dataclasses.dataclass
 class Job:
     """What all modes train.
