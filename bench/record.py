@@ -220,6 +220,11 @@ def resident_bytes(pid: int | str = "self") -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def machine_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def hardware() -> dict[str, Any]:
     """The machine, as far as figures depend on it."""
     model = platform.processor()
@@ -228,11 +233,10 @@ def hardware() -> dict[str, Any]:
             if line.startswith("model name"):
                 model = line.partition(":")[2].strip()
                 break
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": model,
         "cores": _CORES,
-        "memory_gib": round(memory / 2**30, 1),
+        "memory_gib": round(machine_bytes() / 2**30, 1),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "devices": _device_kinds(),
         "system": platform.platform(terse=True),

@@ -31,7 +31,7 @@ from bench.record import (
     without_fma,
 )
 from bench.train.figures import predicted_stall_secs
-from bench.train.model import AXIS, SIZES, Job, make_job, tiny
+from bench.train.model import SIZES, Job, make_job, one_device_mesh, tiny
 from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode, refuse_unknown
 from gockpt_jax.transfer import block, layout
 from gockpt_jax.transfer.host_memory import is_in_memory
@@ -106,9 +106,8 @@ def run(quick: bool, **options: Any) -> Record:
         without_fma()
     on_cpu = jax.default_backend() == "cpu"
     record = Record("around", notes=[*NOTES])
-    axes = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((1,), (AXIS,), axis_types=axes, devices=jax.devices()[:1])
-    with jax.set_mesh(mesh), tempfile.TemporaryDirectory(dir=chosen.directory) as scratch:
+    scratch_folder = tempfile.TemporaryDirectory(dir=chosen.directory)
+    with jax.set_mesh(one_device_mesh()), scratch_folder as scratch:
         place = "memory" if is_in_memory(scratch) else "disk"
         record.notes.append(f"Checkpoints went to {place}.")
         for size in sizes or ["toy" if quick else "10m" if on_cpu else "800m"]:

@@ -34,19 +34,20 @@ _PREDICTED = re.compile(r"(\w+/gockpt_b(\d+))/predicted_stall_ms")
 _AROUND = [mode for mode in _MODES if mode != "gockpt"]  # there, with a fixed K only
 
 
-def _is_on_accelerator(record: Record) -> bool:
+def is_on_accelerator(record: Record) -> bool:
+    """Whether a record was made where there is more than a CPU."""
     return any(device != "cpu" for device in record["hardware"].get("devices", ()))
 
 
 def is_link(record: Record) -> bool:
     """Whether a record holds the answers of an accelerator's link, up to the largest size."""
     is_whole = f"pull_gbps/library/{_SIZES[-1]}MiB/warm" in record["samples"]
-    return record["name"] == "gpu transfer" and _is_on_accelerator(record) and is_whole
+    return record["name"] == "gpu transfer" and is_on_accelerator(record) and is_whole
 
 
 def is_training(record: Record) -> bool:
     """Whether a record holds training on an accelerator, stock beside ours."""
-    if record["name"] != "train" or not _is_on_accelerator(record) or not train.has_stall(record):
+    if record["name"] != "train" or not is_on_accelerator(record) or not train.has_stall(record):
         return False
     around = train.of_figure(record, "around_save_secs")
     intervals = {i for by_interval in around.values() for i in by_interval}
@@ -55,7 +56,7 @@ def is_training(record: Record) -> bool:
 
 def is_around(record: Record) -> bool:
     """Whether a record holds what single saves of one size cost on an accelerator, by most ways."""
-    if record["name"] != "around" or not _is_on_accelerator(record):
+    if record["name"] != "around" or not is_on_accelerator(record):
         return False
     sizes = {name.partition("/")[0] for name in record["samples"]}
     names = {name.partition("/")[2] for name in record["samples"]}
@@ -65,12 +66,12 @@ def is_around(record: Record) -> bool:
 def has_predictions(record: Record) -> bool:
     """Whether the planner expected something of an accelerator's saves with little memory."""
     predicted = any(map(_PREDICTED.fullmatch, record["samples"]))
-    return record["name"] == "around" and _is_on_accelerator(record) and predicted
+    return record["name"] == "around" and is_on_accelerator(record) and predicted
 
 
 def is_replay(record: Record) -> bool:
     """Whether a record holds replay of an accelerator's updates."""
-    return record["name"] == "gpu exact" and _is_on_accelerator(record)
+    return record["name"] == "gpu exact" and is_on_accelerator(record)
 
 
 def link_table(record: Record) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import tables, timeline, train
+from bench.figures.accelerator import is_on_accelerator
 from bench.record import ROOT
 
 
@@ -79,11 +80,7 @@ def load_results(directory: Path) -> list[Result]:
             inside = path.is_relative_to(ROOT)
             shown = path.relative_to(ROOT if inside else directory).as_posix()
             results.append(Result(shown, record))
-    return sorted(results, key=lambda r: (_on_accelerator(r.record), r.path))
-
-
-def _on_accelerator(record: Mapping[str, Any]) -> bool:
-    return any(device != "cpu" for device in record["hardware"].get("devices", ()))
+    return sorted(results, key=lambda r: (is_on_accelerator(r.record), r.path))
 
 
 def draw(plot: Plot, result: Result, path: Path) -> None:
@@ -135,11 +132,7 @@ def make(results: Sequence[Result], out: Path, root: Path) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Makes all figures and tables; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench figures", description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
-    parser.add_argument("--root", type=Path, default=ROOT, help="of documents with tables")
-    options = parser.parse_args(argv)
-    for line in make(load_results(options.results.resolve()), options.out, options.root):
+    argparse.ArgumentParser(prog="python -m bench figures", description=__doc__).parse_args(argv)
+    for line in make(load_results(ROOT / "bench" / "results"), ROOT / "docs" / "figures", ROOT):
         print(line)
     return 0

@@ -81,7 +81,8 @@ def draw_throughput(figure: Any, record: Mapping[str, Any]) -> None:
     """
     axes = figure.subplots()
     modes = of_figure(record, "throughput_ratio")
-    for n, (mode, by_interval) in enumerate(_saving(modes)):
+    saving = _saving(modes)
+    for n, (mode, by_interval) in enumerate(saving):
         intervals = sorted(by_interval)
         medians = [statistics.median(by_interval[i]) for i in intervals]
         halves = [middle_half(by_interval[i]) for i in intervals]
@@ -97,7 +98,7 @@ def draw_throughput(figure: Any, record: Mapping[str, Any]) -> None:
         axes.fill_between([i for i, _ in ideal], low, high, color="0.9", zorder=0, label="ideal")
     axes.axhline(1.0, color="0.0", linewidth=0.6, linestyle=":")
     axes.set_xscale("log")
-    ticks = sorted({i for _, by in _saving(of_figure(record, "throughput_ratio")) for i in by})
+    ticks = sorted({i for _, by_interval in saving for i in by_interval})
     axes.set_xticks(ticks, [str(i) for i in ticks])
     axes.minorticks_off()
     axes.set_xlabel("steps between saves")

@@ -20,6 +20,7 @@ from lm import data, sharding
 
 from bench.record import Record, resident_bytes, sampled, without_fma
 from bench.timeline.spans import LANES, ORIGIN, Span, busy_secs, read_spans
+from bench.train.model import one_device_mesh
 
 _SAVE_EVERY, _WINDOW = 10, 4
 _SAVED = 2 * _SAVE_EVERY  # the third save: nothing compiles any more
@@ -88,10 +89,7 @@ def _profile_window(directory: Path, size: str, seq_len: int) -> tuple[Any, list
         directory=directory, save_every=_SAVE_EVERY, max_to_keep=2, window=_WINDOW,
     )  # fmt: skip
     corpus, trace = data.load_corpus(), directory / "trace"
-    devices = jax.local_devices()[:1]
-    mesh = jax.make_mesh(
-        (1,), (sharding.AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
-    )
+    device, mesh = jax.local_devices()[0], one_device_mesh()
     with jax.set_mesh(mesh), train_lm.make_manager(args) as manager:
         init = functools.partial(train_lm.init_state, args, jax.random.key(args.seed))
         target = sharding.with_fsdp(jax.eval_shape(init), mesh)
@@ -103,7 +101,7 @@ def _profile_window(directory: Path, size: str, seq_len: int) -> tuple[Any, list
             before = None
             for step in steps:
                 batch = data.batch(corpus, seed=0, step=step, size=8, length=seq_len)
-                state, loss = train_step(state, jax.device_put(batch, devices[0]))
+                state, loss = train_step(state, jax.device_put(batch, device))
                 manager.save(step, args=train_lm.gockpt.GoCkptSave(state))
                 if before is not None:
                     before.block_until_ready()  # as a loop does that prints the last loss
@@ -112,7 +110,7 @@ def _profile_window(directory: Path, size: str, seq_len: int) -> tuple[Any, list
 
         state = train(state, range(_TRACED.start))
         manager.wait_until_finished()
-        with _profiled(trace), _sampled_memory(devices[0]) as series:
+        with _profiled(trace), _sampled_memory(device) as series:
             state = train(state, _TRACED)
             manager.wait_until_finished()
         report = manager.last_report

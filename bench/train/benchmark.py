@@ -7,7 +7,6 @@ way, and the next mode goes on from there. So drift of the machine meets them al
 import argparse
 import contextlib
 import dataclasses
-import os
 import shutil
 import tempfile
 import time
@@ -23,14 +22,16 @@ from bench.record import (
     OptionError,
     Record,
     has_nvidia,
+    machine_bytes,
     refuse_no_folder,
     use_device_memory,
     without_fma,
 )
 from bench.train.cores import device_cores
 from bench.train.figures import NOTES
-from bench.train.model import AXIS, SIZES, make_job, tiny
+from bench.train.model import SIZES, make_job, one_device_mesh, tiny
 from bench.train.modes import DEFAULT, refuse_unknown
+from bench.train.phases import device_bytes
 from bench.train.place import LADDER, choose, places
 from bench.train.rounds import CORE_PHASES, Interval, Shared, saves_per_phase
 from bench.train.table import TrainRecord
@@ -66,14 +67,10 @@ def run(quick: bool, **options: Any) -> Record:
         as many layers.
       **options: As in `add_arguments`; `out`: where the record is written after each round.
     """
-    with _device() as note:
-        mesh = jax.make_mesh(
-            (1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
-        )
-        with jax.set_mesh(mesh):
-            bench = _Bench(quick, argparse.Namespace(**options))
-            bench.record.notes += [note] if note else []
-            return bench.run()
+    with _device() as note, jax.set_mesh(one_device_mesh()):
+        bench = _Bench(quick, argparse.Namespace(**options))
+        bench.record.notes += [note] if note else []
+        return bench.run()
 
 
 @contextlib.contextmanager
@@ -176,14 +173,12 @@ class _Bench:
         place = found[0]
         if not self.on_cpu:
             asked = self.size_name
-            stats = jax.local_devices()[0].memory_stats() or {}
-            host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             self.size_name, place, why = choose(
                 found,
-                device_bytes=stats.get("bytes_limit", 0),
+                device_bytes=device_bytes("bytes_limit"),
                 saves=saves_per_phase(min(self.intervals)),
                 interval=min(self.intervals),
-                host_bytes=max(host_bytes, int((self.options.host_gib or 0) * 2**30)),
+                host_bytes=max(machine_bytes(), int((self.options.host_gib or 0) * 2**30)),
                 secs=float("inf") if asked else min(self.until - time.perf_counter(), 3600.0),
                 phases=CORE_PHASES,
                 sizes=(asked,) if asked else LADDER,

@@ -16,8 +16,6 @@ from lm.sharding import AXIS
 
 from bench.scanned_gpt import VOCABULARY, GPTConfig, ScannedGPT
 
-__all__ = ["AXIS", "SIZES", "Job", "Size", "make_job"]
-
 STATE_BYTES_PER_PARAMETER = 12  # fp32: itself and Adam's two moments
 _BATCHES = 16  # different ones, on the device beforehand: no loader in the measurement
 
@@ -70,6 +68,12 @@ SIZES = {
     "2.8b": Size(36, 2560, 8, 1024),  # 34 GB
     "4.2b": Size(40, 2944, 8, 1024),  # 50 GB
 }
+
+
+def one_device_mesh() -> jax.sharding.Mesh:
+    """A mesh of the first device alone, for `jax.set_mesh`."""
+    axes = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((1,), (AXIS,), axis_types=axes, devices=jax.devices()[:1])
 
 
 def tiny(size: Size) -> Size:
