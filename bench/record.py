@@ -22,6 +22,7 @@ from bench.tables import print_table, spread_row
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "torch")
+_MEASURED = ("gockpt_jax", "bench", "examples")  # the last has the networks that are trained
 MEMORY, MEMORY_VARIABLE = Path("/dev/shm"), "BENCH_MEMORY_DIR"
 """A file system in the host's memory, and what names another folder of it."""
 DEVICE_MEMORY = 0.92
@@ -295,7 +296,7 @@ def _commit() -> str:
     head, digest = git("rev-parse", "--short", "HEAD"), f"sources {sources_digest()}"
     if not head:
         return digest
-    changed = git("status", "--porcelain", "--", "gockpt_jax", "bench/*.py")
+    changed = git("status", "--porcelain", "--", *(f"{folder}/*.py" for folder in _MEASURED))
     return f"{head} with changes, {digest}" if changed else head
 
 
@@ -306,7 +307,7 @@ def sources_digest() -> str:
     record is of that checkout.
     """
     digest = hashlib.sha256()
-    for folder in ("gockpt_jax", "bench"):
+    for folder in _MEASURED:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.record import ROOT, Record, interleaved, ratios
+from bench.record import ROOT, Record, _commit, interleaved, ratios, sources_digest
 
 RESULTS = sorted((ROOT / "bench" / "results").rglob("*.json"))
 MODULES = {
@@ -74,6 +74,28 @@ def test_results_are_records_of_clean_commits(path):
     record = json.loads(path.read_text(encoding="utf-8"))
     check(record)
     assert "changes" not in record["commit"]
+
+
+@pytest.mark.parametrize("folder", ["gockpt_jax", "bench", "examples"])
+def test_a_record_tells_of_changes_wherever_what_is_measured_lies(folder, tmp_path, monkeypatch):
+    """The examples have the networks that `bench train` trains."""
+    monkeypatch.setattr("bench.record.ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    path = tmp_path / folder / "lm" / "model.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("width = 1")
+    copied = _commit()
+    assert copied == f"sources {sources_digest()}"
+    for words in (
+        ["init", "--quiet"], ["add", folder],
+        ["-c", "user.name=x", "-c", "user.email=x", "commit", "--quiet", "-m", "x"],
+    ):  # fmt: skip
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    clean = _commit()
+    assert "sources" not in clean
+    path.write_text("width = 2")
+    assert _commit() == f"{clean} with changes, sources {sources_digest()}"
+    assert _commit() != f"{clean} with changes, {copied}"
 
 
 def test_imports_start_no_backend():
