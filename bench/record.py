@@ -8,13 +8,12 @@ import json
 import os
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore"
 _MEASURED = ("gockpt_jax", "bench", "examples")  # the last has the networks that are trained
 MEMORY, MEMORY_VARIABLE = Path("/dev/shm"), "BENCH_MEMORY_DIR"
 """A file system in the host's memory, and what names another folder of it."""
-DEVICE_MEMORY = 0.92
-"""The part of a GPU's memory that training takes: what there is. JAX's own default is 0.75."""
 _CORES = len(os.sched_getaffinity(0))  # now: a benchmark may leave some to its device
 UNFINISHED = ".unfinished"
 """At the end of a file's name while it is written."""
@@ -176,40 +173,6 @@ def _status_bytes(name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/self/status has no {name}")
-
-
-def has_nvidia() -> bool:
-    """Whether there is a GPU of NVIDIA's, without starting JAX."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
-
-
-def use_device_memory(
-    part: float, environment: MutableMapping[str, str] = os.environ, *, unless_said: bool = False
-) -> None:
-    """Says how much of a GPU's memory JAX takes; before it starts its backends.
-
-    JAX refuses to start if the variable is set under its old name, too.
-
-    Args:
-      part: Of the memory, at most 1.
-      environment: Of the process that JAX will run in.
-      unless_said: Whether the user's own choice stands.
-    """
-    said = environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
-    if unless_said and (said or "XLA_CLIENT_MEM_FRACTION" in environment):
-        environment.setdefault("XLA_CLIENT_MEM_FRACTION", said or "")
-    else:
-        environment["XLA_CLIENT_MEM_FRACTION"] = f"{part:g}"
-
-
-def without_fma(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has the CPU backend fuse no multiplication with an addition; before JAX starts its backends.
-
-    So a CPU stands in for an accelerator. With it exact replay is impossible, and no window opens.
-    """
-    flags = environment.get("XLA_FLAGS", "")
-    if "xla_cpu_max_isa" not in flags:
-        environment["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa=AVX".strip()
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -20,16 +20,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+from bench.device import use_device
 from bench.garbage import frozen, full_collections
 from bench.profiled import profiled
-from bench.record import (
-    OptionError,
-    Record,
-    has_nvidia,
-    refuse_no_folder,
-    use_device_memory,
-    without_fma,
-)
+from bench.record import OptionError, Record, refuse_no_folder
 from bench.train.figures import predicted_stall_secs
 from bench.train.model import SIZES, Job, make_job, one_device_mesh, tiny
 from bench.train.modes import Mode, Setting, host_budget_bytes, make_mode, refuse_unknown
@@ -100,10 +94,7 @@ def run(quick: bool, **options: Any) -> Record:
     modes = chosen.modes.split(",")
     sizes = chosen.size.split(",") if chosen.size else []
     _refuse(modes, sizes, chosen)
-    if has_nvidia():
-        use_device_memory(_DEVICE_MEMORY, unless_said=True)
-    else:
-        without_fma()
+    use_device(_DEVICE_MEMORY)
     on_cpu = jax.default_backend() == "cpu"
     record = Record("around", notes=[*NOTES])
     scratch_folder = tempfile.TemporaryDirectory(dir=chosen.directory)

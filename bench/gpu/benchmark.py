@@ -21,19 +21,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.device import DEVICE_MEMORY, use_device
 from bench.gpu.table import show
 from bench.record import (
-    DEVICE_MEMORY,
     MEMORY,
     MEMORY_VARIABLE,
     ROOT,
     UNFINISHED,
     OptionError,
     command,
-    has_nvidia,
     refuse_no_folder,
-    use_device_memory,
-    without_fma,
     write_json,
 )
 
@@ -260,15 +257,9 @@ def _wait(child: "subprocess.Popen[bytes]", secs: float) -> str:
 def _environment(cache: str) -> dict[str, str]:
     """A child's environment: it starts with what earlier ones have compiled."""
     environment = {**os.environ, "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
-    if has_nvidia():
-        if environment.get("JAX_PLATFORMS", "cuda") in ("cuda", "gpu"):
-            # Replay needs the CPU backend. Unset, JAX would go on without a GPU that fails.
-            environment["JAX_PLATFORMS"] = "cuda,cpu"
-        use_device_memory(DEVICE_MEMORY, environment, unless_said=True)
+    if use_device(DEVICE_MEMORY, environment):
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-    else:
-        without_fma(environment)
     return environment
 
 

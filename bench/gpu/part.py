@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.record import Record, use_device_memory, without_paths
+from bench.device import use_device_memory
+from bench.record import Record, without_paths
 
 _BESIDE = "overlap,donated"
 """The questions that depend on how the runtime dispatches; asked both ways."""

@@ -20,7 +20,8 @@ import optax
 import orbax.checkpoint as ocp
 
 import gockpt_jax as gockpt
-from bench.record import peak_memory, resident_bytes, sampled, without_fma
+from bench.device import without_fma
+from bench.record import peak_memory, resident_bytes, sampled
 from bench.storage.contenders import give_back
 
 _SAMPLE_SECS = 0.005

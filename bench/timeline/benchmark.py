@@ -18,7 +18,8 @@ import jax
 import train_lm
 from lm import data, sharding
 
-from bench.record import Record, resident_bytes, sampled, without_fma
+from bench.device import without_fma
+from bench.record import Record, resident_bytes, sampled
 from bench.timeline.spans import LANES, ORIGIN, Span, busy_secs, read_spans
 from bench.train.model import one_device_mesh
 

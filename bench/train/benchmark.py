@@ -17,16 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.record import (
-    DEVICE_MEMORY,
-    OptionError,
-    Record,
-    has_nvidia,
-    machine_bytes,
-    refuse_no_folder,
-    use_device_memory,
-    without_fma,
-)
+from bench.device import DEVICE_MEMORY, use_device
+from bench.record import OptionError, Record, machine_bytes, refuse_no_folder
 from bench.train.cores import device_cores
 from bench.train.figures import NOTES
 from bench.train.model import SIZES, make_job, one_device_mesh, tiny
@@ -76,11 +68,9 @@ def run(quick: bool, **options: Any) -> Record:
 @contextlib.contextmanager
 def _device() -> Iterator[str]:
     """Must come before JAX starts its backends; yields what a reader must know of the device."""
-    if has_nvidia():
-        use_device_memory(DEVICE_MEMORY, unless_said=True)
+    if use_device(DEVICE_MEMORY):
         yield ""
         return
-    without_fma()
     with device_cores() as apart:
         yield _SHARED_CORES if apart is None else _OWN_CORES.format(*map(len, apart))
 

@@ -14,7 +14,8 @@ import optax
 import orbax.checkpoint as ocp
 
 import gockpt_jax as gockpt
-from bench.record import Record, without_fma
+from bench.device import without_fma
+from bench.record import Record
 from bench.transfer.gpu import answer
 from bench.transfer.hooks import NOTES, Hooks
 from bench.transfer.save_call import measure

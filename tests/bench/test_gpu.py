@@ -17,11 +17,12 @@ import hurry
 import numpy as np
 import pytest
 
+from bench.device import use_device, use_device_memory
 from bench.gpu import benchmark as gpu
 from bench.gpu import exact, torch_dcp
 from bench.gpu.part import _ask_with_async_dispatch, main
 from bench.gpu.table import AIMS, aims_of, show
-from bench.record import ROOT, OptionError, Record, use_device_memory
+from bench.record import ROOT, OptionError, Record
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_some_optimizers_are_not_all(rehearsal):
 
 
 def test_a_gpu_beside_the_cpu_backend_with_most_of_its_memory(monkeypatch):
-    monkeypatch.setattr(gpu, "has_nvidia", lambda: True)
+    monkeypatch.setattr("bench.device.shutil.which", lambda _: "nvidia-smi")
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
@@ -225,6 +226,25 @@ def test_a_gpu_beside_the_cpu_backend_with_most_of_its_memory(monkeypatch):
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found
     use_device_memory(0.5, found)
     assert found["XLA_CLIENT_MEM_FRACTION"] == "0.5"
+    # A rehearsal on a machine that has one: the CPU stands in for it.
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    found = gpu._environment("cache")
+    assert (found["JAX_PLATFORMS"], "--xla_cpu_max_isa=AVX" in found["XLA_FLAGS"]) == ("cpu", True)
+
+
+@pytest.mark.parametrize(
+    ("said", "used"), [(None, "cuda,cpu"), ("gpu", "cuda,cpu"), ("tpu", "tpu")]
+)
+def test_no_cpu_is_measured_where_a_gpu_does_not_start(said, used, monkeypatch):
+    """JAX has read its variables by then, and alone would go on without the GPU."""
+    environment = {} if said is None else {"JAX_PLATFORMS": said}
+    told = {}
+    monkeypatch.setattr("bench.device.shutil.which", lambda _: "nvidia-smi")
+    monkeypatch.setattr("bench.device.os.environ", environment)
+    monkeypatch.setattr("bench.device.jax.config.update", told.__setitem__)
+    assert use_device(0.8, environment)
+    assert told == {"jax_platforms": used}
+    assert environment == {"JAX_PLATFORMS": used, "XLA_CLIENT_MEM_FRACTION": "0.8"}
 
 
 def test_a_part_that_hangs_is_killed_with_what_it_started():
