@@ -33,7 +33,7 @@ def use_device(part: float, environment: MutableMapping[str, str] = os.environ) 
     return True
 
 
-def has_nvidia(environment: Mapping[str, str] = os.environ) -> bool:
+def has_nvidia(environment: Mapping[str, str]) -> bool:
     """Whether there is a GPU of NVIDIA's for JAX to run on, without starting JAX."""
     if environment.get("JAX_PLATFORMS") == "cpu":
         return False

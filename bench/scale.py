@@ -24,6 +24,7 @@ _TABLE = re.compile(
 )
 _PAPER = "python -m bench.scale --paper"
 _UNITS = 1000
+_H100S_IDEAL = 10703  # tokens per second without checkpoints, in the paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,11 @@ def _v100s(model: str, stall: tuple[float, float, float, float]) -> Paper:
     return Paper(name, "s", plain, plain - overlapped, gockpt, gockpt_o)
 
 
-def _h100s(interval: int, overlapped: float, gockpt_o: float, ideal: float = 10703) -> Paper:
+def _h100s(interval: int, overlapped: float, gockpt_o: float) -> Paper:
     """Only tokens per second are given: over an interval they tell stalls in steps."""
 
     def stall(tokens: float) -> float:
-        return interval * (ideal / tokens - 1)
+        return interval * (_H100S_IDEAL / tokens - 1)
 
     name = f"LLaMA3-8B, 4 x H100, every {interval} steps"
     return Paper(name, "steps", stall(overlapped) + 1, 1.0, None, stall(gockpt_o))

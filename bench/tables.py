@@ -33,7 +33,7 @@ def print_table(
 
 def print_by_row(
     title: str, row: str, columns: Mapping[str, str], samples: Mapping[str, Sequence[float]],
-    notes: Sequence[str] = (), *, count: str = "",
+    notes: Sequence[str], *, count: str = "",
     cell: Callable[[str, float], str] = lambda _, value: f"{value:.4g}",
 ) -> None:  # fmt: skip
     """Prints the medians of figures named `<row>/<column>`: a line for each row.

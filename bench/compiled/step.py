@@ -151,7 +151,7 @@ def differing_early(
 
 
 def differing_results(
-    one: CompiledStep, other: CompiledStep, arguments: Sequence[Any], count: int, seed: int = 0
+    one: CompiledStep, other: CompiledStep, arguments: Sequence[Any], count: int
 ) -> tuple[int, int]:
     """How many of the first results of two programs are not the same expression, nor number.
 
@@ -160,12 +160,11 @@ def differing_results(
       other: Another, of the same expressions.
       arguments: Of both.
       count: Of results that are compared.
-      seed: Of what is not worked out.
 
     Returns:
       Results that are computed in another way, and those of them that are other numbers.
     """
-    mine, theirs = one.numbers(arguments, seed), other.numbers(arguments, seed)
+    mine, theirs = one.numbers(arguments), other.numbers(arguments)
     otherwise = [j for j in range(count) if one.program.results[j] != other.program.results[j]]
     perturbed = [
         j for j in otherwise if _differing(one.result(mine, j), other.result(theirs, j)) > 0

@@ -14,7 +14,6 @@ size, which shows that they run and nothing else.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -36,7 +35,7 @@ QUESTIONS: Mapping[str, Callable[[Asked], None]] = {
 
 
 def answer(
-    record: Record, *, quick: bool, limit_secs: float = math.inf, device: Any = None,
+    record: Record, *, quick: bool, limit_secs: float = math.inf,
     questions: Sequence[str] | None = None, saved: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Asks every question, in order of worth, until the time is over.
@@ -45,11 +44,10 @@ def answer(
       record: Takes samples and notes.
       quick: Fewer sizes and repeats.
       limit_secs: No measurement begins after this; the one that runs is finished.
-      device: Which; the first local one if `None`.
       questions: Names of `QUESTIONS`; all if `None`.
       saved: Called after each.
     """
-    device = device or jax.local_devices()[0]
+    device = jax.local_devices()[0]
     scale = Scale.of(device.platform, quick=quick)
     asked = Asked(record, device, scale, time.perf_counter() + limit_secs)
     for name in questions or QUESTIONS:
