@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,13 @@ class Record:
     def add(self, figure: str, *samples: float) -> None:
         """Adds samples to a figure."""
         self.samples.setdefault(figure, []).extend(map(float, samples))
+
+    def tell_failure(self, what: str) -> None:
+        """Keeps the traceback of what is being handled; others go on."""
+        failures = self.details.setdefault("failures", {})
+        failures[what] = without_paths(traceback.format_exc())
+        self.notes.append(f"{what}: failed, see the record's `failures`.")
+        print(f"{what} failed: {sys.exc_info()[1]!r}"[:500], file=sys.stderr)
 
     def as_json(self) -> dict[str, Any]:
         """The record with all that is needed to repeat it."""

@@ -104,7 +104,7 @@ def run(quick: bool, **options: Any) -> Record:
         for size in sizes or ["toy" if quick else "10m" if on_cpu else "800m"]:
             of_size = _OfSize(chosen, record, size, Path(scratch, size), quick=quick, on_cpu=on_cpu)
             for name in modes:
-                of_size.measure(name)
+                of_size.attempt(name)
             del of_size
             gc.collect()  # the next state has the room
     return record
@@ -168,7 +168,20 @@ class _OfSize:
             host_budget_bytes=host_budget_bytes(chosen.host_gib),
         )  # fmt: skip
 
-    def measure(self, name: str) -> None:
+    def attempt(self, name: str) -> None:
+        """Measures a mode; of one that fails it is told, and training starts again without it."""
+        try:
+            self._measure(name)
+        except Exception:
+            self._record.tell_failure(f"{self._size}/{name}")
+            self._state = None  # its step may have donated it; what it holds must be free
+        if self._state is None:
+            gc.collect()
+            self._state = self._job.init()
+        if self._chosen.out:
+            self._record.write(self._chosen.out)
+
+    def _measure(self, name: str) -> None:
         """Trains in one mode, through all of its saves."""
         mode_name, _, experiment = name.partition("+")
         gc.collect()  # each begins without what those before have left
@@ -184,8 +197,6 @@ class _OfSize:
             self._setting = dataclasses.replace(self._setting, step_secs=usual_ms / 1e3)
         details = self._record.details.setdefault(f"{self._size}/{name}", {})
         details |= {"steps_ms": [dataclasses.astuple(step) for step in steps], "reports": reports}
-        if self._chosen.out:
-            self._record.write(self._chosen.out)
 
     def _train(self, name: str, mode: Mode) -> list[_Step]:
         interval, saves = self._chosen.interval, _WARM + self._chosen.saves

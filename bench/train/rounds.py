@@ -4,15 +4,13 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.profiled import profiled
-from bench.record import Record, resident_bytes, without_paths
+from bench.record import Record, resident_bytes
 from bench.train.figures import add_host_memory, add_phase
 from bench.train.link import Link, slow_pulls
 from bench.train.model import Job
@@ -255,11 +253,7 @@ class Interval:
         try:
             return run()
         except Exception:
-            self.record.details["failures"][f"{name}/{self.interval}"] = without_paths(
-                traceback.format_exc()
-            )
-            print(f"{name} failed: {sys.exc_info()[1]!r}"[:500], file=sys.stderr)
-            self.record.notes.append(f"{name}: failed, see the record's `failures`.")
+            self.record.tell_failure(f"{name}/{self.interval}")
         mode = self.modes.pop(name, None)
         self.expected_secs.pop(name, None)
         with contextlib.suppress(Exception):

@@ -8,12 +8,13 @@ import gc
 import json
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from bench.around import benchmark as around
 from bench.record import Record
-from bench.train.modes import Mode, make_mode
+from bench.train.modes import DeviceCopy, Mode, make_mode
 
 CHOSEN = {
     "size": None, "modes": "ideal,gockpt_k3+apart", "interval": 12, "saves": 2, "directory": None,
@@ -49,6 +50,25 @@ def test_it_measures_modes_and_experiments(tmp_path, monkeypatch):
     kinds = [r["kind"] for r in found["details"]["toy/gockpt_k3+apart"]["reports"]]
     assert kinds[2:] == ["window"] * 3, "two that count and the one that is profiled"
     assert [path.name for path in tmp_path.glob("*.pb")] == ["toy-gockpt_k3+apart.xplane.pb"]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_a_mode_that_fails_costs_no_other(tmp_path, monkeypatch, capsys):
+    def fail(self, label, state):
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()  # as a donating step may have
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(DeviceCopy, "save", fail)
+    out = tmp_path / "around.json"
+    chosen = {"modes": "device_copy,ideal", "interval": 9, "saves": 1, "out": out}
+    around.run(True, **CHOSEN | chosen)
+    found = json.loads(out.read_text())
+    assert "MemoryError: planted" in found["details"]["failures"]["toy/device_copy"]
+    assert "toy/device_copy: failed, see the record's `failures`." in found["notes"]
+    assert "toy/device_copy failed: MemoryError('planted')" in capsys.readouterr().err
+    assert len(found["samples"]["toy/ideal/around_save_ms"]) == 1
+    assert not [name for name in found["samples"] if "device_copy" in name]
 
 
 class Endless(Mode):
