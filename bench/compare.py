@@ -14,8 +14,9 @@ rates are compared on the same hardware and for the same command only (sizes and
 What differs between the two runs besides the code is said first. Yardsticks (raw disk, stock, a
 copy, training without checkpoints) are nobody's regression: those that have moved say that the
 machine was in another state. Their times and rates are its pace, and other times and rates are
-judged over it: the ratio over the yardsticks' median, the spread over their middle half. Exit
-status: 1 if a figure got worse, 2 if the files cannot be compared.
+judged over it: the ratio over the yardsticks' median, the spread over their middle half, in which
+those count for most that have the narrowest spread themselves. Exit status: 1 if a figure got
+worse, 2 if the files cannot be compared.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from bench.tables import print_table
 
 LEAST_SAMPLES = 5
 _DRAWS, _LEVEL, _SEED = 4000, 0.99, 0
+_LEAST_WIDTH = 0.01
 _SHOWN = 4  # of the yardsticks that have moved; the table has all
 _HARDWARE = ("cpu", "cores", "memory_gib", "devices")  # not the load, nor the kernel's name
 
@@ -86,14 +88,23 @@ class Pace:
 
     @classmethod
     def of(cls, changes: Sequence[Change]) -> "Pace":
-        """The pace of all yardsticks that are times or rates; 1 if there are none."""
-        found = [
-            1 / c.ratio if naming.is_rate(c.figure) else c.ratio
+        """The pace of all yardsticks that are times or rates; 1 if there are none.
+
+        Those of narrow spread count for more, by its inverse square: of many small figures of a
+        save, as of its renaming, each says next to nothing of a machine.
+        """
+        found = sorted(
+            (1 / c.ratio if naming.is_rate(c.figure) else c.ratio, _width(c.spread))
             for c in changes
             if c.ratio and c.spread
             if naming.is_yardstick(c.figure) and naming.is_time_or_rate(c.figure)
-        ]
-        return cls(*np.quantile(found, (0.25, 0.5, 0.75)).tolist()) if found else cls()
+        )
+        if not found:
+            return cls()
+        ratios, widths = np.array(found).T
+        ends = np.cumsum(widths**-2.0)
+        middles = ends - widths**-2.0 / 2
+        return cls(*np.interp((0.25, 0.5, 0.75), middles / ends[-1], ratios).tolist())
 
     def over(
         self, ratio: float, spread: tuple[float, float], *, is_rate: bool
@@ -158,6 +169,11 @@ def _change(name: str, a: Sequence[float], b: Sequence[float], other: Sequence[s
     if min(len(a), len(b)) < LEAST_SAMPLES and not naming.repeats(name):
         return dataclasses.replace(change, reason=f"fewer than {LEAST_SAMPLES} samples")
     return dataclasses.replace(change, spread=ratio_interval(a, b))
+
+
+def _width(spread: tuple[float, float]) -> float:
+    """Of a spread, on a scale of logarithms; of one that is nothing, as little as matters."""
+    return max(math.log(spread[1] / spread[0]), _LEAST_WIDTH)
 
 
 def _judged(change: Change, pace: Pace, threshold: float) -> Change:

@@ -188,6 +188,18 @@ def test_times_and_rates_are_judged_over_the_pace_of_the_machine(
     assert "2.025 times as long" in capsys.readouterr().out
 
 
+def test_a_yardstick_that_could_be_anything_says_little_of_the_machine():
+    """Raw writes were faster on the other day; what little they wait for one cannot tell."""
+    wide = [0.2, 1.0, 3.0, 0.5, 2.0]
+    small = ("tail_secs/raw", "sync_secs/raw", "rename_secs/raw", "first_write_secs/raw")
+    a = record({"save_secs/raw": NOISY, "save_secs/files": NOISY} | dict.fromkeys(small, wide))
+    b = record({name: times(0.75, x) for name, x in a["samples"].items()})
+    b["samples"] |= {name: times(1.2, wide) for name in small}
+    found = {change.figure: change.verdict for change in compare(a, b)}
+    assert found["save_secs/raw"] == "moved"
+    assert found["save_secs/files"] == "same"
+
+
 def test_what_differs_is_said_first(tmp_path, capsys):
     before, after = tmp_path / "a.json", tmp_path / "b.json"
     before.write_text(json.dumps(record({"x_ratio": NOISY})))
