@@ -217,7 +217,7 @@ def _said_of_training(record: Record, interval: int) -> str:
         f"{float(gpt[1]):.0f} M parameters, {state:.1f} GB of state, a save every {interval} steps "
         f"of {step:.2f} s, {len(again)} rounds in which the ways take turns. What a save costs: "
         f"the time of the {2 * AROUND + 1} steps around it, less as many times the median of the "
-        "phase's other steps, during most of which it was still being written. The change of an "
+        "phase's other steps, some of which ran beside its writing. The change of an "
         "interval includes the machine's drift: training without checkpoints, divided by itself, "
         f"gave {min(again):.3f} to {max(again):.3f}, which is {drift:.0f} ms of an interval. "
         f"Device memory: the largest sample. {place[0]}"

@@ -161,6 +161,8 @@ def test_what_a_save_costs_on_a_gpu_is_told_with_its_drift():
     assert lines[3].startswith("| gockpt_jax, as it plans (`gockpt`) | 10, 5 | 10, 0 | 0.995 |")
     said = " ".join(lines[4:])
     assert "On one H100 (4 cores, jax 1), Orbax 2: a GPT of 2000 M parameters" in said
+    # How many a record tells, and it has been few of them.
+    assert "the median of the phase's other steps, some of which ran beside its writing." in said
     assert "gave 0.990 to 1.000, which is 100 ms of an interval." in said
     assert said.endswith("Checkpoints went to disk, in haste.")
 
