@@ -37,6 +37,7 @@ from bench.record import (
 _START_SECS = 12.0  # of a process, before its clock runs
 _GRACE_SECS = 15.0  # after its time, before it is killed
 _SIXTH = 1 / 6
+_NOT_RUN = "not run"
 _SHARES = max(1, min(6, len(os.sched_getaffinity(0)) // 2))  # of the optimizers, in processes
 
 
@@ -137,7 +138,7 @@ class GpuRun:
         file = self._file(part.name)
         if secs < _START_SECS + 5:
             earlier = ", what is told of it is from an earlier command" if file.exists() else ""
-            self._states[part.name] = f"not run: the time was over{earlier}"
+            self._states[part.name] = f"{_NOT_RUN}: the time was over{earlier}"
             return
         file.unlink(missing_ok=True)
         minutes = (secs - _START_SECS) / 60
@@ -205,12 +206,17 @@ class GpuRun:
             samples |= {prefix + key: value for key, value in record.get("samples", {}).items()}
         return {
             "name": "gpu",
-            "command": command(),
+            "command": self._command(),
             **found,
             "figures": figures,
             "samples": samples,
             "notes": [f"{name}: {state}" for name, state in states.items()],
         }
+
+    def _command(self) -> str:
+        """What has measured; a command that only prints the tables again has not."""
+        has_run = any(not state.startswith(_NOT_RUN) for state in self._states.values())
+        return command() if has_run else self._read("gpu").get("command", command())
 
     def write_summary(self) -> None:
         """Writes `gpu.json`."""

@@ -22,7 +22,7 @@ from bench.gpu import benchmark as gpu
 from bench.gpu import exact, torch_dcp
 from bench.gpu.part import _ask_with_async_dispatch, main
 from bench.gpu.table import AIMS, aims_of, show
-from bench.record import ROOT, OptionError, Record
+from bench.record import ROOT, OptionError, Record, command
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +189,15 @@ def test_parts_of_an_earlier_command_are_told_of(tmp_path):
     ]
     assert summary["figures"] == {"transfer": 1.0, "train": 1.0}
     assert summary["commit"] == "c0ffee"
+    assert summary["command"] == command()
+
+
+def test_tables_that_are_printed_again_are_of_the_command_that_measured(tmp_path):
+    measured = "python -m bench gpu --parts transfer --minutes 1"
+    (tmp_path / "gpu.json").write_text(json.dumps({"command": measured}))
+    assert run_parts(tmp_path, *gpu.PARTS[:1], secs=0.0)["command"] == measured
+    crashing = gpu.Part("train", 1.0, ("bench.no_such_module",))
+    assert run_parts(tmp_path, crashing)["command"] == command()
 
 
 @pytest.mark.parametrize(
