@@ -327,6 +327,17 @@ def test_what_an_embedding_scatters_is_cut_in_front_of_a_product_alone(update, g
     assert analyse(step, state(*names), gradient()).groups == groups
 
 
+def test_what_a_compiler_makes_one_of_is_retained_behind_that():
+    """The larger of two `tanh` becomes the `tanh` of the larger, unless these are returned."""
+
+    def step(s, x, y):
+        one, other = jnp.tanh(x), jnp.tanh(y)
+        return {"m": 0.9 * s["m"] + jnp.maximum(one, other), "w": 0.9 * s["w"] + (one - other)}
+
+    found = analyse(step, state("m", "w"), gradient(0), gradient(1), even_for_nothing=True)
+    assert [v.op.name for v in found.cut.values] == ["max", "sub"]
+
+
 def test_a_row_that_a_sum_spreads_itself_makes_its_leaf_late():
     """`lax.add` takes rows of one element: of them a chunk of the matrix has some, or none."""
 

@@ -323,6 +323,11 @@ OTHER = [
         lambda n: (n.astype(jnp.float32) + 0.0).astype(jnp.bfloat16),
         "uint32",
     ),
+    case(
+        "round as bf16, widen, and round as fp16",
+        lambda x: x.astype(jnp.bfloat16).astype(jnp.float32).astype(jnp.float16),
+        "float16",
+    ),
     case("absolute of a complex one", jnp.abs, "complex64"),
     case("sign of a complex one", jnp.sign, "complex64"),
     case("widen a narrow sum", lambda x: (-x).astype(jnp.float32), "bfloat16"),
