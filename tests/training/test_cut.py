@@ -315,13 +315,21 @@ def test_row_means_of_factored_optimizers_stay_small_leaves():
     assert found.late.keys() == {"row", "w"}
 
 
+OF_AN_EMBEDDING = {
+    "alone": lambda scattered, g: scattered,
+    "marked": lambda scattered, g: mark_gradients(scattered),
+    "tied": lambda scattered, g: scattered + g,
+}
+
+
+@pytest.mark.parametrize("name", OF_AN_EMBEDDING)
 @pytest.mark.parametrize(("update", "groups"), [(adam, [["m", "v"]]), (momentum, [])])
-def test_what_an_embedding_scatters_is_cut_in_front_of_a_product_alone(update, groups):
+def test_what_an_embedding_scatters_is_cut_in_front_of_a_product_alone(update, groups, name):
     """With a sum that it feeds, XLA makes one scatter of it (`scatters`)."""
     rows = jnp.array([1, 5, 1])
 
     def step(s, g):
-        return update(s, jnp.zeros(N).at[rows].add(g[:3]))
+        return update(s, OF_AN_EMBEDDING[name](jnp.zeros(N).at[rows].add(g[:3]), g))
 
     names = ("m", "v", "w") if update is adam else ("m", "w")
     assert analyse(step, state(*names), gradient()).groups == groups
