@@ -90,6 +90,12 @@ EXACT = [
         "int32",
         "float32",
     ),
+    case(
+        "narrow a product with a count",
+        lambda n, x: (x * n.astype(jnp.float32)).astype(jnp.bfloat16),
+        "int32",
+        "float32",
+    ),
     case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
     case("add products by other numbers", lambda x, y: x * 0.9 + y * 0.1, "float32", "float32"),
     case("add zero", lambda x: x + 0.0, "float32"),
