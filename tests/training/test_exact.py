@@ -99,6 +99,11 @@ EXACT = [
     case("spread a scalar", lambda x: jnp.full((4,), x[0] * 2.0), "float32"),
     case("add products by other numbers", lambda x, y: x * 0.9 + y * 0.1, "float32", "float32"),
     case("add zero", lambda x: x + 0.0, "float32"),
+    case(
+        "add a sum of constants",
+        lambda x: x + (jnp.full(4, 0.3) + jnp.full(4, 0.7)),
+        "float32",
+    ),
     case("from a constant, from another", lambda x: 0.7 - (0.3 - x), "float32"),
     case(
         "add products, by what is negated",
