@@ -83,10 +83,16 @@ def _shows(value: Value, names: Collection[str]) -> bool:
 def scatters(value: Value) -> bool:
     """Whether XLA sees a scatter, which it makes one with what is added, and again with the next.
 
-    `d + scatter(z, g)` becomes `scatter(d + z, g)`.
+    `d + scatter(z, g)` becomes `scatter(d + z, g)`, also where that is divided by one.
     """
-    ops = _chain(value, lambda op: op.name not in SUMS | IDENTITIES)
+    ops = _chain(value, _ends_scatter)
     return any(op.name.startswith("scatter") for op in ops)
+
+
+def _ends_scatter(op: Op) -> bool:
+    if op.name in PRODUCTS or op.name in ("div", "select_n", "max", "min"):
+        return _ends_sum(op)
+    return op.name not in SUMS | IDENTITIES
 
 
 def is_rounded(value: Value) -> bool:

@@ -319,6 +319,8 @@ OF_AN_EMBEDDING = {
     "alone": lambda scattered, g: scattered,
     "marked": lambda scattered, g: mark_gradients(scattered),
     "tied": lambda scattered, g: scattered + g,
+    "a mean of one": lambda scattered, g: scattered / 1.0,
+    "chosen for certain": lambda scattered, g: jnp.where(True, scattered, 0.0),
 }
 
 
