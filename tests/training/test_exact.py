@@ -74,6 +74,7 @@ EXACT = [
     ),
     case("bound what was narrowed", lambda x: jnp.maximum(x.astype(jnp.bfloat16), 1), "float32"),
     case("compare a count", lambda n: n.astype(jnp.float32) < 3, "int32"),
+    case("compare a count with zero", lambda n: n >= 0, "int32"),
     case("widen what was stored", lambda x: x.astype(jnp.float32), "bfloat16"),
     case("widen a flag", lambda x, y: (x < y).astype(jnp.float32), "float32", "float32"),
     case("widen a count", lambda n: (n + 1).astype(jnp.float32), "int32"),
@@ -120,6 +121,7 @@ EXACT = [
     case("add to a sum by an array", lambda x: (x + 0.1) * np.arange(4.0) + 0.3, "float32"),
     case("add a product and its factor", lambda x, y: x * y + y, "float32", "float32"),
     case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
+    case("multiply a count by flags", lambda n: n * (n > 3), "int32"),
     case("by a known root and an array", lambda x, y: x * root() + y * -x, "float32", "float32"),
     case("by a known root and a number", lambda x, y: x * root() + y * 0.7, "float32", "float32"),
     case(
@@ -349,6 +351,10 @@ OTHER = [
     case("sort", jnp.sort, "float32"),
     case("remainder", lax.rem, "float32", "float32"),
     case("remainder of some number", lax.rem, "int32", "int32"),
+    case("remainder of one more", lambda n, k: lax.rem(n, k + 1), "int32", "int32"),
+    case("remainder of several", lambda n: lax.rem(n, np.arange(4, dtype=np.int32)), "int32"),
+    case("remainder of two, of floats", lambda x: lax.rem(x, jnp.full(4, 2.0)), "float32"),
+    case("root of a narrow constant", lambda x: jnp.sqrt(jnp.full(4, 0.3, x.dtype)), "bfloat16"),
     case("remainder of zero", lambda x: lax.rem(x, jnp.zeros(4, x.dtype)), "int32"),
     case("reduce precision", lambda x: lax.reduce_precision(x, 8, 7), "float32"),
     case("optimization barrier", lambda x: lax.optimization_barrier(x), "float32"),
@@ -407,12 +413,24 @@ def test_a_tpu_has_no_fp64_of_its_own(f, dtype, monkeypatch):
     """Its compiler makes two fp32 of each, and several operations of one."""
     with enable_x64(True):
         op, on_tpu = (last(f, dtype).op for _ in range(2))
-        narrow = last(lambda x: x + x, "float32").op
+        narrow, flag = (last(f, "float32").op for f in (lambda x: x + x, lambda x: x > 0))
     assert is_close(op)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert not is_close(on_tpu)
     assert not is_exact(on_tpu)
     assert is_exact(narrow)
+    assert is_exact(flag)  # it takes denormals for zero, as the host does
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_of_fp64_other_numbers_are_denormal(dtype):
+    with enable_x64(True):
+        small, denormal = (
+            last(lambda x, z=z: jnp.where(x.real > 0, x.dtype.type(z), x), dtype).op
+            for z in (1e-40, 1e-310)
+        )
+    assert is_exact(small)
+    assert not is_exact(denormal)
 
 
 @pytest.mark.parametrize(
@@ -569,6 +587,7 @@ TAKEN_APART = {
     ),
     "sum of a row that was set": lambda x, y: jnp.sum(jnp.zeros((3, 4)).at[1].set(x), 0),
     "sum of what is spread": lambda x, y: jnp.sum(jnp.broadcast_to(x, (3, 4)), 0),
+    "twice a sum of what is spread": lambda x, y: jnp.sum(jnp.broadcast_to(x, (3, 4)), 0) * 2.0,
     "sum of a number that is spread": lambda x, y: jnp.sum(jnp.full(3, y[0])),
     "sum of what is tiled": lambda x, y: jnp.sum(
         (lax.tile if hasattr(lax, "tile") else jnp.tile)(x, (3,)).reshape(3, 4), 0
@@ -584,6 +603,9 @@ TAKEN_APART = {
     "in windows of one": lambda x, y: lax.reduce_window(x * y, 0.0, lax.add, (1,), (2,), "VALID"),
     "larger of a product and nothing": lambda x, y: jnp.max(
         jnp.stack([x * y, jnp.full(4, -jnp.inf)]), 0
+    ),
+    "larger so far of nothing and a product": lambda x, y: lax.cummax(
+        jnp.stack([jnp.full(4, -jnp.inf), x * y]), 0
     ),
     "dot of a pair with a constant": lambda x, y: jnp.stack([x, y], 1) @ np.ones(2, np.float32),
     "constant dot of what is spread": lambda x, y: np.ones(3, np.float32) @ jnp.full((3, 4), x[0]),
@@ -603,6 +625,7 @@ TAKEN_APART = {
         pytest.param(lambda x, y: jnp.square(x), False, id="square"),
         pytest.param(lambda x, y: lax.integer_pow(x, 3), False, id="cube"),
         pytest.param(lambda x, y: lax.integer_pow(x, 1), True, id="first power"),
+        pytest.param(lambda x, y: lax.integer_pow(x, -2), False, id="reciprocal of a square"),
         pytest.param(lambda x, y: lax.pow(x, 2.0), False, id="square as a power"),
         pytest.param(lambda x, y: lax.pow(x, 1.0), True, id="first power as a power"),
         pytest.param(lambda x, y: lax.pow(x * y, 0.5), True, id="root as a power"),
@@ -629,6 +652,10 @@ TAKEN_APART = {
             lambda x, y: jnp.maximum(x * y, jnp.log(0.0)), False, id="at least what is -infinity"
         ),
         pytest.param(lambda x, y: jnp.sum(x[:, None] * y, 0), True, id="sum"),
+        *(
+            pytest.param(lambda x, y, a=a, b=b: lax.clamp(a, x * y, b), is_cut, id=f"{a} to {b}")
+            for a, b, is_cut in ((-1.0, 1.0, True), (-np.inf, 1.0, False), (-1.0, np.inf, False))
+        ),
         pytest.param(lambda x, y: jnp.sum((x * y)[None], 0), False, id="sum of one"),
         pytest.param(lambda x, y: jnp.sqrt(x), True, id="root"),
         pytest.param(lambda x, y: x, True, id="argument"),
@@ -651,6 +678,9 @@ TAKEN_APART = {
         ),
         pytest.param(in_place, False, id="in place"),
         pytest.param(in_a_kernel, True, id="in a compiled kernel"),
+        pytest.param(
+            lambda x, y: in_a_kernel(x * y, y), True, id="a product in a compiled kernel"
+        ),
         pytest.param(
             lambda x, y: lax.custom_linear_solve(lambda v: v / y, x, lambda _, b: b * 0.1),
             False, id="in a solver",
@@ -727,6 +757,7 @@ TAKEN_APART = {
         pytest.param(lambda x, y: jnp.where(x > 0, x + 0.1, y), True, id="a sum or not"),
         pytest.param(lambda x, y: 1.0 / (x + 0.1), True, id="division by such a sum"),
         pytest.param(lambda x, y: x.astype(jnp.int32) + 1, True, id="count"),
+        pytest.param(lambda x, y: (x < y).astype(jnp.int32), True, id="count of flags"),
         *(
             pytest.param(f, name in SUMMED_UP, id=name)
             for name, f in (SUMMED_UP | TAKEN_APART).items()
