@@ -47,6 +47,7 @@ EXACT = [
     case("square", jnp.square, "float32"),
     case("cube", lambda x: x**3, "float32"),
     case("compare", lambda x, y: x < y, "float32", "float32"),
+    case("compare complex numbers", lambda x, y: -x == y, "complex64", "complex64"),
     *(case("select", lambda x: jnp.where(x < 1, x, -x), d) for d in ("float32", "bfloat16")),
     *(case("negate", jnp.negative, d) for d in ("float32", "bfloat16", "float16")),
     case("sign", jnp.sign, "bfloat16"),
@@ -116,6 +117,7 @@ EXACT = [
         "multiply a product by an array", lambda x, y: (x * 0.3) * jnp.sin(y), "float32", "float32"
     ),
     case("add to a sum with a constant", lambda x, y: (x + 0.3) + y, "float32", "float32"),
+    case("add to the square of one", lambda x: jnp.square(x + 0.3) + 0.7, "float32"),
     case("add quarters", lambda x, y: x / 4.0 + y / 4.0, "float32", "float32"),
     case("add halves", lambda x, y: x * 0.5 + y * 0.5, "float32", "float32"),
     case("add to a sum by an array", lambda x: (x + 0.1) * np.arange(4.0) + 0.3, "float32"),
@@ -319,6 +321,7 @@ OTHER = [
     case("whole power", lax.pow, "bfloat16", "int32"),
     *(case("add", jnp.add, d, d) for d in ("bfloat16", "float16")),
     case("multiply", jnp.multiply, "bfloat16", "bfloat16"),
+    case("multiply complex numbers", jnp.multiply, "complex64", "complex64"),
     case("narrow and widen again", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), "float32"),
     *(
         case(f"{f.__name__} what was narrowed", lambda x, f=f, d=d: f(x.astype(d)), "float32")
@@ -549,6 +552,12 @@ def in_a_kernel(x, y):
         made[...] = given[...] * 0.1
 
     return pallas.pallas_call(scale, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+@pytest.mark.parametrize("f", [lambda x: x.astype(jnp.float32), jnp.floor])
+def test_what_enters_a_shard_map_is_as_it_is_stored(f):
+    (inside,) = last(mapped(1, f), "bfloat16").op.stands_for
+    assert is_exact(inside.op)
 
 
 # Of what is summed up, or moved, the compiler sees parts: here it finds no more than a sum.
