@@ -178,6 +178,16 @@ def test_leaf_that_reads_a_failing_leaf_fails_with_it():
     assert "saves too little: it is 1.00 times what it retains" in found.late["a"]
 
 
+def test_what_reads_itself_again_and_again_is_walked_through_once():
+    def step(s, g):
+        m = s["m"]
+        for _ in range(60):
+            m = jnp.where(g > 0, m, -m)
+        return {"m": m}
+
+    assert analyse(step, state("m"), gradient(), even_for_nothing=True).groups == [["m"]]
+
+
 def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
     """`a` reads old `b`; `c` shares nothing with them, not even the gradient."""
 

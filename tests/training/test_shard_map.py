@@ -85,7 +85,7 @@ def early(program):
     return {program.positions.paths[j] for group in program.cut.groups for j in group.leaves}
 
 
-SPECS = [P(AXES), P(AXES, None), P(), P(None)]
+SPECS = [P(AXES), P(AXES, None), P(), P(None, None)]
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
