@@ -41,6 +41,19 @@ def test_scalars_are_captured_where_the_exact_cut_captures_them():
         assert names.isdisjoint({"pow", "integer_pow", "div"})
 
 
+def test_numbers_that_the_compiler_works_out_are_worked_out_by_the_host():
+    """They cannot be sent: the step goes on with what the compiler makes of them."""
+
+    def step(s, g):
+        return {"m": jnp.exp(jnp.float32(-0.1)) * s["m"] + g, "w": s["w"] - g}
+
+    exact, rounded = (
+        analyse(step, state("m", "w"), gradient(), even_for_nothing=True, exact=is_exact)
+        for is_exact in (True, False)
+    )
+    assert (exact.groups, rounded.groups) == ([["w"]], [["m", "w"]])
+
+
 def test_arithmetic_below_fp32_stays_late():
     narrow = {name: x.astype(jnp.bfloat16) for name, x in state("m", "v", "w").items()}
     found = analyse(adam, narrow, gradient().astype(jnp.bfloat16), exact=False)
