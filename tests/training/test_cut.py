@@ -221,6 +221,17 @@ def test_what_the_host_can_make_itself_does_not_join_groups():
     assert found.groups == [["a", "c"], ["b", "d"]]
 
 
+def test_a_leaf_that_becomes_another_type_is_late_and_so_is_one_of_no_elements():
+    def step(s, g):
+        new = momentum({"m": s["m"], "w": s["w"]}, g)
+        return {"narrow": (s["narrow"] - g).astype(jnp.bfloat16), "none": s["none"] + 1.0, **new}
+
+    first = state("m", "narrow", "w") | {"none": jnp.zeros(0)}
+    found = analyse(step, first, gradient())
+    assert found.groups == [["m", "w"]]
+    assert "from float32[24] to bfloat16[24]" in found.late["narrow"]
+
+
 def test_typed_key_is_late_and_the_rest_is_not():
     def step(s, g):
         new = momentum({"m": s["m"], "w": s["w"]}, g)
@@ -358,15 +369,17 @@ def test_what_a_compiler_makes_one_of_is_retained_behind_that():
     assert [v.op.name for v in found.cut.values] == ["max", "sub"]
 
 
-def test_a_row_that_a_sum_spreads_itself_makes_its_leaf_late():
+@pytest.mark.parametrize(("rows", "early"), [(4, [["row"], ["v"]]), (1, [["v"]])])
+def test_a_row_that_a_sum_spreads_itself_makes_its_leaf_late(rows, early):
     """`lax.add` takes rows of one element: of them a chunk of the matrix has some, or none."""
 
     def step(s, g):
-        return {"row": 0.9 * s["row"] + g[:, :1], "w": lax.add(lax.sub(s["w"], g), s["row"])}
+        row = 0.9 * s["row"] + g[:rows, :1]
+        return {"row": row, "v": s["v"] + g, "w": lax.add(lax.sub(s["w"], g), s["row"])}
 
     matrix = vector(0, 16).reshape(4, 4)
-    found = analyse(step, {"row": jnp.ones((4, 1)), "w": matrix}, matrix, even_for_nothing=True)
-    assert found.groups == [["row"]]
+    first = {"row": jnp.ones((rows, 1)), "v": matrix, "w": matrix}
+    assert analyse(step, first, matrix, even_for_nothing=True).groups == early
 
 
 def test_a_mark_in_a_branch_ends_no_walk():
@@ -398,6 +411,15 @@ def test_a_branch_is_opened_only_where_nothing_in_front_of_it_or_behind_does(rou
     assert found.groups == [["m", "v"]]
     (retained,) = (v for v in found.cut.values if v.shape)
     assert retained.site.path == ()
+
+
+def test_a_mark_in_a_block_that_is_computed_again_ends_no_walk():
+    """Nothing can be read within it."""
+
+    def step(s, g):
+        return jax.checkpoint(lambda s: momentum(s, mark_gradients(g)))(s)
+
+    assert analyse(step, state("m", "w"), gradient()).groups == [["m", "w"]]
 
 
 # The size of real models.
