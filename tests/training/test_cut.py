@@ -199,6 +199,16 @@ def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
     assert found.groups == [["a", "b"], ["c", "d"]]
 
 
+def test_a_leaf_whose_new_value_is_retained_for_others_is_late_as_without_them():
+    def step(s, g):
+        w = jnp.tanh(s["w"] * g)
+        return {"a": 0.9 * s["a"] + w, "b": 0.5 * s["b"] - w, "w": w}
+
+    found = analyse(step, state("a", "b", "w"), gradient())
+    assert found.groups == [["a", "b"]]
+    assert "comes out of `tanh`" in found.late["w"]
+
+
 def test_groups_are_in_the_order_of_their_first_leaves():
     """Also where those that share a gradient part again: each adds something to it first."""
 
