@@ -220,6 +220,16 @@ def test_groups_are_in_the_order_of_their_first_leaves():
     assert "it is 1.00 times what it retains" in analyse(step, *given).late["a"]
 
 
+def test_a_scalar_that_groups_share_is_sent_once():
+    def step(s, g, h, rate):
+        return {"a": s["a"] + rate * g, "b": s["b"] + rate * h}
+
+    given = state("a", "b"), gradient(0), gradient(1), jnp.float32(0.1)
+    cut = analyse(step, *given, even_for_nothing=True).cut
+    assert [len(group.scalars) for group in cut.groups] == [1, 1]
+    assert [v.shape for v in cut.values] == [(N,), (N,), ()]
+
+
 def test_what_the_host_can_make_itself_does_not_join_groups():
     """The ones that a sum's gradient begins with are one value, shared by all leaves."""
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, PartitionSpec, SingleDeviceSharding
 from training_helpers import graph_of, ops_behind
 
 from gockpt_jax.training.graph import flatten
@@ -138,6 +138,17 @@ def test_dropped_results_are_no_sites():
     inner = jax.jit(lambda x: (jnp.sin(x), jnp.sin(x) + 1.0))
     graph = graph_of(lambda x: inner(x)[1], X)
     assert len(graph.outputs[0].op.inputs[0].site.path) == 1
+
+
+def test_what_the_next_call_is_given_may_be_another_on_each_device_as_it_is_returned():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    own = jax.shard_map(
+        lambda x: x[0], mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec(),
+        check_vma=False,
+    )  # fmt: skip
+    traced = jax.jit(lambda a, b, c, x: (own(x), a, c + 1.0)).trace(0.0, 0.0, 0.0, X)
+    graph = flatten(traced.jaxpr, [(n, n) for n in range(3)])
+    assert [v.is_everywhere for v in graph.inputs] == [False, False, True, True]
 
 
 def test_constants_are_known_and_inputs_are_not():
