@@ -175,6 +175,20 @@ def test_a_number_is_captured_if_it_is_the_same_on_all_devices(name, axes):
     assert [len(group.scalars) for group in program.cut.groups] == [1] * (name in OF_ALL)
 
 
+def test_a_number_that_is_of_each_device_by_its_type_is_not_captured():
+    """It is the same on all, but a checked `shard_map` returns no such number as one."""
+    mesh, state, x = placed(P(AXES))
+
+    def step(state, x):
+        g = jnp.tanh(x)
+        bad = OF_ALL["the fourth's"](jnp.sum(g), AXES) > 1e9
+        return {k: jnp.where(bad, old, 0.9 * old + g) for k, old in state.items()}
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES))
+    program = traced(jax.jit(mapped), state, jax.device_put(x, state["m"].sharding))
+    assert not any(group.scalars for group in program.cut.groups)
+
+
 @pytest.mark.parametrize("is_summed", [False, True])
 def test_all_devices_are_those_along_the_axes_that_it_maps_over(is_summed):
     """Along the others it sees no shards."""
