@@ -121,9 +121,8 @@ class Programs:
                 with unwatched():
                     found.set_result(self._compile_it(*key))
             except BaseException as error:  # handed to whoever needs the program
-                with self._lock:
-                    if self._found.get(key) is found:
-                        del self._found[key]
+                with self._lock:  # first: whoever is told of it may ask again
+                    self._found.pop(key, None)
                 found.set_exception(error)
 
     def _next(self) -> tuple[_Key, _Program] | None:

@@ -91,19 +91,15 @@ class Gate:
 
     def open(self) -> None:
         """Lets everybody through, from now on."""
-        if self._bar.locked():
-            self._lift()
+        with contextlib.suppress(RuntimeError):  # it is open, or another thread has, this moment
+            self._bar.release()
 
     def wait(self, secs: float) -> bool:
         """Waits until it is open, for so long at most; says whether it is."""
         is_open = self._bar.acquire(timeout=secs)
         if is_open:
-            self._lift()
+            self.open()  # for whoever comes next
         return is_open
-
-    def _lift(self) -> None:
-        with contextlib.suppress(RuntimeError):  # another thread has, this very moment
-            self._bar.release()
 
 
 def shared_lock() -> threading.RLock:

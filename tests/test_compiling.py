@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 
 import pytest
@@ -91,14 +92,50 @@ def test_a_thread_that_is_about_to_end_is_not_counted_on(monkeypatch):
         go_on.set()
 
 
-def test_a_failure_reaches_whoever_needs_it_and_is_tried_again():
-    divisor = [0]
-    programs = Programs("a test", lambda number: number / divisor[0])
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt()])
+def test_a_failure_reaches_whoever_needs_it_and_is_tried_again(error):
+    errors = [error]
+
+    def compile_it(number):
+        if errors:
+            raise errors.pop()
+        return number / 2
+
+    programs = Programs("a test", compile_it)
     programs.wanted(6)
-    with pytest.raises(ZeroDivisionError):
-        programs.needed(6)
-    divisor[0] = 2
+    with pytest.raises(type(error)):
+        programs._ask((6,), programs._needed).result(WAIT_SECS)
     assert programs.needed(6) == 3
+
+
+def test_whoever_is_told_of_a_failure_may_ask_again_at_once():
+    """It was not to be handed the same one."""
+    errors, go_on, again = [MemoryError()], threading.Event(), queue.SimpleQueue()
+
+    def compile_it(name):
+        assert go_on.wait(WAIT_SECS)
+        if errors:
+            raise errors.pop()
+        return int(name)
+
+    programs = Programs("a test", compile_it)
+    first = programs._ask(("7",), programs._needed)
+    first.add_done_callback(lambda _: again.put(programs._ask(("7",), programs._needed)))
+    go_on.set()
+    assert again.get(timeout=WAIT_SECS).result(WAIT_SECS) == 7
+
+
+def test_what_has_been_compiled_needs_no_thread(monkeypatch):
+    """It is asked for with every block and every replay."""
+    compiler = Compiler()
+    compiler.go_on.set()
+    assert compiler.need("first") == "first"
+    for thread in threading.enumerate():
+        if thread.name == compiler.thread_name:
+            thread.join(WAIT_SECS)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", None)
+        assert compiler.need("first") == "first"
 
 
 def test_nothing_is_compiled_ahead_once_the_main_thread_has_ended(monkeypatch):
@@ -110,6 +147,18 @@ def test_nothing_is_compiled_ahead_once_the_main_thread_has_ended(monkeypatch):
     assert compiler.need("third") == "third"
     assert compiler.made == ["first", "third"]
     assert compiler.need("second") == "second"
+
+
+def test_a_failure_once_the_main_thread_has_ended_reaches_whoever_needs_it(monkeypatch):
+    """Though nobody knows of the program any more, which had been wanted before."""
+    compiler = Compiler()
+    compiler.want("first", "second")
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: False)
+    monkeypatch.setattr(compiler, "made", None)
+    second = compiler.programs._ask(("second",), compiler.programs._needed)
+    compiler.go_on.set()
+    with pytest.raises(AttributeError):
+        second.result(WAIT_SECS)
 
 
 def test_as_many_are_kept_as_were_said_and_those_used_last():

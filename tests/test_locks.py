@@ -11,7 +11,14 @@ import pytest
 from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_waits
 
 from gockpt_jax import locks
-from gockpt_jax.locks import Gate, is_running, wait_where_join_does_not
+from gockpt_jax.locks import (
+    Gate,
+    any_held,
+    is_running,
+    shared_lock,
+    wait_elsewhere,
+    wait_where_join_does_not,
+)
 
 WAIT_SECS = 60
 
@@ -50,6 +57,56 @@ def test_a_thread_whose_join_was_interrupted_runs_and_is_waited_for():
     wait_where_join_does_not(thread)
     go_on.set()  # where it did not have to wait
     assert not is_running(thread)
+
+
+def test_a_thread_that_python_takes_for_ended_is_looked_at_until_it_has(monkeypatch):
+    looks = [True, True, True, False]
+    monkeypatch.setattr(locks, "is_running", lambda thread: looks.pop(0))
+    wait_where_join_does_not(threading.Thread())
+    assert looks == []
+
+
+def test_a_thread_that_an_interrupt_kept_from_starting_does_not_run(monkeypatch):
+    """Python lists it for good: whoever counted on it would wait for ever."""
+    thread = threading.Thread()
+    monkeypatch.setitem(threading._limbo, thread, thread)
+    assert thread in threading.enumerate()
+    assert not is_running(thread)
+
+
+@pytest.mark.parametrize("here", [False, True])
+@pytest.mark.parametrize("error", [OSError("nobody's"), SystemExit("a handler's")])
+def test_of_a_wait_elsewhere_only_interrupts_are_told(monkeypatch, here, error):
+    """Where no thread can be had any more, too."""
+
+    def refused(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def wait():
+        waited.append(threading.current_thread() is threading.main_thread())
+        raise error
+
+    waited, stopped = [], isinstance(error, SystemExit)
+    with monkeypatch.context() as patch:
+        if here:
+            patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(SystemExit) if stopped else contextlib.nullcontext():
+            wait_elsewhere(wait)
+    assert waited == [here]
+
+
+def test_whether_this_thread_holds_any_lock_and_not_another():
+    """Nor are those known any more that are gone: each manager makes some."""
+    known = len(locks._made)
+    first, second = shared_lock(), shared_lock()
+    with ThreadPoolExecutor(1) as thread:
+        for lock in (first, second):
+            with lock:
+                assert any_held()
+                assert not thread.submit(any_held).result(WAIT_SECS)
+            assert not any_held()
+    del first, second, lock
+    assert len(locks._made) == known
 
 
 def test_one_that_is_shut_is_not_waited_for_any_longer():

@@ -74,6 +74,20 @@ def test_each_is_called_once_though_threads_ask_as_it_comes():
             assert sorted(called) == [(name, n) for name in (1, 2, 3) for n in range(5)]
 
 
+def test_whoever_asks_just_as_it_comes_is_called():
+    """As the threads above may, once in a long time: a save would wait for ever."""
+    promise, called = Promise(), []
+
+    class Meanwhile(list):
+        def append(self, call):
+            promise.set_result(6)
+            super().append(call)
+
+    promise._callbacks = Meanwhile()
+    promise.add_done_callback(lambda done: called.append(done.result()))
+    assert called == [6]
+
+
 def test_it_is_two_objects_for_the_garbage_collector():
     gc.collect()
     before = len(gc.get_objects())
