@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,10 @@ class JittedFunction:
         """Calls the jitted function."""
         args, kwargs = _hidden((args, kwargs))
         return _shown(self.jitted_fn(*args, **kwargs))
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """As a method of its class, as functions are."""
+        return self if owner is None else types.MethodType(self, owner)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As of `jax.jit`; static leaves show as nodes without leaves."""

@@ -54,12 +54,17 @@ def wrap_step(
             "one inside: `train_step.step`."
         )
     attribute = _compat.inner_jit(step)
-    jitted = step if attribute is None else jitted_in(step, attribute)
-    settings = _compat.jit_settings(jitted) or _compat.JitSettings()
+    settings = _compat.jit_settings(_jitted(step)) or _compat.JitSettings()
     form = CallForm(step, state, settings, state_out)
     if attribute is None:
         return WrappedStep(step, observer, form, options)
     return NestedStep(step, attribute, observer, form, options)
+
+
+def _jitted(step: Any) -> Any:
+    """What runs in it: itself, or the jitted function that it holds."""
+    attribute = _compat.inner_jit(step)
+    return step if attribute is None else jitted_in(step, attribute)
 
 
 def _refuse_no_step(step: Any) -> None:
@@ -92,7 +97,7 @@ def _refuse_bound_state(method: types.MethodType) -> None:
     Raises:
       WrapError: if the method's object goes into the program, and holds arrays.
     """
-    settings = _compat.jit_settings(method.__func__)
+    settings = _compat.jit_settings(_jitted(method.__func__))
     if settings is None or 0 in settings.static_argnums:
         return
     owner = type(method.__self__).__name__

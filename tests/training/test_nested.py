@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import threading
@@ -16,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from training.test_wrap import Observer
+from training.test_wrap import Observer, fresh, run, update
 
 import gockpt_jax as gockpt
 from gockpt_jax.training import nested
@@ -460,6 +461,44 @@ def test_jit_is_jax_jit_for_arrays():
     assert step.lower(jnp.ones(3), 2.0, n=1).compile() is not None
     assert step.eval_shape(jnp.ones(3), 2.0, n=1).shape == (3,)
     assert step.trace(jnp.ones(3), 2.0, n=1).jaxpr is not None
+
+
+class Updater:
+    """Its step is a method, and it is static."""
+
+    rate = 2.0
+
+    @gockpt.jit
+    def update(self, state, x):
+        return update(state, self.rate * x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Agent:
+    """Its step is a method too, and it is the state."""
+
+    w: jax.Array
+
+    @gockpt.jit
+    def update(self, x):
+        return Agent(self.w + x)
+
+
+def test_jit_makes_methods_as_jax_jit_does():
+    observer, updater = Observer((3, 4)), Updater()
+    step = wrap(updater.update, observer, state=0)
+    state, want = (run(each, fresh(), 6) for each in (step, updater.update))
+    jax.tree.map(np.testing.assert_array_equal, state, want)
+    assert observer.cuts == [n in (3, 4) for n in range(6)]
+    alone = run(lambda s, x: Updater.update(updater, s, x), fresh(), 6)
+    jax.tree.map(np.testing.assert_array_equal, state, alone)
+
+
+def test_a_method_bound_to_the_state_itself_is_refused():
+    """As one of `jax.jit`: each call would start from that state."""
+    with pytest.raises(gockpt.WrapError, match="bound to one `Agent`, which holds arrays"):
+        wrap(Agent(jnp.ones(3)).update)
 
 
 def test_equal_static_leaves_share_a_program():
