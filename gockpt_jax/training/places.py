@@ -112,14 +112,11 @@ def _chosen(
 ) -> dict[int, range]:  # fmt: skip
     """The leaves that each state takes in turn, up to the first one that finds none."""
     found: dict[int, range] = {}
-    trees = list(trees)
     for n in order:
-        alike = [i for i, (tree, _) in enumerate(trees) if tree == wanted[n]]
+        alike = [leaves for tree, leaves in trees if tree == wanted[n]]
         if not alike:
             break
-        likest = max((likeness(trees[i][1], n), -i) for i in alike)
-        _, taken = trees.pop(-likest[1])
-        found[n] = taken
+        taken = found[n] = max(alike, key=lambda leaves: likeness(leaves, n))  # the first of these
         trees = [(tree, leaves) for tree, leaves in trees if _apart(leaves, taken)]
     return found
 

@@ -149,6 +149,12 @@ def test_static_arguments_are_told_apart(options, args, kwargs, dynamic, static)
         # One takes a part of what is another's, in its turn.
         (([(1, 2), 3], {"of": (4, 5)}), [(0, 0), [(0, 0), 0]], None, ((4, 5), [(1, 2), 3])),
         (
+            ([0, 0, 0], [(1, 2), 3], {"of": (4, 5)}),
+            [[0, 0, 0], (0, 0), [(0, 0), 0]],
+            None,
+            ([0, 0, 0], (4, 5), [(1, 2), 3]),
+        ),
+        (
             ([STATE, 3, STATE], {"of": [{"w": 4, "m": 5}, {"w": 6, "m": 7}]}),
             [STATE, STATE, [STATE, 0, STATE]],
             None,
