@@ -183,7 +183,7 @@ def test_the_program_of_a_state_that_has_settled_takes_the_place_of_the_one_befo
     assert settled.is_like(program)
 
 
-@pytest.mark.parametrize("x", ["text", np.array(["text"]), object()])
+@pytest.mark.parametrize("x", ["text", np.array(["text"]), object(), {1: X, "a": X}])
 def test_what_jax_takes_no_program_takes(x):
     """The call is for the user's own step to refuse."""
     assert not program_of(STATE, X).takes((STATE, x), {})

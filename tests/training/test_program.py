@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gockpt_jax import StepMismatchError, _compat
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
+from gockpt_jax.training.unarmable import CannotArmError
 
 WAIT_SECS = 60
 
@@ -180,6 +181,29 @@ def test_changed_commitment_is_refused(first):
         program.call((state, other), {})
     assert alive(state)
     program.call((state, given), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "is_dead", "raised"),
+    [
+        ("it lies otherwise", False, CannotArmError),
+        ("it lies otherwise", True, ValueError),
+        ("RESOURCE_EXHAUSTED: for once", False, ValueError),
+    ],
+)
+def test_what_is_refused_for_once_is_not_refused_for_good(monkeypatch, text, is_dead, raised):
+    """An array that is gone, a device that is full; a program that can never run is given up."""
+    program, state = arm(jax.jit(update), fresh(), X), fresh()
+
+    def refuse(*_):
+        raise ValueError(text)
+
+    monkeypatch.setattr(program, "executable", lambda: refuse)
+    if is_dead:
+        state["m"].delete()
+    with pytest.raises((ValueError, CannotArmError)) as error:
+        program.call((state, X), {})
+    assert error.type is raised
 
 
 def test_changed_placement_is_refused_with_the_state_alive():
