@@ -103,6 +103,15 @@ def test_another_structure_is_told(make, says):
         program.call((make(fresh()), X), {})
 
 
+@pytest.mark.parametrize("w", [jnp.ones(3), jnp.ones(6, jnp.bfloat16), 1.0])
+def test_a_state_of_another_shape_or_dtype_is_told(w):
+    program, state = arm(jax.jit(update), fresh(), X), fresh()
+    old = program.same_state(program.flat_call((state, X), {}))
+    assert [x is y for x, y in zip(old, (state["m"], state["w"]), strict=True)] == [True] * 2
+    with pytest.raises(TypeError, match=r"^\['w'\] of its state is .*, where it was float32\[6\]"):
+        program.same_state(program.flat_call((state | {"w": w}, X), {}))
+
+
 @pytest.mark.parametrize(
     ("options", "args", "kwargs", "changed", "says"),
     [
@@ -165,6 +174,14 @@ def test_changed_weak_type_is_refused():
             program.call((state, other), {})
         result, _, _ = program.call((state, given), {})
         np.testing.assert_array_equal(result, jitted(state, given))
+
+
+def test_results_are_of_weak_types_where_the_users_are():
+    """Else the next step would be another program, which promotes to wider numbers."""
+    jitted, state = jax.jit(update), fresh() | {"m": jnp.full(6, 1.0)}
+    results = jitted(state, 2.0), arm(jitted, state, 2.0).call((state, 2.0), {}).result
+    weak, ours = ([x.weak_type for x in jax.tree.leaves(result)] for result in results)
+    assert weak == ours == [True, False, False]
 
 
 @pytest.mark.parametrize("first", ["committed", "uncommitted"])
