@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from gockpt_jax import StepMismatchError, WrapError, _compat
-from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.call import CallForm, NotLookedAtError
 from gockpt_jax.training.places import as_places, identical, states_at, states_within
 
 STATE = {"w": 1, "m": 2}
@@ -247,6 +248,21 @@ def test_of_several_parts_alike_the_one_that_the_loop_gives_back(states, result,
     out_tree = jax.tree.structure(before)
     assert places.locate(args, {}, out_tree, jax.tree.leaves(before)).outputs == outputs
     assert places.locate(args, {}, out_tree).outputs == tuple(range(len(states)))
+
+
+@pytest.mark.parametrize(
+    ("like_the_state", "state_out", "outputs"),
+    [([0, 1], None, None), ([0, 1], 1, (1,)), ([1], None, (1,))],
+)
+def test_a_call_that_says_nothing_of_the_last_result_is_waited_out(
+    like_the_state, state_out, outputs
+):
+    """Where parts are alike: a state was restored, or the last call was another thread's."""
+    places = CallForm(jitted := jax.jit(lambda s: s), 0, _compat.jit_settings(jitted), state_out)
+    before = [{"w" if i in like_the_state else "v": jnp.ones(2)} for i in (0, 1)]
+    leaves, out_tree = jax.tree.flatten(before)
+    with pytest.raises(NotLookedAtError) if outputs is None else contextlib.nullcontext():
+        assert places.locate(({"w": jnp.ones(2)},), {}, out_tree, leaves).outputs == outputs
 
 
 def returned_elsewhere(given, state_out=None):
