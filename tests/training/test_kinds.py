@@ -208,4 +208,6 @@ def test_a_program_takes_no_calls_under_other_settings():
     program = program_of(STATE, X)
     with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
         assert not program.takes((STATE, X), {})
+        assert not program_of(STATE, X).is_like(program)
     assert program.takes((STATE, X), {})
+    assert program.takes((STATE, np.asarray(X)), {})

@@ -290,10 +290,21 @@ def test_the_state_is_not_looked_for_in_another_programs_result(other):
     assert program.returned.leaves(program.returned.found_in(other)) is None
 
 
+@pytest.mark.parametrize("x", [0.0, np.zeros(6, np.float32), jnp.zeros(3)])
+def test_a_state_in_which_the_loop_has_put_something_else_is_not_known(x):
+    result = fresh(), jnp.float32(0)
+    program = arm(jax.jit(update), fresh(), X)
+    found = program.returned.found_in(result)
+    assert program.returned.leaves(found) is not None
+    result[0]["m"] = x
+    assert program.returned.leaves(found) is None
+
+
 def test_another_program_has_the_state_elsewhere_in_its_result():
     state, loss = fresh(), jnp.float32(0)
     program = arm(jax.jit(update), state, X)
     last = arm(jax.jit(lambda s, x: update(s, x)[::-1]), state, X)
+    assert last.returned.found_in((state,)) is None
     found = program.returned.leaves(last.returned.found_in((loss, state)))
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     small = jax.tree.map(lambda x: x[:3], state)

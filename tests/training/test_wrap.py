@@ -279,6 +279,32 @@ def test_nothing_is_held_of_a_step_that_cannot_be_armed():
     assert [x() for x in dropped] == [None] * len(dropped)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_what_is_let_go_of_is_not_held(steps):
+    step = wrap(jax.jit(update))
+    state = run(step, fresh(), steps)
+    held = [weakref.ref(x) for x in jax.tree.leaves(state)]
+    del state
+    assert None not in [x() for x in held]
+    step.last.let_go()
+    assert [x() for x in held] == [None] * 2
+
+
+def test_behind_a_restore_the_first_call_may_be_an_evaluation():
+    """It returns no state, and nobody knows of another result: the user is not told to name it."""
+
+    def either(state, x, train):
+        return update(state, x) if train else jnp.sum(x)
+
+    step = wrap(jax.jit(either, static_argnames="train"))
+    state = step(fresh(), X, train=True)
+    step.last.let_go()
+    step(state, X, train=False)
+    for _ in range(3):
+        state = step(state, X, train=True)
+    assert step.program is not None
+
+
 def test_changed_call_falls_back_to_the_users_step():
     observer = Observer((3, 4, 5, 6, 7))
     jitted = jax.jit(update, donate_argnums=0)
