@@ -94,7 +94,7 @@ class Kinds:
     def traced(self) -> None:
         """Told of every program that is traced, kept or not."""
         self._num_idle += 1
-        self._at_once_left = max(0, self._at_once_left - 1)
+        self._at_once_left -= 1
 
     def ran_armed(self, program: StepProgram) -> None:
         """Told of a call that a program was made for, in a window."""

@@ -16,7 +16,8 @@ class LastResult:
     Attributes:
       has_come: Whether there has been one, in which something came.
       new_state: In it, if it was of one of the step's programs.
-      whole: As the step returned it, if it is held. The user may change its containers.
+      whole: As the step returned it, if it is held and its leaves are not. The user may change its
+        containers.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class LastResult:
           is_to_be_traced: Whether the next call may be, for which all leaves are looked at.
         """
         self.has_come, self.new_state = result is not None, new_state
-        self.whole = result if new_state is None or is_to_be_traced else None
+        self.whole = result if new_state is None and not is_to_be_traced else None
         self._leaves = jax.tree.leaves(result) if is_to_be_traced else None
 
     @property

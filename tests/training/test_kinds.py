@@ -50,6 +50,17 @@ def test_the_first_refused_call_of_a_window_is_one_program_more():
     assert refused(kinds)
 
 
+def test_a_step_is_not_given_up_as_long_as_it_has_a_program_that_has_served():
+    kinds = Kinds(always=False)
+    for n in range(PROGRAMS + 1):
+        served = traced(kinds, n)
+    assert "changed shape" in kinds.why_no_more
+    kinds.ran_armed(served)
+    assert kinds.why_no_more is None
+    kinds.drop(served)
+    assert "changed shape" in kinds.why_no_more
+
+
 def test_a_call_counts_once_however_often_it_is_told_of():
     kinds = Kinds(always=False)
     assert refused(kinds)

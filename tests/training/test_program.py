@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax import StepMismatchError, _compat
 from gockpt_jax.training.call import CallForm
+from gockpt_jax.training.last_result import LastResult
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.unarmable import CannotArmError
 
@@ -298,6 +299,17 @@ def test_a_state_in_which_the_loop_has_put_something_else_is_not_known(x):
     assert program.returned.leaves(found) is not None
     result[0]["m"] = x
     assert program.returned.leaves(found) is None
+
+
+def test_whether_a_state_lies_like_the_one_before_is_asked_of_it_alone():
+    one, other = jax.devices()[:2]
+    program, last = arm(jax.jit(update), fresh(), X), LastResult()
+    result = jax.device_put((fresh(), jnp.float32(0)), one)
+    last.keep(result, program.returned.found_in(result), is_to_be_traced=False)
+    state, loss = jax.device_put((fresh(), jnp.float32(0)), other)
+    assert last.lies_like((result[0], loss), program.returned)
+    for moved in (state, fresh(), result[0] | {"w": state["w"]}):
+        assert not last.lies_like((moved, loss), program.returned)
 
 
 def test_another_program_has_the_state_elsewhere_in_its_result():
