@@ -290,14 +290,17 @@ def test_what_is_let_go_of_is_not_held(steps):
     assert [x() for x in held] == [None] * 2
 
 
-def test_behind_a_restore_the_first_call_may_be_an_evaluation():
-    """It returns no state, and nobody knows of another result: the user is not told to name it."""
+@pytest.mark.parametrize("arm", ["window", "always"])
+@pytest.mark.parametrize("trained", [0, 1])
+def test_the_first_call_may_be_an_evaluation(arm, trained):
+    """Or the first behind a restore: nobody knows of another result, so none is missed."""
 
     def either(state, x, train):
         return update(state, x) if train else jnp.sum(x)
 
-    step = wrap(jax.jit(either, static_argnames="train"))
-    state = step(fresh(), X, train=True)
+    step, state = wrap(jax.jit(either, static_argnames="train"), arm=arm), fresh()
+    for _ in range(trained):
+        state = step(state, X, train=True)
     step.last.let_go()
     step(state, X, train=False)
     for _ in range(3):
@@ -571,6 +574,21 @@ def test_with_always_a_changed_call_is_a_new_program_at_once():
     observer, step = Observer(range(8)), jax.jit(update, donate_argnums=0)
     run(wrap(step, observer, arm="always"), fresh(), 8, lambda n: X[:1] if n < 4 else X)
     assert observer.cuts == [n != 4 for n in range(8)]
+
+
+def test_with_always_each_kind_of_call_runs_armed_outside_windows_too(monkeypatch):
+    """Or which executable a step runs by would rest on when saves are due."""
+    ran, call = [], StepProgram.call
+
+    def seen(program, *args):
+        found = call(program, *args)
+        ran.append(program)
+        return found
+
+    monkeypatch.setattr(StepProgram, "call", seen)
+    step = wrap(jax.jit(lambda state, x: update(state, jnp.sum(x))), arm="always")
+    run(step, fresh(), 9, lambda n: jnp.ones(8 if n % 2 else 3))
+    assert [ran.count(program) for program in dict.fromkeys(ran)] == [5, 3]  # of 5 and 4
 
 
 @pytest.mark.parametrize("arm", ["window", "always"])
