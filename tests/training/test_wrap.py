@@ -544,6 +544,7 @@ def test_armed_under_other_settings_than_it_was_traced_for():
 
     assert_same(train(wrap(jitted, observer)), train(jitted))
     assert observer.cuts[4:6] == [False, True]
+    assert observer.refusals == []  # nor is one compiled for these that takes calls under others
 
 
 @pytest.mark.parametrize("arm", ["window", "always"])
