@@ -87,7 +87,7 @@ class WrappedStep(TracedStep):
                 result, traced = armed.result, None
             else:
                 if self.last.has_come:  # the first call's arguments seldom lie where later ones do
-                    traced = self._trace(args, kwargs) or traced
+                    traced = self._trace(args, kwargs)
                 result = self.step(*args, **kwargs)
         except BaseException:
             self._has_failed(program)

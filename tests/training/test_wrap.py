@@ -378,6 +378,16 @@ def test_a_step_that_is_to_be_traced_anew_says_of_which_change():
     )
 
 
+def test_a_call_of_a_known_kind_is_not_traced_again_behind_one_that_was_refused():
+    step = wrap(jax.jit(update), Observer())
+    state = run(step, fresh(), 3)
+    program = step.program
+    step.call_changed("for a test")
+    assert step.program is None
+    run(step, state, 1)
+    assert step.program is program
+
+
 @pytest.mark.parametrize("arm", ["window", "always"])
 def test_a_step_that_changes_for_good_now_and_then_keeps_its_windows(arm):
     """However often, if it has run armed in between."""
