@@ -219,6 +219,14 @@ def test_the_new_state_is_the_part_that_the_loop_gives_back():
     assert observer.cuts[3]
 
 
+def test_of_parts_alike_the_first_is_taken_where_none_ever_comes_back():
+    """A loop that copies its state, say: it was to be waited for a few calls only."""
+    step, state = wrap(jax.jit(lambda s, x: (update(s, x), jax.tree.map(jnp.sin, s)))), fresh()
+    for n in range(8):
+        state = jax.tree.map(jnp.copy, step(state, X * n)[0])
+    assert step.program.positions.outputs == (0, 1)
+
+
 def test_the_new_state_is_found_where_the_loop_takes_it_out_of_the_result():
     observer, state = Observer((3,)), fresh()
     step = wrap(jax.jit(lambda s, x: {"a": jax.tree.map(jnp.sin, s), "b": update(s, x)}), observer)
