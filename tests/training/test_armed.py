@@ -135,6 +135,15 @@ def test_branches_return_what_they_make_and_the_others_zeros():
             np.testing.assert_allclose(value, want if n in made else want * 0, rtol=1e-6)
 
 
+def test_a_branch_may_return_what_an_opened_call_returns():
+    inner = jax.jit(lambda x: jnp.sin(x) + 1.0)
+    jaxpr, graph = traced(lambda i, x: lax.switch(i, [inner, jnp.tanh], x), jnp.int32(0), X)
+    armed = jax.jit(with_outputs(jaxpr, [find(graph.outputs[0], "sin").site]))
+    for i, want in enumerate([(jnp.sin(X) + 1, jnp.sin(X)), (jnp.tanh(X), X * 0)]):
+        for got, expected in zip(armed(jnp.int32(i), X), want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_what_branches_return_lies_as_it_does_there(kind):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))

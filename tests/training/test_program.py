@@ -339,6 +339,18 @@ def test_explain_tells_every_leaf_its_shape_and_its_fate():
     assert "late (it is as small as what would be retained for it):\n  ['count'] int32[]" in text
 
 
+def test_what_is_retained_has_a_dtype_of_its_own():
+    def step(state, x):
+        g = jnp.tanh(x)
+        m = state["m"].astype(jnp.float32) * 0.5 + g
+        return {"m": m.astype(jnp.bfloat16), "u": state["u"] - g}
+
+    state = {"m": jnp.zeros(6, jnp.bfloat16), "u": jnp.zeros(6)}
+    cut = arm(jax.jit(step), state, X).cut
+    assert [str(array) for array in cut.arrays] == ["float32[6]"]
+    assert [group.leaves for group in cut.groups] == [(0, 1)]
+
+
 def test_result_without_the_state_is_an_error():
     jitted = jax.jit(lambda s, x: jnp.sum(x))
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
