@@ -20,7 +20,9 @@ from flax import nnx
 from training.test_wrap import Observer, fresh, run, update
 
 import gockpt_jax as gockpt
+from gockpt_jax import _compat
 from gockpt_jax.training import nested
+from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.nested import NestedStep
 from gockpt_jax.training.wrap import wrap_step
 
@@ -388,6 +390,18 @@ def test_a_call_before_training_that_returns_no_state(kind, arm):
         result = wrapped(*state, X, train=True)
         state = state if kind == "nnx" else result[:2]
     assert observer.cuts == [False] * 5 + [True]
+
+
+def test_of_results_that_are_alike_the_last_one_tells_where_the_state_is():
+    """As of the structures themselves, of which a few are known."""
+    jitted, x = jax.jit(lambda x: x), jnp.ones(3)
+    form = nested.InnerForm(jitted, CallForm(jitted, 0, _compat.jit_settings(jitted)))
+    form.found("it returned none", [x])
+    form.found([x], [x])
+    assert [at for _, at in form._results] == [[0]]
+    for n in range(2, 11):
+        form.found([x], [*range(n - 1), x])
+    assert [at for _, at in form._results] == [[n - 1] for n in range(3, 11)]
 
 
 @pytest.mark.parametrize("kind", ["nnx donated", "eqx donated", "jit"])
