@@ -69,7 +69,9 @@ def test_none_is_refused_where_it_means_nothing(name):
         WindowOptions(**{name: None})
 
 
-@pytest.mark.parametrize("value", ["never", None, True, ("window",), ["window"], {}])
+@pytest.mark.parametrize(
+    "value", ["never", None, True, ("window",), ["window"], {}, np.array("window")]
+)
 def test_bad_choice_names_the_choices(value):
     expected = re.escape(f"`arm` must be one of ('window', 'always'), got {value!r}.")
     with pytest.raises(ValueError, match=expected):
@@ -77,6 +79,9 @@ def test_bad_choice_names_the_choices(value):
     expected = re.escape(f"`on_busy` must be one of ('wait', 'skip', 'newest'), got {value!r}.")
     with pytest.raises(ValueError, match=expected):
         WindowOptions(on_busy=value)
+    expected = re.escape(f"`on_save_error` must be one of ('raise', 'warn'), got {value!r}.")
+    with pytest.raises(ValueError, match=expected):
+        WindowOptions(on_save_error=value)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,22 @@ def test_least_values_and_defaults_are_accepted():
         write_limit_bytes=256 * 2**20, replay_threads=None, arm="window", exact=False,
         audit=Audit(fraction=1 / 64, max_ulps=0, max_relative_error=0, on_failure="raise"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "may_differ"),
+    [
+        ("max_steps", 4, False), ("steps", 3, False), ("device_budget_bytes", 9, False),
+        ("arm", "always", False), ("on_busy", "skip", False), ("audit", None, False),
+        ("step_secs", 1.0, True), ("link_bytes_per_sec", 1.0, True), ("host_budget_bytes", 9, True),
+        ("write_limit_bytes", 9, True), ("replay_threads", 9, True), ("exact", True, True),
+        ("audit", Audit(fraction=1.0), True), ("on_save_error", "warn", True),
+    ],
+)  # fmt: skip
+def test_what_the_processes_of_a_job_must_be_given_alike(name, value, may_differ):
+    """All that they plan, and exchange, by; a default that is given in words is the same."""
+    other = WindowOptions(**{name: value})
+    assert (other.of_the_job == WindowOptions().of_the_job) is may_differ
 
 
 def test_frozen_and_keyword_only():

@@ -44,7 +44,7 @@ def choose(terms: Terms) -> Choice:
     assert budget is not None, "without a budget one copy fits"
     windows = windows_of(terms)
     best = min([snapshot, *windows], key=_rank)
-    if best.steps > 1 and snapshot.stall_secs - best.stall_secs >= LEAST_GAIN_SECS:
+    if snapshot.stall_secs - best.stall_secs >= LEAST_GAIN_SECS:
         peak = f"{describe_bytes(best.peak_bytes)} of {describe_bytes(budget)}"
         reason = (
             f"{best.steps} steps: predicted stall {best.stall_secs:.3f} s, of a snapshot "
@@ -125,7 +125,7 @@ def _levels(units: Sequence[Unit]) -> Iterator[list[int]]:
 def _in_order(units: Sequence[Unit]) -> list[int]:
     """Positions, groups by gain; rows of a group are neighbours."""
     rank = _ranks(units)
-    return sorted(range(len(units)), key=lambda u: (rank[u], u))
+    return sorted(range(len(units)), key=rank.__getitem__)
 
 
 def _ranks(units: Sequence[Unit]) -> list[tuple[float, int, int]]:

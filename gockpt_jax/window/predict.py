@@ -161,7 +161,6 @@ class SavePredictor:
     def abandoned(self) -> None:
         """Told when a window was opened for a save that did not come."""
         self._abandoned += 1
-        self._cached = None
         if self._abandoned == _PATIENCE:
             _log.warning(
                 "%d windows were opened for saves that did not come; none is predicted until one "

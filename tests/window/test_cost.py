@@ -130,6 +130,8 @@ def test_what_replicas_share_is_held_by_all_and_sent_by_one():
         assert (four.peak_bytes, four.moved_bytes) == (one.peak_bytes, one.moved_bytes / 4)
         assert four.stall_secs == pytest.approx(one.stall_secs / 4)
         assert (one.host_bytes, four.host_bytes) == (host_bytes, host_bytes // 4)
+    odd = Unit(state_bytes=9, retained_bytes=5, sharers=4)
+    assert (odd.sent_bytes, odd.following_bytes) == (3, 2)  # of the one that sends most
     assert shared.blocking_secs == alone.blocking_secs / 4
     assert shared.state_bytes == alone.state_bytes
     assert play(dataclasses.replace(shared, host_budget_bytes=50), ((0,),)).fits
@@ -163,6 +165,45 @@ def test_a_block_beside_what_the_step_before_it_retained():
     )  # fmt: skip
     assert play(terms, ((0,), (1,))).stall_secs == 0
     assert play(terms, ((0,), (1,))).peak_bytes == 801
+
+
+def test_what_is_there_in_any_case_takes_no_room():
+    """As the paper's gradients: only the link is taken by what follows."""
+    unit = Unit(state_bytes=80, retained_bytes=40)
+    terms = Terms(
+        units=(unit, unit), late_bytes=0, retained_bytes=0, link_bytes_per_sec=10.0, step_secs=8.0,
+        device_budget_bytes=80,
+    )  # fmt: skip
+    cost = play(terms, ((0,), (1,)))
+    assert (cost.stall_secs, cost.peak_bytes, cost.moved_bytes) == (0, 80, 160 + 40 + 80)
+
+
+def test_a_block_larger_than_the_budget_does_not_fit():
+    """Whatever fits behind it."""
+    units = (Unit(state_bytes=80, retained_bytes=0), Unit(state_bytes=40, retained_bytes=20))
+    terms = Terms(
+        units=units, late_bytes=80, retained_bytes=20, link_bytes_per_sec=10.0, step_secs=4.0,
+        device_budget_bytes=80,
+    )  # fmt: skip
+    assert play(terms, ((0,), (1,))).fits
+    assert not play(terms, ((0, 1),)).fits
+
+
+@pytest.mark.parametrize(
+    ("budget", "blocks", "stall_secs", "peak_bytes", "drain_secs"),
+    [(90, (), 3, 90, 9), (None, (), 0, 120, 12), (None, ((0,),), 0, 160, 15)],
+)
+def test_the_rest_fills_the_budget_and_drains_behind_what_has_left(
+    budget, blocks, stall_secs, peak_bytes, drain_secs
+):
+    """In a step of 1 s 10 bytes have gone: 70 of the block, what follows and the rest have not."""
+    terms = Terms(
+        units=(Unit(state_bytes=80, retained_bytes=40),), late_bytes=40, retained_bytes=40,
+        link_bytes_per_sec=10.0, step_secs=1.0, device_budget_bytes=budget,
+    )  # fmt: skip
+    cost = play(terms, blocks)
+    found = cost.stall_secs, cost.peak_bytes, cost.drain_secs
+    assert found == (stall_secs, peak_bytes, drain_secs)
 
 
 @thorough
@@ -344,6 +385,56 @@ def test_nothing_to_gain_is_said():
     assert most > least + 1
     nothing = choose(dataclasses.replace(terms, units=(), late_bytes=101))
     assert nothing.reason.startswith("no leaf may leave early")
+
+
+LIGHT, FREE = (Unit(state_bytes=n, retained_bytes=0) for n in (10, 1000))
+
+
+@pytest.mark.parametrize(
+    ("terms", "sizes"),
+    [
+        # Equal traffic: equal blocks would stall for 22.5 s.
+        (
+            Terms(
+                units=tuple(Unit(state_bytes=10, retained_bytes=5, group=g) for g in range(20)),
+                late_bytes=100, retained_bytes=100, link_bytes_per_sec=2.0, step_secs=60.0,
+                device_budget_bytes=210, max_steps=4,
+            ),
+            (10, 5, 3),
+        ),
+        # Equal blocks: of equal traffic, what is followed most would leave at the seal.
+        (
+            Terms(
+                units=(Unit(state_bytes=40, retained_bytes=20), LIGHT),
+                late_bytes=40, retained_bytes=20, link_bytes_per_sec=10.0, step_secs=10.0,
+                device_budget_bytes=60, max_steps=3,
+            ),
+            (1, 1),
+        ),
+        # A fifth of a millisecond of stall is none: fewer bytes are moved than by three steps.
+        (
+            Terms(
+                units=(FREE, Unit(state_bytes=200, retained_bytes=20)),
+                late_bytes=850, retained_bytes=20, link_bytes_per_sec=10_000.0, step_secs=10.0,
+                device_budget_bytes=1048,
+            ),
+            (1,),
+        ),
+        # Nor does a step more count, if it moves fewer bytes.
+        (
+            Terms(
+                units=tuple(Unit(state_bytes=10, retained_bytes=2, group=g) for g in range(40)),
+                late_bytes=80, retained_bytes=80, link_bytes_per_sec=5.0, step_secs=10.0,
+                device_budget_bytes=432, max_steps=4,
+            ),
+            (3, 4, 3),
+        ),
+    ],
+)  # fmt: skip
+def test_which_of_the_windows_is_taken(terms, sizes):
+    cost = choose(terms).cost
+    assert cost.stall_secs < 1e-3
+    assert tuple(map(len, cost.blocks)) == sizes
 
 
 @pytest.mark.parametrize(("link", "steps"), [(95.0, 2), (105.0, 1)])

@@ -63,6 +63,31 @@ def test_what_is_small_says_nothing_of_the_budget_unless_much_was_in_flight(free
     assert device.limit_bytes == 2**19 + 1
 
 
+def test_devices_are_asked_until_a_step_has_run_and_no_more(free):
+    """Their peak would count our own copies, then."""
+    device, given = DeviceBudget(None, Processes()), DeviceBudget(500, Processes())
+    for left, stepped, limit_bytes in (
+        (10_000, False, 10_000),
+        (6000, True, 6000),
+        (1, True, 6000),
+    ):
+        free["peak_bytes_in_use"] = left
+        device.measure(stepped=stepped)
+        given.measure(stepped=stepped)
+        assert (device.limit_bytes, given.limit_bytes) == (limit_bytes, 500)
+
+
+def test_what_has_failed_raises_no_limit(free):
+    free["peak_bytes_in_use"] = 10_000
+    device = DeviceBudget(None, Processes())
+    device.measure(stepped=False)
+    assert device.allows_less(8000, 4000, FULL)
+    assert device.limit_bytes == 6000
+    free["peak_bytes_in_use"] = 5000
+    device.measure(stepped=True)
+    assert device.limit_bytes == 5000
+
+
 def test_what_was_lowered_before_the_first_step_stays_so(free):
     free["peak_bytes_in_use"] = 10_000
     device = DeviceBudget(None, Processes())

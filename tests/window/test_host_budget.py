@@ -56,6 +56,7 @@ def test_the_default_is_what_a_save_needs_and_a_tenth(host):
     assert budget.why_no_room(1000, following_bytes=200) is None
     assert budget.limit_bytes == (1000 + 2 * 200 + 100) * 11 // 10
     budget.admit_save(500)  # a smaller one changes nothing
+    assert budget.why_no_room(500, following_bytes=100) is None
     assert budget.limit_bytes == 1650
     budget.admit_save(2000)
     assert budget.limit_bytes == (2000 + 2 * 200 + 100) * 11 // 10
@@ -88,6 +89,7 @@ def test_the_default_is_never_more_than_the_host_has_left(host):
     assert budget.limit_bytes == 1150
     budget.add(1000)
     host["free"] = 150  # for these are taken
+    assert budget.room_bytes(1000) == 1150 - 100
     budget.admit_save(1000)
     assert budget.limit_bytes == 1150
     budget.release(1000)
@@ -107,10 +109,23 @@ def test_files_in_memory_take_from_the_same(host):
     assert budget.why_no_room(1000) is not None
     assert budget.limit_bytes == 500
     assert budget.room_bytes(1000) == 400
+    host["free"] = 1050
+    assert budget.room_bytes(1000) == 0
+    host["free"] = 900
+    assert budget.why_no_room(1000) is not None
+    assert budget.limit_bytes == 0
 
 
-def test_the_default_refuses_no_save(host, caplog):
-    host["free"] = 10
+def test_the_plan_leaves_room_for_write_buffers_and_the_sample(host):
+    """Chunks that are compressed count twice, but no more are written than there are."""
+    budget = budget_of(write_limit_bytes=3000, audit=Audit(fraction=0.5))
+    assert budget.room_bytes(1000) == 10**6 - 2000 - 500
+    assert budget.room_bytes(4000) == 10**6 - 3000 - 2000
+
+
+@pytest.mark.parametrize("pool", [None, PinnedPool(devices=2, gib=10)])
+def test_the_default_refuses_no_save(host, caplog, pool):
+    host.update(free=10, pool=pool)
     budget = budget_of()
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
         budget.admit_save(1000)

@@ -125,6 +125,18 @@ class TestExpectedLater:
         predictor.expect(18)
         assert [predictor.next_save(v, HORIZON) for v in (7, 8, 14)] == [None, None, 18]
 
+        predictor = SavePredictor(every(3))
+        for version in (1, 6, 7):  # nor that one was refused long ago
+            predictor.observe(version, version, version > 1)
+        predictor.expect(18)
+        assert [predictor.next_save(v, HORIZON) for v in (7, 8, 14)] == [None, None, 18]
+
+    def test_the_policy_s_next_where_the_last_call_was_a_save(self):
+        predictor = SavePredictor(every(3))
+        loop(predictor, range(1, 4), every(3))
+        predictor.expect(18)
+        assert predictor.next_save(3, HORIZON) == 6
+
     def test_none_where_refused_calls_are_unheard(self):
         predictor = SavePredictor(every(3))
         predictor.sees_every_call = False
@@ -203,8 +215,8 @@ def test_the_period_of_the_past_is_not_asked_where_a_policy_knows():
     predictor.observe(10, 10, True)
     assert predictor.next_save(12, HORIZON) == 15
     predictor.is_started = True
-    predictor.observe(11, 11, False)
-    assert predictor.next_save(12, HORIZON) is None
+    predictor.expect(13)
+    assert [predictor.next_save(v, HORIZON) for v in (12, 13)] == [13, None]
 
 
 def test_period_counts_versions_not_calls():
@@ -264,6 +276,13 @@ def test_the_loop_is_back_at_the_next_call_or_question(saves, asks, updates):
     for version in (20, 21):
         predictor.observe(version, 128 * version, False)
     assert predictor.updates_between_calls == 1  # whatever labels count
+
+
+def test_questions_of_a_loop_that_saves_otherwise_tell_nothing_of_its_calls():
+    predictor = SavePredictor()
+    for version in (1, 2):
+        predictor.asked(version, version, True)
+    assert predictor.updates_between_calls is None
 
 
 @pytest.mark.parametrize(
@@ -484,7 +503,7 @@ class TestWhyUnforeseen:
 
     def test_a_policy_that_is_asked_at_each_step_needs_no_period(self):
         predictor = SavePredictor(every(5))
-        loop(predictor, range(7), every(5))
+        loop(predictor, range(1, 7), every(5))
         told = predictor.why_unforeseen(9)
         assert "no window was open; `manager.expect_save(in_steps=n)`" in told
 
