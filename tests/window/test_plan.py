@@ -156,6 +156,17 @@ def test_a_plan_is_shortened_only_where_the_save_is_nearer():
     assert shorter.plan == Plan(((0, 1), (2,)), "`steps=3`; the save was 2 steps away")
     assert shorter.size is size
     assert planned.host_bytes == shorter.host_bytes == (300, 2 * 15)
+    assert planned.within(2, of_user, None).plan.blocks == ((0, 1, 2),)
+
+
+def test_a_plan_that_is_shortened_is_none_where_larger_blocks_have_no_room():
+    """Neither is it longer than the save is away."""
+    size = state_of((100, 100, 100), [unit(100, 5, group) for group in range(3)])
+    plan = plan_window(size, WindowOptions(), 125, Facts())
+    planned = Planned(NO_CUT, plan, size, 1, Facts())
+    assert plan.steps == 4
+    assert planned.within(3, WindowOptions(), 125).plan.steps == 1
+    assert planned.within(2, WindowOptions(), 125).plan.steps == 1
 
 
 def test_the_host_needs_what_follows_that_which_leaves():
@@ -245,7 +256,8 @@ def test_a_plan_that_has_been_refused_is_made_anew_where_the_host_has_less_than_
         Planned(NO_CUT, Plan(blocks, "why"), size, 1, facts) for blocks in (((0,),), ())
     )
     for room, was_refused, is_outdated in (
-        (50, True, False), (49, True, True), (49, False, False), (None, True, False)
+        (50, True, False), (49, True, True), (49, False, False), (None, True, False),
+        (39, True, True),
     ):  # fmt: skip
         now = dataclasses.replace(with_room(KNOWN, room), was_refused=was_refused)
         assert window.is_outdated_by(now, None) is is_outdated
@@ -294,6 +306,7 @@ def test_bytes_are_those_of_one_device(monkeypatch):
     # One of the replicas sends what is no slice of anybody's, in turn: an eighth each.
     assert (size.staged, size.to_host) == (32 + 256 + 4 + 256, 32 + 32 + 1 + 32)
     assert (size.retained, size.followers) == (16 + 256, 16 + 32)
+    assert (size.late, size.late_shared) == (4, 4 - 1)
     monkeypatch.setattr("gockpt_jax.transfer.replicas.MIN_SLICE_ELEMENTS", 8)
     sharing = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
     size = measure_bytes(program.cut, jax.tree.leaves(state), sharing)

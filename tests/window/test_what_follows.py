@@ -313,6 +313,20 @@ def test_a_step_that_did_not_run_gives_all_back(room):
         assert device.used_bytes == 0
 
 
+def test_what_is_taken_behind_an_interrupted_step_is_not_given_back_with_it(room):
+    room, device, watcher = room
+    has_run = threading.Event()
+    room.take(60)
+    with pytest.raises(KeyboardInterrupt), room.dispatched([Result(has_run)]):
+        raise KeyboardInterrupt
+    room.take(30)
+    has_run.set()
+    watcher.wait_until_idle()
+    assert device.used_bytes == 30
+    room.give_back()
+    assert device.used_bytes == 0
+
+
 def test_an_interrupt_before_anybody_watches_gives_all_back(room, monkeypatch):
     def interrupted(task, failed):
         monkeypatch.undo()
