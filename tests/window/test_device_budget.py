@@ -88,6 +88,19 @@ def test_what_has_failed_raises_no_limit(free):
     assert device.limit_bytes == 5000
 
 
+def test_what_was_counted_already_is_not_in_flight_beside_itself(free):
+    """Its error is raised; and what is found later in the same save is never more."""
+    device = DeviceBudget(16384, TwoProcesses({"device_room": None}))
+    device.add(4096 + 2048)
+    with pytest.raises(jax.errors.JaxRuntimeError), device.heeded(2048):
+        raise FULL
+    assert device._found == 4096 + 512
+    assert not device.heed(2048, 8192, FULL), "that had room before"
+    assert device._found == 4096 + 512
+    assert device.heed(2048, 1024, FULL)
+    assert device._found == 1024 + 512
+
+
 def test_what_was_lowered_before_the_first_step_stays_so(free):
     free["peak_bytes_in_use"] = 10_000
     device = DeviceBudget(None, Processes())
