@@ -339,6 +339,28 @@ def test_what_the_host_holds_takes_neither_device_nor_link():
         assert plan_window(size, WindowOptions(), max(sent, 1), Facts()).steps == 1
 
 
+@pytest.mark.parametrize(
+    ("unsaved", "sent"), [((), "mvw"), ((0,), "mvw"), ((0, 1), "w"), ((0, 1, 2), "")]
+)
+def test_a_group_of_which_saves_take_the_larger_part_leaves_early_as_a_whole(unsaved, sent):
+    """For replay reads all of it; of another that is sent which saves take."""
+
+    def step(state, x):
+        m = 0.5 * state["m"] + jnp.sin(x)
+        v = 0.5 * state["v"] + m
+        return {"m": m, "v": v, "w": state["w"] - v}
+
+    jitted, leaf = jax.jit(step), 64 * 4
+    state, x = {k: jnp.ones(64) for k in "mvw"}, jnp.ones(64)
+    form = CallForm(jitted, 0, _compat.jit_settings(jitted))
+    program = StepProgram(jitted.trace(state, x), form, (state, x), {}, even_for_nothing=False)
+    leaves = jax.tree.leaves(state)
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE, frozenset(unsaved))
+    assert size.leaves == tuple(leaf * (name in sent) for name in "mvw")
+    assert size.staged == leaf * len(sent)
+    assert [unit.state_bytes for unit in size.units] == [3 * leaf] * (sent == "mvw")
+
+
 def test_what_no_program_cuts_leaves_as_a_whole(monkeypatch):
     """Frozen numbers of which two are in a byte, beside others, which leave in parts."""
     monkeypatch.setattr("gockpt_jax.window.units.MIN_CHUNK_BYTES", 64)
