@@ -19,6 +19,7 @@ from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
+from gockpt_jax.transfer.chunks import Source
 from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.plan import (
@@ -31,7 +32,7 @@ from gockpt_jax.window.plan import (
     plan_window,
 )
 from gockpt_jax.window.planned import Planned
-from gockpt_jax.window.units import placement
+from gockpt_jax.window.units import placement, sharers
 
 NO_CUT = StepCut((), (), (), (), (), {}, True)
 
@@ -403,6 +404,12 @@ def test_a_group_travels_as_its_most_sharded_leaf(places, like):
     """Unless its leaves lie on different devices, or one of them on the host."""
     leaves = [jax.device_put(jnp.zeros((16, 8)), place) for place in places]
     assert placement(leaves, range(len(leaves)), FIRST_ALONE) == like
+
+
+@pytest.mark.parametrize(("dtype", "senders"), [(jnp.int8, 8), (jnp.int4, 1)])
+def test_replicas_share_the_way_of_what_a_program_cuts(dtype, senders):
+    leaf = jax.device_put(jnp.ones((16, 8), dtype), WHOLE)
+    assert sharers(Source.of(leaf, WHOLE)) == senders
 
 
 def test_processes_have_no_group_of_which_the_leaves_lie_differently(monkeypatch):
