@@ -192,15 +192,19 @@ def test_a_label_is_saved_again_while_orbax_makes_its_directory(
         np.testing.assert_array_equal(saver.restore(where)["w2"], 2.0)
 
 
+def chunks_written(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    write, written = leaf_writer.LeafWriter._written, []
+    monkeypatch.setattr(
+        leaf_writer.LeafWriter, "_written", lambda *args: written.append(args) or write(*args)
+    )
+    return written
+
+
 def test_what_was_given_up_stops_at_its_next_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next save waits for it."""
-    late, written = LateWriter(monkeypatch), []
-    write = leaf_writer.LeafWriter._written
-    monkeypatch.setattr(
-        leaf_writer.LeafWriter, "_written", lambda *args: written.append(args) or write(*args)
-    )
+    late, written = LateWriter(monkeypatch), chunks_written(monkeypatch)
     with gockpt.GoCkptManager(tmp_path, item_handlers={"broken": Broken()}) as manager:
         args = ocp.args.Composite(broken=BrokenSave(), state=gockpt.GoCkptSave(tree(LATE)))
         manager.save(0, args=args)
@@ -220,12 +224,14 @@ def test_a_save_that_is_cancelled(
     use_ocdbt: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late, handler = LateWriter(monkeypatch), gockpt.GoCkptHandler(use_ocdbt=use_ocdbt)
+    written = chunks_written(monkeypatch)
     with ocp.AsyncCheckpointer(handler) as checkpointer:
         checkpointer.save(tmp_path / "0", args=gockpt.GoCkptSave(tree(LATE)))
         late.wait_until_it_is_late()
         checkpointer.cancel()
         late.go_on()
         checkpointer.wait_until_finished()
+        assert written == []
         assert not (tmp_path / "0").exists()
         checkpointer.save(tmp_path / "0", args=gockpt.GoCkptSave(tree(2.0)))
         checkpointer.wait_until_finished()

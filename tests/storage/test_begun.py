@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from gockpt_jax.errors import StorageError
+from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.saving.begun import BegunSave
 
 ERROR = OSError("of which nobody has told")
@@ -47,6 +48,7 @@ class Writing:
         self.may_begin, self.will_not_begin = may_begin, False
         self.is_cancelled = False
         self.is_beginning = self._has_begun = has_begun
+        self.has_ended = False
 
     def wait(self, timeout: float | None) -> None:
         self.waited_secs.append(timeout)
@@ -116,13 +118,15 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     assert left.ends == failed.ends == []
 
 
-def test_only_a_save_of_its_label_waits_for_what_has_failed():
+@pytest.mark.parametrize("by", ["handed_over", "written"])
+def test_only_a_save_of_its_label_waits_for_what_has_failed(by):
     """Where the storage hangs, others go on; nor is it closed for."""
     begun = BegunSave()
     begun.expect(7)
     entered(begun, "a")
     hangs: Any = Writing(*[TimeoutError()] * 3)
-    begun._items["7.tmp/a"].handed_over = hangs
+    begun._items["7.tmp/a"].stats.peak_inflight_bytes = int(by == "written")
+    setattr(begun._items["7.tmp/a"], by, hangs)
     begun.give_up(ERROR)
     begun.expect(8)
     begun.wait_for_what_was_left(8)
@@ -133,6 +137,19 @@ def test_only_a_save_of_its_label_waits_for_what_has_failed():
     begun.wait_for_what_was_left()
     assert hangs.waited_secs == [300, 10]
     assert begun._left == []
+
+
+def test_what_has_stopped_is_forgotten_whatever_is_saved_next():
+    begun = BegunSave()
+    begun.expect(7)
+    entered(begun, "a")
+    begun._items["7.tmp/a"].handed_over = stops = Writing()  # type: ignore[assignment]
+    begun.give_up(ERROR)
+    begun.wait_for_what_was_left(8)
+    assert len(begun._left) == 1
+    stops.may_begin = stops.is_beginning = False
+    begun.wait_for_what_was_left(8)
+    assert (begun._left, stops.waited_secs) == ([], [])
 
 
 def test_what_is_heard_of_in_the_middle_of_the_next_save_is_waited_for():
@@ -180,7 +197,7 @@ def test_what_cannot_begin_any_more_is_not_waited_for():
 def test_a_save_into_the_directory_of_one_that_is_written(handed_over, is_soiled):
     """Whoever makes the directory has made it before we hear of it."""
     begun = BegunSave()
-    (array,) = entered(begun, "a")
+    array, _ = entered(begun, "a", "never handed over")
     begun._items["7.tmp/a"].handed_over = handed_over
     begun.enter("7.tmp", "7.tmp/a")
     begun.give_up_before(ERROR, one_at_a_time=False)
@@ -224,6 +241,7 @@ def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
         (("best/7", "last/7"), True, [0, 0, 0]),
         (("run/best_7", "run/last_8"), True, [0, 0, 0]),
         (("best/7", "last/7", "best/8"), True, [1, 1, 0, 0]),
+        ((f"best/7{TEMPORARY}-1", f"best/8{TEMPORARY}-2"), True, [1, 1, 0]),
     ],
 )
 def test_what_a_manager_has_waited_for_is_given_back(folders, one_at_a_time, given_back):
@@ -241,6 +259,17 @@ def test_what_a_manager_has_waited_for_is_given_back(folders, one_at_a_time, giv
     assert all(array.releases for array in arrays)
 
 
+def test_what_its_manager_has_not_waited_for_is_let_be():
+    """An interrupt has ended its wait, and the save is healthy."""
+    begun = BegunSave()
+    (array,) = entered(begun, "a", folder="best/7")
+    item: Any = begun.item("best/7/a")
+    item.written = Writing()
+    entered(begun, "a", folder="best/8")
+    begun.give_up_before(ERROR, one_at_a_time=True)
+    assert (array.releases, item.pending.error, item.stats.is_given_up) == (0, None, False)
+
+
 def test_what_nobody_will_begin_to_write_is_given_back():
     """A checkpointer alone: each save lies in another directory, and any may overlap."""
     begun, of_each = BegunSave(), {}
@@ -248,7 +277,7 @@ def test_what_nobody_will_begin_to_write_is_given_back():
         of_each[name] = entered(begun, "", folder=name)[0]
     saves = {name: begun.item(name) for name in of_each}
     for name in ("began", "waits", "refused"):
-        handed_over: Any = Writing(may_begin=name == "waits")
+        handed_over: Any = Writing(may_begin=name == "waits", has_begun=name == "began")
         handed_over.will_not_begin = name == "refused"
         saves[name].handed_over = handed_over
     saves["committed"].pending.is_finished = True
