@@ -21,7 +21,7 @@ from storage_helpers import assert_same_arrays
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.files import _compat as of_orbax
-from gockpt_jax.storage.saving.hand_over import HandedOver
+from gockpt_jax.storage.saving.hand_over import HandedOver, _MadeWhenRun
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.storage.writing import write_budget
@@ -430,6 +430,24 @@ def test_what_is_cancelled_does_not_begin_and_what_has_begun_goes_on(monkeypatch
     with pytest.raises(RuntimeError, match="its save has failed"):
         given_up.result()
     assert len(began) == 2
+
+
+def test_what_is_made_when_it_is_run_ends_as_any_coroutine():
+    ended_by = []
+
+    async def begin():
+        try:
+            await asyncio.sleep(0)
+        except BaseException as error:
+            ended_by.append(type(error))
+            raise
+
+    for end in (lambda begun: begun.throw(KeyboardInterrupt()), _MadeWhenRun.close):
+        begun = _MadeWhenRun(begin)
+        begun.send(None)
+        with contextlib.suppress(KeyboardInterrupt):
+            end(begun)
+    assert ended_by == [KeyboardInterrupt, GeneratorExit]
 
 
 class Counter:

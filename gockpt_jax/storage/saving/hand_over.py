@@ -68,7 +68,7 @@ class HandedOver(ocp.future.Future):  # type: ignore[misc]
     def cancel(self) -> None:
         """Its writing does not begin any more, if it has not."""
         with self._deciding:
-            self._is_cancelled = not self._has_begun
+            self._is_cancelled = True
 
     @property
     def will_not_begin(self) -> bool:
