@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from gockpt_jax.errors import StorageError
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.saving.begun import BegunSave
+from gockpt_jax.storage.saving.hand_over import HAND_OVER
 
 ERROR = OSError("of which nobody has told")
 
@@ -116,6 +118,8 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     begun.wait_for_what_was_left()  # as it was left
     begun.wait_for_what_was_left()
     assert left.ends == failed.ends == []
+    # What goes on is waited for to its end, and what has failed for as long as closing may take.
+    assert left.waited_secs == [None if isinstance(error, KeyboardInterrupt) else 10] * 2
 
 
 @pytest.mark.parametrize("by", ["handed_over", "written"])
@@ -231,6 +235,34 @@ def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
     for _ in range(2):
         begun.wait_for_what_was_left()
     assert waited == [10]
+
+
+def test_who_may_be_making_the_directory_of_an_interrupted_save(monkeypatch):
+    """A thread of Orbax's that came with it; not what ends another save, nor what waits for it."""
+    go_on = threading.Event()
+
+    class Orbaxs(threading.Thread):
+        __module__ = "orbax.checkpoint"
+
+        def __init__(self, name: str):
+            super().__init__(target=go_on.wait, args=(60,), name=name)
+
+    def made(coro, name):
+        coro.close()
+        return SimpleNamespace(result=None)
+
+    monkeypatch.setattr(ocp.future, "CommitFutureAwaitingContractedSignals", made)
+    begun = BegunSave()
+    ends_another, makes, writes = map(Orbaxs, ("save_finalize", "directory", f"{HAND_OVER}_0"))
+    ends_another.start()
+    begun.expect(7)
+    makes.start()
+    writes.start()
+    begun.leave_directory(KeyboardInterrupt())
+    go_on.set()
+    assert [left.wait for left in begun._left] == [makes.join, None]
+    for thread in (ends_another, makes, writes):
+        thread.join()
 
 
 @pytest.mark.parametrize(
