@@ -36,6 +36,8 @@ from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.managing import waiting as waiting_room
 from gockpt_jax.storage.managing.deleting import Deleter
+from gockpt_jax.storage.managing.in_turn import SavesInTurn
+from gockpt_jax.storage.managing.last_save import LastSave
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.written import Written
@@ -86,7 +88,12 @@ def test_an_accepted_save_stays_visible_while_it_is_handed_over(start, monkeypat
     assert loop.train(8)
     accepted = (8, [0, 4, 8], True)
     assert look(loop.manager) == accepted
-    seen: list[Any] = []
+    room, seen = loop.manager._gockpt_saves._room, []
+    waiting = room.occupant
+    with monkeypatch.context() as patch:  # it leaves just as somebody looks
+        patch.setattr(SavesInTurn, "waiting", property(lambda _: room.leave(waiting)))
+        assert look(loop.manager) == accepted
+    room.leaving, room.occupant = None, waiting
 
     def saving(real: Any) -> Any:
         def call(manager: Any, step: int, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +175,23 @@ def test_an_interrupt_as_a_save_that_waited_leaves(start, monkeypatch, has_left)
     loop.assert_saved(*loop.given)
 
 
+def test_an_interrupt_when_orbax_has_a_save_that_waited_leaves_that_to_its_end(start, monkeypatch):
+    loop, real = start(4), LastSave._now_with_orbax
+    assert loop.train(8)
+
+    def interrupted(*args: Any) -> None:
+        monkeypatch.setattr(LastSave, "_now_with_orbax", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LastSave, "_now_with_orbax", interrupted)
+    loop.finish()
+    with pytest.raises(KeyboardInterrupt):
+        loop.update()
+    loop.manager.wait_until_finished()
+    assert loop.report(8).error is None
+    loop.assert_saved(0, 4, 8)
+
+
 def test_metadata_of_what_somebody_else_has_removed(start):
     """It is not under way: nothing would come of a wait."""
     loop = start()
@@ -189,14 +213,22 @@ def test_metadata_of_a_save_under_way(start):
     assert loop.manager.metadata(8).item_metadata is not None
 
 
-def test_a_save_waits_and_is_written_by_the_next_step(start):
-    loop = start(4)
+def test_a_save_waits_and_is_written_by_the_next_step(start, monkeypatch):
+    loop, stalls, add_stall = start(4), [], PendingReport.add_stall
+
+    def stall(pending: PendingReport, started_at: float) -> None:
+        stalls.append(pending.record.step)
+        add_stall(pending, started_at)
+
+    monkeypatch.setattr(PendingReport, "add_stall", stall)
     assert loop.train(8)  # at once: nobody has let the write of 4 go on
     assert on_disk(loop) == [0]
     assert loop.manager.latest_step() == 8
     assert sorted(loop.manager.all_steps()) == [0, 4, 8]
     assert loop.manager.is_saving_in_progress()
     assert loop.session.host.used_bytes >= STATE_BYTES
+    loop.update()  # which looks whether it has its turn
+    assert stalls.count(8) == 2
     loop.finish()
     assert loop.manager.is_saving_in_progress()  # until the trainer's thread comes by
     loop.update()
@@ -955,6 +987,48 @@ def test_another_thread_begins_the_save_that_waits(start, monkeypatch, call):
     loop.manager.wait_until_finished()
     loop.assert_saved(*(label for label in (0, 4, 8, 12) if label or call != "delete"))
     assert loop.kinds == {0: "snapshot", 4: "window", 8: "window", 12: "window"}
+
+
+def test_a_step_does_not_wait_for_a_save_that_another_thread_has_begun_meanwhile(
+    start, monkeypatch
+):
+    loop = start(4)
+    assert loop.train(8)
+    loop.finish()
+    saves, has_come, hear, by = loop.manager._gockpt_saves, Turn.has_come, LastSave.hear, set()
+
+    def late(*args, **kwargs):
+        come = has_come(*args, **kwargs)
+        if threading.current_thread() is threading.main_thread() and saves.waiting is not None:
+            on_a_thread(saves.hand_over)
+        return come
+
+    monkeypatch.setattr(Turn, "has_come", late)
+    monkeypatch.setattr(
+        LastSave, "hear", lambda last: by.add(threading.current_thread()) or hear(last)
+    )
+    loop.update()
+    assert by
+    assert threading.main_thread() not in by
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 8)
+
+
+def test_whoever_is_interrupted_as_they_wait_waits_for_no_other_save(start, monkeypatch):
+    loop, real = start(4), LastSave.hear
+    loop.train(8)
+
+    def interrupted(_: LastSave) -> None:
+        monkeypatch.setattr(LastSave, "hear", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LastSave, "hear", interrupted)
+    loop.finish()
+    with pytest.raises(KeyboardInterrupt):
+        loop.manager.wait_until_finished()
+    assert loop.manager._gockpt_saves.waiting.step == 8
+    loop.manager.close()
+    assert on_disk(loop) == [0, 4, 8]
 
 
 def test_a_wait_in_the_middle_of_a_step_begins_no_save(start):
