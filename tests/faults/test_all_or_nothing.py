@@ -104,6 +104,21 @@ def test_error_before_the_seal_reaches_the_next_step(
         assert_goes_on(trainer)
 
 
+def test_error_before_the_seal_reaches_a_save_that_the_policy_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    injected = Fault(monkeypatch, **BEFORE_SEAL["replay"])
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        injected.arm()
+        trainer.update()
+        trainer.settle()
+        with pytest.raises(gockpt.ReplayError) as raised:
+            trainer.save()
+        assert raised.value.__cause__ is injected.error
+        trainer.update()  # it has been told
+
+
 @pytest.mark.parametrize(
     ("fault", "label"), [*((fault, 8) for fault in BEFORE_SEAL), ("replay", 7)]
 )
