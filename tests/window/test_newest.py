@@ -192,6 +192,22 @@ def test_an_interrupt_when_orbax_has_a_save_that_waited_leaves_that_to_its_end(s
     loop.assert_saved(0, 4, 8)
 
 
+def test_one_that_is_superseded_waits_on_after_an_interrupt(start, monkeypatch):
+    loop = start(4)
+    assert loop.train(8)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(waiting_room.WaitingRoom, "_drop", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.manager._gockpt_saves._room.supersede(9)
+    loop.finish()
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 8)
+
+
 def test_metadata_of_what_somebody_else_has_removed(start):
     """It is not under way: nothing would come of a wait."""
     loop = start()
@@ -231,7 +247,12 @@ def test_a_save_waits_and_is_written_by_the_next_step(start, monkeypatch):
     assert stalls.count(8) == 2
     loop.finish()
     assert loop.manager.is_saving_in_progress()  # until the trainer's thread comes by
+    clock, paused = loop.session.known.clock, []
+    monkeypatch.setattr(
+        clock, "pause", lambda at, pause=clock.pause: paused.append(at) or pause(at)
+    )
     loop.update()
+    assert paused  # what has begun the save was no step
     loop.finish()
     assert on_disk(loop) == [0, 4, 8]
     loop.manager.wait_until_finished()
@@ -379,6 +400,19 @@ def test_forced_saves_and_preemptions_wait_and_supersede(start, monkeypatch, pre
     assert loop.kinds[8] == "superseded"
     loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 9)
+    loop.manager.close()
+
+
+def test_a_forced_save_of_an_older_label_does_not_supersede(start, monkeypatch):
+    loop = start(4)
+    loop.train(8)
+    last = loop.manager._gockpt_saves.last
+    monkeypatch.setattr(last, "hear", lambda hear=last.hear: (loop.gates[4].set(), hear()))
+    assert loop.manager.save(6, args=GoCkptSave(loop.state), force=True)
+    loop.given[6] = loop.given[8]
+    assert loop.manager._gockpt_saves.waiting.step == 8
+    loop.manager.wait_until_finished()
+    loop.assert_saved(0, 4, 6, 8)
     loop.manager.close()
 
 
@@ -672,6 +706,12 @@ def test_an_array_that_a_save_holds_twice_takes_room_once(start):
     loop.finish()
     loop.manager.wait_until_finished()
     loop.assert_saved(4, 12)
+    array = jax.numpy.ones(SIZE)
+    taken = loop.manager._gockpt_handler.take(GoCkptSave(dict.fromkeys("ab", array)))
+    loop.settle()
+    for written, left in zip(taken.arrays, (LEAF, 0), strict=True):
+        written.release()
+        assert host.used_bytes == left
     loop.manager.close()
 
 
@@ -734,6 +774,17 @@ def test_one_that_had_failed_before_it_was_superseded_is_reported_as_both(start,
 
 def _fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("injected")
+
+
+def test_a_failed_save_is_told_by_a_save_that_the_policy_leaves_out(start, monkeypatch):
+    loop = start(4)
+    loop.train(3)
+    fail_writing_of(monkeypatch, 4)
+    loop.train(4)
+    loop.finish()
+    with pytest.raises(RuntimeError, match="injected"):
+        loop.train(5)
+    loop.manager.close()
 
 
 def test_a_warning_is_enough_if_so_asked(start, monkeypatch):
