@@ -22,6 +22,7 @@ from storage_helpers import assert_same_arrays
 import gockpt_jax as gockpt
 from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.saving.hand_over import HandedOver, _MadeWhenRun
+from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave, as_tree_save
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.storage.writing import write_budget
@@ -349,6 +350,34 @@ def test_what_was_taken_knows_its_arrays_and_its_failure():
         taken.release()
         assert taken.failure() is None
     assert TakenSave(ocp.args.PyTreeSave({}), pending, error).failure() is error
+
+
+def save_and_wait(manager, args):
+    manager.save(0, args=args)
+    manager.wait_until_finished()
+
+
+@pytest.mark.parametrize("is_handed_over", [True, False])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(ocp.PyTreeCheckpointHandler, "async_save"), (StateHandler, "finalize")]
+)
+def test_what_stock_does_not_begin_or_end_is_told_and_given_back(
+    tmp_path, monkeypatch, owner, name, is_handed_over
+):
+    def refuses(*args, **kwargs):
+        raise OSError("the disk is gone")
+
+    handler = gockpt.GoCkptHandler()
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        monkeypatch.setattr(owner, name, refuses)
+        array = jnp.ones(3)
+        args = gockpt.GoCkptSave({"w": array} if is_handed_over else array)
+        with pytest.raises(OSError, match="the disk is gone"):
+            save_and_wait(manager, args)
+        resources = handler._gockpt_session.resources
+        resources.worker.wait_until_idle()
+        assert resources.host.used_bytes == 0
+        assert "the disk is gone" in handler.last_report.error
 
 
 def test_a_report_tells_of_the_bytes_of_all_items_and_of_the_longest_write(tmp_path):
