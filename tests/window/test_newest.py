@@ -520,6 +520,7 @@ def test_what_is_given_to_save_may_change_afterwards(start):
     assert restored["state"]["table"].tolist() == [0, 1, 2, 3]
     assert restored["notes"] == {"seen": [8]}
     assert loop.manager.metrics(8) == {"loss": 0.5}
+    assert loop.manager.item_metadata(8)["state"].custom_metadata["run"] == ["a"]
     loop.manager.close()
 
 

@@ -225,4 +225,4 @@ class WaitingRoom:
 def _own(args: Any) -> Any:
     """A tree that the loop cannot change any more; arrays on devices are those given."""
     item = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else copy.deepcopy(x), args.item)
-    return dataclasses.replace(args, item=item, custom_metadata=copy.deepcopy(args.custom_metadata))
+    return dataclasses.replace(args, item=item)  # its metadata is copied as it is taken
