@@ -196,13 +196,11 @@ class EarlyChunks:
             for shard in self._shards(u, max(0, seen - self._num_applied))
         ]
         scratch_bytes = self._replayer.scratch_bytes(shards)
-        self._host.add(scratch_bytes, self._held)
-        try:
-            with events.span(events.SPAN_REPLAY):
-                self._replayer.apply(shards)
-        finally:
-            self._host.release(scratch_bytes, self._held)
-            self._forget_pending()
+        self._host.add(scratch_bytes, self._held)  # given back by `drop`, if this fails
+        with events.span(events.SPAN_REPLAY):
+            self._replayer.apply(shards)
+        self._host.release(scratch_bytes, self._held)
+        self._forget_pending()
 
     def _shards(self, u: int, start: int) -> Iterator[ShardReplay]:
         unit = self._units[u]

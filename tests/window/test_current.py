@@ -173,9 +173,11 @@ def test_beside_others_a_window_is_taken_up_again_where_a_call_came_to_nothing(s
     window = Window()
     state = window.state
     current = current_of(window, several=several)
+    window.stepping = threading.get_ident()
     current.abandon_in_vain("the call changed", 7)
     assert (current.window, window.is_dropped, window.state) == (None, True, ())
     current.take_up_again(7)
+    assert current.in_my_step is None, "an interrupt before it leaves would end the window"
     assert current.window is (window if several else None)
     assert (window.given_up is not None) == several
     assert window.state == (state if several else ())  # what was replaced is told by that

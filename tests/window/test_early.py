@@ -253,6 +253,25 @@ def test_what_waits_is_given_back_when_the_window_is_dropped(window):
     assert window.host.used_bytes == 0
 
 
+def test_what_still_waits_for_an_update_is_not_final(window):
+    window.land(0)
+    first, _ = [window.early.take_in(*window.update(n)) for n in range(2)]
+    first()
+    with pytest.raises(AssertionError, match="an update waits"):
+        window.finish()
+
+
+def test_what_was_handed_over_is_held_by_nobody_else(window):
+    """The window may go on to be read by other items of its save."""
+    index = window.expected[0].addressable_shards[0].index
+    slots = {0: make_slots([index])}
+    window.land(0)
+    final = window.early.finish(slots)
+    window.early.hand_over(slots, final)
+    data = weakref.ref(slots.pop(0)[0].data.result())
+    assert data() is None
+
+
 def test_the_first_error_is_the_one_that_is_told(window):
     first = RuntimeError("injected")
     for error in (first, RuntimeError("of what followed from it")):
@@ -289,7 +308,11 @@ def test_what_waits_for_an_update_that_is_never_passed_on_is_given_back(window):
     window.land(0)
     first, _ = [window.early.take_in(*window.update(n)) for n in range(2)]
     first()
+    held = [weakref.ref(rows) for cut in window.early._pending for (rows,) in cut.values.values()]
+    del first
+    assert [rows() is None for rows in held] == [False] * 2
     window.early.drop()
+    assert [rows() is None for rows in held] == [True] * 2
     assert window.host.used_bytes == 0
 
 

@@ -72,12 +72,14 @@ def test_survives_an_error_and_logs_it(worker, caplog, error):
     def fail():
         raise error
 
-    ran = []
+    ran, told = [], []
     with caplog.at_level(logging.ERROR, logger="gockpt_jax"):
         worker.submit(fail)
+        worker.submit(fail, told.append)
         worker.submit(lambda: ran.append(True))
         worker.wait_until_idle()
     assert ran == [True]
+    assert told == [error]
     assert [r.exc_info[1] for r in caplog.records] == [error]
 
 
@@ -138,13 +140,17 @@ def test_what_is_to_be_done_in_any_case_is_done_again(worker):
     assert ran == [0, 1]
 
 
-def test_the_thread_survives_those_who_hear_of_an_error(worker, caplog):
+@pytest.mark.parametrize("of_those", [Lost, SystemExit])
+def test_the_thread_survives_those_who_hear_of_an_error(worker, caplog, of_those):
+    def hear(error):
+        raise of_those
+
     ran = []
-    worker.submit(fail, lambda error: fail())
+    worker.submit(fail, hear)
     worker.submit(lambda: ran.append(True))
     worker.wait_until_idle()
     assert ran == [True]
-    assert [type(r.exc_info[1]) for r in caplog.records] == [Lost]
+    assert [type(r.exc_info[1]) for r in caplog.records] == [of_those]
 
 
 def test_close_runs_what_is_left_and_ends_the_thread():
@@ -173,19 +179,22 @@ def test_unused_worker_has_no_thread():
     assert threads() == []
 
 
-def test_tasks_are_dropped_once_run(worker):
-    """They hold chunks."""
+def test_tasks_are_dropped_once_run(worker, monkeypatch):
+    """They hold chunks: before anybody hears that they have run."""
 
     class Chunk:
         pass
 
+    notify, heard = worker._changed.notify_all, []
+    monkeypatch.setattr(
+        worker._changed, "notify_all", lambda: (heard.append(alive() is None), notify())
+    )
     chunk = Chunk()
     alive = weakref.ref(chunk)
     worker.submit(lambda chunk=chunk: None)
     del chunk
     worker.wait_until_idle()
-    gc.collect()
-    assert alive() is None
+    assert heard == [False, True]
 
 
 def test_a_thread_without_tasks_ends_and_another_takes_the_next(monkeypatch):
@@ -235,6 +244,28 @@ def test_a_thread_whose_start_was_interrupted_is_not_relied_on(monkeypatch):
     worker.close()
 
 
+def test_a_thread_that_was_started_though_it_was_interrupted_runs_no_task(monkeypatch):
+    """Nobody knew, so another one runs them."""
+
+    def interrupted(thread):
+        lost.append(thread)
+        raise KeyboardInterrupt
+
+    worker, began, go_on, lost, ran = Worker(), threading.Event(), threading.Event(), [], []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.submit(lambda: (began.set(), go_on.wait(WAIT_SECS)))
+    worker.submit(lambda: ran.append(threading.current_thread()))
+    assert began.wait(WAIT_SECS / 2)
+    lost[0].start()
+    lost[0].join(WAIT_SECS / 2)
+    assert ran == []
+    go_on.set()
+    worker.close()
+    assert not {*ran} & {*lost}
+
+
 def test_what_is_passed_on_runs_in_order_and_holds_nothing_up(pair):
     go, ran = threading.Event(), []
     for n in range(100):
@@ -255,12 +286,12 @@ def test_close_runs_what_was_passed_on_and_ends_both_threads():
     assert threads() == []
 
 
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
 def test_without_threads_to_be_had_the_caller_does_it(pair, monkeypatch):
     """While the interpreter ends, for one."""
-
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
     monkeypatch.setattr(threading.Thread, "start", refuse)
     ran = []
     pair.submit(lambda: pair.pass_on(lambda: ran.append(threading.current_thread())))
@@ -272,7 +303,9 @@ def test_without_threads_to_be_had_the_caller_does_it(pair, monkeypatch):
 
 SCRIPT = """
 import threading
+from gockpt_jax.window import worker as worker_module
 from gockpt_jax.window.worker import Worker
+worker_module._IDLE_POLLS = 10**9  # it does not end for want of tasks
 worker = Worker(behind=Worker("behind"))
 def pass_on():
     threading.main_thread().join()
@@ -329,13 +362,46 @@ def test_an_interrupt_anywhere_leaves_one_thread_that_runs_tasks(monkeypatch):
     assert place > 10
 
 
-def test_a_task_whose_thread_could_not_be_started_is_waited_for(monkeypatch):
-    worker, ran = Worker(), []
+@pytest.mark.parametrize("may_start", [True, False])
+def test_a_task_whose_thread_could_not_be_started_is_waited_for(monkeypatch, may_start):
+    """Or is done by whoever waits, if no thread may be had."""
+    worker, ran, start = Worker(), [], threading.Thread.start
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda thread: interrupt())
         with pytest.raises(KeyboardInterrupt):
             worker.submit(lambda: ran.append(1))
     assert (ran, threads()) == ([], [])
-    worker.wait_until_idle()
+    if not may_start:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    waiting = threading.Thread(target=worker.wait_until_idle, daemon=True)
+    start(waiting)
+    waiting.join(WAIT_SECS / 2)
     assert ran == [1]
     worker.close()
+
+
+def test_a_caller_that_is_interrupted_as_it_runs_tasks_leaves_them_to_the_next(monkeypatch):
+    worker, ran = Worker(), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(worker, "_do_next", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            worker.submit(lambda: ran.append(1))
+    has_run = threading.Event()
+    worker.submit(has_run.set)
+    assert has_run.wait(WAIT_SECS / 2)
+    assert ran == [1]
+    worker.close()
+
+
+def test_one_thread_is_started_for_tasks_that_come_before_it_runs(monkeypatch):
+    """Another would stay for a while, also behind `close`."""
+    worker, ran, started = Worker(), [], []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: started.append(thread))
+        for n in range(3):
+            worker.submit(functools.partial(ran.append, n))
+    (thread,) = started
+    thread.start()
+    worker.close()
+    assert ran == [0, 1, 2]
