@@ -61,7 +61,7 @@ class Agreement:
         except (StepMismatchError, ProcessError, SnapshotOnlyWarning):
             raise
         except Exception as error:
-            if not self._processes.several or program not in self._asked:
+            if program not in self._asked:  # as where there are no others
                 raise
             raise ProcessError(
                 "this process cannot open the window that the others open, and they would wait for "

@@ -114,7 +114,7 @@ class Worker:
             self._behind.wait_until_idle()
 
     def close(self) -> None:
-        """Runs what is left, then ends the thread."""
+        """Runs what is left, then ends the thread; used again, it ends as soon as it is idle."""
         self.wait_until_idle()
         with self._lock:
             self._closed = True
@@ -122,8 +122,6 @@ class Worker:
             runner = self._runner
         if runner is not None:
             runner.join()
-        with self._lock:
-            self._closed = False  # a manager used again after close() starts a new thread
         if self._behind is not None:
             self._behind.close()
 

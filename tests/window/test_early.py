@@ -266,10 +266,10 @@ def test_what_was_handed_over_is_held_by_nobody_else(window):
     index = window.expected[0].addressable_shards[0].index
     slots = {0: make_slots([index])}
     window.land(0)
-    final = window.early.finish(slots)
-    window.early.hand_over(slots, final)
-    data = weakref.ref(slots.pop(0)[0].data.result())
-    assert data() is None
+    held = weakref.ref(window.early._leaves[0].flat[0])
+    window.early.hand_over(slots, window.early.finish(slots))
+    assert slots.pop(0)[0].data.done()
+    assert held() is None
 
 
 def test_the_first_error_is_the_one_that_is_told(window):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 import threading
 from collections.abc import Callable
@@ -12,10 +13,10 @@ from typing import Any
 import jax
 import pytest
 
-from gockpt_jax import ProcessError, StepMismatchError, WindowOptions
+from gockpt_jax import ProcessError, SnapshotOnlyWarning, StepMismatchError, WindowOptions
 from gockpt_jax.window import processes
 from gockpt_jax.window.agreement import Agreement
-from gockpt_jax.window.processes import Processes
+from gockpt_jax.window.processes import Processes, attempted, in_short
 
 LIMIT_SECS = 60  # only ends a test that hangs
 
@@ -110,13 +111,14 @@ def test_an_objection_is_the_same_everywhere(job: Job) -> None:
         assert told[0] in answers
 
 
-def test_what_all_say_is_gathered_and_forgotten_behind_them(job: Job) -> None:
-    parts, kept = job.made(), []
+@pytest.mark.parametrize("members", [None, {1, 2}])
+def test_what_all_say_is_gathered_and_forgotten_behind_them(job: Job, members) -> None:
+    parts, kept = job.made(members), []
     for n in range(5):
         told = everywhere(parts, lambda i, part, n=n: part.gather("facts", f"{n} of {i}"))
         assert [list(x.items()) for x in told.values()] == [
-            [(i, f"{n} of {i}") for i in range(3)]
-        ] * 3
+            [(i, f"{n} of {i}") for i in parts]
+        ] * len(parts)
         kept.append(len(job.service.kept))
     assert kept[1:] == kept[1:2] * 4
 
@@ -149,8 +151,38 @@ def test_what_one_process_makes_alone_and_asks_nothing_of_is_not_counted(job: Jo
         job.patch.setattr(jax, "process_index", lambda index=index: index)
         job.patch.setattr(processes, "_asking", collections.Counter())
         _, asking[index] = Processes() if index == 0 else None, Processes()
+        if index:  # nor do these count, which are others
+            assert Processes({1, 2}).prefix == "gockpt_1_2_0"
         assert asking[index].prefix == "gockpt_all_0"
     assert everywhere(asking, lambda i, part: part.least("room", i)) == dict.fromkeys(range(3), 0)
+
+
+def test_each_question_says_how_long_it_waits(job: Job) -> None:
+    """Where others read a checkpoint, for hours."""
+    parts = job.made()
+    everywhere(parts, lambda _, part: part.objection("read", None, processes.READING_SECS))
+    everywhere(parts, lambda _, part: part.gather("met", "", processes.MEETING_SECS))
+    everywhere(parts, lambda _, part: part.objection("armed", None))
+    assert job.service.waited_secs == {
+        "read": processes.READING_SECS, "met": processes.MEETING_SECS,
+        "armed": processes.PATIENCE_SECS,
+    }  # fmt: skip
+
+
+def test_what_is_attempted_may_be_interrupted() -> None:
+    error = OSError("a line\nand more " + "of it" * 1000)
+    found, failure = attempted(functools.partial(raises, error))
+    assert (found, failure) == (None, error)
+    told = in_short(failure)
+    assert told is not None
+    assert told.startswith("OSError: a line and more of it")
+    assert len(told) < 1000  # each process is told of it
+    with pytest.raises(KeyboardInterrupt):
+        attempted(functools.partial(raises, KeyboardInterrupt()))
+
+
+def raises(error: BaseException) -> None:
+    raise error
 
 
 def test_settings_are_compared_once(job: Job) -> None:
@@ -253,6 +285,7 @@ def test_several_need_a_service(job: Job, monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_process_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes._compat, "coordination_client", lambda: None)
     alone = Processes({0})
+    assert alone.prefix == Processes({0}).prefix, "what they write into one directory is one's"
     assert alone.share == (0, 1)
     alone.barrier("commit")
     assert alone.gather("facts", "mine") == {0: "mine"}
@@ -348,12 +381,16 @@ def test_a_step_that_all_have_agreed_on_is_not_given_up_by_one(agreed) -> None:
         raise OSError("injected")
 
 
-@pytest.mark.parametrize("error", [ProcessError("of all"), StepMismatchError("the user's")])
+@pytest.mark.parametrize(
+    "error",
+    [ProcessError("of all"), StepMismatchError("the user's"), SnapshotOnlyWarning("an error")],
+)
 def test_what_is_raised_anyway_is_raised_as_it_is(error) -> None:
     held, step = agreement(Told(None)), Step(Program())
     held.settle(step, planned=True)
-    with pytest.raises(type(error), match=str(error)), held.held(step):
+    with pytest.raises(type(error)) as raised, held.held(step):
         raise error
+    assert raised.value is error
 
 
 def test_readiness_is_asked_once_for_each_save_until_all_are_ready() -> None:
