@@ -64,10 +64,9 @@ class SaveRecord:
     def drained(self) -> None:
         """The last chunk is on the host."""
         self.drained_at = time.perf_counter()
-        self.measure()
 
     def measure(self) -> None:
-        """Takes note of the peaks so far; whoever measures anew has this done before."""
+        """Takes note of the peaks so far: at its end, and before anybody measures anew."""
         host_bytes, device_bytes = self.peaks()
         self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
         self.peak_device_bytes = max(self.peak_device_bytes, device_bytes)

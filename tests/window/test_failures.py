@@ -31,3 +31,8 @@ def test_another_cause_ends_the_sentence(end):
     told = warned_of(RuntimeError(f"it failed{end}"), ValueError("why"))
     assert told == "RuntimeError: it failed, from ValueError('why')."
     assert warned_of(RuntimeError("it failed"), ValueError()).endswith(", from ValueError().")
+
+
+def test_an_interrupt_is_raised_whatever_was_asked_for():
+    with pytest.raises(KeyboardInterrupt):
+        surface(KeyboardInterrupt(), "warn")

@@ -15,6 +15,7 @@ from window.training_loop import WAIT_SECS
 
 from gockpt_jax import SaveReport, WindowOptions
 from gockpt_jax.telemetry import events, save_record
+from gockpt_jax.telemetry.report import AuditFigures
 from gockpt_jax.telemetry.save_record import PendingReport, ReportLog, SaveRecord
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
@@ -156,6 +157,41 @@ def test_peaks_are_of_all_the_time_of_a_save(log):
     assert [(r.peak_host_bytes, r.peak_device_bytes) for r in log.all()] == [(30, 20), (10, 15)]
 
 
+def test_what_a_save_has_cost_adds_up(pending):
+    """Of a window it has begun to before `save`; and a later call may wait for the save, too."""
+    record = pending.record
+    record.stall_secs = 1e9
+    pending.returned(-3.0)  # the state was looked at at 0
+    pending.add_stall(5.0)
+    assert record.barrier_secs == 3.0
+    assert record.stall_secs > 1e9
+    record.committed_at = 7.0
+    assert record.commit_secs == 0, "nothing was written"
+    record.written_at = 4.0
+    assert record.commit_secs == 3.0
+
+
+def test_a_failure_is_told_once_and_the_first_is_kept(log, pending, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(jax.monitoring, "record_event", lambda name, **_: told.append(name))
+    for error in (OSError("the first"), RuntimeError("of what followed from it")):
+        pending.failed(error)
+        assert pending.is_finished
+    pending.committed()
+    pending.returned(0.0)
+    assert told == [events.SAVE_FAILED]
+    assert pending.record.error == "OSError: the first"
+    pending.superseded(9, OSError("the last"))
+    (report,) = log.all()
+    assert (report.kind, report.error) == ("superseded", "OSError: the first")
+
+
+def test_one_that_fails_as_it_is_superseded_says_so(log, pending):
+    pending.superseded(9, OSError("here"))
+    (report,) = log.all()
+    assert (report.kind, report.error) == ("superseded", "OSError: here")
+
+
 def test_of_a_save_that_is_over_no_peaks_are_measured():
     shared = resources()
     shared.measure_from_now(SaveRecord(kind="window", reason="a test"))
@@ -163,12 +199,15 @@ def test_of_a_save_that_is_over_no_peaks_are_measured():
     assert [ref() for ref in shared._measured] == [record]
 
 
-@pytest.mark.parametrize("end", ["failed", "superseded"])
-def test_peaks_of_a_save_that_does_not_come_to_its_end(log, pending, end):
+@pytest.mark.parametrize("end", ["committed", "failed", "superseded"])
+def test_peaks_are_measured_whichever_way_a_save_ends(log, pending, end):
     """It may end before anything of it has drained."""
     pending.record.peaks = lambda: (3, 2)
     if end == "failed":
         pending.failed(OSError())
+    elif end == "committed":
+        pending.committed()
+        pending.returned(0.0)
     else:
         pending.superseded(9, None)
     (told,) = log.all()
@@ -187,6 +226,16 @@ def test_what_has_failed_is_counted_as_that(log, monkeypatch, error, kind, event
     monkeypatch.setattr(jax.monitoring, "record_event", lambda name, **_: told.append(name))
     log.add(SaveReport(step=1, kind=kind, reason="a test", window_steps=1, error=error))
     assert told == [event]
+
+
+def test_figures_of_two_items_are_of_both():
+    small = AuditFigures(chunks=1, compared_bytes=4, max_ulps=2, max_relative_error=3.0)
+    large = AuditFigures(chunks=2, compared_bytes=8, max_ulps=7, worst_leaf="b")
+    expected = AuditFigures(
+        chunks=3, compared_bytes=12, max_ulps=7, max_relative_error=3.0, worst_leaf="b"
+    )
+    assert small.plus(large) == large.plus(small) == expected
+    assert small.plus(None) is small
 
 
 def test_a_report_is_told_in_a_line(log, pending, caplog):

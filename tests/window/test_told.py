@@ -48,6 +48,18 @@ def broken() -> None:
     raise KeyError("a listener's own")
 
 
+def test_an_error_that_cannot_be_printed_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal may be gone. An interrupt is no error."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(events.traceback, "print_exc", broken)
+    events.tell(broken)
+    with pytest.raises(KeyboardInterrupt):
+        events.tell(interrupted)
+
+
 @pytest.mark.parametrize("name", _HOOKS)
 def test_an_error_of_a_listener_costs_no_save(tmp_path, hooked, capfd, name):
     hooked(name, broken)
