@@ -9,6 +9,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from gockpt_jax import ProcessError, SaveFailedWarning, WindowOptions
@@ -162,6 +163,32 @@ def test_a_process_whose_others_wait_in_a_program_ends(several, others_wait):
     with current.giving_up_on_errors("its cut could not be pulled"):
         raise FAILED
     assert window.given_up is not None or current.window is None
+
+
+@in_both
+def test_where_a_device_had_no_room_no_other_window_opens_for_that_save(several):
+    """Beside others it goes on: they would be in the other window, and this process not."""
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+    current = current_of(Window(), several=several)
+    with current.giving_up_on_errors("staging failed"):
+        raise full
+    assert current.no_room_for == (-1 if several else TARGET)
+    current = current_of(Window(), several=False)
+    with current.giving_up_on_errors("staging failed"):
+        raise FAILED
+    assert current.no_room_for == -1
+
+
+@in_both
+def test_a_window_ends_with_a_step_that_did_not_come_to_its_end(several):
+    window = Window()
+    current = current_of(window, several=several)
+    current.abandon_interrupted()
+    assert current.window is window
+    window.stepping = 1  # of whichever thread
+    current.abandon_interrupted()
+    assert (current.window, window.is_dropped) == (None, True)
+    current.abandon_interrupted()
 
 
 # --- A call that comes to nothing ----------------------------------------------------------------

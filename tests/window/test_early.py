@@ -136,6 +136,8 @@ def run(window, *, behind, updates=6):
 def test_chunks_get_the_updates_that_came_after_they_left(window, behind):
     assert_same(run(window, behind=behind), [np.asarray(x) for x in window.expected])
     assert window.host.used_bytes == 2 * LEAF_BYTES
+    assert window.early._record.drained_at > 0
+    assert window.early._record.gradient_bytes == 6 * CUT_BYTES
 
 
 def test_updates_are_applied_as_they_come_if_replay_keeps_up(window):
@@ -282,10 +284,12 @@ def test_the_first_error_is_the_one_that_is_told(window):
 def test_what_nobody_reads_any_more_is_not_audited(window):
     """It may not have been replayed, so that the audit would find fault with it."""
     index = window.expected[0].addressable_shards[0].index
-    slots = make_slots([index])
+    slots, others = make_slots([index]), make_slots([index])
     window.land(0)
     window.early.promise(slots)
+    window.early.promise(others)  # of another item of the save
     window.early.promise_no_more()
+    give_back(others, window.host)
     assert window.early.is_wanted
     give_back(slots, window.host)
     window.early.take_in(*window.update(0))()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
-from gockpt_jax import SaveFailedWarning
+from gockpt_jax import DeviceMemoryError, SaveFailedWarning
 from gockpt_jax.storage.files.bucket import storage_error
-from gockpt_jax.window.failures import surface, window_failed
+from gockpt_jax.window.failures import named, surface, window_failed
 
 
 def warned_of(error, cause):
@@ -36,3 +37,11 @@ def test_another_cause_ends_the_sentence(end):
 def test_an_interrupt_is_raised_whatever_was_asked_for():
     with pytest.raises(KeyboardInterrupt):
         surface(KeyboardInterrupt(), "warn")
+
+
+def test_a_save_that_a_device_had_no_room_for_has_that_as_its_cause():
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
+    told, other = named(7, full), OSError()
+    assert isinstance(told, DeviceMemoryError)
+    assert told.__cause__ is full
+    assert named(7, other) is other

@@ -46,6 +46,12 @@ def test_shards_are_cut_anew_where_they_lie_otherwise(wanted, kind, parts):
     assert [chunk.index for chunk in found] == boxes
     for chunk in found:
         np.testing.assert_array_equal(chunk.data, np.array(stored(array))[chunk.index])
+    is_same = [np.shares_memory(a.data, b) for a, b in zip(found, landing.flat, strict=False)]
+    assert all(is_same) == (wanted == P("a", "b")), "only what lies otherwise is copied"
+    backwards = landing.chunks(boxes[::-1])
+    assert [chunk.index for chunk in backwards] == boxes[::-1]
+    for one, other in zip(backwards[::-1], found, strict=True):
+        np.testing.assert_array_equal(one.data, other.data)
 
 
 class Copy:
