@@ -268,7 +268,7 @@ class OpenWindow:
         error: BaseException,
     ) -> None:  # fmt: skip
         self._early.failed(error)  # no other item of this save is made of what is left
-        self._early.drop()
+        self._early.drop()  # before anybody hears of it: the next save may need the room
         if audit is not None:
             audit.drop()
         for promised in slots.values():

@@ -98,9 +98,15 @@ def test_restore_meets_an_open_window(tmp_path: Path, label: int, go_back: bool)
         trainer.assert_intact()
 
 
-def test_state_replaced_inside_the_window_is_the_one_that_is_saved(tmp_path: Path) -> None:
-    """A loop that edits, prunes or restores leaves by hand between two steps."""
-    with Trainer(tmp_path) as trainer:
+@pytest.mark.parametrize("steps", [3, 4])
+def test_state_replaced_inside_the_window_is_the_one_that_is_saved(
+    tmp_path: Path, steps: int
+) -> None:
+    """A loop that edits, prunes or restores leaves by hand between two steps.
+
+    Whether what it replaces has left with the block before, or with one before that.
+    """
+    with Trainer(tmp_path, window=gockpt.WindowOptions(steps=steps)) as trainer:
         trainer.run_undisturbed(7)
         trainer.state = jax.tree.map(lambda x: x * 2, trainer.state)
         trainer.run(8)
