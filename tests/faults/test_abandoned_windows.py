@@ -70,7 +70,7 @@ def test_early_save_says_why_it_is_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_an_abandoned_window_holds_no_state(tmp_path: Path) -> None:
-    """Its replay may hold the window for longer."""
+    """Its replay may hold the window for longer; nor does that go on for nobody."""
     with Trainer(tmp_path) as trainer:
         trainer.run(7)
         window = trainer.manager._gockpt_session._current.window
@@ -78,6 +78,7 @@ def test_an_abandoned_window_holds_no_state(tmp_path: Path) -> None:
         assert len(window.state) > 0
         trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))
         assert len(window.state) == 0
+        assert not window._early.is_wanted
 
 
 @pytest.mark.parametrize("label", [7, 8], ids=["in_the_middle", "at_the_target"])

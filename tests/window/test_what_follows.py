@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import threading
+import types
 import weakref
 
 import jax
@@ -30,6 +31,7 @@ from gockpt_jax.window.cost import copied_bytes
 from gockpt_jax.window.departure import make_departure, nothing_left
 from gockpt_jax.window.early import EarlyChunks
 from gockpt_jax.window.facts import SavedBytes
+from gockpt_jax.window.late_groups import LateGroups
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.plan import fill_blocks, measure_bytes
 from gockpt_jax.window.step_room import StepRoom
@@ -141,6 +143,46 @@ def test_a_captured_scalar_travels_from_where_the_compiler_has_put_it():
         assert {chunk.source.placed for chunk in departure.cut.chunks} == {place}
         pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
         assert [[h.data.item() for h in found] for found in pull.result()] == [[7.0]]
+
+
+class Begun:
+    """As much of a window as the planned departure of all that leaves early is about."""
+
+    _groups_of = OpenWindow._groups_of
+    _handed_over, state = (), ()
+
+    def __init__(self, leaves, program):
+        self._cut = cut = program.cut
+        self._units = measure_bytes(cut, leaves, FIRST_ALONE).units
+        units, before = dict(enumerate(self._units)), nothing_left(cut, leaves)
+        self.plan = types.SimpleNamespace(blocks=[tuple(units)])
+        self._departures = [make_departure(cut, units, leaves, before)]
+        self._left = [before, *self._departures]
+        self._late = LateGroups(cut, types.SimpleNamespace(has_demoted=False))
+
+
+def test_a_leaf_that_lies_elsewhere_when_it_leaves_is_cut_there():
+    state = fresh(PLACES["sharded"])
+    window = Begun(leaves := jax.tree.leaves(state), program_of(state))
+    (planned,) = window._departures
+    assert OpenWindow._departure(window, 0, leaves) is planned
+    moved = planned.leaves[0][1]
+    leaves[moved] = jax.device_put(leaves[moved], NamedSharding(MESH, PartitionSpec(None, "x")))
+    departure = OpenWindow._departure(window, 0, leaves)
+    assert departure.is_cut_from(leaves)
+    assert departure.leaves == planned.leaves
+
+
+def test_a_leaf_that_lies_elsewhere_at_the_save_is_taken_there():
+    """What has left are rows of other shards, of which another process may have some."""
+    state = fresh(PLACES["sharded"])
+    window = Begun(leaves := jax.tree.leaves(state), program_of(state))
+    new = dict(enumerate(leaves))
+    followed = set(OpenWindow._followed(window, new))
+    assert followed == {j for _, j in window._left[-1].leaves}
+    moved = min(followed)
+    new[moved] = jax.device_put(leaves[moved], NamedSharding(MESH, PartitionSpec(None, "x")))
+    assert set(OpenWindow._followed(window, new)) == followed - {moved}
 
 
 def test_replicas_copy_the_slices_that_they_send(monkeypatch):
