@@ -12,15 +12,19 @@ import pytest
 from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from gockpt_jax import HostBudgetError, WindowOptions
 from gockpt_jax.storage.writing.host_array import HostArray
+from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.window import device_budget, late
 from gockpt_jax.window.device_budget import DeviceBudget
+from gockpt_jax.window.facts import NO_BYTES, SavedBytes
 from gockpt_jax.window.landing import Landing
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
+from gockpt_jax.window.seal import Seal
 from gockpt_jax.window.slots import give_back
 from gockpt_jax.window.worker import Worker
 
@@ -286,3 +290,29 @@ def test_what_is_lost_twice_is_given_back_once(monkeypatch):
         take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     assert (device.used_bytes, host.used_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_items_of_a_save_are_taken_one_by_one_and_counted_together(has_room):
+    """And what lies in several places of an item once."""
+    one, other = jnp.ones(1000), jnp.arange(500.0)
+    options = WindowOptions(host_budget_bytes=6000 if has_room else 5999)
+    resources = Resources.of(options, Processes(), FIRST_ALONE)
+    record = SaveRecord(kind="snapshot", reason="a test")
+    seal = Seal(None, record, resources)
+    taken = [*seal.take([one, one]).slots]
+    assert (record.num_arrays, record.state_bytes, record.taken_bytes) == (2, 8000, 4000)
+    if has_room:
+        taken += seal.take([other]).slots
+        assert record.taken_bytes == 6000
+    else:
+        with pytest.raises(HostBudgetError, match="6000 bytes"):
+            seal.take([other])
+    assert seal.items == [{id(one)}, {id(other)}]
+    assert seal.taken == NO_BYTES.plus(SavedBytes.of([one, other], FIRST_ALONE))
+    resources.worker.wait_until_idle()
+    assert record.drained_at >= record.sealed_at > 0
+    assert resources.host.used_bytes == record.taken_bytes
+    give_back([slot for slots in taken for slot in slots], resources.host)
+    assert resources.host.used_bytes == 0
+    resources.close()
