@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import math
+import types
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from gockpt_jax.window import audit
 from gockpt_jax.window.audit import Auditor
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.host_budget import HostBudget
+from gockpt_jax.window.late_groups import LateGroups
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.worker import Worker
@@ -356,3 +359,20 @@ def test_nothing_to_compare(worker):
     assert Auditor(None, resources_of(worker)).sample(LEAVES, record) is None
     assert Auditor(Audit(), resources_of(worker)).sample({}, record) is None
     assert record.audit is None
+
+
+def test_a_group_is_late_whichever_of_its_leaves_was_demoted(worker):
+    """As a whole, and with the first reason: the replay of its leaves reads all of them."""
+    auditor = Auditor(Audit(), resources_of(worker))
+    groups = [types.SimpleNamespace(leaves=leaves) for leaves in ((0, 1), (2,), (3,))]
+    cut: Any = types.SimpleNamespace(groups=groups, paths=["a", "b", "c", "d"])
+    late = LateGroups(cut, auditor)
+    late.heed_demotions()
+    assert late.reasons == ()
+    assert auditor._demote("b")
+    late.heed_demotions()
+    state = [object() for _ in range(4)]
+    late.look_for_replaced({1: 0, 2: 1, 3: 2}, [*state[:1], object(), object(), state[3]], state)
+    assert [group in late for group in range(3)] == [True, True, False]
+    assert [why.partition(":")[0] for why in late.reasons] == ["b", "c"]
+    assert "audit" in late.reasons[0]
