@@ -23,6 +23,7 @@ from window.training_loop import (
 )
 
 from gockpt_jax import GoCkptManager, GoCkptSave, SnapshotOnlyWarning, WindowOptions
+from gockpt_jax.telemetry import events
 from gockpt_jax.training import program as program_module
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import cut_step
@@ -118,8 +119,13 @@ def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5])
-def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, steps):
-    """Each gives up what the one before it has opened; the one before the save opens its own."""
+def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, monkeypatch, steps):
+    """Each gives up what the one before it has opened; the one before the save opens its own.
+
+    No other does: it would be given up by the next.
+    """
+    told = []
+    monkeypatch.setattr(jax.monitoring, "record_event", lambda name, **_: told.append(name))
     options = Options(save_interval_steps=6)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=steps)) as manager:
         turns = [manager.wrap(jax.jit(f, donate_argnums=0)) for f in (norm_too, slower_moments)]
@@ -131,6 +137,7 @@ def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, steps
         manager.wait_until_finished()
         kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
         assert kinds == [(0, "snapshot", 1), *((n, "window", 2) for n in (6, 12, 18, 24))]
+        assert told.count(events.WINDOW_ABANDONED) <= 4 * ((steps - 1) // 2)
         for label, state in saved.items():
             assert_same(manager.restore(label), state)
 
