@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import types
 import weakref
 
 import jax
@@ -143,6 +145,26 @@ def test_peaks_of_a_window_are_measured_from_its_opening_on(tmp_path):
         assert report.kind == "window"
         assert STATE_BYTES <= report.peak_host_bytes < 10**9
         assert 0 < report.peak_device_bytes < 10**9
+
+
+def test_what_a_window_takes_of_its_steps_is_told_with_its_stall(tmp_path, monkeypatch):
+    """Before and behind each of two, by a clock that goes on by a second when it is looked at."""
+    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for _ in range(3):
+            state = step(state, BATCH)
+        manager.expect_save(in_steps=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "time", clock)
+            for _ in range(2):
+                state = step(state, BATCH)
+        window = manager._gockpt_session._current.window
+        assert window.record.stall_secs == 4
+        manager.save(0, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        assert manager.last_report.kind == "window"
+        assert manager.last_report.stall_secs > 4
 
 
 @jax.jit
