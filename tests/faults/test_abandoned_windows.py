@@ -355,6 +355,27 @@ def test_refused_save_gives_its_bytes_back(tmp_path: Path) -> None:
         trainer.assert_intact()
 
 
+def test_interrupted_save_gives_its_bytes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The audit's sample, too, which is on its way by then."""
+    inside, error = (OpenWindow, "seal"), KeyboardInterrupt()
+    fault = Fault(monkeypatch, late, "send_late", only_in=inside, error=error)
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(7)
+        trainer.update()
+        fault.arm()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.save()
+        assert fault.fired
+        trainer.update()
+        trainer.settle()
+        trainer.manager._gockpt_session.resources.watcher.wait_until_idle()
+        assert trainer.bytes_in_flight() == (0, 0)
+        trainer.run_past_next_window()
+        trainer.assert_intact()
+
+
 def test_refused_save_leaves_the_window_to_the_one_that_is_mended(tmp_path: Path) -> None:
     with Trainer(tmp_path) as trainer:
         refuse_save(trainer)
