@@ -407,3 +407,22 @@ def test_abandoned_window_gives_its_bytes_back(tmp_path: Path) -> None:
         trainer.manager.restore(4, args=gockpt.GoCkptRestore(trainer.target))
         trainer.settle()
         assert trainer.bytes_in_flight() == (0, 0)
+
+
+def test_behind_a_close_steps_hear_of_no_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither that the last one has failed, nor of any to come."""
+    fault, prepared = Fault(monkeypatch, EarlyChunks, "land"), []
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(6)
+        fault.arm()
+        trainer.update()
+        trainer.settle()
+        assert fault.fired
+        trainer.manager.close()
+        planner = trainer.manager._gockpt_session.planner
+        monkeypatch.setattr(planner, "prepare", lambda step: bool(prepared.append(step)))
+        for _ in range(4):
+            trainer.update()
+        assert prepared == []
