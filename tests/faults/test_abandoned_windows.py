@@ -226,13 +226,17 @@ def test_a_device_without_room_for_a_window_makes_the_update_all_the_same(
     with Trainer(tmp_path / "undisturbed") as trainer:
         trainer.run(16)
         undisturbed = bits_of(trainer.state)
+    ran, call = [], StepProgram.call
+    monkeypatch.setattr(StepProgram, "call", lambda *args: (ran.append(args), call(*args))[1])
     fault = Fault(monkeypatch, *what, only_in=inside, error=FULL)
     with Trainer(tmp_path / "full") as trainer:
         device = trainer.manager._gockpt_session.resources.device
         trainer.run_undisturbed(6)
         fault.arm()
+        ran.clear()
         trainer.update()
         assert fault.fired
+        assert (ran == []) == (inside[1] == "leave"), "what is retained would have no room either"
         assert trainer.manager.window_status == "idle"
         assert caplog.text.count("a window was given up, training is not affected") == 1
         trainer.settle()
