@@ -102,7 +102,6 @@ class SavePredictor:
         self._accepted: list[int] = []  # versions of the last two accepted saves
         self._abandoned = 0
         self._has_restored = False  # since the last accepted save
-        self._is_over = False
         self._cached: tuple[int, int | None] | None = None  # computed at, predicted
 
     def expect(self, version: int) -> None:
@@ -192,10 +191,6 @@ class SavePredictor:
             why = ": it is the second, and their period is not known yet"
         return f"{_UNFORESEEN}{why}; {_REMEDY}"
 
-    def end(self) -> None:
-        """No more saves will come: the manager is closed."""
-        self._is_over = True
-
     def next_save(self, version: int, horizon: int) -> int | None:
         """The version of the next save.
 
@@ -206,7 +201,7 @@ class SavePredictor:
         Returns:
           A version in (version, version + horizon], or None if no save is predicted there.
         """
-        if self._is_over or not self.takes_state:
+        if not self.takes_state:
             return None
         told = self._expected if self._expected is not None and self._expected > version else None
         found = None

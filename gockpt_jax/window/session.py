@@ -383,5 +383,4 @@ class Session:
         self.abandon("the manager was closed")
         self._current.failure = None  # of a window that nobody waits for any more
         self._steps.let_go(until=self.version)  # it would stay there until garbage is collected
-        self.predictor.end()
         self.resources.close()
