@@ -42,11 +42,12 @@ def gradient(n):
     return jnp.sin(jnp.arange(SIZE) + n)
 
 
-def group_of(leaf: int) -> ReplayGroup:
-    graph = flatten(update.trace(gradient(0), gradient(1)).jaxpr)
+def group_of(leaf: int, step=update) -> ReplayGroup:
+    graph = flatten(step.trace(gradient(0), gradient(1)).jaxpr)
     leaves = [Leaf("m", graph.inputs[0], graph.outputs[0])]
     (group,) = find_cut(leaves, even_for_nothing=True).groups
-    return ReplayGroup((leaf,), (leaf,), (), make_recipe(group, leaves))
+    retained = (leaf,) if group.retained else ()
+    return ReplayGroup((leaf,), retained, (), make_recipe(group, leaves))
 
 
 def unit_of(group: int, start: int = 0, stop: int = SIZE) -> GroupUnit:
@@ -148,6 +149,34 @@ def test_updates_are_applied_as_they_come_if_replay_keeps_up(window):
 def test_updates_that_are_there_are_applied_together_and_four_at_most(window):
     run(window, behind=True)
     assert window.replayer.passes == [[4, 2], [2, 2]]
+
+
+def test_rows_that_left_together_are_followed_by_one_chunk():
+    """Each unit is given its own rows of it."""
+    units, replayer = [unit_of(0, 0, 40), unit_of(0, 40, 70), unit_of(0, 70)], Watched()
+    record = SaveRecord(kind="window", reason="")
+    early = EarlyChunks([group_of(0)], units, replayer, ByteBudget(None), None, record)
+    m, slots = gradient(7), {0: make_slots([gradient(7).addressable_shards[0].index])}
+    early.land([(u, 0) for u in range(3)], *pull_of([m] * 3, units))()
+    for n in range(2):
+        _, pull = pull_of([gradient(n)])
+        early.take_in([Follower((0, 1, 2), 0)], pull)()
+        m = update(m, gradient(n))
+    early.hand_over(slots, early.finish(slots))
+    assert_same(slots[0][0].data.result(), np.asarray(m))
+    assert replayer.passes == [[1] * 3] * 2
+
+
+def test_what_no_update_changes_is_not_replayed(window):
+    """Frozen parameters, of which there may be more than of all else."""
+    window.early._groups = [group_of(0), group_of(1, jax.jit(lambda m, g: m))]
+    window.land(0)
+    window.land(1)
+    _, pull = pull_of([gradient(0)])
+    window.early.take_in([Follower((0,), 0)], pull)()
+    window.expected[0] = update(window.expected[0], gradient(0))
+    assert_same(window.finish(), [np.asarray(x) for x in window.expected])
+    assert window.replayer.passes == [[1]]
 
 
 CUT_BYTES = 2 * LEAF_BYTES

@@ -394,6 +394,17 @@ def test_the_first_state_may_come_from_the_host_in_part(tmp_path):
         assert_same(manager.restore(0), to_host(state))
 
 
+def test_a_save_whose_end_nobody_has_told_is_over_with_the_next_step(tmp_path):
+    """A manager of stock's does not say when it has handed over the last item."""
+    with GoCkptManager(tmp_path) as manager:
+        state = manager.wrap(update)(fresh(), BATCH)
+        begun = manager._gockpt_session
+        begun.begin_save()
+        assert begun._seal is not None
+        manager.wrap(update)(state, BATCH)
+        assert begun._seal is None
+
+
 def test_a_forced_save_is_a_snapshot_and_does_not_disturb(tmp_path):
     options = Options(save_interval_steps=5)
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
