@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from gockpt_jax.window.open_window import OpenWindow
 
 from .injection import Fault
 from .states import assert_checkpoints, bits_of
-from .trainer import Trainer
+from .trainer import LIMIT_SECS, Trainer
 
 
 def state_bytes(bits: Bits) -> int:
@@ -67,6 +68,10 @@ def test_early_save_says_why_it_is_a_snapshot(tmp_path: Path) -> None:
         trainer.save(force=True)
         trainer.assert_intact()
         assert "the save came 1 step early" in trainer.report(7).reason
+        trainer.run(9)
+        trainer.save(force=True)
+        trainer.assert_intact()
+        assert "not predicted" in trainer.report(9).reason, "that was told of another"
 
 
 def test_an_abandoned_window_holds_no_state(tmp_path: Path) -> None:
@@ -97,6 +102,18 @@ def test_restore_meets_an_open_window(tmp_path: Path, label: int, go_back: bool)
         trainer.assert_intact()
         trainer.run_past_next_window()
         trainer.assert_intact()
+
+
+def test_restore_on_another_thread_leaves_the_window_open(tmp_path: Path) -> None:
+    """Somebody looks at a checkpoint: the loop goes on from its own state."""
+    with Trainer(tmp_path) as trainer, ThreadPoolExecutor(1) as other:
+        trainer.run_undisturbed(7)
+        restore = gockpt.GoCkptRestore(trainer.target)
+        other.submit(trainer.manager.restore, 4, args=restore).result(LIMIT_SECS)
+        assert trainer.manager.window_status != "idle"
+        trainer.run(8)
+        trainer.assert_intact()
+        assert trainer.report(8).kind == "window"
 
 
 @pytest.mark.parametrize("steps", [3, 4])
