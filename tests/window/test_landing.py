@@ -54,6 +54,14 @@ def test_shards_are_cut_anew_where_they_lie_otherwise(wanted, kind, parts):
         np.testing.assert_array_equal(one.data, other.data)
 
 
+def test_rows_do_not_land_twice():
+    source, landing = Source.of(array := jax.numpy.arange(6.0)), Landing()
+    index = array.addressable_shards[0].index
+    landing.put(Chunk(source, 0, 4), [HostChunk(index, np.zeros(4, np.float32))])
+    with pytest.raises(AssertionError, match="landed twice"):
+        landing.put(Chunk(source, 1, 5), [HostChunk(index, np.zeros(4, np.float32))])
+
+
 class Copy:
     """On the device, until nobody has it any more."""
 

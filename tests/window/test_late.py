@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from gockpt_jax.storage.writing.host_array import HostArray
 from gockpt_jax.telemetry.save_record import SaveRecord
 from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
+from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window import device_budget, late
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.facts import NO_BYTES, SavedBytes
@@ -290,6 +292,45 @@ def test_what_is_lost_twice_is_given_back_once(monkeypatch):
         take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
     worker.close()
     assert (device.used_bytes, host.used_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("end", ["fail", "forget"])
+def test_what_is_lost_stays_so_though_the_rest_of_it_comes(end):
+    """Its first rows have come with others of which some could not be taken in."""
+    array, host = jnp.arange(8.0), ByteBudget(None)
+    lost = late._LateArray(array, host, FIRST_ALONE)
+    lost.count()
+    rows = [
+        (
+            Chunk(Source.of(array), n, n + 4),
+            [HostChunk(lost.slots[0].index, np.asarray(array)[n:][:4])],
+        )
+        for n in (0, 4)
+    ]
+    lost.land(*rows[0])
+    error = MemoryError("injected")
+    lost.fail(error) if end == "fail" else lost.forget()
+    lost.land(*rows[1])
+    (slot,) = lost.slots
+    assert (slot.data.exception() is error) if end == "fail" else not slot.data.done()
+    assert host.used_bytes == 0
+
+
+def test_what_has_come_and_is_forgotten_is_given_back_once_and_held_by_nobody():
+    array, host = jnp.arange(8.0), ByteBudget(None)
+    forgotten = late._LateArray(array, host, FIRST_ALONE)
+    forgotten.count()
+    index, source = forgotten.slots[0].index, Source.of(array)
+    for n in (0, 4):
+        forgotten.land(Chunk(source, n, n + 4), [HostChunk(index, np.zeros(4, np.float32))])
+        if n == 0:
+            held = weakref.ref(forgotten._landing.flat[0])
+    assert host.used_bytes == 32
+    for _ in range(2):  # the second time where the first was interrupted
+        forgotten.forget()
+        assert host.used_bytes == 0
+    forgotten.slots.clear()
+    assert held() is None
 
 
 @pytest.mark.parametrize("has_room", [True, False])
