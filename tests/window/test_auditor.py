@@ -376,3 +376,33 @@ def test_a_group_is_late_whichever_of_its_leaves_was_demoted(worker):
     assert [group in late for group in range(3)] == [True, True, False]
     assert [why.partition(":")[0] for why in late.reasons] == ["b", "c"]
     assert "audit" in late.reasons[0]
+
+
+@pytest.mark.parametrize(
+    "other", [jnp.zeros((4, 64)), jnp.zeros(256, jnp.bfloat16)], ids=["shape", "dtype"]
+)
+def test_leaves_that_are_others_now_begin_again(worker, other):
+    """Their boxes are cut by what they are."""
+    auditor = Auditor(Audit(), resources_of(worker))
+    for leaf in (jnp.zeros(256), other, jnp.zeros(256)):
+        ((_, piece),) = auditor._next_boxes({"w": leaf}, 1 / 16)
+        assert piece.shape == leaf.shape
+    assert len(auditor._rotas) == 2
+
+
+def test_what_has_landed_is_given_back_where_the_rest_cannot_be_taken(worker, monkeypatch):
+    start, started = audit.start_sample, []
+
+    def fails_behind_the_first(probes):
+        started.append(probes)
+        if len(started) == 2:
+            worker.wait_until_idle()
+            raise MemoryError("full")
+        return start(probes)
+
+    monkeypatch.setattr(audit, "start_sample", fails_behind_the_first)
+    resources = resources_of(worker, 2500)
+    with pytest.raises(MemoryError, match="full"):
+        audit_of(worker, resources)
+    worker.wait_until_idle()
+    assert (resources.device.used_bytes, resources.host.used_bytes) == (0, 0)
