@@ -161,8 +161,8 @@ def batches(
       limit: The most things in a batch; `None`: any.
 
     Example:
-      >>> list(batches([1, 2, 3, 9, 1, 4], lambda n: n, 5))
-      [[1, 2], [3], [9], [1, 4]]
+      >>> list(batches([9, 1, 2, 3, 9, 1, 4], lambda n: n, 5))
+      [[9], [1, 2], [3], [9], [1, 4]]
       >>> list(batches("abc", len, None, 2))
       [['a', 'b'], ['c']]
     """

@@ -89,7 +89,8 @@ def test_added_bytes_count_but_do_not_wait():
     assert (budget.used_bytes, budget.peak_bytes) == (16, 16)
     assert not budget._fits(1)
     budget.release(16)
-    assert (budget.used_bytes, budget.peak_bytes) == (0, 16)
+    budget.add(3)
+    assert (budget.used_bytes, budget.peak_bytes) == (3, 16)
 
 
 @pytest.mark.parametrize(
@@ -228,3 +229,11 @@ def test_the_headroom_of_devices_that_tell(monkeypatch, stats, headroom):
 
     monkeypatch.setattr(jax, "local_devices", lambda: [device(told) for told in stats])
     assert device_headroom_bytes() == headroom
+
+
+def test_the_headroom_as_of_now(monkeypatch):
+    stats = {"bytes_limit": 1000, "peak_bytes_in_use": 900, "bytes_in_use": 500}
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert device_headroom_bytes("bytes_in_use") == 450
+    assert device_headroom_bytes() == 90
