@@ -84,10 +84,28 @@ def test_pulls_that_stand_behind_a_watched_one_count(clock):
 def test_what_had_come_already_takes_no_part_in_a_watched_time(clock):
     """Together they are large enough to count, and much faster than the link."""
     meter = LinkMeter()
-    for _ in range(5):
+    for _ in range(7):
         land(meter, clock, Source(clock, ready_in=3.0), 1.0, mib=16)
         land(meter, clock, Source(clock), 0.0, mib=48, done=True)
     assert meter.bytes_per_sec is None
+
+
+def test_a_pull_that_no_device_sends_may_come_behind_a_watched_one(clock):
+    """Of what the host holds, and still copies: it tells nothing."""
+    meter = LinkMeter()
+    for _ in range(3):
+        land(meter, clock, Source(clock, ready_in=3.0), 1.0)
+        meter.begin([], False)
+        meter.end([], 0)
+    assert meter.bytes_per_sec == 64 * MIB
+
+
+def test_a_link_that_becomes_slower_is_learned_of():
+    meter = LinkMeter()
+    for secs in (1.0, 2.0):
+        for _ in range(32):
+            meter.pulled(64 * MIB, secs)
+    assert meter.bytes_per_sec == 32 * MIB
 
 
 def test_small_pulls_count_together_and_devices_apart(clock):
