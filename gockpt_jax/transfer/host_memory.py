@@ -104,7 +104,7 @@ def _available(root: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[tuple[Path, _Names]]:
-    """The memory control groups of this process, up to the topmost that can be seen."""
+    """The memory control groups of this process, from the topmost that can be seen."""
     groups = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -116,7 +116,7 @@ def _groups(root: Path) -> list[tuple[Path, _Names]]:
             continue
         # In a container the path may be that of the host, and only the top is there.
         parts = Path(path.strip("/")).parts
-        groups += [(base.joinpath(*parts[:n]), names) for n in range(len(parts), -1, -1)]
+        groups += [(base.joinpath(*parts[:n]), names) for n in range(len(parts) + 1)]
     return groups
 
 

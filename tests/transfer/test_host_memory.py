@@ -69,7 +69,8 @@ def test_in_a_container_only_the_top_is_there(system):
     assert host_headroom_bytes(system(groups)) == 6 * GIB
 
 
-def test_the_limit_of_a_group_of_version_1(system):
+@pytest.mark.parametrize("controllers", ["memory", "cpuset,memory"])
+def test_the_limit_of_a_group_of_version_1(system, controllers):
     """That of other controllers has nothing to say, even where a group of memory has its name."""
 
     def v1(group, limit):
@@ -80,8 +81,8 @@ def test_the_limit_of_a_group_of_version_1(system):
             f"{base}/memory.stat": f"cache 1\ntotal_inactive_file {GIB}\n",
         }
 
-    groups = {"proc/self/cgroup": "5:cpu,cpuacct:/lean\n3:memory:/job\n1:name=systemd:/lean\n"}
-    files = groups | v1("job", 8 * GIB) | v1("lean", 7 * GIB)
+    of_process = f"5:cpu,cpuacct:/lean\n3:{controllers}:/job\n1:name=systemd:/lean\n"
+    files = {"proc/self/cgroup": of_process} | v1("job", 8 * GIB) | v1("lean", 7 * GIB)
     assert host_headroom_bytes(system(files)) == 2 * GIB
 
 
@@ -92,6 +93,9 @@ def test_over_the_limit_there_is_nothing_left(system):
 
 def test_a_system_that_tells_nothing(tmp_path):
     assert host_headroom_bytes(tmp_path) is None
+    for name in ("proc/meminfo", "proc/self/cgroup"):
+        (tmp_path / name).mkdir(parents=True)  # may not be read
+    assert host_headroom_bytes(tmp_path) is None
     assert not is_in_memory("/anything", tmp_path)
 
 
@@ -99,7 +103,7 @@ def test_this_machine_tells_something():
     assert host_headroom_bytes() > 0
 
 
-AT_ONCE = {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "true"}
+AT_ONCE = {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "True"}
 
 
 @pytest.mark.parametrize(
@@ -114,10 +118,10 @@ AT_ONCE = {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "true"}
     ],
 )
 def test_each_gpu_has_a_pool_of_pinned_memory(environ, gib):
-    devices = [types.SimpleNamespace(platform=name) for name in ("gpu", "cpu", "gpu")]
+    devices = [types.SimpleNamespace(platform=name) for name in ("gpu", "cpu", "cuda", "rocm")]
     pool = pinned_pool(devices, environ)
-    assert pool == PinnedPool(devices=2, gib=gib)
-    assert pool.limit_bytes == 2 * gib * GIB
+    assert pool == PinnedPool(devices=3, gib=gib)
+    assert pool.limit_bytes == 3 * gib * GIB
 
 
 def test_others_have_none():

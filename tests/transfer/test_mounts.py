@@ -14,6 +14,7 @@ bucket /gockptset fuse.gcsfuse rw 0 0
 tmpfs /gockpt/ram tmpfs rw 0 0
 /dev/sda1 /gockpt/ram/disk ext3 rw 0 0
 /dev/sdb1 /gockpt/größe btrfs rw 0 0
+/dev/sdc1 /gockpt/two\u2028lines f2fs rw 0 0
 """
 
 
@@ -24,6 +25,13 @@ def root(tmp_path):
     table = MOUNTS.encode() + b"tmpfs /gockpt/\xff tmpfs rw 0 0\n"
     (tmp_path / "proc/mounts").write_bytes(table)
     return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
+def test_tiers_in_memory(tmp_path, kind):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/mounts").write_text(f"none / {kind} rw 0 0\n")
+    assert is_in_memory("/run", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +47,7 @@ def root(tmp_path):
         ("/gockpt/ram/run", "tmpfs"),
         ("/gockpt/ram/disk/run", "ext3"),
         ("/gockpt/größe/run", "btrfs"),
+        ("/gockpt/two\u2028lines/run", "f2fs"),
         ("gs://bucket/run", ""),
     ],
 )
@@ -59,4 +68,6 @@ def test_the_later_of_two_hides_the_other(root):
 
 
 def test_a_system_that_tells_nothing(tmp_path):
+    assert file_system("/gockpt/run", tmp_path) == ""
+    (tmp_path / "proc/mounts").mkdir(parents=True)  # may not be read
     assert file_system("/gockpt/run", tmp_path) == ""
