@@ -160,8 +160,8 @@ def row_ranges(shape: tuple[int, ...], parts: int) -> list[tuple[int, int]]:
       Start and stop of each, in elements row by row.
 
     Example:
-      >>> row_ranges((7, 30), 3), row_ranges((2, 50, 3), 4)
-      ([(0, 70), (70, 140), (140, 210)], [(0, 75), (75, 150), (150, 225), (225, 300)])
+      >>> row_ranges((25, 7), 3), row_ranges((2, 50, 3), 4)
+      ([(0, 56), (56, 112), (112, 175)], [(0, 75), (75, 150), (150, 225), (225, 300)])
     """
     size, rows = math.prod(shape), 1
     for length in shape:
@@ -174,6 +174,9 @@ def row_ranges(shape: tuple[int, ...], parts: int) -> list[tuple[int, int]]:
 
 
 def row_size(shape: tuple[int, ...], start: int, stop: int) -> int:
-    """The longest rows of which a range consists: as few leading axes as can be are made one."""
+    """The longest rows of which a range consists: as few leading axes as can be are made one.
+
+    Of a shard that has elements.
+    """
     rows = (math.prod(shape[axis:]) for axis in range(len(shape) + 1))
-    return next(row for row in rows if row and start % row == 0 and stop % row == 0)
+    return next(row for row in rows if start % row == 0 and stop % row == 0)

@@ -217,6 +217,18 @@ def test_rows_of_one_array_are_cut_from_one_argument(donatable):
     assert_arrived(pairs, pulled.result())
 
 
+def test_one_array_may_travel_by_the_shards_of_two_leaves():
+    """As a gradient does that updates leaves which lie otherwise."""
+    gradient = put(RNG.standard_normal((16, 8)).astype(np.float32), P())
+    sources = [Source.of(gradient, on(MESH, spec)) for spec in (P("a", "b"), P("b", "a"))]
+    block = block_of([Chunk.whole(s) for s in sources], [0, 0], donatable=False)
+    for parts in block.start_pull(block.stage([gradient] * 2)).result():
+        assert len(parts) == 8
+        for part in parts:
+            want = np.asarray(gradient)[part.index].reshape(-1)
+            np.testing.assert_array_equal(part.data, want)
+
+
 @pytest.mark.parametrize("spec", [P("a"), P()])
 def test_arrays_laid_out_as_the_user_asked(spec):
     values = RNG.standard_normal((8, 6)).astype(np.float32)
@@ -279,12 +291,15 @@ def test_replicas_share_the_transfer(spec, parts, donatable, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("least_bytes", "sizes", "devices"),
-    [(64, [16] * 16, 8), (256, [16] * 5, 2), (64, [16], 1), (64, [112], 1), (64, [128], 8)],
+    ("least_bytes", "sizes", "devices", "most_bytes"),
+    [
+        (64, [16] * 16, 8, 128), (256, [16] * 5, 2, 256), (64, [16], 1, 64), (64, [112], 1, 448),
+        (64, [128], 8, 64), (256, [130] * 16, 8, 1040),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_too_small_for_slices_leaves_by_replicas_in_turn(
-    least_bytes, sizes, devices, monkeypatch
+    least_bytes, sizes, devices, most_bytes, monkeypatch
 ):
     """Neither a slice nor a buffer of several has fewer bytes, where there are more."""
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", least_bytes)
@@ -299,7 +314,7 @@ def test_what_is_too_small_for_slices_leaves_by_replicas_in_turn(
 
     monkeypatch.setattr(pull, "start_buffer", start_buffer)
     assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
-    assert len(moved) == devices
+    assert (len(moved), max(moved.values())) == (devices, most_bytes)
     assert moved.total() == 4 * sum(sizes)
 
 
@@ -323,6 +338,23 @@ def test_thousands_of_small_arrays_share_several_buffers():
     block = block_of([chunk for _, chunk in pairs])
     arrays = [x for x, _ in pairs]
     assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
+def test_many_small_arrays_share_few_buffers_on_a_gpu(monkeypatch):
+    """Larger ones than elsewhere; they begin where they would."""
+    chunks = [Chunk.whole(Source.of(jnp.zeros(4)))] * 40
+    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 256)
+    assert [len(b.chunks) for b in layout.lay_out(chunks)] == [4] * 10
+    monkeypatch.setitem(layout._FEW_ON, "cpu", 4)
+    buffers = layout.lay_out(chunks)
+    assert [len(b.chunks) for b in buffers] == [10] * 4
+    assert buffers[0].offsets == tuple(range(0, 160, 16))
+
+
+def test_small_arrays_of_replicas_share_no_larger_buffers(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_CHUNK_BYTES", 128)
+    buffers = layout.lay_out([Chunk.whole(Source.of(put(np.zeros(16, np.float32), P())))] * 32)
+    assert [len(b.chunks) for b in buffers] == [2] * 16
 
 
 @pytest.mark.parametrize("spec", [P(("a", "b")), P("a"), P()], ids=str)
@@ -368,6 +400,7 @@ def test_retained_values_need_no_copy_where_they_are_whole_large_and_in_place(mo
     assert (whole.staged_bytes, whole.held_bytes) == (0, 64 * 8 * 4 // 8)
     # A gradient that the compiler left replicated: each device takes the rows of its moments.
     sliced = block_of([Chunk.whole(Source.of(replicated, rows.sharding))], donatable=False)
+    assert len(sliced.programs()) == 1  # by the program that copies
     found = sliced.start_pull(sliced.stage([replicated])).result()
     values = np.asarray(replicated)
     for part in found[0]:
@@ -409,6 +442,16 @@ def test_values_are_on_a_programs_devices_in_their_order(lies, is_there):
     assert packing.on_its_devices(Source.of(given, place)) == is_there
     alone = SingleDeviceSharding(jax.devices()[0])  # a leaf's, of which that would be the gradient
     assert packing.on_its_devices(Source.of(given, alone)) == (lies == alone)
+
+
+def test_a_block_of_which_one_chunk_lies_otherwise_is_moved():
+    """Staging it may be a collective, for which other processes wait."""
+    array = put(np.ones((16, 8), np.float32), P())
+    there = Chunk.whole(Source.of(array, on(MESH, P(None, None))))
+    moved = Chunk.whole(Source.of(array, on(MESH, P("a"))))
+    assert not block_of([there, there], donatable=False).is_moved
+    assert block_of([there, moved], donatable=False).is_moved
+    assert block_of([moved, moved], donatable=False).is_moved
 
 
 def test_captured_scalars_are_taken_by_every_process():
@@ -507,5 +550,7 @@ def test_few_placements_are_remembered(monkeypatch):
     for array in arrays:
         assert block.is_cut_from([array])
         remembered.append(len(block._alike))
+        # Alive, or others could have their ids.
+        assert all(key == tuple(map(id, kept)) for key, kept in block._alike.items())
     assert max(remembered) == 3
     assert len({id(a.sharding) for a in arrays}) > 3
