@@ -130,3 +130,6 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         for columns, alone in ((2**19, False), (2**19 - 1, True)):
             spec = jax.ShapeDtypeStruct((8, columns), dtype, sharding=whole.sharding)
             assert SHARED.source(spec).placed.is_fully_replicated == alone
+            assert SHARED.source(spec).dtype == dtype
+        array = put((64, 6), P(), jnp.dtype(dtype))
+        assert SHARED.owned_bytes(array) == array.nbytes
