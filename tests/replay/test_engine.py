@@ -79,25 +79,28 @@ def test_results_are_given_in_the_memory_that_is_counted(recipe, monkeypatch, th
     new, made = Replayer._new_buffers, []
 
     def counted(self, like):
-        made.append(sum(x.nbytes for x in like))
-        return new(self, like)
+        buffers = new(self, like)
+        made.extend(buffers)
+        return buffers
 
     monkeypatch.setattr(Replayer, "_new_buffers", counted)
-    size = 5 * CHUNK_SIZES[0]
+    size = 5 * CHUNK_SIZES[0] + CHUNK_SIZES[-1]
     shard = shard_of(recipe, [numbers(0, size), numbers(1, size)], [numbers(2, size)])
     replayer = Replayer("gpu", threads)
     replayer.apply([shard])
-    assert 0 < sum(made) <= replayer.scratch_bytes([shard])
+    assert 0 < sum(x.nbytes for x in made) <= replayer.scratch_bytes([shard])
+    assert all(x.is_deleted() for x in made), "taken over"
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_an_error_on_any_thread_reaches_the_caller(recipe, monkeypatch, threads):
+def test_an_error_on_any_thread_reaches_the_caller(recipe, monkeypatch, threads, error):
     def broken(*args):
-        raise MemoryError("on a thread")
+        raise error("on a thread")
 
     monkeypatch.setattr(Replayer, "_new_buffers", broken)
     shard = shard_of(recipe, [numbers(0, 9000), numbers(1, 9000)], [numbers(2, 9000)])
-    with pytest.raises(MemoryError, match="on a thread"):
+    with pytest.raises(error, match="on a thread"):
         Replayer("gpu", threads).apply([shard] * 4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
 from gockpt_jax.compiling import Programs
 from gockpt_jax.replay import engine, programs
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.replay.memory import own
+from gockpt_jax.replay.memory import Scratch, own
 from gockpt_jax.replay.programs import (
     BLOCK_SIZE,
     CHUNK_SIZES,
@@ -152,6 +153,20 @@ def test_threads_share_the_pieces_and_change_nothing(recipe):
         assert_same_bits(shard.states, one_by_one(moments, state, g))
 
 
+def test_groups_of_other_dtypes_are_replayed_together():
+    """Each has its results in memory of its own."""
+    size, shards, want = 2048, [], []
+    for update in (moments, narrow, factors):
+        state, g = state_of(update, size), [numbers(9, size)]
+        shards.append(shard_of(recipe_of(update, state, g[0]), state, g))
+        want.append(one_by_one(update, state, g))
+    replayer = Replayer("cpu")
+    assert replayer.scratch_bytes(shards) == 1024 * ((4 + 4) + (2 + 4))
+    replayer.apply(shards)
+    for shard, states in zip(shards, want, strict=True):
+        assert_same_bits(shard.states, states)
+
+
 def test_all_threads_have_ended_when_it_is_done(recipe, monkeypatch):
     """What the others have not copied back yet would be missing from the checkpoint."""
     ended = []
@@ -276,6 +291,20 @@ def test_odd_memory_is_owned_too(data):
     flat = own(data)
     np.testing.assert_array_equal(flat, data.reshape(-1))
     assert flat.size == 0 or flat.flags.writeable
+
+
+def test_results_at_one_address_are_seen_as_what_they_are():
+    """Memory of a buffer that is free is soon that of another: of other elements, or of fewer."""
+    memory, scratch = np.arange(8, dtype=np.float32), Scratch()
+    for like in (memory, memory.view(np.int32), memory[:4], memory.view(np.int16)[:8]) * 2:
+        result = types.SimpleNamespace(
+            unsafe_buffer_pointer=lambda: memory.ctypes.data,
+            size=like.size, nbytes=like.nbytes, dtype=like.dtype,
+        )  # fmt: skip
+        seen = scratch.view(result)
+        assert seen.dtype == like.dtype
+        np.testing.assert_array_equal(seen, like)
+        assert scratch.view(result) is seen
 
 
 def test_scratch_is_a_small_part_of_a_large_shard(recipe):
