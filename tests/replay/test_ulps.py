@@ -125,7 +125,10 @@ def test_difference_that_no_number_holds():
 def test_scale_is_the_largest_finite_magnitude():
     x = np.zeros(2**18 + 5, np.float32)
     assert scale_of(x) == 0
-    x[-1], x[0], x[1] = -7, np.nan, np.inf
-    assert scale_of(x) == 7
+    x[0], x[1] = np.nan, np.inf
+    x.view(np.uint32)[2] = 0x7F800001  # NaN that signals: no warning
+    for n, at in enumerate((-1, 2**18, 2**18 - 1, 3)):
+        x[at] = -7 - n
+        assert scale_of(x) == 7 + n
     assert scale_of(np.array([3 - 9j], np.complex64)) == 9
     assert scale_of(x[1:2]) == 0
