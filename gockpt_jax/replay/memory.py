@@ -25,7 +25,7 @@ def own(data: np.ndarray) -> np.ndarray:
       not lie in order.
     """
     if not data.flags.c_contiguous:
-        return np.array(data, order="C").reshape(-1)
+        return data.flatten()
     if data.flags.writeable or not data.size:
         return data.reshape(-1)
     return _writable(data.ctypes.data, data.nbytes, data.dtype, data)

@@ -17,8 +17,7 @@ def explicit(index: Any, shape: Sequence[int]) -> Box:
       >>> explicit((slice(None), slice(2, None)), (4, 8))
       (slice(0, 4, None), slice(2, 8, None))
     """
-    bounds = (s.indices(n) for s, n in zip(index, shape, strict=True))
-    return tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:

@@ -260,5 +260,5 @@ def _local_axes(mesh: Mesh) -> list[str]:
     return [
         name
         for i, name in enumerate(mesh.axis_names)
-        if mesh.devices.shape[i] > 1 and (process == process.take([0], axis=i)).all()
+        if (process == process.take([0], axis=i)).all()
     ]
