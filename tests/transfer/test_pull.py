@@ -138,6 +138,9 @@ def test_elsewhere_they_start_on_the_buffer_itself(monkeypatch):
     buffer = Buffer()
     assert pulls.start_buffer(buffer) is buffer
     assert buffer.started == 1
+    monkeypatch.setattr(pulls, "_warn_of_a_full_pool", lambda: pytest.fail("there is none"))
+    (found,) = pulls.Pull([jnp.asarray(VALUES)], list).result()
+    np.testing.assert_array_equal(found, VALUES)
 
 
 def test_what_goes_to_pinned_memory_arrives_there(monkeypatch):

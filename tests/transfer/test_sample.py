@@ -13,14 +13,18 @@ from alone import FIRST_ALONE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.compiling import Programs
+from gockpt_jax.storage.writing.array_layout import ReplicaLayout
 from gockpt_jax.transfer import pull as pulling
+from gockpt_jax.transfer import replicas
 from gockpt_jax.transfer import sample as sampling
 from gockpt_jax.transfer.meter import LinkMeter
+from gockpt_jax.transfer.replicas import Replicas
 from gockpt_jax.transfer.sample import (
     MIN_BOX_BYTES,
     can_be_sampled,
     compile_samples_ahead,
     grid_of,
+    kind_of,
     sample_bytes,
     start_sample,
 )
@@ -88,6 +92,21 @@ def test_samples_are_the_boxes_and_new_buffers(axis_type, devices):
     for got, expected in zip(sample.result(), want, strict=True):
         assert got.dtype == expected.dtype
         assert got.tobytes() == expected.tobytes()
+
+
+def test_samples_of_slices_that_replicas_take(monkeypatch):
+    monkeypatch.setattr(replicas, "MIN_SLICE_ELEMENTS", 16)
+    shared = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    values = np.arange(64 * 512, dtype=np.float32).reshape(64, 512)
+    array = jax.device_put(values, NamedSharding(mesh, PartitionSpec()))
+    pieces = shared.pieces(array)
+    probes = [(p, grid_of(p.shape, 4, 1.0), 0) for p in pieces]
+    assert len(probes) == 8
+    for piece, got in zip(pieces, start_sample(probes).result(), strict=True):
+        np.testing.assert_array_equal(got, values[piece.index].reshape(-1))
+    (whole,) = FIRST_ALONE.pieces(array)  # boxes of it are others, so is the program
+    assert kind_of(whole) != kind_of(pieces[0])
 
 
 def test_bytes_are_those_of_the_fullest_device():
