@@ -124,6 +124,34 @@ def test_columns_of_a_shard(tmp_path, files, rows):
     assert digest == checksums.digest(np.frombuffer(content, np.uint8))
 
 
+def test_the_last_piece_of_columns_may_be_shorter_than_what_ends_within_a_block(tmp_path, files):
+    """Pieces that do not end with a block: of bytes, 2,794 rows each, and one row in the last."""
+    part = np.random.default_rng(0).integers(0, 256, (3 * 2794 + 1, 1502), np.uint8)[:, :1501]
+    assert part.shape[1] < part.nbytes % 4096
+    files.write(f"{tmp_path}/x", part).result()
+    assert (tmp_path / "x").read_bytes() == part.tobytes()
+
+
+@pytest.mark.parametrize("offset", [0, 100])
+def test_nothing_is_handed_to_the_disk_that_it_must_refuse(tmp_path, files, monkeypatch, offset):
+    """What follows would go through the page cache; so does what lies within a block, alone."""
+    refused, write = [], os.pwrite
+
+    def told(fd, content, start):
+        try:
+            return write(fd, content, start)
+        except OSError as error:
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(direct.os, "pwrite", told)
+    columns = np.ones((1500, 3, 1000), np.float32)[:, 1:2]  # whose pieces do not end with a block
+    for n, values in enumerate((np.ones(9 * 2**20 + 5, np.uint8), columns)):
+        files.write(f"{tmp_path}/{n}", values, offset).result()
+        assert (tmp_path / str(n)).read_bytes() == bytes(offset) + values.tobytes()
+    assert refused == []
+
+
 def test_only_what_the_disk_cannot_take_is_copied(tmp_path, files, monkeypatch):
     copied, take = [], files._buffers.take
     monkeypatch.setattr(files._buffers, "take", lambda: copied.append(1) or take())
@@ -176,6 +204,20 @@ def test_an_old_file_leaves_nothing(tmp_path, files):
     (tmp_path / "x").write_bytes(b"x" * 10_000)
     files.write(f"{tmp_path}/x", np.zeros(3, np.uint8)).result()
     assert (tmp_path / "x").read_bytes() == bytes(3)
+
+
+def test_who_may_read_a_file_is_up_to_the_system(tmp_path, files):
+    (tmp_path / "new").write_bytes(b"")
+    for path in ("new_folder/0", "new_folder/1"):  # the first makes its folder
+        files.write(f"{tmp_path}/{path}", np.zeros(3)).result()
+        assert (tmp_path / path).stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
+def test_a_folder_may_be_made_by_another_thread_meanwhile(tmp_path, files, monkeypatch):
+    make = os.makedirs
+    monkeypatch.setattr(os, "makedirs", lambda path, **how: (make(path), make(path, **how)))
+    files.write(f"{tmp_path}/leaf/0", np.zeros(3)).result()
+    assert (tmp_path / "leaf" / "0").read_bytes() == bytes(24)
 
 
 def test_errors_name_the_file(tmp_path, files):
@@ -231,6 +273,32 @@ def test_every_piece_ends_before_a_failure_is_told(tmp_path, files, monkeypatch,
     assert sorted(told) == [0, *sorted(told.values())[:-1]]
     assert max(told.values()) == n
     assert open_below(tmp_path) == []
+
+
+def test_a_failure_that_does_not_last_is_one(tmp_path, files, monkeypatch):
+    """Only what a file system asks for is tried in another way."""
+    failures, write = [OSError(errno.EIO, "broken disk")], os.pwrite
+
+    def fail_once(*of):
+        if failures:
+            raise failures.pop()
+        return write(*of)
+
+    monkeypatch.setattr(direct.os, "pwrite", fail_once)
+    with pytest.raises(OSError, match="broken disk"):
+        files.write(f"{tmp_path}/x", np.zeros(2**20, np.uint8)).result()
+
+
+def test_what_has_been_begun_is_written_before_the_threads_end(tmp_path, monkeypatch):
+    files, closing, reserve = DirectFiles(str(tmp_path), 2**28), threading.Event(), direct._reserve
+    end = files._files.shutdown
+    monkeypatch.setattr(files._files, "shutdown", lambda: (closing.set(), end()))
+    monkeypatch.setattr(direct, "_reserve", lambda *of: closing.wait(60) and reserve(*of))
+    values = np.arange(2**18, dtype=np.float32)
+    future = files.write(f"{tmp_path}/x", values)
+    files.close()
+    future.result()
+    assert (tmp_path / "x").read_bytes() == values.tobytes()
 
 
 def test_no_piece_is_written_when_its_file_has_been_closed(tmp_path, files, monkeypatch):
@@ -413,6 +481,23 @@ def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
     # Eight wait to be synced; each thread that writes one has it open, and each look one more.
     assert before < most[0] <= before + 8 + direct._FILES + syncs._THREADS
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_files_that_cannot_be_synced_keep_no_room_of_others(tmp_path, monkeypatch):
+    """Of a broken disk a save fails, however many files it has; it does not wait."""
+    monkeypatch.setattr(syncs, "_BATCH_FILES", 4)
+
+    def broken(fd):
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(syncs.os, "fsync", broken)
+    files = DirectFiles(str(tmp_path), 2**28)
+    for n in range(20):
+        files.write(f"{tmp_path}/{n}", np.ones(9)).result()
+    with pytest.raises(OSError, match="broken disk"):
+        files.sync()
+    files.close()
+    assert open_below(tmp_path) == []
 
 
 def open_below(folder):

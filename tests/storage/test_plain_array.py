@@ -194,12 +194,13 @@ def test_what_is_little_or_not_there_is_read_by_the_page_cache(tmp_path, monkeyp
             assert plain_reads._is_for_cache(file.fileno(), extent) == wanted
 
 
+@pytest.mark.parametrize("size", [5000, 2**20])  # which is a whole piece
 @pytest.mark.parametrize("offset", [0, 300, 4096])
 @pytest.mark.parametrize("at", [0, 512])
-def test_a_value_anywhere_in_a_file_to_memory_anywhere(tmp_path, monkeypatch, offset, at):
+def test_a_value_anywhere_in_a_file_to_memory_anywhere(tmp_path, monkeypatch, size, offset, at):
     """As small leaves lie in a database; disks read whole blocks, to where these may begin."""
     monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
-    values, preadv = np.arange(5000, dtype=np.float32), os.preadv
+    values, preadv = np.arange(size, dtype=np.float32), os.preadv
     (tmp_path / "file").write_bytes(bytes(offset) + values.tobytes() + b"of another")
     extent = Extent(str(tmp_path / "file"), offset, values.nbytes)
     array = PlainArray(values.shape, values.shape, values.dtype, lambda key: extent)
