@@ -9,6 +9,7 @@ import pathlib
 import re
 import threading
 import tracemalloc
+import weakref
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -225,6 +226,18 @@ def test_errors_name_the_file(tmp_path, files):
     with pytest.raises(IsADirectoryError) as caught:
         files.write(f"{tmp_path}/x", np.zeros(3)).result()
     assert caught.value.filename == f"{tmp_path}/x"
+
+
+@pytest.mark.parametrize("nbytes", [8, 2**20])  # written at once, and by a thread
+def test_errors_keep_no_values(tmp_path, files, nbytes):
+    """Who is told of a save that has failed may keep the error for long."""
+    (tmp_path / "x").mkdir()
+    values = np.zeros(nbytes, np.uint8)
+    kept, error = weakref.ref(values), files.write(f"{tmp_path}/x", values).exception()
+    del values
+    files.close()  # its threads have nothing in their hands any more
+    assert isinstance(error, IsADirectoryError)
+    assert kept() is None
 
 
 def test_a_save_that_has_been_removed_is_not_begun_anew(tmp_path):
