@@ -48,7 +48,8 @@ def test_all_values_of_any_database_are_found(tmp_path, node_bytes, inline_bytes
     """Of trees of several levels too, whose nodes have parts of the keys."""
     config = {"max_decoded_node_bytes": node_bytes, "max_inline_value_bytes": inline_bytes}
     base = {"driver": "file", "path": f"{tmp_path}/"}
-    store = ts.KvStore.open({"driver": "ocdbt", "base": base, "config": config}).result()
+    spec = {"driver": "ocdbt", "base": base, "config": config, "value_data_prefix": "50%:d/"}
+    store = ts.KvStore.open(spec).result()
     rng = np.random.default_rng(0)
     expected = {f"blocks.{n}/{n % 3}.{n % 7}": rng.bytes(n % 20) for n in range(300)}
     with ts.Transaction(atomic=True) as transaction:
@@ -75,6 +76,10 @@ def test_no_database_has_no_values(tmp_path):
     assert values_by_array(str(tmp_path)) == {}
     (tmp_path / "manifest.ocdbt").write_bytes(b"of another kind")
     assert values_by_array(str(tmp_path)) == {}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/emptied/"}).result()
+    store["w/0"] = b"x"
+    store.delete_range(ts.KvStore.KeyRange()).result()
+    assert values_by_array(f"{tmp_path}/emptied") == {}
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 8192])

@@ -499,6 +499,7 @@ def test_few_files_are_open_at_one_time(tmp_path, monkeypatch):
 def test_files_that_cannot_be_synced_keep_no_room_of_others(tmp_path, monkeypatch):
     """Of a broken disk a save fails, however many files it has; it does not wait."""
     monkeypatch.setattr(syncs, "_BATCH_FILES", 4)
+    monkeypatch.setattr(syncs, "_THREADS", 2)  # of which each is given two files
 
     def broken(fd):
         raise OSError(errno.EIO, "broken disk")

@@ -247,6 +247,23 @@ def test_what_lies_side_by_side_is_read_at_once(tmp_path, monkeypatch, past_cach
     assert fetched == [(300, 2407), (5000, 3644), (0, 300)]
 
 
+def test_what_lies_side_by_side_in_two_files_is_read_from_both(tmp_path):
+    """The second begins where the first ends, but in its own file."""
+    contents, arrays = np.arange(60, dtype=np.int8).reshape(2, 30), []
+    for n, content in enumerate(contents):
+        content.tofile(tmp_path / str(n))
+        extent = Extent(str(tmp_path / str(n)), 10 * n, 10)
+        arrays.append(PlainArray((10,), (10,), content.dtype, lambda key, extent=extent: extent))
+    found = np.empty((2, 10), np.int8)
+    with contextlib.closing(PlainReads(past_cache=False)) as reads:
+        boxes = [
+            (array, [((slice(0, 10),), out)]) for array, out in zip(arrays, found, strict=True)
+        ]
+        for future in reads.start(boxes):
+            future.result()
+    np.testing.assert_array_equal(found, [contents[0, :10], contents[1, 10:20]])
+
+
 def test_pieces_are_read_once_and_only_where_wanted(tmp_path, small_pieces):
     values = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024)
     array = PlainArray.found_in(stored(tmp_path, values, [32, 1024]))
@@ -279,6 +296,11 @@ def test_arrays_stored_otherwise_are_not_plain(tmp_path, metadata):
     (tmp_path / ".zarray").write_text(json.dumps(told | metadata))
     assert PlainArray.found_in(str(tmp_path)) is None
     assert PlainArray.found_in(str(tmp_path / "nowhere")) is None
+    for damaged in ("{}", "{"):
+        (tmp_path / ".zarray").write_text(damaged)
+        assert PlainArray.found_in(str(tmp_path)) is None
+    assert PlainArray.found_in(str(tmp_path / ".zarray")) is None  # which is no folder
+    assert PlainArray.found_among({".zarray": Extent(str(tmp_path / "nowhere"), 0, 9)}) is None
 
 
 @pytest.mark.parametrize("name", ["int8", "uint32", "bool", "bfloat16", "float8_e5m2", "complex64"])

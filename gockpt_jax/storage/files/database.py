@@ -65,7 +65,7 @@ def values_of(files: ts.KvStore, folder: str = "") -> Values:
     try:
         manifest: Any = ts.ocdbt.dump(files).result()
         root = manifest["versions"][-1]["root"]
-        return dict(_below(files, root["location"], b"", folder)) if "location" in root else {}
+        return dict(_below(files, root["location"], b"", folder))
     except (ValueError, KeyError, IndexError):
         return {}
 

@@ -16,11 +16,13 @@ def piece_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
     Example:
       >>> piece_shape((16, 1024, 1024), 4), piece_shape((4, 8192, 8192), 4)
       ((1, 1024, 1024), (1, 128, 8192))
+      >>> piece_shape((3000, 1000), 4)  # a block ends with each 128th row
+      (1024, 1000)
     """
     shape, row_bytes = list(chunk), itemsize
     for axis in reversed(range(len(shape))):
         if row_bytes * shape[axis] > PIECE_BYTES:
-            rows = max(1, PIECE_BYTES // row_bytes)
+            rows = PIECE_BYTES // row_bytes
             whole = BLOCK_BYTES // math.gcd(row_bytes, BLOCK_BYTES)  # rows that end with a block
             shape[axis] = rows - rows % whole or rows
             return (1,) * axis + tuple(shape[axis:])
