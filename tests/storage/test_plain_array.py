@@ -219,6 +219,17 @@ def test_a_value_anywhere_in_a_file_to_memory_anywhere(tmp_path, monkeypatch, si
 
 
 @pytest.mark.parametrize("past_cache", [True, False])
+def test_a_value_that_ends_behind_the_end_of_its_file_is_damaged(tmp_path, monkeypatch, past_cache):
+    """Anywhere in a block: what stands before it there is no part of it."""
+    monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
+    (tmp_path / "file").write_bytes(bytes(300 + 999))
+    extent = Extent(str(tmp_path / "file"), 300, 1000)
+    array = PlainArray((1000,), (1000,), np.dtype(np.int8), lambda key: extent)
+    with pytest.raises(OSError, match="damaged"):
+        read(array, [(slice(0, 1000),)], past_cache=past_cache)
+
+
+@pytest.mark.parametrize("past_cache", [True, False])
 def test_what_lies_side_by_side_is_read_at_once(tmp_path, monkeypatch, past_cache):
     """Small arrays in one file, of odd sizes, with a gap; the last lies before the first."""
     monkeypatch.setattr(plain_reads, "_is_for_cache", lambda fd, extent: False)
