@@ -194,6 +194,18 @@ def test_what_is_little_or_not_there_is_read_by_the_page_cache(tmp_path, monkeyp
             assert plain_reads._is_for_cache(file.fileno(), extent) == wanted
 
 
+def test_what_cannot_be_mapped_is_read_by_the_page_cache(tmp_path, monkeypatch):
+    """As on file systems that have no such way."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENODEV, "no mapping")
+
+    (tmp_path / "file").write_bytes(bytes(2**17))
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with open(tmp_path / "file", "rb") as file:
+        assert plain_reads._is_for_cache(file.fileno(), Extent(file.name, 0, 2**17))
+
+
 @pytest.mark.parametrize("size", [5000, 2**20])  # which is a whole piece
 @pytest.mark.parametrize("offset", [0, 300, 4096])
 @pytest.mark.parametrize("at", [0, 512])
