@@ -615,6 +615,8 @@ def test_chunks_and_boxes_that_are_whole():
     box = (slice(4, 8), slice(0, 6))
     assert grid.is_whole(box, (2, 3))
     assert not grid.is_whole(box, (3, 3))
+    assert not grid.is_whole((slice(0, 5),), (2,))
+    assert not grid.is_whole((slice(1, 4),), (2,))
     assert [grid.key(cell, (2, 3)) for cell in grid.cells(box, (2, 3))] == [
         f"{i}.{j}" for i, j in itertools.product((2, 3), (0, 1))
     ]
