@@ -174,9 +174,6 @@ def row_ranges(shape: tuple[int, ...], parts: int) -> list[tuple[int, int]]:
 
 
 def row_size(shape: tuple[int, ...], start: int, stop: int) -> int:
-    """The longest rows of which a range consists: as few leading axes as can be are made one.
-
-    Of a shard that has elements.
-    """
+    """The longest rows of which a range consists: as few leading axes as can be are made one."""
     rows = (math.prod(shape[axis:]) for axis in range(len(shape) + 1))
-    return next(row for row in rows if start % row == 0 and stop % row == 0)
+    return next(row for row in rows if row and start % row == 0 and stop % row == 0)
