@@ -80,19 +80,25 @@ def _shows(value: Value, names: Collection[str]) -> bool:
     return any(op.name in names for op in _chain(value, _ends_chain))
 
 
-def scatters(value: Value) -> bool:
-    """Whether XLA sees a scatter, which it makes one with what is added, and again with the next.
+def scatters(value: Value, added: Value) -> bool:
+    """Whether XLA sees a scatter from a value, or from what is made of it: `added`, to a sum.
 
-    `d + scatter(z, g)` becomes `scatter(d + z, g)`, also where that is divided by one.
+    `d + scatter(z, g)` becomes `scatter(d + z, g)`, and that likewise with the next. So it does
+    where the scatter is divided by one before, or reshaped and back; not where it stays reshaped.
     """
-    ops = _chain(value, _ends_scatter)
-    return any(op.name.startswith("scatter") for op in ops)
+    return any(
+        op.name.startswith("scatter") and _is_like(op.inputs[0], added)
+        for op in _chain(value, _ends_scatter)
+    )
+
+
+def _is_like(value: Value, other: Value) -> bool:
+    return (value.shape, value.dtype) == (other.shape, other.dtype)
 
 
 def _ends_scatter(op: Op) -> bool:
-    if op.name in PRODUCTS or op.name in ("div", "select_n", "max", "min"):
-        return _ends_sum(op)
-    return op.name not in SUMS | IDENTITIES
+    """Whether XLA adds nothing to a scatter in front of this operation."""
+    return op.name == "optimization_barrier" or (op.name not in SUMS and _ends_sum(op))
 
 
 def is_rounded(value: Value) -> bool:

@@ -79,12 +79,14 @@ class Walk:
         """The values that can be returned by the armed step and are then the numbers it uses."""
         # Folded into a sum, unless it is returned: the step would go on with other numbers.
         folded = set[Value]()
-        stack = [v for v, user in self.uses if user.op and user.op.name in SUMS and scatters(v)]
-        while stack:
-            value = stack.pop()
-            if value not in folded and value.op is not None and value.op.name not in SUMS:
-                stack.extend(v for v in value.op.inputs if scatters(v))
-            folded.add(value)
+        for added, user in self.uses:
+            stack = [added] if user.op and user.op.name in SUMS else []
+            while stack:
+                value = stack.pop()
+                if value not in folded and scatters(value, added):
+                    folded.add(value)
+                    if value.op is not None and value.op.name not in SUMS:
+                        stack.extend(value.op.inputs)
         melted = any(user.op and melts(user.op) for _, user in self.uses)
         return {
             v

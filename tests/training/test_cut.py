@@ -362,6 +362,11 @@ OF_AN_EMBEDDING = {
     "tied": lambda scattered, g: scattered + g,
     "a mean of one": lambda scattered, g: scattered / 1.0,
     "chosen for certain": lambda scattered, g: jnp.where(True, scattered, 0.0),
+    "reshaped and back": lambda scattered, g: scattered.reshape(4, -1).reshape(-1),
+    "stacked alone": lambda scattered, g: jnp.stack([scattered])[0],
+    "a mean over one": lambda scattered, g: jnp.mean(jnp.stack([scattered]), 0),
+    "negated twice": lambda scattered, g: jnp.negative(-scattered),
+    "split and joined": lambda scattered, g: jnp.concatenate(jnp.split(scattered, 2)),
 }
 
 
@@ -376,6 +381,34 @@ def test_what_an_embedding_scatters_is_cut_in_front_of_a_product_alone(update, g
 
     names = ("m", "v", "w") if update is adam else ("m", "w")
     assert analyse(step, state(*names), gradient()).groups == groups
+
+
+@pytest.mark.parametrize(
+    ("given", "between"),
+    [
+        (jnp.zeros((4, 6)), lambda scattered: scattered.reshape(-1)),
+        (jnp.zeros((6, 4)), lambda scattered: scattered.T.reshape(-1)),
+        (jnp.zeros((N, 1)), lambda scattered: scattered[:, 0]),
+        (jnp.zeros(N, jnp.bfloat16), lambda scattered: scattered.astype(jnp.float32)),
+        (jnp.zeros(N), lax.optimization_barrier),
+    ],
+)
+def test_what_was_scattered_otherwise_than_it_is_added_leaves_early(given, between):
+    """XLA does not see it from the sum: training is the same where it is returned."""
+    rows = jnp.array([1, 3, 1, 1, 1, 3, 3, 3])
+
+    def step(s, x):
+        rest = (1,) * (given.ndim - 1)
+        each = jnp.sin(x[:8]).reshape(-1, *rest).astype(given.dtype)
+        return momentum(s, between(given.at[rows].add(each)))
+
+    found = analyse(step, state("m", "w"), gradient())
+    assert found.groups == [["m", "w"]]
+    new, cut = found.run()
+    for j, leaf in found.replayed(cut):
+        np.testing.assert_array_equal(leaf, new[j])
+    for leaf, own in zip(new, jax.tree.leaves(found.step(*found.args)), strict=True):
+        np.testing.assert_array_equal(leaf, own)
 
 
 def test_what_a_compiler_makes_one_of_is_retained_behind_that():
