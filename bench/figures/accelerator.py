@@ -70,8 +70,11 @@ def has_predictions(record: Record) -> bool:
 
 
 def is_replay(record: Record) -> bool:
-    """Whether a record holds replay of an accelerator's updates."""
-    return record["name"] == "gpu exact" and is_on_accelerator(record)
+    """Whether a record holds replay of an accelerator's updates, of all optimizers."""
+    if record["name"] != "gpu exact" or not is_on_accelerator(record):
+        return False
+    all_tried = f"tried: optimizers, of {record['figures'].get('exact/tried', 0):.0f};"
+    return any(note.startswith(all_tried) for note in record["notes"])
 
 
 def link_table(record: Record) -> list[str]:
@@ -245,8 +248,7 @@ def replay_table(record: Record) -> list[str]:
     tried, failed = (figures[f"exact/{what}"] for what in ("tried", "failures"))
     return [
         *lines, "",
-        f"On {_where(record)}. {tried:.0f} optimizers in the time that there was; {failed:.0f} "
-        "measurements failed.",
+        f"On {_where(record)}. {tried:.0f} optimizers; {failed:.0f} measurements failed.",
     ]  # fmt: skip
 
 

@@ -217,6 +217,18 @@ def test_the_link_is_told_from_a_record_that_has_all_of_it():
     assert not accelerator.is_link(content)
 
 
+def test_replay_is_told_from_a_record_of_all_optimizers():
+    samples = {"perturbed/adam": [0.0], "exact/tried": [33.0], "exact/failures": [0.0]}
+    content = record("gpu exact", samples, devices=["H100"], versions={"jax": "1"})
+    content["hardware"]["cores"] = 4
+    content["notes"] = ["tried: optimizers, of 33; failures: of measurements, told in `failures`."]
+    assert accelerator.is_replay(content)
+    assert "33 optimizers; 0 measurements failed." in accelerator.replay_table(content)[-1]
+    content["figures"]["exact/tried"] = 3.0  # the time was over
+    assert not accelerator.is_replay(content)
+    assert not accelerator.is_replay(record("gpu exact", samples))
+
+
 def test_what_was_predicted_of_single_saves_is_beside_what_they_cost():
     content = saves_on_a_gpu()
     assert accelerator.has_predictions(content)
