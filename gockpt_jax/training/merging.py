@@ -7,6 +7,7 @@ compiler merges what another leaves, so the host does not repeat it.
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +29,7 @@ from gockpt_jax.training.values import (
     Value,
     is_known,
     judged_once,
+    through_wall,
     unspread,
     without_walls,
 )
@@ -80,20 +82,53 @@ def _shows(value: Value, names: Collection[str]) -> bool:
     return any(op.name in names for op in _chain(value, _ends_chain))
 
 
-def scatters(value: Value, added: Value) -> bool:
-    """Whether XLA sees a scatter from a value, or from what is made of it: `added`, to a sum.
+class Added(NamedTuple):
+    """What is added to a sum: its shards in a `shard_map`, the whole outside.
+
+    Attributes:
+      dtype: Its elements.
+      shape: Where it is looked at from; `None`: nobody knows.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...] | None
+
+    def may_be(self, value: Value) -> bool:
+        """Whether a value looks like it."""
+        return value.dtype == self.dtype and self.shape in (value.shape, None)
+
+    def behind(self, value: Value) -> list[tuple[Value, "Added"]]:
+        """What a value is made of, and how this looks from there."""
+        if (inner := through_wall(value)) is not None:
+            is_known = value.shape == self.shape
+            return [(inner, self._replace(shape=inner.shape if is_known else None))]
+        return [] if value.op is None else [(v, self) for v in value.op.inputs]
+
+
+def scatters(value: Value, added: Added) -> bool:
+    """Whether XLA sees a scatter from a value, or from what is made of it and added to a sum.
 
     `d + scatter(z, g)` becomes `scatter(d + z, g)`, and that likewise with the next. So it does
     where the scatter is divided by one before, or reshaped and back; not where it stays reshaped.
+
+    Args:
+      value: It.
+      added: How what is added looks from there, as `Added.behind` says.
     """
-    return any(
-        op.name.startswith("scatter") and _is_like(op.inputs[0], added)
-        for op in _chain(value, _ends_scatter)
-    )
-
-
-def _is_like(value: Value, other: Value) -> bool:
-    return (value.shape, value.dtype) == (other.shape, other.dtype)
+    stack, seen = [(value, added)], set[tuple[Value, Added]]()
+    while stack:
+        value, added = stack.pop()
+        op = value.op
+        if op is None or (value, added) in seen:
+            continue
+        seen.add((value, added))
+        if through_wall(value) is None:
+            if op.name.startswith("scatter") and added.may_be(op.inputs[0]):
+                return True
+            if _ends_scatter(op):
+                continue
+        stack += added.behind(value)
+    return False
 
 
 def _ends_scatter(op: Op) -> bool:

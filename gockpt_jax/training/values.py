@@ -164,10 +164,18 @@ def contracted(op: Op) -> list[int]:
     return [op.inputs[0].shape[axis] for axis in axes]
 
 
+def through_wall(value: Value) -> Value | None:
+    """What goes into a `shard_map` or comes out of it, on the other side; `None` if it does not."""
+    op = value.op
+    if op is None or not (op.stands_for or op.primitive is ENTER):
+        return None
+    return op.stands_for[value.index] if op.stands_for else op.inputs[0]
+
+
 def without_walls(value: Value) -> Value:
     """A value as the compiler sees it: what goes into a `shard_map` or comes out is that value."""
-    while (op := value.op) is not None and (op.stands_for or op.primitive is ENTER):
-        value = op.stands_for[value.index] if op.stands_for else op.inputs[0]
+    while (inner := through_wall(value)) is not None:
+        value = inner
     return value
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gockpt_jax import _compat
 from gockpt_jax.training.exact import is_exact
-from gockpt_jax.training.merging import may_be_cut, may_melt, melts, scatters
+from gockpt_jax.training.merging import Added, may_be_cut, may_melt, melts, scatters
 from gockpt_jax.training.primitives import IDENTITIES, SUMS
 from gockpt_jax.training.values import Op, Value
 
@@ -79,14 +79,15 @@ class Walk:
         """The values that can be returned by the armed step and are then the numbers it uses."""
         # Folded into a sum, unless it is returned: the step would go on with other numbers.
         folded = set[Value]()
-        for added, user in self.uses:
-            stack = [added] if user.op and user.op.name in SUMS else []
+        for operand, user in self.uses:
+            is_added = user.op and user.op.name in SUMS
+            stack = [(operand, Added(operand.dtype, operand.shape))] if is_added else []
             while stack:
-                value = stack.pop()
+                value, added = stack.pop()
                 if value not in folded and scatters(value, added):
                     folded.add(value)
                     if value.op is not None and value.op.name not in SUMS:
-                        stack.extend(value.op.inputs)
+                        stack.extend(added.behind(value))
         melted = any(user.op and melts(user.op) for _, user in self.uses)
         return {
             v

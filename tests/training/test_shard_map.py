@@ -348,6 +348,47 @@ def test_the_compiler_sees_no_wall(after, given):
             np.testing.assert_array_equal(value, jax.tree.leaves(new)[j])
 
 
+def added_outside(mapped, state, x):
+    """A gradient that comes out of a `shard_map`."""
+    return moved(state, mapped(rows_of_each, in_specs=P())(x))
+
+
+def added_in_another_shape(mapped, state, x):
+    """But for what XLA erases: of all shards outside, of one inside."""
+    g = mapped(lambda x: rows_of_each(x).reshape(6, 2), in_specs=P())(x)
+    return moved(state, g.reshape(16, 6))
+
+
+def added_inside(mapped, state, x):
+    """One that goes into a `shard_map`."""
+    g = jnp.zeros_like(x).at[jnp.arange(64) % 5].add(jnp.tanh(jnp.tile(x, (4, 1))))
+    return mapped(moved, in_specs=P(AXES))(state, g)
+
+
+def moved(state, g):
+    m = 0.9 * state["m"] + g
+    return state | {"m": m, "w": state["w"] - 0.5 * m}
+
+
+def rows_of_each(x):
+    """As the rows of an embedding, of which each device has some, are given their gradient."""
+    each = jnp.tanh(jnp.tile(x, (4, 1)) + lax.axis_index(AXES))
+    return jnp.zeros((2, 6)).at[jnp.arange(64) % 2].add(each)
+
+
+@pytest.mark.parametrize("step", [added_outside, added_in_another_shape, added_inside])
+def test_what_is_scattered_on_one_side_is_as_large_as_what_is_added_on_the_other(step):
+    """A device has a shard of it there, which the compiler makes one with the sum's."""
+    mesh, state, x = placed(P(AXES))
+    mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(AXES), check_vma=False)
+    jitted, own = jax.jit(functools.partial(step, mapped)), state
+    program = program_of(jitted, state, x)
+    assert early(program) == {"['v']"}  # which no update changes
+    for _ in range(5):
+        own, (state, *_) = jitted(own, x), program.call((state, x), {})
+    jax.tree.map(np.testing.assert_array_equal, state, own)
+
+
 def test_a_number_that_jax_types_as_varying_is_not_captured():
     """It is the same, but cannot be returned as one."""
     mesh, state, x = placed(P(AXES))
