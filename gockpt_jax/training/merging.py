@@ -100,6 +100,8 @@ class Added(NamedTuple):
     def behind(self, value: Value) -> list[tuple[Value, "Added"]]:
         """What a value is made of, and how this looks from there."""
         if (inner := through_wall(value)) is not None:
+            if inner.shape == value.shape:
+                return [(inner, self)]
             is_known = value.shape == self.shape
             return [(inner, self._replace(shape=inner.shape if is_known else None))]
         return [] if value.op is None else [(v, self) for v in value.op.inputs]
