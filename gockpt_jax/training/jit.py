@@ -60,8 +60,8 @@ class JittedFunction:
             args, kwargs = _shown((args, kwargs))
             return _hidden(fn(*args, **kwargs))
 
+        functools.update_wrapper(self, fn)  # first: it copies what `fn` has of its own
         self.jitted_fn = jax.jit(of_arrays, **options)
-        functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the jitted function."""

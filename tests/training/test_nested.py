@@ -516,6 +516,15 @@ def test_a_method_bound_to_the_state_itself_is_refused():
         wrap(Agent(jnp.ones(3)).update)
 
 
+@pytest.mark.parametrize("make", [gockpt.jit, nnx.jit])
+def test_jit_calls_what_is_jitted_already(make):
+    """By settings of its own, whatever that holds."""
+    step = gockpt.jit(make(lambda tree: {"w": tree["w"] * 2}), donate_argnums=0)
+    tree = {"w": jnp.ones(2)}
+    np.testing.assert_array_equal(step(tree)["w"], [2.0, 2.0])
+    assert tree["w"].is_deleted()
+
+
 def test_equal_static_leaves_share_a_program():
     traced = []
 
