@@ -250,6 +250,7 @@ def _multiplies_by_constant(op: Op) -> bool:
     return is_constant or computes_apart(op)
 
 
+@judged_once
 def _hides(op: Op) -> bool:
     """Whether XLA sees more of an operation than we do: a body, parts, an array changed in place.
 
@@ -271,6 +272,7 @@ def _is_compiled_kernel(op: Op) -> bool:
     return op.name == "pallas_call" and not op.params.get("interpret")
 
 
+@judged_once
 def _is_rounding_factor(op: Op) -> bool:
     if op.name == "mul":
         return not any(map(is_power_of_two, op.inputs))
@@ -295,6 +297,7 @@ def _ends_chain(op: Op) -> bool:
     return (summed(op) > 1 and not is_apart(op)) or _is_compiled_kernel(op)
 
 
+@judged_once
 def _adds_constant(op: Op) -> bool:
     """Whether an operation adds a constant to a number that rounds."""
     return computes_apart(op) or (
@@ -304,6 +307,7 @@ def _adds_constant(op: Op) -> bool:
     )
 
 
+@judged_once
 def _ends_sum(op: Op) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
     if op.name == "mul" or op.name == "div":  # but by one, which is erased

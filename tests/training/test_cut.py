@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import time
 
@@ -16,6 +17,7 @@ from training_helpers import N, analyse, vector
 from updates import UPDATES, adam, gradient, momentum, state
 
 from gockpt_jax import _compat
+from gockpt_jax.training import merging
 from gockpt_jax.training.call import CallForm
 from gockpt_jax.training.markers import mark_gradients
 from gockpt_jax.training.program import StepProgram
@@ -502,6 +504,25 @@ def test_twelve_hundred_leaves_in_under_ten_seconds():
     assert sum(len(group.retained) for group in program.cut.groups) == 400
     assert len({group.recipe for group in program.cut.groups}) == 1  # one compilation for all
     assert seconds < 10
+
+
+def test_what_many_leaves_come_out_of_is_judged_once(monkeypatch):
+    """Gradients that were one vector, in which a compiler sees each of them from each leaf."""
+    asked = collections.Counter()
+
+    def computes_apart(op):
+        asked[op] += 1
+        return False
+
+    def step(s, g):
+        halved = jnp.concatenate([jnp.tanh(g + n).reshape(-1) for n in range(30)]) * 0.5
+        return {k: 0.9 * old + halved[n * N : (n + 1) * N] for n, (k, old) in enumerate(s.items())}
+
+    monkeypatch.setattr(merging, "computes_apart", computes_apart)
+    first = state(*(f"m{n:02}" for n in range(30)))
+    found = analyse(step, first, gradient(), even_for_nothing=True)
+    assert len(found.groups) == 30
+    assert max(asked.values()) <= 4
 
 
 @pytest.mark.parametrize(
