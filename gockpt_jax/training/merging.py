@@ -102,8 +102,8 @@ class Added(NamedTuple):
         if (inner := through_wall(value)) is not None:
             if inner.shape == value.shape:
                 return [(inner, self)]
-            is_known = value.shape == self.shape
-            return [(inner, self._replace(shape=inner.shape if is_known else None))]
+            is_whole = value.shape == self.shape
+            return [(inner, self._replace(shape=inner.shape if is_whole else None))]
         return [] if value.op is None else [(v, self) for v in value.op.inputs]
 
 

@@ -78,14 +78,15 @@ class Walk:
     def cuttable(self) -> set[Value]:
         """The values that can be returned by the armed step and are then the numbers it uses."""
         # Folded into a sum, unless it is returned: the step would go on with other numbers.
-        folded = set[Value]()
+        folded, seen = set[Value](), set[tuple[Value, Added]]()
         for operand, user in self.uses:
             is_added = user.op and user.op.name in SUMS
             stack = [(operand, Added(operand.dtype, operand.shape))] if is_added else []
             while stack:
                 value, added = stack.pop()
-                if value not in folded and scatters(value, added):
+                if (value, added) not in seen and scatters(value, added):
                     folded.add(value)
+                    seen.add((value, added))
                     if value.op is not None and value.op.name not in SUMS:
                         stack.extend(added.behind(value))
         melted = any(user.op and melts(user.op) for _, user in self.uses)
