@@ -262,6 +262,21 @@ def test_no_windows_are_opened_for_what_others_handlers_take(tmp_path):
         assert "windows of 2 steps" in told.getvalue()
 
 
+def test_a_state_in_an_item_within_an_item_has_no_windows_and_is_told_of(tmp_path):
+    """Orbax saves what is inside by its own handlers; saves are synchronous, as others may fail."""
+    options = Options(save_interval_steps=4, enable_async_checkpointing=False)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=2)) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label in range(9):
+            state = step(state, BATCH)
+            inside = ocp.args.Composite(state=ocp.args.PyTreeSave(state))
+            manager.save(label, args=ocp.args.Composite(agent=inside))
+        told = io.StringIO()
+        manager.explain(told)
+        assert "its trees are in a `Composite` within a `Composite`" in told.getvalue()
+        assert manager.reports == ()
+
+
 def test_what_is_no_tree_is_named_as_stock_names_it(tmp_path):
     save, restore = ocp.args.JsonSave({"a": 1}), ocp.args.JsonRestore()
     with GoCkptManager(tmp_path) as manager:

@@ -7,7 +7,10 @@ from gockpt_jax.errors import SnapshotOnlyWarning, warn
 
 _log = logging.getLogger("gockpt_jax")
 
-NOT_OURS = "no windows: the handlers given to the manager took all items of the last save"
+NOT_OURS = (
+    "no windows: the handlers given to the manager took all items of the last save, or its trees "
+    "are in a `Composite` within a `Composite`, which Orbax saves by itself"
+)
 NOT_WRAPPED = "no wrapped step has run; if steps have, call what `wrap(train_step)` returned"
 _UNUSED = (
     "Two saves have come, and no wrapped step has run, so all saves are snapshots. Call what "

@@ -155,5 +155,15 @@ def test_what_is_not_there_may_be_another_hosts() -> None:
     full = bucket.storage_error("the save of step 3", "/tmp/run", OSError(28, "No space left"))
     assert "Make room" in str(full)
     assert "all need to see" not in str(full)
+    assert "within a `Composite`" not in str(found) + str(full)
     away = bucket.storage_error("the save of step 3", "gs://bkt/run", missing)
     assert "see to the bucket" in str(away)
+
+
+@pytest.mark.parametrize("kind", [FileExistsError, FileNotFoundError])
+def test_a_directory_that_was_written_to_too_soon_is_told_of(kind: type[OSError]) -> None:
+    """Orbax makes directories on a thread, and nested items do not wait for it."""
+    path = "/tmp/run/3.orbax-checkpoint-tmp/rngs.orbax-checkpoint-tmp/key.orbax-checkpoint-tmp"
+    found = bucket.storage_error("the save of step 3", "/tmp/run", kind(17, "no", path))
+    assert "Items of a `Composite` within a `Composite`" in str(found)
+    assert "Make room" not in str(found)

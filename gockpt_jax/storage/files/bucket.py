@@ -125,6 +125,14 @@ def _is_there(module: str) -> bool:
         return False
 
 
+_UNFINISHED = ".orbax-checkpoint-tmp/"
+_TOO_SOON = (
+    "Items of a `Composite` within a `Composite`, and handlers that write before Orbax has made "
+    "their directory, fail so now and then, with stock Orbax too: name such items side by side in "
+    "one `Composite`, and have handlers wait for the directory."
+)
+
+
 def named(directory: Any, label: int, error: BaseException) -> BaseException:
     """Returns the error to raise for a failed save: a `StorageError` where the storage refused it.
 
@@ -147,10 +155,14 @@ def storage_error(doing: str, directory: Any, error: Exception) -> StorageError:
     if isinstance(error, StorageError):
         return error
     advice = "Make room, or see to the directory and its permissions."
+    if isinstance(error, FileExistsError):
+        advice = _TOO_SOON
     if isinstance(error, FileNotFoundError):
         advice = (
             "Of several hosts all need to see this directory, and nothing else may clean it up."
         )
+        if _UNFINISHED in str(error):
+            advice = f"{advice} {_TOO_SOON}"
     if is_bucket(directory):
         advice = (
             "It was retried as long as docs/storage.md says: see to the bucket, the credentials and"
