@@ -15,6 +15,7 @@ import pytest
 from etils import epath
 
 import gockpt_jax as gockpt
+from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.managing import deleting
 from gockpt_jax.storage.managing.deleting import Deleter
 
@@ -101,7 +102,7 @@ def test_what_cannot_be_deleted_is_no_save_that_failed(
         with monkeypatch.context() as context:
 
             def refuse(*_: Any) -> None:
-                raise PermissionError("injected")
+                raise (RuntimeError if hidden else PermissionError)("injected")
 
             if hidden:
                 context.setattr(manager._gockpt_saves.last.deleter._stock, "delete", refuse)
@@ -218,6 +219,19 @@ def test_all_are_out_of_sight_before_the_first_file_goes(tmp_path: Path) -> None
     hidden = [f"{n}.orbax-checkpoint-tmp/state" for n in "123"]
     left = [f"{n}/{file}" for n in "12" for file in ("commit_success.txt", "state")]
     assert stock.found == [sorted([*left, hidden[2]]), hidden]
+    assert deleter.failure is None
+
+
+@pytest.mark.parametrize("moved", [{}, {"todelete_full_path": "bin"}, {"todelete_subdir": "bin"}])
+def test_in_a_bucket_the_marker_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: dict[str, str]
+) -> None:
+    """Nothing is renamed there. What is moved away as a whole keeps it."""
+    monkeypatch.setattr(bucket, "is_bucket", lambda path: True)
+    stock = Told(tmp_path)
+    _step(tmp_path, "1")
+    Deleter(stock, tmp_path, ocp.CheckpointManagerOptions(**moved)).delete(1)
+    assert stock.found == [["1/commit_success.txt", "1/state"] if moved else ["1/state"]]
 
 
 def test_one_process_hides_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +303,34 @@ def test_nobody_waits_for_what_nobody_deletes(
     assert isinstance(deleter.failure, PermissionError)
     assert stock.found == [[*(f"{n}.orbax-checkpoint-tmp/state" for n in "12"), "3/state"]]
     deleter.make_way(3)
+
+
+def test_what_has_gone_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next commit, or with the thread; what is not known to have gone is waited for."""
+    deleter = Deleter(
+        Told(tmp_path, threading.current_thread()), tmp_path, ocp.CheckpointManagerOptions()
+    )
+    exists = type(epath.Path(tmp_path)).exists
+
+    def fails(path: Any) -> bool:
+        if path.name.startswith("2"):
+            raise PermissionError(path)
+        return bool(exists(path))
+
+    for name in "1234":
+        _step(tmp_path, name)
+    deleter.delete_steps([1, 2, 3])
+    deleter.delete(4)
+    for name in "124":
+        shutil.rmtree(tmp_path / f"{name}.orbax-checkpoint-tmp")
+    with monkeypatch.context() as context:
+        context.setattr(type(epath.Path(tmp_path)), "exists", fails)
+        deleter.delete_steps([])
+    assert list(deleter._leaving) == [2, 3]
+    deleter._thread = threading.Thread()
+    deleter.delete_steps([])
+    assert deleter._leaving == {}
+    assert deleter.failure is None
 
 
 NAMES: dict[str, dict[str, Any]] = {

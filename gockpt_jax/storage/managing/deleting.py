@@ -41,7 +41,8 @@ class Deleter:
         self._options = options
         self.failure: Exception | None = None
         self._thread: Any = of_orbax.deleting_thread(stock)  # with `enable_background_delete`
-        self._leaving: dict[int, Any] = {}  # where it found, or will find, each step's files
+        # Where it found, or will find, the files of each step that it has not deleted yet.
+        self._leaving: dict[int, Any] = {}
 
     def delete(self, step: int) -> None:
         """Deletes a step, on this thread or on one of stock's."""
@@ -54,6 +55,7 @@ class Deleter:
         It raises nothing, for the save that they make way for is visible: that one has not failed,
         and other processes wait for the end of it.
         """
+        self._forget_what_has_gone()
         hidden = []
         for step in steps:
             with self._noting_failures():
@@ -79,6 +81,13 @@ class Deleter:
     def close(self) -> None:
         """Waits for stock's thread, if there is one."""
         self._stock.close()
+
+    def _forget_what_has_gone(self) -> None:
+        """In a commit: no other save can end meanwhile, so none of these steps is a new one."""
+        for step, path in list(self._leaving.items()):
+            with contextlib.suppress(Exception):  # the storage does not say: later, maybe
+                if not (is_running(self._thread) and path.exists()):
+                    self._leaving.pop(step, None)
 
     def _hide(self, step: int) -> None:
         """Takes a step out of sight; one process does so for all."""
