@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import inspect
 import json
 import logging
 import os
@@ -410,6 +412,120 @@ def test_one_replica_sends_where_no_target_is_given(tmp_path):
         manager.save(0, args=GoCkptSave(state))
         restored = manager.restore(0, args=ocp.args.PyTreeRestore(restore_args=args))
     assert_same_arrays(restored, state)
+
+
+# --- The user's own types ------------------------------------------------------------------------
+
+
+class Seed:
+    def __init__(self, value):
+        self.value = value
+
+
+class SeedHandler(ocp.type_handlers.StringHandler):
+    def typestr(self):
+        return "Seed"
+
+    def memory_size(self, values):  # which Orbax before 0.12.2 asks for
+        return super().memory_size([str(x.value) for x in values])
+
+    async def serialize(self, values, infos, args=None):
+        return await super().serialize([str(x.value) for x in values], infos, args)
+
+    async def deserialize(self, infos, args=None):
+        return [Seed(int(text)) for text in await super().deserialize(infos, args)]
+
+
+class Arrays(ocp.type_handlers.ArrayHandler):
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    async def deserialize(self, infos, args=None):
+        self.read += [info.name for info in infos]
+        return await super().deserialize(infos, args)
+
+
+def registry_of(arrays):
+    types = (int, np.ndarray)
+    stocks = ((ty, ocp.type_handlers.get_type_handler(ty)) for ty in types)
+    return ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, arrays), (Seed, SeedHandler()), *stocks
+    )
+
+
+def nowhere(target):
+    return target | {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
+
+
+WAYS = {
+    "nothing": lambda target: {},
+    "GoCkptRestore()": lambda target: {"args": GoCkptRestore()},
+    "a target": lambda target: {"args": GoCkptRestore(target)},
+    "a target without places": lambda target: {"args": GoCkptRestore(nowhere(target))},
+    "a part": lambda target: {"args": GoCkptRestore({"w": target["w"]}, partial_restore=True)},
+    "StandardRestore()": lambda target: {"args": ocp.args.StandardRestore()},
+    "StandardRestore": lambda target: {"args": ocp.args.StandardRestore(target)},
+    "PyTreeRestore()": lambda target: {"args": ocp.args.PyTreeRestore()},
+}
+AS_SAVED = [way for way in WAYS if way == "nothing" or way.endswith("()")]
+stock_warns = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+
+
+@stock_warns
+@pytest.mark.parametrize("way", WAYS)
+def test_the_users_handler_of_arrays_reads_them(tmp_path, way):
+    arrays = Arrays()
+    options = {"type_handler_registry": registry_of(arrays)}
+    state = {"w": put(jnp.arange(8.0), "data"), "n": 3, "host": np.arange(3)}
+    with GoCkptManager(tmp_path, pytree_options=options) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, **WAYS[way](abstract(state)))
+    assert arrays.read == ["w"]
+    assert restored["w"].sharding == state["w"].sharding
+    assert_same_arrays(restored, state if len(restored) == 3 else {"w": state["w"]})
+
+
+@stock_warns
+@pytest.mark.parametrize("way", AS_SAVED)
+def test_a_leaf_that_only_the_users_handler_knows_comes_back(tmp_path, way):
+    options = {"type_handler_registry": registry_of(Arrays())}
+    state = {"w": jnp.arange(8.0), "seed": Seed(7)}
+    with GoCkptManager(tmp_path, pytree_options=options) as manager:
+        manager.save(0, args=ocp.args.PyTreeSave(state))
+        restored = manager.restore(0, **WAYS[way](None))
+        assert set(manager.item_metadata(0).tree) == {"w", "seed"}
+    assert (type(restored["seed"]), restored["seed"].value) == (Seed, 7)
+    assert_same_arrays(restored["w"], state["w"])
+
+
+def test_beside_such_leaves_a_part_is_restored_to_where_it_was(copy):
+    """Nor does a fallback go unheard where the user has handlers of types."""
+    options = {"type_handler_registry": registry_of(Arrays())}
+    state = training_state()["params"] | {"seed": Seed(7)}
+    last = SingleDeviceSharding(jax.devices()[-1])
+    with GoCkptManager(copy, pytree_options=options) as manager:
+        manager.save(4, args=ocp.args.PyTreeSave(state))
+        target = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+        restored = manager.restore(4, args=GoCkptRestore(target, partial_restore=True))
+        assert restored["w"].sharding == state["w"].sharding
+        forget_devices(copy)
+        restored = manager.restore(3, args=GoCkptRestore(fallback_sharding=last))
+    assert restored["params"]["w"].sharding == last
+    assert_same_arrays(restored["params"], training_state()["params"])
+
+
+@stock_warns
+@pytest.mark.parametrize("way", AS_SAVED)
+def test_trees_keep_their_types_if_the_metadata_are_to_tell_of_them(tmp_path, way):
+    name, state = "pytree_metadata_options", {"pair": (jnp.ones(3), (jnp.zeros(2), 1))}
+    plain = inspect.signature(ocp.PyTreeCheckpointHandler).parameters[name].default
+    options = {name: dataclasses.replace(plain, support_rich_types=True)}
+    with GoCkptManager(tmp_path, pytree_options=options) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, **WAYS[way](None))
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        assert type(manager.item_metadata(0).tree["pair"]) is tuple
 
 
 # --- What does not fit ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Where arrays shall lie of which a target does not say it: there where they lay."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,15 +11,29 @@ from etils import epath
 from gockpt_jax.errors import TargetError
 
 
-def shardings_of(directory: Any, target: Any, fallback: jax.sharding.Sharding | None) -> Any:
+def stored_tree(directory: Any, options: Mapping[str, Any]) -> Any:
+    """Orbax's metadata of a stored tree.
+
+    Args:
+      directory: The item's.
+      options: Of `ocp.PyTreeCheckpointHandler`.
+    """
+    with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
+        return handler.metadata(epath.Path(directory)).tree
+
+
+def shardings_of(
+    directory: Any, target: Any, fallback: jax.sharding.Sharding | None, options: Mapping[str, Any]
+) -> Any:
     """Where all leaves shall lie, as stock's standard handler finds it.
 
     What has none stock's tree handler reads as NumPy arrays, of whatever shape they have.
 
     Args:
       directory: The item's.
-      target: A tree of arrays or `ShapeDtypeStruct`s.
+      target: A tree of arrays or `ShapeDtypeStruct`s, or the stored one's metadata.
       fallback: For what lay on devices that are not here; `None`: an error.
+      options: Of `ocp.PyTreeCheckpointHandler`.
 
     Returns:
       A tree like the target; `None` for what is on no device.
@@ -28,16 +43,15 @@ def shardings_of(directory: Any, target: Any, fallback: jax.sharding.Sharding | 
     """
     stored: dict[str, Any] = {}
     if any(map(lies_nowhere, jax.tree.leaves(target))):
-        with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-            found = handler.metadata(epath.Path(directory)).tree
-        stored = ocp.tree.to_flat_dict(found, sep=".")
+        stored = ocp.tree.to_flat_dict(stored_tree(directory, options), sep=".")
 
     def place(leaf: Any, name: str) -> Any:
-        if not lies_nowhere(leaf):
-            return getattr(leaf, "sharding", None)
-        sharding = getattr(stored.get(name), "sharding", None)
+        told = stored.get(name) if lies_nowhere(leaf) else leaf
+        sharding = getattr(told, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding | None):
+            return sharding
         try:
-            return sharding and sharding.to_jax_sharding()
+            return sharding.to_jax_sharding()
         except ValueError as error:
             if fallback is None:
                 raise TargetError(

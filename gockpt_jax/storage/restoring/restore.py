@@ -25,7 +25,7 @@ from gockpt_jax.storage.restoring.one_replica import (
     single_replica_args,
     without_others,
 )
-from gockpt_jax.storage.restoring.placed import shardings_of
+from gockpt_jax.storage.restoring.placed import shardings_of, stored_tree
 from gockpt_jax.storage.restoring.target import (
     Stored,
     check_target,
@@ -38,6 +38,8 @@ from gockpt_jax.window.processes import READING_SECS, Processes, attempted, in_s
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
 _CONCURRENT_GB = 16
+_OF_STANDARD = ("restore_concurrent_gb", "multiprocessing_options", "pytree_metadata_options")
+"""Those options that stock's standard handler takes, too."""
 
 
 def require_whole(item: Any, processes: Processes) -> None:
@@ -105,7 +107,8 @@ def _restore_into(directory: Any, args: "GoCkptRestore", options: Mapping[str, A
     make_args = (
         single_replica_args if args.single_replica else ocp.checkpoint_utils.construct_restore_args
     )
-    restore_args = make_args(target, shardings_of(directory, target, args.fallback_sharding))
+    shardings = shardings_of(directory, target, args.fallback_sharding, options)
+    restore_args = make_args(target, shardings)
     if not args.strict:
         restore_args = jax.tree.map(_padded, restore_args)
     stock = ocp.args.PyTreeRestore(target, restore_args, partial_restore=args.partial_restore)
@@ -116,26 +119,44 @@ def _padded(args: Any) -> Any:
     return dataclasses.replace(args, strict=False) if hasattr(args, "strict") else args
 
 
-def _restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
-    """Restores with stock's standard handler; args is `ocp.args.StandardRestore`.
+def _restore_standard(
+    directory: Any, args: Any, options: Mapping[str, Any], *, has_types: bool
+) -> Any:
+    """Restores as stock's standard handler does, which takes no handlers of types.
 
-    Where the target says of all arrays where they shall lie, the tree handler does the same.
+    Args:
+      directory: The item's.
+      args: `ocp.args.StandardRestore`.
+      options: Of `ocp.PyTreeCheckpointHandler`.
+      has_types: Whether the user has given handlers of types: then the tree handler restores also
+        what no target names. It does the same wherever it is asked, but for layouts.
     """
-    if args.item is not None and not args.support_layout and _says_where(args.item):
-        return _restore_into(directory, GoCkptRestore(args.item, args.strict), options)
-    limit = options["restore_concurrent_gb"]
-    with contextlib.closing(ocp.StandardCheckpointHandler(restore_concurrent_gb=limit)) as handler:
+    target, fallback = args.item, args.fallback_sharding
+    if target is not None and not args.support_layout and _takes(target):
+        asked = GoCkptRestore(target, args.strict, fallback_sharding=fallback)
+        return _restore_into(directory, asked, options)
+    if target is None and has_types:
+        tree = stored_tree(directory, options)
+        shardings = shardings_of(directory, tree, fallback, options)
+        there = jax.tree.map(_as_it_was, tree, shardings)
+        return _restore_tree(directory, ocp.args.PyTreeRestore(restore_args=there), options)
+    stocks = {key: options[key] for key in _OF_STANDARD if key in options}
+    with contextlib.closing(ocp.StandardCheckpointHandler(**stocks)) as handler:
         return handler.restore(epath.Path(directory), args=args)
 
 
-def _says_where(target: Any) -> bool:
-    """Whether all leaves are such as stock's standard handler takes, with shardings."""
-    leaves = jax.tree.leaves(target)
-    return all(
-        isinstance(leaf, np.ndarray | int | float | str)
-        or (isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and leaf.sharding is not None)
-        for leaf in leaves
-    )
+def _as_it_was(stored: Any, sharding: Any) -> ocp.RestoreArgs:
+    """Of a leaf without a sharding its handler knows what it is."""
+    if sharding is None:
+        return ocp.RestoreArgs()
+    args: ocp.RestoreArgs = ocp.checkpoint_utils.construct_restore_args(stored, sharding)
+    return args
+
+
+def _takes(target: Any) -> bool:
+    """Whether all leaves are such as stock's standard handler takes."""
+    kinds = np.ndarray | int | float | str | jax.Array | jax.ShapeDtypeStruct
+    return all(isinstance(leaf, kinds) for leaf in jax.tree.leaves(target))
 
 
 def _complete(options: Mapping[str, Any], known: Mapping[str, Stored]) -> dict[str, Any]:
@@ -249,9 +270,10 @@ def _damage(directory: Any) -> VerifyError | NoCheckpointError | None:
 
 def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
     known = known_arrays(epath.Path(directory))
+    has_types = options.get("type_handler_registry") is not None
     options = _complete(options, known)
     if isinstance(args, GoCkptRestore):
-        return _restore_checked(directory, args, options, known)
+        return _restore_checked(directory, args, options, known, has_types=has_types)
     if isinstance(args, ocp.args.PyTreeRestore):
         plain = args.transforms is None and args.legacy_transform_fn is None
         partial = args.partial_restore
@@ -259,12 +281,13 @@ def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         with explained(directory, args.item if plain else None, known, **rules):
             return _restore_tree(directory, args, options)
     with explained(directory, args.item, known, cast=True, strict=args.strict):
-        return _restore_standard(directory, args, options)
+        return _restore_standard(directory, args, options, has_types=has_types)
 
 
 def _restore_checked(
-    directory: Any, args: GoCkptRestore, options: Mapping[str, Any], known: Mapping[str, Stored]
-) -> Any:
+    directory: Any, args: GoCkptRestore, options: Mapping[str, Any], known: Mapping[str, Stored],
+    *, has_types: bool,
+) -> Any:  # fmt: skip
     """As our own arguments say, once checkpoint and target have been compared."""
     target = args.item
     if any(isinstance(x, np.generic) for x in jax.tree.leaves(target)):
@@ -284,7 +307,7 @@ def _restore_checked(
     )  # which stock's standard handler does not take
     if not (args.partial_restore or args.single_replica or has_texts):
         stock = ocp.args.StandardRestore(target, args.strict, args.support_layout, fallback)
-        return _restore_standard(directory, stock, options)
+        return _restore_standard(directory, stock, options, has_types=has_types)
     if target is None:
         raise ValueError(
             "`partial_restore` and `single_replica` need a target: what is to be restored, and "

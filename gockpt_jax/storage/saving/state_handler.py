@@ -94,8 +94,9 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         limit, host = session.options.write_limit_bytes, session.host
         self._trees = TreeHandlers(write_limit_bytes=limit, host=host, **options)
         self._look_up = look_up(options.get("type_handler_registry"))
-        self._standard = ocp.StandardCheckpointHandler(multiprocessing_options=together)
-        self._restore_options = {key: options[key] for key in _READING if key in options}
+        given = ((key, options.get(key)) for key in _READING)
+        self._restore_options = {key: value for key, value in given if value is not None}
+        self._reader = ocp.PyTreeCheckpointHandler(**self._restore_options)
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
         self.begun = BegunSave()
@@ -283,7 +284,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
-        return self._standard.metadata(directory)
+        return self._reader.metadata(directory)
 
     def finalize(self, directory: Any) -> None:
         """Merges what the processes wrote, and completes the checksums: only the rename is left."""
@@ -301,7 +302,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
     def close(self) -> None:
         """Closes the stock handlers inside."""
         self._trees.close()
-        self._standard.close()
+        self._reader.close()
 
 
 # Orbax asks for a handler's own arguments, by its class.
