@@ -311,12 +311,26 @@ def test_an_item_that_the_user_has_named_default(writer, tmp_path):
         assert_same(manager.restore(0, args=GoCkptRestore(fresh())), fresh())
 
 
+def test_a_bare_item_beside_one_that_was_named_default_is_ours(tmp_path):
+    both = ocp.args.Composite(default=GoCkptSave({"w": jnp.ones(2)}), state=GoCkptSave(fresh()))
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=both)
+        assert_same(manager.restore(0, args=GoCkptRestore(fresh())), fresh())
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_users_handler_finalizes_what_it_has_written(named, tmp_path):
     """Under no name, it takes items of all names. Unfinished, its item could not be read."""
+    ended = []
+
+    class Users(ocp.PyTreeCheckpointHandler):
+        def finalize(self, directory):
+            ended.append(directory.name)
+            super().finalize(directory)
+
     registry = ocp.DefaultCheckpointHandlerRegistry()
     for args in (MySave, MyRestore):
-        registry.add(None, args, ocp.PyTreeCheckpointHandler(use_ocdbt=True))
+        registry.add(None, args, Users(use_ocdbt=True))
     save, restore = (
         MySave(fresh()),
         MyRestore(fresh(), ocp.checkpoint_utils.construct_restore_args(fresh())),
@@ -328,6 +342,7 @@ def test_a_users_handler_finalizes_what_it_has_written(named, tmp_path):
     with manager:
         manager.save(0, args=save)
         manager.wait_until_finished()
+        assert [name.partition(".")[0] for name in ended] == ["state" if named else "default"]
         restored = manager.restore(0, args=restore)
         assert_same(restored["state"] if named else restored, fresh())
         manager.save(1, args=GoCkptSave(fresh()))

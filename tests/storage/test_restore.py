@@ -523,7 +523,10 @@ def test_trees_keep_their_types_if_the_metadata_are_to_tell_of_them(tmp_path, wa
     options = {name: dataclasses.replace(plain, support_rich_types=True)}
     with GoCkptManager(tmp_path, pytree_options=options) as manager:
         manager.save(0, args=GoCkptSave(state))
-        restored = manager.restore(0, **WAYS[way](None))
+        try:
+            restored = manager.restore(0, **WAYS[way](None))
+        except NotImplementedError:
+            pytest.skip("an older Orbax, which restores none of these")
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         assert type(manager.item_metadata(0).tree["pair"]) is tuple
 
