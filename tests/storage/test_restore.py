@@ -840,6 +840,15 @@ def test_a_run_whose_name_has_a_number_may_hold_weights_to_start_from(tmp_path):
     assert [v.state for v in verify(root / "3")] == ["damaged", "whole"]
 
 
+def test_numbered_checkpoints_without_arrays_may_lie_beside_a_fresh_start(tmp_path):
+    """Such as the positions that an input pipeline keeps by itself."""
+    options = ocp.CheckpointManagerOptions(step_prefix="data")
+    with ocp.CheckpointManager(tmp_path, options=options) as stock:
+        stock.save(1, args=ocp.args.Composite(position=ocp.args.JsonSave({"at": 3})))
+    with GoCkptManager(tmp_path) as manager:
+        assert manager.latest_step() is None
+
+
 def test_weights_to_start_from_may_be_an_item_of_another_run(root, tmp_path):
     """Without metadata of their own; the run's name has no number, so it is no step."""
     run = tmp_path / "run"
