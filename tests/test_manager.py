@@ -470,7 +470,7 @@ def test_the_newest_step_of_another_directory(tmp_path):
             assert manager.restore(None, directory=directory) == {"label": 1}
             args = ocp.args.StandardRestore({"label": 0})
             assert manager.restore(None, args=args, directory=directory) == {"label": 1}
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(NoCheckpointError, match="to restore: it does not exist"):
             manager.restore(None, directory=tmp_path / "nowhere")
         assert manager.save(2, args=ocp.args.Composite(state=GoCkptSave(fresh())))
 

@@ -126,6 +126,8 @@ def with_save_args(value: Any) -> gockpt.GoCkptSave:
 
 
 SAVE, NAMED = gockpt.GoCkptSave(STATE), ocp.args.Composite
+ITSELF: list = []
+ITSELF.append(ITSELF)
 NO_JSON = "Convert what it holds, as in `float(loss)` or `array.tolist()`."
 NO_NAME = "cannot be an item's name, which is that of a directory. Give it another one."
 ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -158,6 +160,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "an object in the step's metadata": (
         {"args": SAVE, "custom_metadata": {"a": object()}}, "`custom_metadata` must be", NO_JSON,
+    ),
+    "a list that holds itself": (
+        {"args": with_metadata({"a": ITSELF})}, "`custom_metadata` must be JSON", NO_JSON,
     ),
     "save_args of another tree": (
         {"args": with_save_args({"w": ocp.SaveArgs()})}, "`save_args` must be a tree of `ocp.Save",

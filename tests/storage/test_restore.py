@@ -803,6 +803,18 @@ def test_a_checkpoint_without_checksums_is_not_verified(tmp_path):
         assert manager.restore(0)["x"].tolist() == [1, 1]
 
 
+def test_too_little_is_left_of_a_step_to_be_one(tmp_path):
+    """Its metadata and its arrays are gone; what is left can be read all the same."""
+    with GoCkptManager(tmp_path) as manager:
+        items = {"w": GoCkptSave({"a": jnp.ones(2)}), "loop": ocp.args.JsonSave({"at": 3})}
+        manager.save(0, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+        (tmp_path / "0/_CHECKPOINT_METADATA").unlink()
+        shutil.rmtree(tmp_path / "0/w")
+        with pytest.raises(gockpt.VerifyError, match="holds no tree of arrays"):
+            manager.restore(0, args=ocp.args.Composite(loop=ocp.args.JsonRestore()), verify=True)
+
+
 # --- Nothing to resume from ----------------------------------------------------------------------
 
 
