@@ -187,6 +187,21 @@ def test_closing_waits_for_what_is_being_deleted(
     assert left == []
 
 
+def test_closing_ends_the_thread_of_deletions_where_the_last_save_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(handler: Any, directory: Any) -> None:
+        raise OSError("injected")
+
+    options = ocp.CheckpointManagerOptions(enable_background_delete=True)
+    manager = gockpt.GoCkptManager(tmp_path, options=options)
+    monkeypatch.setattr(Composite, "finalize", fails)
+    manager.save(3, args=gockpt.GoCkptSave({"w": jnp.ones(2)}))
+    with pytest.raises(gockpt.StorageError, match="injected"):
+        manager.close()
+    assert not manager._gockpt_saves.last.deleter._thread.is_alive()
+
+
 class Told:
     """A deleter that notes what lies in a directory when it is told to begin."""
 

@@ -15,6 +15,7 @@ from etils import epath
 
 from gockpt_jax.errors import ProcessError
 from gockpt_jax.storage.files import _compat as of_orbax
+from gockpt_jax.storage.managing.calls import Calls
 from gockpt_jax.storage.saving import commit
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.window.processes import PATIENCE_SECS, Processes
@@ -309,3 +310,11 @@ def test_a_word_of_commits_where_the_user_says_nothing():
     options.async_options.post_finalization_callback()
     assert said == ["ours"]
     assert options.async_options.barrier_sync_fn is votes is not None
+
+
+def test_who_has_told_of_a_commit_may_wait_again():
+    """Python gives the number of a thread that has ended to another one."""
+    calls = Calls(threading.RLock())
+    with calls.telling(), pytest.raises(RuntimeError, match="in the middle of a save"):
+        calls.refuse_waiting()
+    calls.refuse_waiting()

@@ -837,6 +837,11 @@ def test_an_empty_directory_is_a_fresh_start(tmp_path, caplog):
     (tmp_path / "new/7").mkdir()  # Orbax takes it for a step
     with pytest.raises(gockpt.NoCheckpointError, match="it is empty"):
         resume(tmp_path / "new")
+    with (
+        GoCkptManager(tmp_path / "new") as manager,
+        pytest.raises(gockpt.NoCheckpointError, match="it is empty"),
+    ):
+        manager.restore(7)
 
 
 def test_a_run_whose_name_has_a_number_may_hold_weights_to_start_from(tmp_path):
@@ -946,6 +951,12 @@ def test_what_another_manager_has_saved_since_is_no_fresh_start(tmp_path):
         writer.save(0, args=GoCkptSave({"a": jnp.ones(2)}))
         writer.wait_until_finished()
         assert reader.latest_step() == 0
+
+
+def test_of_a_negative_label_there_is_no_checkpoint(reader):
+    for call in (reader.restore, reader.metadata, reader.item_metadata):
+        with pytest.raises(gockpt.NoCheckpointError, match="has no step `-1`"):
+            call(-1)
 
 
 def test_a_label_that_is_not_there(reader):
