@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from gockpt_jax.training.numbers import may_hold
-from gockpt_jax.training.primitives import CUMULATIVE, JOINS, LAYOUTS, PARTS, SPREADS
+from gockpt_jax.training.primitives import CUMULATIVE, JOINS, LAYOUTS, MEETINGS, PARTS, SPREADS
 from gockpt_jax.training.values import Op, Value, contracted, is_known, without_walls
 
 # What these put into an array: all operands, or one of them.
@@ -28,7 +28,9 @@ def summed(op: Op) -> int:
         return math.prod(op.params["window_dimensions"])
     if op.name == "dot_general":
         return math.prod(contracted(op))
-    along: Sequence[int] = op.params.get("axes", ()) if op.name.startswith("reduce_") else ()
+    along: Sequence[int] = ()
+    if op.name.startswith("reduce_") or op.name in MEETINGS:  # which `vmap` makes such sums of
+        along = [axis for axis in op.params.get("axes", ()) if not isinstance(axis, str)]
     if op.name in CUMULATIVE:
         along = (op.params["axis"],)
     return math.prod(op.inputs[0].shape[axis] for axis in along)

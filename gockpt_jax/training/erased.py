@@ -48,9 +48,13 @@ def is_one_product(op: Op) -> bool:
 
 
 def _devices(op: Op, names: Any) -> int | None:
-    """How many devices take part in a collective; `None` where that is not known."""
+    """How many devices take part in a collective; `None` where that is not known.
+
+    Under `vmap` it is one along an axis of the array, which has a number in the place of a name.
+    """
     sharding = getattr(op.inputs[0].aval, "sharding", None)
-    sizes: Mapping[Any, int] = getattr(getattr(sharding, "mesh", None), "shape", {})
+    mesh: Mapping[Any, int] = getattr(getattr(sharding, "mesh", None), "shape", {})
+    sizes = {**mesh, **dict(enumerate(op.inputs[0].shape))}
     listed = names if isinstance(names, tuple) else (names,)
     return math.prod(sizes[n] for n in listed) if all(n in sizes for n in listed) else None
 

@@ -280,6 +280,8 @@ def _is_rounding_factor(op: Op) -> bool:
         return bool(op.params["y"] != 1)
     if op.name == "div":
         return is_known(op.inputs[1]) and not is_power_of_two(op.inputs[1])
+    if op.name == "log":  # of a power it is a product
+        return _shows(op.inputs[0], ("pow", "exp2"))
     if op.name == "pow":  # by a constant: erased, or made such a product
         return may_be_erased(op) and may_hold(op.inputs[1], lambda power: power != 1)
     return op.name == "square" or is_one_product(op)

@@ -527,6 +527,12 @@ def summed(x, y):
     return lax.psum(x * y, "rows")
 
 
+def batched(rows, f):
+    """Over so many rows of a product, as a batch that has a name."""
+    over_rows = jax.vmap(lambda row: f(row, "rows"), axis_name="rows", out_axes=None)
+    return lambda x, y: over_rows((x * y).reshape(rows, -1))
+
+
 def exchanged(x, y):
     return lax.all_to_all(x * y, "rows", 0, 0, tiled=True)
 
@@ -609,6 +615,9 @@ TAKEN_APART = {
     "sums in windows of a pair": lambda x, y: lax.reduce_window(
         jnp.stack([x, y]), 0.0, lax.add, (2, 1), (1, 1), "VALID"
     ),
+    "sum of a pair that is mapped": lambda x, y: jax.vmap(
+        lambda v: lax.psum(v, "pair"), axis_name="pair", out_axes=None
+    )(jnp.stack([x, y])),
     "in windows of one": lambda x, y: lax.reduce_window(x * y, 0.0, lax.add, (1,), (2,), "VALID"),
     "larger of a product and nothing": lambda x, y: jnp.max(
         jnp.stack([x * y, jnp.full(4, -jnp.inf)]), 0
@@ -638,6 +647,10 @@ TAKEN_APART = {
         pytest.param(lambda x, y: lax.pow(x, 2.0), False, id="square as a power"),
         pytest.param(lambda x, y: lax.pow(x, 1.0), True, id="first power as a power"),
         pytest.param(lambda x, y: lax.pow(x * y, 0.5), True, id="root as a power"),
+        pytest.param(lambda x, y: jnp.log(lax.pow(x, 0.3)), False, id="logarithm of a power"),
+        pytest.param(lambda x, y: jnp.log(lax.pow(x, y)[::-1]), False, id="of any, moved"),
+        pytest.param(lambda x, y: jnp.log(lax.exp2(x)), False, id="logarithm of a power of two"),
+        pytest.param(lambda x, y: jnp.log(x + y), True, id="logarithm of a sum"),
         pytest.param(lambda x, y: x * 0.25, True, id="product with a power of two"),
         pytest.param(lambda x, y: x / 8.0, True, id="division by a power of two"),
         pytest.param(lambda x, y: x / 10.0, False, id="division by a constant"),
@@ -684,6 +697,11 @@ TAKEN_APART = {
             pytest.param(mapped(n, f), n > 1, id=f"{f.__name__} by {n}")
             for n in (1, 2)
             for f in (summed, exchanged)
+        ),
+        *(
+            pytest.param(batched(n, f), n > 1, id=f"{f.__name__} over {n} rows")
+            for n in (1, 2)
+            for f in (lax.psum, lax.pmax)
         ),
         pytest.param(in_place, False, id="in place"),
         pytest.param(in_a_kernel, True, id="in a compiled kernel"),

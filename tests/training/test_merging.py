@@ -145,12 +145,17 @@ ERASED: dict[str, Callable[..., Any]] = {
         lambda c: c[0] < 1, lambda c: (c[0] + 1, c[1] * 0.1), (0, x)
     )[1],
     "logarithm of its exponential": lambda x, a, r: jnp.log(jnp.exp(x * 0.1)),
+    "logarithm of a power": lambda x, a, r: jnp.log(jnp.abs(x) ** 3.3),
+    "logarithm of a power of two": lambda x, a, r: jnp.log(lax.exp2(x)),
     "first power": lambda x, a, r: lax.pow(x * 0.1, jnp.ones_like(x)),
     "first power of a half": lambda x, a, r: lax.pow(jnp.cos(x) * 0.5, jnp.ones_like(x)),
     "all bits": lambda x, a, r: ((x * 0.1).view(jnp.int32) & -1).view(jnp.float32),
     "exchanged with nobody": lambda x, a, r: on_one_device(
         lambda t: lax.all_to_all(t * 0.1, "d", 0, 0, tiled=True)
     )(x),
+    "summed with nobody, mapped": lambda x, a, r: jax.vmap(
+        lambda t: lax.psum(t * 0.1, "d"), axis_name="d", out_axes=None
+    )(x[None]),
     "by a batching of its own": lambda x, a, r: batched_by_hand(x),
     "by a partitioning of its own": lambda x, a, r: partitioned_by_hand(x),
     "in a kernel": lambda x, a, r: in_a_kernel(x),
