@@ -46,7 +46,15 @@ EXACT = [
     case("multiply", jnp.multiply, "float32", "float32"),
     case("square", jnp.square, "float32"),
     case("cube", lambda x: x**3, "float32"),
-    case("compare", lambda x, y: x < y, "float32", "float32"),
+    *(
+        case(f"compare, {f.__name__}", f, "float32", "float32")
+        for f in (lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge)
+    ),
+    *(case(f"round, {f.__name__}", f, "float32") for f in (lax.floor, lax.ceil, lax.round)),
+    case("shift to the left", lax.shift_left, "int32", "int32"),
+    case("shift to the right", lax.shift_right_arithmetic, "int32", "int32"),
+    case("shift bits to the right", lax.shift_right_logical, "uint32", "uint32"),
+    case("not followed", lax.stop_gradient, "float32"),
     case("compare complex numbers", lambda x, y: -x == y, "complex64", "complex64"),
     *(case("select", lambda x: jnp.where(x < 1, x, -x), d) for d in ("float32", "bfloat16")),
     *(case("negate", jnp.negative, d) for d in ("float32", "bfloat16", "float16")),
@@ -121,6 +129,12 @@ EXACT = [
     case("add quarters", lambda x, y: x / 4.0 + y / 4.0, "float32", "float32"),
     case("add halves", lambda x, y: x * 0.5 + y * 0.5, "float32", "float32"),
     case("add to a sum by an array", lambda x: (x + 0.1) * np.arange(4.0) + 0.3, "float32"),
+    case(
+        "add products by other constant arrays",
+        lambda x, y: x * np.arange(4, dtype=np.float32) + y * np.arange(1, 5, dtype=np.float32),
+        "float32",
+        "float32",
+    ),
     case("add a product and its factor", lambda x, y: x * y + y, "float32", "float32"),
     case("add products of counts", lambda x, y: x * 3 + y * 3, "int32", "int32"),
     case("multiply a count by flags", lambda n: n * (n > 3), "int32"),
@@ -208,7 +222,11 @@ ROUNDED = [
     case("reciprocal power", lambda x: x**-2, "float32"),
     case("power", lambda x, y: x**y, "float32", "float32"),
     case("whole power", lax.pow, "float32", "int32"),
-    case("exponential of a constant", lambda x: jnp.exp(jnp.full(4, 0.3)), "float32"),
+    *(
+        case(f"of a constant, {f.__name__}", lambda x, f=f: f(jnp.full(4, 0.3)), "float32")
+        for f in (lax.exp, lax.log, lax.cbrt, lax.rsqrt)
+    ),
+    case("power of constants", lambda x: lax.pow(jnp.full(4, 0.3), jnp.full(4, 0.7)), "float32"),
     case("root over a constant", lambda x: jnp.sqrt(jnp.full(4, 0.3)) / 0.7, "float32"),
     *(
         case(how, f, "float32")
@@ -225,6 +243,15 @@ ROUNDED = [
                 (x * 0.3) * (jnp.full(4, x[0]) + x[:1])
             ),
             "times a constant and spread ones": lambda x: (x * 0.3) * (jnp.full(4, x[0]) * x[1]),
+            "times a constant and such, negated twice": lambda x: (
+                (x * 0.3) * jnp.negative(-(jnp.full(4, x[0]) * x[1]))
+            ),
+            "times a constant and rows": lambda x: (
+                (x.reshape(2, 2) * 0.3) * jnp.broadcast_to(jnp.sin(x[:2]), (2, 2))
+            ),
+            "times a constant, plus zeros of constants, and another": lambda x: (
+                (x * 0.3 + jnp.minimum(np.arange(4, dtype=np.float32), 0.0)) * 0.7
+            ),
             "times a constant, negated, and another": lambda x: 0.7 * -(x * 0.3),
             "times a constant and no less, and another": lambda x: (
                 jnp.maximum(x * 0.3, x * 0.3) * 3
@@ -233,6 +260,9 @@ ROUNDED = [
             "plus two constants": lambda x: (x + 0.3) + 0.7,
             "from a constant, plus another": lambda x: (0.3 - x) + 0.7,
             "plus a constant, times one, plus another": lambda x: ((x + 0.3) * 1.0) - 0.7,
+            "plus a constant, times what is made one, plus another": lambda x: (
+                ((x + 0.3) * lax.reduce_precision(jnp.full(4, 1.001), 8, 7)) - 0.7
+            ),
         }.items()
     ),
     *(
@@ -444,6 +474,7 @@ def test_of_fp64_other_numbers_are_denormal(dtype):
         (lambda x: x > 0, "float32", False),
         (lambda x: x == -x, "float32", False),
         (jnp.floor, "float32", False),
+        (jnp.ceil, "float32", False),
         (lambda x: x > 1, "float32", True),
         (lambda x: x < -1e-30, "float32", True),
         (lambda x: x > np.arange(4, dtype=np.float32), "float32", False),
@@ -583,6 +614,22 @@ SUMMED_UP = {
     "gathered somewhere": lambda x, y: jnp.take(x * y, y.astype(jnp.int32)),
     "scattered somewhere": lambda x, y: jnp.zeros(9).at[y.astype(jnp.int32)].add(x * y),
     "set at a place": lambda x, y: jnp.zeros((2, 4)).at[1].set(x),
+    "smallest of a pair": lambda x, y: jnp.min(jnp.stack([x, y]), 0),
+    "count of a pair": lambda x, y: jnp.sum(jnp.stack([x, y]).astype(jnp.int32), 0),
+    "sum of a pair and of what is given": lambda x, y: jnp.sum(
+        jnp.stack([x[:2], y[:2]]) + y.reshape(2, 2), 0
+    ),
+    "sum of a pair and of products": lambda x, y: jnp.sum(
+        jnp.stack([x, y]) + jnp.stack([x, y]) @ jnp.outer(x, y), 0
+    ),
+    "sum of rows that are spread": lambda x, y: jnp.sum(
+        jnp.broadcast_to(jnp.outer(x, y), (2, 4, 4)), 1
+    ),
+    "sum of rows of which one was set": lambda x, y: jnp.sum(y.reshape(2, 2).at[1].set(x[:2]), 0),
+    **{
+        f"{f.__name__} of products": lambda x, y, f=f: f(x * y)
+        for f in (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp)
+    },
 }
 TAKEN_APART = {
     "sum of a pair": lambda x, y: jnp.sum(jnp.stack([x, y]), 0),
@@ -601,6 +648,15 @@ TAKEN_APART = {
         lax.dynamic_update_slice(jnp.zeros((3, 4)), x[None], (1, 0)), 0
     ),
     "sum of a row that was set": lambda x, y: jnp.sum(jnp.zeros((3, 4)).at[1].set(x), 0),
+    "sum of a row that was added": lambda x, y: jnp.sum(jnp.zeros((3, 4)).at[1].add(x), 0),
+    "sum of a pair by constants": lambda x, y: jnp.sum(
+        jnp.stack([x, y]) * np.arange(8, dtype=np.float32).reshape(2, 4), 0
+    ),
+    "sum of a pair by a number": lambda x, y: jnp.sum(jnp.stack([x, y]) * y[0], 0),
+    "sum of two of three": lambda x, y: jnp.sum(lax.slice(jnp.stack([x, y, x]), (0, 0), (2, 4)), 0),
+    "sum of a pair behind a barrier": lambda x, y: jnp.sum(
+        lax.optimization_barrier((y, jnp.stack([x, y])))[1], 0
+    ),
     "sum of what is spread": lambda x, y: jnp.sum(jnp.broadcast_to(x, (3, 4)), 0),
     "twice a sum of what is spread": lambda x, y: jnp.sum(jnp.broadcast_to(x, (3, 4)), 0) * 2.0,
     "sum of a number that is spread": lambda x, y: jnp.sum(jnp.full(3, y[0])),
@@ -611,6 +667,7 @@ TAKEN_APART = {
         jnp.cos(jnp.broadcast_to(x, (3, 4))), 0
     ),
     "product with a constant": lambda x, y: jnp.prod(jnp.stack([x[0], jnp.float32(0.1)])),
+    "product so far with a constant": lambda x, y: jnp.cumprod(jnp.stack([x, jnp.full(4, 0.1)]), 0),
     "sums so far of a pair": lambda x, y: jnp.cumsum(jnp.stack([x, y]), 0),
     "sums in windows of a pair": lambda x, y: lax.reduce_window(
         jnp.stack([x, y]), 0.0, lax.add, (2, 1), (1, 1), "VALID"
@@ -629,6 +686,13 @@ TAKEN_APART = {
     "constant dot of what is spread": lambda x, y: np.ones(3, np.float32) @ jnp.full((3, 4), x[0]),
     "gathered at a place": lambda x, y: jnp.take((x * y)[:, None], jnp.array([1]), 0),
     "gathered at some place": lambda x, y: jnp.take((x * y)[:, None], y[:1].astype(jnp.int32), 0),
+    "gathered at a place of two numbers": lambda x, y: (x * y).reshape(2, 2)[
+        y[0].astype(jnp.int32), y[1].astype(jnp.int32)
+    ],
+    "gathered whole": lambda x, y: jnp.take((x * y)[None], y.astype(jnp.int32), 0),
+    "scattered whole": lambda x, y: (
+        jnp.zeros((1, 4)).at[y.astype(jnp.int32)].add((x * y) * jnp.ones((4, 1)))
+    ),
     "gathered in order": lambda x, y: jnp.take(x * y, jnp.array([3, 1])),
     "a product set at a place": lambda x, y: jnp.zeros((2, 4)).at[1].set(x * y),
     "added to a constant": lambda x, y: jnp.ones((2, 4)).at[1].add(x),
@@ -800,6 +864,8 @@ SEEN_THROUGH = {
     "as bits": lambda x: x.view(jnp.int32),
     "behind a barrier": lax.optimization_barrier,
     "complex": lambda x: lax.complex(x, x),
+    "complex, its real part": lambda x: lax.real(lax.complex(x, x)),
+    "complex, its other part": lambda x: lax.imag(lax.complex(x, x)),
     "converted": lambda x: x.astype(jnp.bfloat16),
     "copied": jnp.copy,
     "exponential": jnp.exp,
@@ -847,6 +913,33 @@ def test_what_ends_no_chain(name):
 )
 def test_roots_exponentials_and_rising_functions_that_may_become_one(f, expected):
     assert melts(last(f, "float32", "float32").op) is expected
+
+
+@pytest.mark.parametrize("f", [lax.sqrt, lax.rsqrt, lax.exp, lax.exp2, lambda x: lax.pow(x, 0.3)])
+def test_of_the_product_of_two_a_compiler_may_make_one(f):
+    assert melts(last(lambda x, y: f(x) * f(y), "float32", "float32").op)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        *(lax.sqrt, lax.cbrt, lax.exp, lax.exp2, lax.expm1),
+        *(lax.log, lax.log1p, lax.tanh, lax.logistic, lax.erf),
+    ],
+)
+def test_of_the_larger_of_two_a_compiler_may_make_one_of_the_larger(f):
+    assert melts(last(lambda x, y: lax.max(f(x), f(y)), "float32", "float32").op)
+
+
+def test_parts_that_are_squared_again_and_again_are_looked_at_once():
+    def powers(x, y):
+        pair = jnp.stack([x, y])
+        for _ in range(60):
+            pair = pair * pair
+        return jnp.sum(pair, 0)
+
+    is_cut = may_be_cut(last(powers, "float32", "float32"))  # not within `assert`: it is deep
+    assert not is_cut
 
 
 def test_what_is_squared_again_and_again_is_looked_at_once():

@@ -43,10 +43,19 @@ def tripled_sine(x):
 tripled_sine.defjvps(lambda tangent, result, x: tangent)
 
 
+@jax.custom_vjp
+def tripled_backwards(x):
+    return jnp.sin(x) * 3.0
+
+
+tripled_backwards.defvjp(lambda x: (tripled_backwards(x), None), lambda _, g: (g,))
+
+
 @pytest.mark.parametrize(
     "call",
     [
         pytest.param(tripled_sine, id="custom_jvp"),
+        pytest.param(tripled_backwards, id="custom_vjp"),
         pytest.param(jax.checkpoint(lambda x: jnp.sin(x) * 3.0), id="checkpoint"),
         pytest.param(
             jax.jit(
@@ -97,6 +106,14 @@ def test_cond_becomes_select_with_a_case_per_branch():
     assert [v.op.name for v in op.inputs[2:]] == ["sin", "mul"]
     assert [[entry.branch for entry in v.site.path] for v in op.inputs[1:]] == [[], [1], [2]]
     assert [v.site.is_in_branch for v in op.inputs[1:]] == [False, True, True]
+
+
+def test_what_a_call_in_a_branch_makes_is_made_in_the_branch():
+    twice = jax.jit(lambda x: jnp.sin(x) * 2.0)
+    graph = graph_of(lambda b, x: lax.cond(b, twice, lambda x: x, x), True, X)
+    sine = graph.outputs[0].op.inputs[2].op.inputs[0]
+    assert [entry.branch for entry in sine.site.path] == [1, None]
+    assert sine.site.is_in_branch
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ SETTLED: dict[str, Flag] = {
     "times zero": lambda u, i: i * 0 == 0,
     "without itself": lambda u, i: i - i == 0,
     "itself": lambda u, i: i == i,
+    "no other": lambda u, i: ~(i != i),
+    "zero is no more": lambda u, i: lax.le(jnp.uint32(0), u),
     "either": lambda u, i: (i > 3) | True,
     "both": lambda u, i: ~((i > 3) & False),
     "every turn": lambda u, i: i % 1 == 0,
