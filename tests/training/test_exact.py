@@ -687,7 +687,7 @@ TAKEN_APART = {
     "gathered at a place": lambda x, y: jnp.take((x * y)[:, None], jnp.array([1]), 0),
     "gathered at some place": lambda x, y: jnp.take((x * y)[:, None], y[:1].astype(jnp.int32), 0),
     "gathered at a place of two numbers": lambda x, y: (x * y).reshape(2, 2)[
-        y[0].astype(jnp.int32), y[1].astype(jnp.int32)
+        y[:1].astype(jnp.int32), y[1:2].astype(jnp.int32)
     ],
     "gathered whole": lambda x, y: jnp.take((x * y)[None], y.astype(jnp.int32), 0),
     "scattered whole": lambda x, y: (
@@ -727,6 +727,14 @@ TAKEN_APART = {
         pytest.param(
             lambda x, y: mapped(1, jnp.divide)(x, jnp.full(4, 10.0, x.dtype)), False,
             id="by what enters",
+        ),
+        pytest.param(
+            lambda x, y: y / mapped(1, lambda x, y: (x, jnp.full(4, 0.3)))(x, y)[1], False,
+            id="by what comes out",
+        ),
+        pytest.param(
+            lambda x, y: y / jnp.full(4, mapped(1, lambda x, y: (x, jnp.exp(0.3)))(x, y)[1]), False,
+            id="by what comes out and is spread",
         ),
         pytest.param(lambda x, y: x / y, True, id="division"),
         pytest.param(lambda x, y: x * y + y, True, id="what a product feeds"),
@@ -857,6 +865,13 @@ TAKEN_APART = {
 )  # fmt: skip
 def test_what_may_be_cut(f, expected):
     assert may_be_cut(last(f, "float32", "float32")) is expected
+
+
+def test_each_rule_is_asked_for_itself():
+    """What is repeated exactly may yet show what is in front of it."""
+    negated = last(lambda x: -(x * 0.3), "float32")
+    assert is_exact(negated.op)
+    assert not may_be_cut(negated)
 
 
 SEEN_THROUGH = {
