@@ -13,7 +13,7 @@ what is known of a call is that thread's.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,6 +26,18 @@ from gockpt_jax.training.wrapped import StepObserver, WrappedStep
 
 _MAX_RESULTS = 8
 """Structures of results of which it is known where the state is in them."""
+
+
+class Missing(NamedTuple):
+    """Where the new state is not.
+
+    Attributes:
+      why: Why not, in words.
+      given: The structure of the states that the call was given: others may come back.
+    """
+
+    why: str
+    given: Any
 
 
 class InnerCall:
@@ -73,7 +85,7 @@ class InnerForm(CallForm):
         self._here = threading.local()  # each thread's call that is under way
         # Structures of results, the last few, and where the new state's leaves are in them, or that
         # it is not. Not by their hashes: NNX has equal ones whose hashes differ.
-        self._results: list[tuple[Any, Sequence[int | None] | str]] = []
+        self._results: list[tuple[Any, Sequence[int | None] | Missing]] = []
 
     @contextlib.contextmanager
     def during(self, call: InnerCall) -> Iterator[None]:
@@ -105,7 +117,7 @@ class InnerForm(CallForm):
         del args, kwargs
         return jax.tree.leaves(self._call.states)
 
-    def found(self, new: Sequence[Any] | str, result: Any) -> None:
+    def found(self, new: Sequence[Any] | Missing, result: Any) -> None:
         """Takes down where the state is in results like one.
 
         Args:
@@ -113,7 +125,7 @@ class InnerForm(CallForm):
           result: Of the jitted function.
         """
         leaves, structure = jax.tree.flatten(result)
-        at = new if isinstance(new, str) else identical(new, leaves)
+        at = new if isinstance(new, Missing) else identical(new, leaves)
         others = [known for known in self._results if known[0] != structure]
         self._results = [*others, (structure, at)][-_MAX_RESULTS:]
 
@@ -126,15 +138,18 @@ class InnerForm(CallForm):
         return) are not part of its state; saves take them as they are.
 
         Raises:
-          NotLookedAtError: if no call that returns such a structure was looked at; this one is.
+          NotLookedAtError: if no call of such a state that returns such a structure was looked at;
+            this one is.
           StepMismatchError: if none of them does, or the state does not come back.
         """
         del before
         call = self._call
         leaves = jax.tree.leaves(call.states)
         new_positions = next((at for tree, at in self._results if tree == out_tree), ())
-        if isinstance(new_positions, str):
-            raise StepMismatchError(new_positions)
+        if isinstance(new_positions, Missing):
+            if new_positions.given == jax.tree.structure(call.states):
+                raise StepMismatchError(new_positions.why)
+            new_positions = ()
         if len(leaves) != len(new_positions):
             call.look()
             raise NotLookedAtError
@@ -200,7 +215,7 @@ class NestedStep(StandIn):
             if all(a is b for a, b in zip(new, old, strict=False)):  # none changed in place
                 new = self._form.new_leaves_of(result, call.states)
         except StepMismatchError as error:  # another such call raises it, before it donates any
-            found(str(error), call.result)
+            found(Missing(str(error), jax.tree.structure(call.states)), call.result)
         else:
             found(new, call.result)
 

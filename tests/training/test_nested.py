@@ -166,6 +166,16 @@ def test_other_threads_call_the_same_object():
     assert step.jitted_fn is inside
 
 
+def test_a_call_in_the_middle_of_a_call_ends_for_itself():
+    """A signal handler's: what it has interrupted goes on to call what it was to call."""
+    place = nested._ByThread(lambda: "as it is")
+    with place.called_as(lambda: "outer"):
+        with place.called_as(lambda: "inner"):
+            assert place() == "inner"
+        assert place() == "outer"
+    assert place() == "as it is"
+
+
 class Beside(Observer):
     """Has another thread make a call in the middle of each of this one's, or end it behind it.
 
@@ -338,6 +348,20 @@ def test_a_leaf_that_does_not_come_out_of_the_program_is_no_part_of_it():
     assert step._inner.program.positions.paths == ("['m']", "['w']")
 
 
+def test_a_state_that_changes_in_place_but_for_a_number():
+    @nnx.jit
+    def update(model, rate, x):
+        grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - rate * g, nnx.state(model), grads))
+
+    observer, model, rate = Observer({3}), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), 0.5
+    step = wrap(update, observer)
+    for _ in range(4):
+        step(model, rate, X)
+    assert observer.cuts[3]
+    assert len(step._inner.program.positions.paths) == 2
+
+
 def test_cached_partial():
     observer = Observer(armed_at={3})
     state = nnx_state()
@@ -372,6 +396,22 @@ def test_a_state_that_does_not_come_back_is_told_before_an_update_is_lost():
     assert observer.cuts == [False]
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("jit", [eqx.filter_jit, gockpt.jit])
+def test_a_call_whose_state_is_made_whole_says_nothing_of_others(jit, odd):
+    """As with `jax.jit`: moments are made by the first call, or behind a checkpoint without any."""
+
+    def growing(state, x):
+        m = 0.9 * state.get("m", 0.0) + jnp.tanh(x)
+        return {"m": m, "w": state["w"] - 0.1 * m}
+
+    observer, state = Observer({5}), fresh()
+    step = wrap(jit(growing), observer, state=0)
+    for n in range(6):
+        state = step({"w": state["w"]} if n == odd else state, jnp.arange(8.0) * n)
+    assert observer.cuts == [False] * 5 + [True]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("arm", ["window", "always"])
 @pytest.mark.parametrize("kind", LOGGING)
@@ -396,7 +436,7 @@ def test_of_results_that_are_alike_the_last_one_tells_where_the_state_is():
     """As of the structures themselves, of which a few are known."""
     jitted, x = jax.jit(lambda x: x), jnp.ones(3)
     form = nested.InnerForm(jitted, CallForm(jitted, 0, _compat.jit_settings(jitted)))
-    form.found("it returned none", [x])
+    form.found(nested.Missing("it returned none", None), [x])
     form.found([x], [x])
     assert [at for _, at in form._results] == [[0]]
     for n in range(2, 11):
@@ -434,6 +474,15 @@ def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch
     gc.collect()
     there = {id(x) for x in jax.tree.leaves(state)}
     assert all(x() is None or id(x()) in there for x in first)
+
+
+def test_nothing_is_looked_at_where_there_are_no_windows(monkeypatch):
+    make, run = KINDS["eqx"]
+    wrapped = wrap(make())
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="for a test"):
+        wrapped._inner.give_up("for a test")
+    monkeypatch.setattr(nested, "identical", lambda *_: pytest.fail("it was looked at"))
+    run(wrapped)
 
 
 def test_the_state_of_a_call_that_returns_none_is_not_held():
@@ -476,6 +525,13 @@ def test_jit_is_jax_jit_for_arrays():
     assert step.lower(jnp.ones(3), 2.0, n=1).compile() is not None
     assert step.eval_shape(jnp.ones(3), 2.0, n=1).shape == (3,)
     assert step.trace(jnp.ones(3), 2.0, n=1).jaxpr is not None
+
+
+def test_shapes_stand_for_arrays_beside_static_leaves():
+    step = gockpt.jit(lambda tree: tree | {"w": tree["f"](tree["w"])})
+    tree = {"w": jax.ShapeDtypeStruct((3,), jnp.float32), "f": jnp.tanh}
+    assert step.eval_shape(tree) == tree
+    assert step.lower(tree).compile() is not None
 
 
 class Updater:

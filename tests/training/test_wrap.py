@@ -910,6 +910,13 @@ def test_an_error_of_the_user_passes_through():
     assert_same(run(step, fresh(), 4), run(jax.jit(update), fresh(), 4))
 
 
+def test_a_state_without_leaves():
+    observer = Observer((3,))
+    step = wrap(jax.jit(lambda state, x: (state, jnp.sum(x))), observer)
+    assert [step({}, X)[0] for _ in range(5)] == [{}] * 5
+    assert observer.cuts == [n == 3 for n in range(5)]
+
+
 # Methods.
 
 
@@ -987,6 +994,30 @@ def test_a_method_bound_to_the_state_itself(w):
         wrap(Agent(m=jnp.zeros(8), w=w).update)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
+class Scaler:
+    """It holds an array, and is no state."""
+
+    rate: jax.Array
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def update(self, state, x):
+        return update(state, self.rate * x)
+
+    def update_unseen(self, state, x):
+        return self.update(state, x)
+
+
+def test_a_method_bound_to_what_is_static_or_not_known_to_be_the_state():
+    observer, scaler = Observer((3,)), Scaler(jnp.float32(2.0))
+    assert_same(run(wrap(scaler.update, observer), fresh(), 5), run(scaler.update, fresh(), 5))
+    assert observer.cuts[3]
+    with pytest.warns(gockpt.SnapshotOnlyWarning, match="`function` has no program to trace"):
+        step = wrap(scaler.update_unseen)
+    assert_same(run(step, fresh(), 2), run(scaler.update, fresh(), 2))
+
+
 # What it looks like from outside.
 
 
@@ -999,6 +1030,8 @@ def test_attributes_are_the_jitted_functions():
     assert step.trace(fresh(), X).jaxpr is not None
     with pytest.raises(AttributeError, match="no_such"):
         _ = step.no_such
+    with pytest.raises(AttributeError, match="step"):  # nor has one that was not made yet
+        _ = type(step).__new__(type(step)).no_such
     assert copy.copy(step) is copy.deepcopy(step) is step  # as of a function
 
 
