@@ -33,6 +33,7 @@ from window.training_loop import (
 
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
+from gockpt_jax.locks import shared_lock
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.storage.managing import waiting as waiting_room
 from gockpt_jax.storage.managing.deleting import Deleter
@@ -1080,6 +1081,20 @@ def test_whoever_is_interrupted_as_they_wait_waits_for_no_other_save(start, monk
         loop.manager.wait_until_finished()
     assert loop.manager._gockpt_saves.waiting.step == 8
     loop.manager.close()
+    assert on_disk(loop) == [0, 4, 8]
+
+
+@pytest.mark.parametrize("call", ["wait_until_finished", "close"])
+def test_a_wait_inside_a_lock_is_refused_where_a_save_waits(start, call):
+    """Its threads would wait for the line that a signal handler has interrupted."""
+    loop = start(4)
+    assert loop.train(8)
+    loop.finish()
+    assert not loop.manager._gockpt_saves.last.is_writing
+    with shared_lock(), pytest.raises(RuntimeError, match="lock which a save needs"):
+        getattr(loop.manager, call)()
+    assert on_disk(loop) == [0, 4]
+    getattr(loop.manager, call)()
     assert on_disk(loop) == [0, 4, 8]
 
 

@@ -12,7 +12,7 @@ from window.training_loop import Loop, Options, assert_same, to_host
 
 from gockpt_jax import AuditError, GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.window import open_window
+from gockpt_jax.window import open_window, planner
 from gockpt_jax.window.audit import PendingAudit
 from gockpt_jax.window.planner import Planner
 
@@ -221,6 +221,15 @@ def test_what_is_saved_beside_the_state_takes_room_on_the_host(
     assert ("host budget" in reports[-1].reason) == bool(missing)
 
 
+def test_of_a_fixed_k_too_it_is_heard_behind_each_save(tmp_path, monkeypatch):
+    """No plan is made anew for it. 8 leaves beside the 12, and 4 that follow two steps."""
+    parts = [whole] * 2 + [Averaged(2)] * 3 + [whole] * 3
+    budgets = {"host_budget_bytes": 27 * LEAF, "write_limit_bytes": 1}
+    reports, _, _ = run(tmp_path, parts, monkeypatch, steps=3, exact=True, **budgets)
+    kinds = ["snapshot"] + ["window"] * 2 + ["snapshot"] * 4 + ["window"]
+    assert [r.kind for r in reports] == kinds
+
+
 def test_what_is_saved_beside_is_known_where_rounding_is_accepted(tmp_path, monkeypatch):
     """No exact window fits the host; where divisions are replayed, nothing follows what leaves."""
     budgets = {"host_budget_bytes": 21 * LEAF, "write_limit_bytes": 1}
@@ -228,6 +237,20 @@ def test_what_is_saved_beside_is_known_where_rounding_is_accepted(tmp_path, monk
     assert reports[1].kind == "window"
     assert "replayed up to rounding" in reports[1].reason
     assert "of a snapshot 6.667 s" in reports[1].reason  # 20 leaves, 10 too many
+
+
+def test_the_copies_of_another_part_are_compiled_before_its_next_save(tmp_path, monkeypatch):
+    """Its plan may be the same: here one copy of all fits."""
+    compiled, compile_ahead = [], planner.compile_late_ahead
+
+    def noting(arrays, *args):
+        compiled.append(len(arrays))
+        compile_ahead(arrays, *args)
+
+    monkeypatch.setattr(planner, "compile_late_ahead", noting)
+    parts = [whole] * 2 + [parameters] * 3
+    run(tmp_path, parts, monkeypatch, device_budget_bytes=13 * LEAF)
+    assert compiled == [12, 4]
 
 
 def test_windows_come_back_with_the_whole(tmp_path, monkeypatch):
