@@ -152,8 +152,7 @@ class Known:
 
     def is_rounded(self, program: StepProgram, rounded: StepProgram) -> None:
         """Told of a program with another cut of the same step: what is known of one is of both."""
-        found = self.saves(program)
-        self._saves[rounded] = dataclasses.replace(found, last=found.last.copy())
+        self._saves[rounded] = self.saves(program)
 
     def saves(self, program: StepProgram) -> Saves:
         """What is known of those of its state."""

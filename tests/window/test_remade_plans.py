@@ -183,6 +183,16 @@ def test_a_window_that_the_host_refuses_is_planned_smaller(tmp_path, monkeypatch
     assert 0 < reports[2].early_bytes < reports[0].early_bytes
 
 
+def test_a_window_that_the_host_refuses_before_any_save_has_come(tmp_path):
+    """It was announced: its plan is looked at behind that save."""
+    with GoCkptManager(tmp_path) as manager:
+        known, step, state = manager._gockpt_session.known, manager.wrap(update), fresh()
+        for _ in range(3):
+            state = step(state, BATCH)
+        known.was_refused(step.program)
+        assert [known.facts(step.program, 1, 1).was_refused for _ in range(2)] == [True, False]
+
+
 def test_a_plan_stays_where_no_state_was_returned_last(tmp_path, monkeypatch):
     """By an evaluation, just before the save after which the plan would have been made anew."""
     monkeypatch.setattr(units, "LARGE_BYTES", 0)
@@ -232,16 +242,17 @@ def test_the_plan_of_every_step_is_made_anew(tmp_path, monkeypatch):
         assert_same(manager.restore(40), to_host(state))
 
 
-@pytest.mark.parametrize("window", [{"steps": 3}, {"device_budget_bytes": 20 * LEAF}])
+@pytest.mark.parametrize("window", [{"steps": 3}, {"device_budget_bytes": 20 * LEAF}, {}])
 def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch, window):
     """Processes plan together: one that planned once more would wait for the others."""
     make_ready, gather = planner_module.Planner._make_ready, Processes.gather
-    interrupts, asked = [KeyboardInterrupt()], []
+    interrupts, asked, made = [KeyboardInterrupt()], [], []
 
     def interrupted(planner, *args):
         if interrupts:
             raise interrupts.pop()
         make_ready(planner, *args)
+        made.append(args)
 
     monkeypatch.setattr(planner_module.Planner, "_make_ready", interrupted)
     monkeypatch.setattr(
@@ -252,8 +263,8 @@ def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch, window):
         with pytest.raises(KeyboardInterrupt):
             functools.reduce(step, [BATCH] * 4, fresh())
         functools.reduce(step, [BATCH] * 4, fresh())
-        assert step.program.is_armed
-    assert asked.count("facts") == 1
+        assert step.program.is_armed == bool(window)
+    assert asked.count("facts") == len(made) == 1
 
 
 def test_host_memory_is_that_of_all_devices_of_this_process(tmp_path, monkeypatch):
