@@ -170,6 +170,19 @@ def test_a_plan_that_is_shortened_is_none_where_larger_blocks_have_no_room():
     assert planned.within(2, WindowOptions(), 125).plan.steps == 1
 
 
+def test_departures_are_those_of_a_plan_before_where_they_are_of_the_same_units():
+    """Blocks name units by their positions alone."""
+    units = [unit(100, 5, group) for group in range(3)]
+    plan = Plan(((0, 1), (2,)), "chosen")
+    before, again, others = (
+        Planned(NO_CUT, plan, state_of((100,) * 3, found), 2, Facts())
+        for found in (units, units, units[::-1])
+    )
+    before._departures[plan.blocks] = []
+    assert again.as_ready_as(before).is_ready
+    assert not others.as_ready_as(before).is_ready
+
+
 def test_the_host_needs_what_follows_that_which_leaves():
     """As the plan was chosen by: were all counted, it might be refused for ever."""
     size = state_of((100, 100, 100), [unit(100, n, group) for group, n in enumerate((5, 6, 7))])

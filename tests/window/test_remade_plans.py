@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from gockpt_jax.transfer.probe import probe
 from gockpt_jax.window import clock as clock_module
 from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import known as known_module
+from gockpt_jax.window import planned as planned_module
 from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import ran as ran_module
 from gockpt_jax.window.facts import Facts, SavedBytes
@@ -93,6 +95,24 @@ def test_a_drift_moves_blocks_and_recompiles_nothing(tmp_path, monkeypatch):
     assert [r.kind for r in reports[1:]] == ["window"] * 4
     assert [r.window_steps for r in reports[1:4]] == [3, 2, 2]
     assert len(executables) == 1
+
+
+def test_a_drift_that_moves_no_block_makes_nothing_anew(tmp_path, monkeypatch, caplog):
+    """Steps and the link are both slower: the plan says so, and that is all."""
+    made, make = [], planned_module.make_departure
+
+    def noting(*args):
+        made.append(args)
+        return make(*args)
+
+    monkeypatch.setattr(planned_module, "make_departure", noting)
+    facts = [Facts(20.0, RATE)] * 2 + [Facts(40.0, RATE / 2)] * 2
+    with caplog.at_level(logging.INFO, logger="gockpt_jax"):
+        (_, *reports), _ = run(tmp_path, facts, monkeypatch)
+    assert [(r.kind, r.window_steps) for r in reports] == [("window", 2)] * 4
+    assert reports[0].reason == reports[1].reason != reports[2].reason == reports[3].reason
+    assert len(made) == 1
+    assert not any("made anew" in message for message in caplog.messages)
 
 
 def test_a_window_of_fewer_steps_than_planned_keeps_the_device_budget(tmp_path, monkeypatch):

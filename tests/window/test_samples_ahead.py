@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer import sample
+from gockpt_jax.window import planner
 
 ADAM = optax.adam(1e-3)
 WAYS = {
@@ -68,3 +69,32 @@ def test_no_save_by_a_window_waits_for_a_compiler(tmp_path, programs, way, devic
                 assert set(programs._found) == before
     assert len(compared) >= 5
     assert min(compared) >= 10
+
+
+def test_a_first_save_that_is_announced_does_not_either(tmp_path, programs, monkeypatch):
+    """As if it took all in one item; and if it does, no other save has to look."""
+    looked, compile_ahead = [], planner.compile_samples_ahead
+    monkeypatch.setattr(
+        planner, "compile_samples_ahead", lambda *args: (looked.append(args), compile_ahead(*args))
+    )
+    params = {f"w{i}": jnp.ones((16 + 8 * i, 64)) for i in range(10)}
+    state = {"params": params, "opt": ADAM.init(params)}
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step = manager.wrap(update)
+        for n in range(4):
+            state = step(state, jnp.float32(n))
+        step.program.wait_until_ready()
+        for thread in threading.enumerate():
+            if thread.name == "gockpt-compile-samples":
+                thread.join()
+        before = set(programs._found)
+        for label in range(3):
+            manager.expect_save(in_steps=4)
+            for n in range(4):
+                state = step(state, jnp.float32(n))
+            manager.save(label, args=GoCkptSave(state))
+            manager.wait_until_finished()
+            assert manager.last_report.kind == "window"
+            assert manager.last_report.audit.chunks > 0
+            assert set(programs._found) == before
+    assert len(looked) == 1

@@ -14,6 +14,7 @@ from gockpt_jax import AuditError, GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window import open_window, planner
 from gockpt_jax.window.audit import PendingAudit
+from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.planner import Planner
 
 LEAF = 64 * 64 * 4
@@ -239,18 +240,27 @@ def test_what_is_saved_beside_is_known_where_rounding_is_accepted(tmp_path, monk
     assert "of a snapshot 6.667 s" in reports[1].reason  # 20 leaves, 10 too many
 
 
-def test_the_copies_of_another_part_are_compiled_before_its_next_save(tmp_path, monkeypatch):
-    """Its plan may be the same: here one copy of all fits."""
-    compiled, compile_ahead = [], planner.compile_late_ahead
+@pytest.mark.parametrize("then", [parameters, whole])
+def test_copies_are_compiled_before_the_next_save_that_takes_others(tmp_path, monkeypatch, then):
+    """Where they are of other leaves, or have less room; the plan may be the same, as here."""
+    compiled, compile_ahead, room = [], planner.compile_late_ahead, [13 * LEAF]
 
-    def noting(arrays, *args):
-        compiled.append(len(arrays))
-        compile_ahead(arrays, *args)
+    def noting(arrays, resources, *args):
+        compiled.append((len(arrays), resources.device.limit_bytes))
+        compile_ahead(arrays, resources, *args)
+
+    def shrinks(state):
+        room[0] = (12 if then is whole else 13) * LEAF
+        return then(state)
+
+    def measure(device, **_):
+        device.limit_bytes = room[0]
 
     monkeypatch.setattr(planner, "compile_late_ahead", noting)
-    parts = [whole] * 2 + [parameters] * 3
-    run(tmp_path, parts, monkeypatch, device_budget_bytes=13 * LEAF)
-    assert compiled == [12, 4]
+    monkeypatch.setattr(DeviceBudget, "measure", measure)
+    run(tmp_path, [whole, whole, shrinks, then, then], monkeypatch)
+    last = (4, 13 * LEAF) if then is parameters else (12, 12 * LEAF)
+    assert compiled == [(12, 13 * LEAF), last]
 
 
 def test_windows_come_back_with_the_whole(tmp_path, monkeypatch):
