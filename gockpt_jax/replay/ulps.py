@@ -69,7 +69,7 @@ def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     low, high = np.minimum(near, far), np.maximum(near, far)
     distance = np.where(same_side, high - low, high + low)
     both_nan = low > infinity
-    one_is_not_finite = (high >= infinity) & (distance > 0) & ~both_nan
+    one_is_not_finite = (high >= infinity) & (distance > 0)
     distance = np.where(one_is_not_finite, np.uint64(UNEQUAL), distance)
     return np.asarray(np.where(both_nan, np.uint64(0), distance))
 
@@ -114,4 +114,4 @@ def _pairs(x: np.ndarray) -> np.ndarray:
 def _bits(x: np.ndarray) -> np.ndarray:
     if x.dtype.kind == "c":  # of complex128 there is no integer as wide
         return _bits(_pairs(x))
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(x.shape)
+    return x.view(f"u{x.dtype.itemsize}")

@@ -52,6 +52,9 @@ def test_denormals_and_zeros_are_one_number(dtype):
         assert distance(dtype, a, b) == 0
     assert distance(dtype, tiny, least) == distance(dtype, -tiny, least) == 1
     assert distance(dtype, -least, least) == 2
+    denormal, zero = (np.asarray([x]).astype(jnp.dtype(dtype)) for x in (tiny, 0.0))
+    assert denormal.tobytes() != zero.tobytes()
+    assert difference(denormal, zero) == Difference()
 
 
 @every_float

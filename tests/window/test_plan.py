@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ from gockpt_jax.window.plan import (
     plan_window,
 )
 from gockpt_jax.window.planned import Planned
-from gockpt_jax.window.units import placement, sharers
+from gockpt_jax.window.units import placement, sharers, units_behind
 
 NO_CUT = StepCut((), (), (), (), (), {}, True)
 
@@ -168,6 +169,15 @@ def test_a_plan_that_is_shortened_is_none_where_larger_blocks_have_no_room():
     assert plan.steps == 4
     assert planned.within(3, WindowOptions(), 125).plan.steps == 1
     assert planned.within(2, WindowOptions(), 125).plan.steps == 1
+
+
+def test_rows_are_behind_where_others_of_their_group_have_left():
+    """Of a group of which none has left, the leaves are late as a whole."""
+    groups = tuple(SimpleNamespace(leaves=leaves) for leaves in ((0, 1), (2,)))
+    units = [unit(50, 5, 0), unit(50, 6, 0), unit(100, 5, 1)]
+    cut = dataclasses.replace(NO_CUT, groups=groups)
+    assert units_behind(cut, units, {0}) == {0: [units[1]], 1: [units[1]]}
+    assert units_behind(cut, units, {0, 1}) == units_behind(cut, units, ()) == {}
 
 
 def test_departures_are_those_of_a_plan_before_where_they_are_of_the_same_units():
