@@ -110,6 +110,44 @@ def test_a_wait_inside_waits_for_the_save_before(
         assert {r.kind for r in trainer.manager.reports if r.step >= 8} == {"window"}
 
 
+@pytest.mark.parametrize("call", ["wait_until_finished", "close"])
+@pytest.mark.parametrize("place", ["a block leaves", "there is room for the step"])
+def test_a_save_that_is_waited_for_inside_is_visible(
+    tmp_path: Path, interrupted: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch,
+    place: str, call: str,
+) -> None:  # fmt: skip
+    """It is held back until somebody waits for it."""
+    result, wait, goes_on = (
+        Written.result,
+        ocp.CheckpointManager.wait_until_finished,
+        threading.Event(),
+    )
+
+    def held(written: Written, timeout: float | None = None) -> None:
+        result(written, timeout)
+        assert goes_on.wait(LIMIT_SECS)
+
+    def let_go(manager: ocp.CheckpointManager) -> None:
+        goes_on.set()
+        wait(manager)
+
+    with Trainer(tmp_path) as trainer:
+        trainer.run_undisturbed(3)
+        monkeypatch.setattr(Written, "result", held)
+        trainer.run(6)
+        monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", let_go)
+
+        def handler() -> Any:
+            getattr(trainer.manager, call)()
+            return trainer.manager.directory.joinpath("4").exists()
+
+        came_of_it = interrupted(*PLACES[place], handler)
+        trainer.update()
+        goes_on.set()
+        assert came_of_it == [True]
+        trainer.assert_intact()
+
+
 LOCKED = {
     "room is had": (ByteBudget, "_fits"),
     "what is taken is counted": (ByteBudget, "_take"),
