@@ -508,6 +508,30 @@ def test_where_retained_values_lie_otherwise_others_may_wait(tmp_path, monkeypat
     assert waited == [lies == "otherwise"] * 2
 
 
+def test_where_a_window_is_given_up_meanwhile_its_step_holds_nothing(tmp_path, monkeypatch):
+    """Its other steps run armed beside other processes, and would wait for the room."""
+    follow, held = OpenWindow.follow, []
+
+    def following(window, state, cut):
+        window.give_up("for a test")
+        held.append(window._room.taken_bytes)
+        follow(window, state, cut)
+        held.append(window._room.taken_bytes)
+
+    loop = Loop(tmp_path, 4, PLACES["one device"], monkeypatch)
+    loop.may_go.set()
+    monkeypatch.setattr(OpenWindow, "follow", following)
+    with loop.manager:
+        loop.update()
+        while not held:
+            loop.save()
+            loop.update()
+        assert held[0] > held[1] == 0
+        loop.session.resources.worker.wait_until_idle()
+        loop.session.resources.watcher.wait_until_idle()
+        assert loop.session.resources.device.used_bytes == 0
+
+
 def test_copies_have_room_from_before_the_step_until_they_are_made(tmp_path, monkeypatch):
     """And so have their originals: a copy reads them after the step has run."""
     follow, start = OpenWindow.follow, block.Block.start_pull
