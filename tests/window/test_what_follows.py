@@ -141,6 +141,7 @@ def test_a_captured_scalar_travels_from_where_the_compiler_has_put_it():
         departure = planned.followed_by(cut)
         assert (departure is planned) == (place == state["n"].sharding)
         assert {chunk.source.placed for chunk in departure.cut.chunks} == {place}
+        assert all(chunk.everywhere for chunk in departure.cut.chunks)  # all processes replay
         pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
         assert [[h.data.item() for h in found] for found in pull.result()] == [[7.0]]
 
