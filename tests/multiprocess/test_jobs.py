@@ -120,7 +120,7 @@ def test_meshes(request: pytest.FixtureRequest, processes: int) -> None:
 
 def assert_mesh(directory: Path, ended: list[Ended], mesh: str) -> None:
     """All processes have made one plan, and together they have written every byte once."""
-    assert_checkpoints(directory / "meshes" / mesh)
+    assert_checkpoints(directory / "meshes" / mesh, mesh)
     plans = [[line for line in p.said("plan") if line.startswith(mesh + " ")] for p in ended]
     assert plans[0]
     assert plans == [plans[0]] * len(ended)

@@ -46,7 +46,13 @@ BY_HAND = ("by_hand", "by_hand_whole", "each_its_own")
 ACROSS = P(None, "fsdp")
 """How the gradients of two matrices lie that are cut the other way, or not at all."""
 
-OPTIMIZERS = {"zero_1": optax.sgd(1e-2, momentum=0.9)}  # Momentum and parameter are one group.
+OPTIMIZERS = {
+    "zero_1": optax.sgd(1e-2, momentum=0.9),  # Momentum and parameter are one group.
+    # A number of the step is captured, by which every process repeats its part of the updates.
+    "tensor": optax.inject_hyperparams(optax.sgd)(
+        1e-2, momentum=optax.linear_schedule(0.9, 0.5, 10)
+    ),
+}
 
 # One of each kind on two processes, and on four.
 MESHES_OF = {2: ("fsdp", "tensor"), 4: ("data_parallel", "fsdp_tensor")}
