@@ -281,6 +281,13 @@ class Planner:
         prepared = None if program is None else self._prepared.get(program)
         return prepared is not None and prepared.rests_on_time
 
+    def why_never(self, step: TracedStep) -> str | None:
+        """Why no save of a step's state can be a window, if announced or not; `None` if one can."""
+        if step.why_not is not None:
+            return step.why_not
+        planned = self.planned(step.program)
+        return None if planned is None or planned.cut.groups else planned.plan.reason
+
     def explain(self, step: TracedStep) -> str:
         """What the saves of a step's state are planned to be and why, and its cut, as text."""
         planned = self.planned(step.program)

@@ -312,6 +312,8 @@ class Session:
             self._saves_unwrapped += 1
             if self._saves_unwrapped == 2:  # one may be of the first state
                 tell_of_no_step(has_wrapped=self.has_wrapped)
+        else:
+            unforeseen = self.planner.why_never(self._steps.last) or unforeseen
         reason = self._current.why_none or unforeseen
         deferred_steps = self._opener.deferred_steps(self.version)
         return SaveRecord(kind="snapshot", reason=reason, deferred_steps=deferred_steps)

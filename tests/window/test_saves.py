@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import types
 import weakref
 
@@ -69,6 +70,34 @@ def test_foreseen_saves_of_one_step_say_so(tmp_path, window, reason):
         train(manager, range(11))
         assert kinds(manager) == [(n, "snapshot", 1) for n in (0, 5, 10)]
         assert all(r.reason.startswith(reason) for r in manager.reports[1:])
+
+
+def _loops(state, batch):
+    """Five updates in one call."""
+    return jax.lax.scan(lambda s, _: (update(s, batch), None), state, length=5)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason", "told"),
+    [
+        (lambda: update.lower(fresh(), BATCH).compile(), "a `Compiled` has no program", 0),
+        (lambda: jax.jit(_loops), "no leaf may leave early .* comes out of a loop", 1),
+    ],
+    ids=["unarmable", "all late"],
+)
+@pytest.mark.filterwarnings("ignore:.*cannot be armed")
+def test_where_no_save_can_be_a_window_none_is_asked_to_be_announced(tmp_path, make, reason, told):
+    """The loop decides, so that the first two are not foreseen. A plan is made behind one call."""
+    with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
+        step, state = manager.wrap(make()), fresh()
+        for n in range(13):
+            state = step(state, BATCH)
+            if n in (0, 4, 12):
+                manager.save(n, args=GoCkptSave(state))
+    reasons = [r.reason for r in manager.reports]
+    assert len(reasons) == 3
+    assert all("expect_save" in reason for reason in reasons[:told])
+    assert all(re.match(reason, why) for why in reasons[told:]), reasons
 
 
 def test_a_state_that_has_grown_inside_a_window_is_traced_anew(tmp_path, caplog):
