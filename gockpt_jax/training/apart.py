@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gockpt_jax.training.numbers import may_hold
 from gockpt_jax.training.primitives import CUMULATIVE, JOINS, LAYOUTS, MEETINGS, PARTS, SPREADS
-from gockpt_jax.training.values import Op, Value, contracted, is_known, without_walls
+from gockpt_jax.training.values import Op, Ratio, Value, contracted, is_known, through_walls
 
 # What these put into an array: all operands, or one of them.
 _PUTS: Mapping[str, slice] = dict.fromkeys(JOINS, slice(None)) | {
@@ -56,14 +56,15 @@ def computes_apart(op: Op) -> bool:
     return bool(is_of_floats and not op.name.endswith(_CHOOSE) and is_apart(op))
 
 
-def _is_put_together(value: Value, largest: int) -> bool:
+def _is_put_together(value: Value, largest: Ratio) -> bool:
     """Whether an array has parts no larger than that, or constants, which a program has put there.
 
     So it may be seen after what is computed, element by element, of such arrays and of numbers.
     """
-    found, stack, seen = False, [value], set[Value]()
+    found, seen = False, set[Value]()
+    stack: list[tuple[Value, Ratio]] = [(value, largest)]
     while stack:
-        value = without_walls(stack.pop())
+        value, largest = through_walls(*stack.pop())
         if value in seen or value.size <= 1 or is_known(value):
             continue
         seen.add(value)
@@ -74,17 +75,17 @@ def _is_put_together(value: Value, largest: int) -> bool:
             found = True
         elif op.name in _PUTS and any(_is_part(v, largest) for v in op.inputs[_PUTS[op.name]]):
             found = True
-            stack.extend(() if op.name in JOINS else op.inputs[:1])
+            stack.extend(() if op.name in JOINS else [(op.inputs[0], largest)])
         elif op.name in LAYOUTS or op.name in PARTS:
-            stack.append(op.inputs[min(value.index, len(op.inputs) - 1)])
+            stack.append((op.inputs[min(value.index, len(op.inputs) - 1)], largest))
         elif all(v.shape in (value.shape, ()) for v in op.inputs):
-            stack.extend(op.inputs)
+            stack.extend((v, largest) for v in op.inputs)
         else:
             return False
     return found
 
 
-def _is_part(value: Value, largest: int) -> bool:
+def _is_part(value: Value, largest: Ratio) -> bool:
     """Whether a compiler may take out what was put into an array: it does not take out nothing."""
     if is_known(value):
         return may_hold(value, lambda number: number != 0)

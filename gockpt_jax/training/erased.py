@@ -7,7 +7,6 @@ where a matrix product is a multiplication, and where what is gathered or scatte
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from gockpt_jax.training.values import (
     Value,
     contracted,
     is_known,
+    num_devices,
     unspread,
 )
 
@@ -26,7 +26,7 @@ def may_be_erased(op: Op) -> bool:
     """Whether XLA may see through an operation that otherwise hides what is in front of it."""
     names = op.params.get("axis_name", op.params.get("axes"))
     if names is not None:
-        return _devices(op, names) == 1
+        return num_devices(op.inputs[0].aval, names) == 1 or _keeps_to_itself(op)
     look = _BY_NAME.get("scatter" if op.name.startswith("scatter") else op.name)
     return look is not None and look(op)
 
@@ -47,16 +47,11 @@ def is_one_product(op: Op) -> bool:
     return op.name == "conv_general_dilated" and math.prod(op.inputs[1].shape) == 1
 
 
-def _devices(op: Op, names: Any) -> int | None:
-    """How many devices take part in a collective; `None` where that is not known.
-
-    Under `vmap` it is one along an axis of the array, which has a number in the place of a name.
-    """
-    sharding = getattr(op.inputs[0].aval, "sharding", None)
-    mesh: Mapping[Any, int] = getattr(getattr(sharding, "mesh", None), "shape", {})
-    sizes = {**mesh, **dict(enumerate(op.inputs[0].shape))}
-    listed = names if isinstance(names, tuple) else (names,)
-    return math.prod(sizes[n] for n in listed) if all(n in sizes for n in listed) else None
+def _keeps_to_itself(op: Op) -> bool:
+    """Whether each device takes part in a collective alone, however many there are."""
+    groups = op.params.get("axis_index_groups")
+    pairs = op.params.get("perm", [(0, 1)])
+    return (groups is not None and max(map(len, groups)) == 1) or all(a == b for a, b in pairs)
 
 
 def _along(parameter: str) -> Callable[[Op], bool]:

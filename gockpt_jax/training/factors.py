@@ -4,7 +4,14 @@ import jax.numpy as jnp
 
 from gockpt_jax.training.numbers import may_be_all_of, may_hold
 from gockpt_jax.training.primitives import IDENTITIES
-from gockpt_jax.training.values import Op, Value, is_known, unspread
+from gockpt_jax.training.values import (
+    Op,
+    Ratio,
+    Value,
+    is_known,
+    unspread,
+    unspread_through_walls,
+)
 
 
 def may_be_spread(value: Value) -> bool:
@@ -26,8 +33,8 @@ def may_be_spread(value: Value) -> bool:
 
 
 def _is_smaller_or_spread(value: Value) -> bool:
-    source = unspread(value)
-    if source.size < value.size:
+    source, per = unspread_through_walls(value)
+    if source.size < value.size * per:
         return True
     assert source.is_spread is not None, "what it is made of is asked first"
     return source.is_spread
@@ -57,12 +64,13 @@ def _is_spread_by(op: Op, value: Value, result: Value) -> bool:
 
 def may_be_flags(factor: Value) -> bool:
     """Whether a compiler may find that numbers are flags that the step has made."""
-    stack, seen = [factor], set[Value]()
+    stack: list[tuple[Value, Ratio]] = [(factor, 1)]
+    seen = set[Value]()
     while stack:
-        value = unspread(stack.pop())
+        value, per = unspread_through_walls(*stack.pop())
         op = value.op
         if value.dtype == jnp.bool_ and value.size > 1:
-            is_given = op is None and value.size == factor.size
+            is_given = op is None and value.size == factor.size * per
             if not is_given:
                 return True
         if op is None or value in seen:
@@ -70,8 +78,9 @@ def may_be_flags(factor: Value) -> bool:
         seen.add(value)
         if op.name in ("mul", "div"):
             pairs = (op.inputs, op.inputs[::-1]) if op.name == "mul" else (op.inputs,)
-            stack.extend(x for x, y in pairs if may_hold(y, lambda number: abs(number) == 1))
+            stack.extend((x, per) for x, y in pairs if may_hold(y, lambda n: abs(n) == 1))
         else:
             is_seen_through = op.name in IDENTITIES or op.name == "neg"
-            stack.extend(op.inputs if is_seen_through else may_be_all_of(op))
+            behind = op.inputs if is_seen_through else may_be_all_of(op)
+            stack.extend((v, per) for v in behind)
     return False

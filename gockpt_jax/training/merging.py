@@ -6,7 +6,7 @@ compiler merges what another leaves, so the host does not repeat it.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,11 +26,12 @@ from gockpt_jax.training.numbers import (
 from gockpt_jax.training.primitives import ENDS, IDENTITIES, MELTING, PRODUCTS, RISING, SUMS
 from gockpt_jax.training.values import (
     Op,
+    Ratio,
     Value,
     is_known,
     judged_once,
     through_wall,
-    unspread,
+    unspread_through_walls,
     without_walls,
 )
 
@@ -183,33 +184,40 @@ def _shares_a_spread(op: Op) -> bool:
 
 def _shared_factors(op: Op) -> Iterator[Value]:
     if op.name in SUMS and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
-        one, other = (_factors(v) for v in op.inputs)
+        one, other = (_factors(v).items() for v in op.inputs)
         yield from (
-            a for a in one if not is_power_of_two(a) and any(may_be_equal(a, b) for b in other)
+            a
+            for a, per_a in one
+            if not is_power_of_two(a)
+            and any(may_be_equal(a, b, per_a, per_b) for b, per_b in other)
         )
 
 
-def _factors(value: Value) -> list[Value]:
+def _factors(value: Value) -> dict[Value, Ratio]:
     """What a product multiplies, with what products among that do, and these; or nothing.
 
     A division by a constant is a product with its reciprocal.
+
+    Returns:
+      How many elements are beside each what is one beside the value.
     """
-    found, products, stack = dict[Value, None](), dict[Value, None](), [value]
+    found, products = dict[Value, Ratio](), dict[Value, Ratio]()
+    stack: list[tuple[Value, Ratio]] = [(value, 1)]
     while stack:
-        value = unspread(stack.pop())
+        value, per = unspread_through_walls(*stack.pop())
         op = value.op
         if value in found or value in products:  # a product may be of one with itself, and again
             continue
+        behind: Sequence[Value] = ()
         if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
-            products[value] = None
-            stack.extend(
-                (op.inputs[0], reciprocal(op.inputs[1])) if op.name == "div" else op.inputs
-            )
-            continue
-        found[value] = None
-        if op is not None:
-            stack.extend(op.inputs if op.name in IDENTITIES else may_be_all_of(op))
-    return [*found, *products] if products else []
+            products[value] = per
+            behind = (op.inputs[0], reciprocal(op.inputs[1])) if op.name == "div" else op.inputs
+        else:
+            found[value] = per
+            if op is not None:
+                behind = op.inputs if op.name in IDENTITIES else may_be_all_of(op)
+        stack.extend((v, per) for v in behind)
+    return found | products if products else {}
 
 
 def _divides_by_constant(op: Op) -> bool:

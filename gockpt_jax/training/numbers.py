@@ -1,6 +1,7 @@
 """Which numbers a compiler knows, and which it may find to be one: by what they are (`drawn`)."""
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,18 +9,33 @@ import numpy as np
 
 from gockpt_jax.training.drawn import Number, is_secret, worked_out
 from gockpt_jax.training.primitives import COMPARISONS, SCALES, SUMS
-from gockpt_jax.training.values import Op, Value, is_known, unspread
+from gockpt_jax.training.values import (
+    Op,
+    Ratio,
+    Value,
+    is_known,
+    num_devices,
+    unspread,
+    unspread_through_walls,
+)
 
 _PRECISION = 1e-6
 
 
-def may_be_equal(a: Value, b: Value) -> bool:
-    """Whether a compiler may find that two values are equal."""
+def may_be_equal(a: Value, b: Value, per_a: Ratio = 1, per_b: Ratio = 1) -> bool:
+    """Whether a compiler may find that two values are equal.
+
+    Args:
+      a: The first.
+      b: The second.
+      per_a: How many elements are beside the first what is one where both are used.
+      per_b: Likewise, beside the second.
+    """
     first, second = worked_out(a), worked_out(b)
     one, other = first.drawn, second.drawn
     if is_secret(one) or is_secret(other):
         return is_known(a) and is_known(b)
-    alike = (first.far or second.far) and unspread(a).size == unspread(b).size
+    alike = (first.far or second.far) and _size(a, per_a) == _size(b, per_b)
     may_be_other = alike and (first.may_equal(second) or second.may_equal(first))
     if may_be_other and not (_is_multiple(a, b) or _is_multiple(b, a)):
         return True
@@ -29,6 +45,12 @@ def may_be_equal(a: Value, b: Value) -> bool:
     with np.errstate(all="ignore"):  # of what is no number nothing is known: it may be any
         is_other = np.abs(one * 1.0 - other) > _PRECISION * np.abs(other * 1.0)
     return not np.any(is_other)
+
+
+def _size(value: Value, per: Ratio) -> Ratio:
+    """How many elements it is, where it is used, that a value was spread from."""
+    value, per = unspread_through_walls(value, per)
+    return Fraction(value.size) / per if per else 0
 
 
 def _is_multiple(value: Value, other: Value) -> bool:
@@ -76,7 +98,7 @@ def may_be_all_of(op: Op) -> Sequence[Value]:
         pairs = (inputs, inputs[::-1])
         return [x for x, y in pairs if may_hold(y, lambda number: number == 0)]
     if op.name in ("max", "min"):
-        is_either = may_be_equal(*inputs) or any(may_hold(v, np.isinf) for v in inputs)
+        is_either = may_be_equal(inputs[0], inputs[1]) or any(may_hold(v, np.isinf) for v in inputs)
         return inputs if is_either else ()
     if op.name == "integer_pow":
         return inputs if op.params["y"] == 1 else ()
@@ -102,14 +124,16 @@ def is_settled(aval: Any, op: Op) -> bool:
 
     It erases a choice by such a flag, and then sees what is in front of it together with what is
     behind: `step % 1 == 0` of an interval that happens to be one, `ids >= 0` of unsigned numbers,
-    `late | True`. Comparisons of floats it leaves alone, which may be no numbers (NaN). To take a
-    flag for settled that is not only makes leaves late.
+    `late | True`, `stage == 0` of one stage. Comparisons of floats it leaves alone, which may be no
+    numbers (NaN). To take a flag for settled that is not only makes leaves late.
 
     Args:
       aval: Of what it gives.
       op: The operation.
     """
     dtype = getattr(aval, "dtype", None)
+    if op.name == "axis_index":
+        return num_devices(aval, op.params["axis_name"]) in (1, None)
     if dtype is None or not op.inputs:
         return False
     if dtype == jnp.bool_:

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeVar
 
 from gockpt_jax.training.primitives import ENTER, MEETINGS
 
+Ratio = Fraction | int
 _NOTHING = object()
 _Judged = TypeVar("_Judged", "Value", "Op")
 
@@ -164,6 +166,22 @@ def contracted(op: Op) -> list[int]:
     return [op.inputs[0].shape[axis] for axis in axes]
 
 
+def num_devices(aval: Any, names: Any) -> int | None:
+    """How many devices there are along axes of the mesh; `None` where that is not known.
+
+    Under `vmap` it is one along an axis of the array, which has a number in the place of a name.
+
+    Args:
+      aval: Of what a `shard_map` over that mesh holds.
+      names: Of one axis, or of several.
+    """
+    sharding = getattr(aval, "sharding", None)
+    mesh: Mapping[Any, int] = getattr(getattr(sharding, "mesh", None), "shape", {})
+    sizes = {**mesh, **dict(enumerate(aval.shape))}
+    listed = names if isinstance(names, tuple) else (names,)
+    return math.prod(sizes[n] for n in listed) if all(n in sizes for n in listed) else None
+
+
 def through_wall(value: Value) -> Value | None:
     """What goes into a `shard_map` or comes out of it, on the other side; `None` if it does not."""
     op = value.op
@@ -174,17 +192,37 @@ def through_wall(value: Value) -> Value | None:
 
 def without_walls(value: Value) -> Value:
     """A value as the compiler sees it: what goes into a `shard_map` or comes out is that value."""
+    return through_walls(value)[0]
+
+
+def through_walls(value: Value, per: Ratio = 1) -> tuple[Value, Ratio]:
+    """Likewise, and how its sizes compare: in a `shard_map` a device has a shard of what is whole.
+
+    Args:
+      value: The value.
+      per: How many elements are here what is one where it is looked at from.
+
+    Returns:
+      The value on the other side, and how many are there what is one.
+    """
     while (inner := through_wall(value)) is not None:
+        if inner.size != value.size:
+            per *= Fraction(inner.size, max(1, value.size))
         value = inner
-    return value
+    return value, per
 
 
 def unspread(value: Value) -> Value:
     """A value before it was spread over a shape, or converted."""
-    value = without_walls(value)
+    return unspread_through_walls(value)[0]
+
+
+def unspread_through_walls(value: Value, per: Ratio = 1) -> tuple[Value, Ratio]:
+    """Likewise, and how its sizes compare, as `through_walls` says."""
+    value, per = through_walls(value, per)
     while value.op is not None and value.op.name in ("broadcast_in_dim", "convert_element_type"):
-        value = without_walls(value.op.inputs[0])
-    return value
+        value, per = through_walls(value.op.inputs[0], per)
+    return value, per
 
 
 def is_known(value: Value) -> bool:

@@ -512,3 +512,127 @@ def test_groups_that_share_what_is_made_of_scalars_and_lie_differently_are_not_b
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(), P()), out_specs=specs)
     program = traced(jax.jit(mapped), state, jnp.float32(0.3), jnp.float32(0.7))
     assert early(program) == {"['m']", "['n']"}
+
+
+def of_many(state, h):
+    return {k: (0.9 - 0.1 * n) * old + h for n, (k, old) in enumerate(state.items())}
+
+
+def early_of(step, mesh, spec, shape=(16, 6)):
+    """What leaves early of a step on shards, which replay is seen to repeat."""
+    rows = (np.random.default_rng(n).random(shape, np.float32) for n in range(7))
+    *leaves, x = jax.device_put(list(rows), NamedSharding(mesh, spec))
+    state = dict(zip("abcdef", leaves, strict=True))
+    jitted = jax.jit(step)
+    program = program_of(jitted, state, x)
+    for _ in range(3):
+        old, own = jax.tree.leaves(state), jitted(state, x)
+        state, _, cut = program.call((state, x), {})
+        jax.tree.map(np.testing.assert_array_equal, state, own)
+        new = jax.tree.leaves(state)
+        for group in program.cut.groups:
+            taken = [[a[i] for i in places] for a, places in (
+                (old, group.leaves), (cut, group.retained), (cut, group.scalars)
+            )]  # fmt: skip
+            got = jax.jit(group.recipe.apply)(*jax.device_get(taken))
+            for value, j in zip(got, group.leaves, strict=True):
+                np.testing.assert_array_equal(value, new[j])
+    return {path[2] for path in early(program)}
+
+
+ALONE = [[n] for n in range(8)]
+TO_THEMSELVES = {
+    "a choice by one's place": lambda g: jnp.where(lax.axis_index("one") == 0, g, 0.0),
+    "a branch by it": lambda g: lax.cond(
+        lax.axis_index("one") == 0, lambda: g, lambda: jnp.tanh(g)
+    ),
+    "a sum": lambda g: lax.psum(g, "a", axis_index_groups=ALONE),
+    "an exchange": lambda g: lax.all_to_all(g, "a", 0, 0, axis_index_groups=ALONE, tiled=True),
+    "a gathering": lambda g: lax.all_gather(g, "a", axis_index_groups=ALONE, tiled=True),
+    "a turn": lambda g: lax.ppermute(g, "a", [(n, n) for n in range(8)]),
+}
+TO_OTHERS = {
+    "a choice by one's place": lambda g: jnp.where(lax.axis_index("a") == 0, g, 0.0),
+    "an exchange": lambda g: lax.all_to_all(
+        g, "a", 0, 0, axis_index_groups=[[n, n + 1] for n in range(0, 8, 2)], tiled=True
+    ),
+    "a turn": lambda g: lax.ppermute(g, "a", [(n, n ^ 1) for n in range(8)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("exchanged", "is_early"),
+    [*((f, False) for f in TO_THEMSELVES.values()), *((f, True) for f in TO_OTHERS.values())],
+    ids=[*TO_THEMSELVES, *(f"{name}, of several" for name in TO_OTHERS)],
+)
+def test_what_each_device_says_to_itself_hides_no_factor(exchanged, is_early):
+    """The compiler makes one of the two constants."""
+    mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("a", "one"))
+
+    def step(state, x):
+        return of_many(state, 0.1 * exchanged(jnp.sin(x) * 3.3))
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    assert early_of(mapped, mesh, P("a")) == set("abcdef" if is_early else "")
+
+
+def spread_and_summed(mapped, state, x):
+    """What is spread outside is as large as a shard of the sum only on the inside."""
+    each = jnp.broadcast_to(jnp.sin(x), (3, *x.shape))
+
+    def update(state, each):
+        return of_many(state, 0.1 * each.sum(0))
+
+    return mapped(update, in_specs=(P("a"), P(None, "a")))(state, each)
+
+
+def put_together_again(mapped, state, x):
+    """What comes from outside, or the same: the compiler erases the choice."""
+
+    def update(state, g):
+        return of_many(state, 0.1 * jnp.maximum(g, jnp.concatenate([g[:1], g[1:]])))
+
+    return mapped(update, in_specs=P("a"))(state, jnp.sin(x) * 3.3)
+
+
+@pytest.mark.parametrize("step", [spread_and_summed, put_together_again])
+def test_sizes_are_compared_on_one_side_of_a_wall(step):
+    mesh = Mesh(np.array(jax.devices()), ("a",))
+    mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=P("a"), check_vma=False)
+    assert not early_of(functools.partial(step, mapped), mesh, P("a"))
+
+
+@pytest.mark.parametrize("is_spread_inside", [False, True])
+def test_a_row_is_spread_though_the_whole_of_it_is_larger_than_a_shard(is_spread_inside):
+    """Three rows of 24, of which a device has three columns: a constant folds with such a row."""
+    mesh, columns = Mesh(np.array(jax.devices()), ("a",)), P(None, "a")
+
+    def update(state, x, row):
+        return of_many(state, (jnp.sin(x) * 3.3) * jnp.broadcast_to(row, x.shape))
+
+    def step(state, x):
+        row = jnp.tanh(x[0] + 1.0)
+        row = row if is_spread_inside else jnp.broadcast_to(row, x.shape)
+        specs = (columns, columns, P("a") if is_spread_inside else columns)
+        mapped = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=columns)
+        return mapped(state, x, row)
+
+    assert not early_of(step, mesh, columns, (3, 24))
+
+
+@pytest.mark.parametrize(("rows", "is_row"), [(16, False), (8, True), (4, True)])
+def test_flags_are_given_if_they_are_so_for_each_of_a_devices_numbers(rows, is_row):
+    """Flags for columns may be as many in all as a device has numbers of eight rows."""
+    mesh, columns = Mesh(np.array(jax.devices()), ("a",)), P(None, "a")
+    flags = jax.device_put(np.arange(24) % 3 > 0, NamedSharding(mesh, P("a")))
+    flags = flags if is_row else jnp.broadcast_to(flags, (rows, 24))
+
+    def update(state, x, flags):
+        kept = jnp.broadcast_to(flags, x.shape).astype(jnp.float32)
+        return of_many(state, jnp.sin(x) * kept)
+
+    specs = (columns, columns, P("a") if is_row else columns)
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=columns)
+    state = {k: jnp.ones((rows, 24)) for k in "abcdef"}
+    program = traced(jax.jit(mapped), state, jnp.ones((rows, 24)), flags)
+    assert {p[2] for p in early(program)} == set("" if is_row else state)
