@@ -32,9 +32,10 @@ def may_be_erased(op: Op) -> bool:
 
 
 def is_one_product(op: Op) -> bool:
-    """Whether a matrix product or a convolution multiplies an array by numbers, and adds nothing.
+    """Whether a matrix product or a convolution multiplies by a number, and adds nothing.
 
-    An outer product does not: XLA moves no factor from behind it to the smaller arrays in front.
+    An outer product of others does not: XLA moves no factor from behind it to the smaller arrays in
+    front. But one by a constant row is a product by a constant: by one number, if all are that.
     """
     if op.name == "ragged_dot_general":
         return math.prod(contracted(op)) == 1
@@ -43,8 +44,13 @@ def is_one_product(op: Op) -> bool:
             math.prod(n for d, n in enumerate(v.shape) if d not in (*dims, *batch))
             for v, dims, batch in zip(op.inputs, *op.params["dimension_numbers"], strict=True)
         ]
-        return min(own) == 1 and math.prod(contracted(op)) == 1
-    return op.name == "conv_general_dilated" and math.prod(op.inputs[1].shape) == 1
+        return math.prod(contracted(op)) == 1 and (min(own) == 1 or _has_a_constant(op))
+    if op.name != "conv_general_dilated":
+        return False
+    filters = op.inputs[1]
+    features = op.params["dimension_numbers"].rhs_spec[0]
+    of_each = math.prod(n for d, n in enumerate(filters.shape) if d != features)
+    return of_each == 1 and (filters.size == 1 or _has_a_constant(op))
 
 
 def _keeps_to_itself(op: Op) -> bool:

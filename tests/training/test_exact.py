@@ -576,6 +576,12 @@ def ragged(size, x, y):
     )
 
 
+def by_features(x, filters):
+    """Each element, as a feature of its own, convolved with its own filter."""
+    spread = jnp.broadcast_to(x[None, :, None], (1, 4, 5))
+    return lax.conv_general_dilated(spread, filters, (1,), "VALID", feature_group_count=4)
+
+
 def convolved(size):
     """With a kernel of so many numbers."""
     return lambda x, y: lax.conv_general_dilated((x * y)[None, None], y[None, None, :size], (1,),
@@ -760,11 +766,29 @@ TAKEN_APART = {
         pytest.param(
             lambda x, y: lax.dot_general(x * y, y, (((), ()), ((), ()))), True, id="outer product"
         ),
+        pytest.param(
+            lambda x, y: jnp.einsum("i,j->ij", x, jnp.full(3, 0.3)), False,
+            id="outer product by a constant",
+        ),
+        pytest.param(
+            lambda x, y: jnp.einsum("i,ij->j", x, jnp.full((4, 3), 0.3)), True,
+            id="dot by a constant",
+        ),
         pytest.param(lambda x, y: jnp.einsum("i,i->i", x, y), False, id="product by rows"),
         pytest.param(functools.partial(ragged, 4), True, id="ragged"),
         pytest.param(functools.partial(ragged, 1), False, id="ragged product"),
         pytest.param(convolved(2), True, id="convolution"),
         pytest.param(convolved(1), False, id="convolution with one"),
+        pytest.param(
+            lambda x, y: by_features(x * y, y[:, None, None]), True, id="convolution of each"
+        ),
+        *(
+            pytest.param(
+                lambda x, y, n=n: by_features(x * y, jnp.full((4, 1, n), 0.3)), n > 1,
+                id=f"convolution of each by {n} constants",
+            )
+            for n in (1, 2)
+        ),
         *(
             pytest.param(mapped(n, f), n > 1, id=f"{f.__name__} by {n}")
             for n in (1, 2)

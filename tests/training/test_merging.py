@@ -139,6 +139,9 @@ ERASED: dict[str, Callable[..., Any]] = {
     "scattered alone": lambda x, a, r: jnp.zeros((1, SIZE)).at[jnp.array([0])].add(x * 0.1)[0],
     "dot with one": lambda x, a, r: ((x * 0.1)[:, None] @ jnp.ones((1, 1)))[:, 0],
     "dot with a number": lambda x, a, r: jnp.einsum("i,->i", x, jnp.float32(0.1)),
+    "convolved with a constant each": lambda x, a, r: lax.conv_general_dilated(
+        x[None, :, None], jnp.full((SIZE, 1, 1), 0.1), (1,), "VALID", feature_group_count=SIZE
+    )[0, :, 0],
     "larger of itself": lambda x, a, r: jnp.maximum(x * 0.1, x * 0.1),
     "chosen either way": lambda x, a, r: jnp.where(a[:, 0] > 0, x * 0.1, x * 0.1),
     "one turn at most": lambda x, a, r: lax.while_loop(
