@@ -113,6 +113,7 @@ def scatters(value: Value, added: Added) -> bool:
 
     `d + scatter(z, g)` becomes `scatter(d + z, g)`, and that likewise with the next. So it does
     where the scatter is divided by one before, or reshaped and back; not where it stays reshaped.
+    Of a slice that is set among zeros it adds the slice alone: elsewhere `d` stays, be it -0.0.
 
     Args:
       value: It.
@@ -126,12 +127,20 @@ def scatters(value: Value, added: Added) -> bool:
             continue
         seen.add((value, added))
         if through_wall(value) is None:
-            if op.name.startswith("scatter") and added.may_be(op.inputs[0]):
+            if _is_scatter(op) and added.may_be(op.inputs[0]):
                 return True
             if _ends_scatter(op):
                 continue
         stack += added.behind(value)
     return False
+
+
+def _is_scatter(op: Op) -> bool:
+    """Whether it writes among what XLA adds something to: a slice only among zeros."""
+    is_slice = op.name == "dynamic_update_slice"
+    return op.name.startswith("scatter") or (
+        is_slice and may_hold(op.inputs[0], lambda number: number == 0)
+    )
 
 
 def _ends_scatter(op: Op) -> bool:

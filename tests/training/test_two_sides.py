@@ -48,6 +48,11 @@ def where_right(is_right: Any, scale: Any, m: Any, v: Any, g: Any) -> tuple[Any,
     return jnp.where(is_right, m + scale, m), jnp.where(is_right, v + scale, v)
 
 
+def among_zeros(g: Any) -> Any:
+    place = jnp.argmax(g[:, 0]).astype(jnp.int32)
+    return lax.dynamic_update_slice(jnp.zeros_like(g), jnp.sin(g[:8]), (place, 0))
+
+
 @jax.checkpoint
 def seldom(g: Any) -> Any:
     return (jnp.sin(g) < 0).astype(jnp.float32)
@@ -117,7 +122,13 @@ FIRST_POWER: dict[str, Callable[..., Any]] = {
     ),
     "products": lambda m, v, g: ((m * 0.9) ** 1 * 0.3, 0.9 * v * by_rows(g) ** 1),
 }  # fmt: skip
-STEPS = SPREAD | CHOSEN | NEVER_BELOW | FIRST_POWER
+# As of a parameter of which the step takes a slice at some place: elsewhere is nothing to add.
+AMONG_ZEROS: dict[str, Callable[..., Any]] = {
+    "a slice": lambda m, v, g: (m + among_zeros(g), v + g),
+    "a slice, less nothing": lambda m, v, g: (0.9 * m + (among_zeros(g) - 0.0), v + g),
+    "a slice, scaled": lambda m, v, g: (0.9 * m + 0.1 * among_zeros(g), v + 0.1 * among_zeros(g)),
+}
+STEPS = SPREAD | CHOSEN | NEVER_BELOW | FIRST_POWER | AMONG_ZEROS
 
 
 def step_of(name: str) -> Callable[..., Any]:
@@ -142,7 +153,7 @@ def bits(array: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("bad", [None, np.inf, np.nan])
+@pytest.mark.parametrize("bad", [None, np.inf, np.nan, -0.0])
 def test_what_is_replayed_is_what_the_device_has(name: str, bad: float | None) -> None:
     found = analyse(step_of(name), *given(bad=bad), even_for_nothing=True)
     new, cut = found.run()
