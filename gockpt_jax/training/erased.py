@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from gockpt_jax import _compat
-from gockpt_jax.training.primitives import CUMULATIVE, LOGICAL
+from gockpt_jax.training.primitives import CUMULATIVE, LOGICAL, OF_MATRICES
 from gockpt_jax.training.values import (
     Op,
     Value,
@@ -32,11 +32,13 @@ def may_be_erased(op: Op) -> bool:
 
 
 def is_one_product(op: Op) -> bool:
-    """Whether a matrix product or a convolution multiplies by a number, and adds nothing.
+    """Whether a matrix product, or what is like it, multiplies by a number, and adds nothing.
 
     An outer product of others does not: XLA moves no factor from behind it to the smaller arrays in
     front. But one by a constant row is a product by a constant: by one number, if all are that.
     """
+    if op.name == "triangular_solve":  # over the number, on a TPU
+        return _is_of_numbers(op)
     if op.name == "ragged_dot_general":
         return math.prod(contracted(op)) == 1
     if op.name == "dot_general":
@@ -62,6 +64,11 @@ def _keeps_to_itself(op: Op) -> bool:
 
 def _along(parameter: str) -> Callable[[Op], bool]:
     return lambda op: op.inputs[0].shape[op.params.get(parameter, -1)] == 1
+
+
+def _is_of_numbers(op: Op) -> bool:
+    """Whether matrices have one element each: a TPU's compiler factorizes none of these."""
+    return op.inputs[0].shape[-2:] == (1, 1)
 
 
 def _is_one_place(indices: Value) -> bool:
@@ -122,5 +129,6 @@ _BY_NAME: Mapping[str, Callable[[Op], bool]] = {
     "sort": _along("dimension"),
     "top_k": _along("axis"),
     **dict.fromkeys(CUMULATIVE, _along("axis")),
+    **dict.fromkeys(OF_MATRICES, _is_of_numbers),
     **dict.fromkeys(LOGICAL - {"not"}, _has_a_constant),
 }

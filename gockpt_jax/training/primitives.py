@@ -17,6 +17,7 @@ def _names(text: str) -> frozenset[str]:
 SUMS, PRODUCTS = _names("add sub add_any"), _names("mul square integer_pow")
 MATRIX_PRODUCTS = _names("dot_general ragged_dot_general")
 CUMULATIVE = _names("cumsum cumprod cummax cummin cumlogsumexp")
+OF_MATRICES = _names("eigh qr cholesky svd lu triangular_solve")
 COMPARISONS, LOGICAL = _names("eq ne lt le gt ge"), _names("and or xor not")
 STEPS = _names("floor ceil sign")
 FUNCTIONS = _names(
@@ -69,11 +70,11 @@ RISING = _names("sqrt cbrt exp exp2 expm1 log log1p tanh logistic erf")
 # Where a chain of factors ends for certain: whatever is not named XLA may move, drop or merge. Of
 # `log(exp(x))` it makes `x`; what else ends none at some sizes, `may_be_erased` tells.
 ENDS = MATRIX_PRODUCTS | CUMULATIVE | COMPARISONS | LOGICAL | STEPS | FUNCTIONS - {"exp", "log"}
-ENDS |= _names(
+ENDS |= OF_MATRICES | _names(
     """conv_general_dilated scan while cond gather sort ffi_call scatter scatter-add scatter-mul
     scatter-min scatter-max erf_inv lgamma digamma round rem nextafter is_finite random_bits
     random_wrap random_unwrap threefry2x32 iota argmax argmin top_k psum psum_invariant all_gather
-    reduce_scatter all_to_all ppermute eigh qr cholesky svd lu triangular_solve"""
+    reduce_scatter all_to_all ppermute"""
 )
 
 # What number a value is (`drawn.py`, `numbers.py`).

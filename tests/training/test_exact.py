@@ -777,6 +777,28 @@ TAKEN_APART = {
         pytest.param(lambda x, y: jnp.einsum("i,i->i", x, y), False, id="product by rows"),
         pytest.param(functools.partial(ragged, 4), True, id="ragged"),
         pytest.param(functools.partial(ragged, 1), False, id="ragged product"),
+        *(
+            pytest.param(
+                lambda x, y, f=f, n=n: f(jnp.tile((x * y)[:, None, None], (1, n, n))), n > 1,
+                id=f"{name} of {n} rows",
+            )
+            for n in (1, 2)
+            for name, f in {
+                "eigenvalues": lambda a: lax.linalg.eigh(a, symmetrize_input=False)[1],
+                "orthogonal factors": lambda a: lax.linalg.qr(a)[1],
+                "singular values": lambda a: lax.linalg.svd(a, compute_uv=False)[0],
+                "triangular factors": lambda a: lax.linalg.lu(a)[0],
+                "solved": lambda a: lax.linalg.triangular_solve(
+                    a, jnp.ones_like(a), left_side=True
+                ),
+            }.items()
+        ),
+        pytest.param(
+            lambda x, y: lax.linalg.triangular_solve(
+                jnp.full((4, 1, 1), 0.3), x[:, None, None], left_side=True
+            ),
+            False, id="solved by a number",
+        ),
         pytest.param(convolved(2), True, id="convolution"),
         pytest.param(convolved(1), False, id="convolution with one"),
         pytest.param(
