@@ -554,8 +554,8 @@ def mapped(devices, f):
     return jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
 
-def summed(x, y):
-    return lax.psum(x * y, "rows")
+def summed(x, y, groups=None):
+    return lax.psum(x * y, "rows", axis_index_groups=groups)
 
 
 def batched(rows, f):
@@ -815,6 +815,11 @@ TAKEN_APART = {
             pytest.param(mapped(n, f), n > 1, id=f"{f.__name__} by {n}")
             for n in (1, 2)
             for f in (summed, exchanged)
+        ),
+        *(
+            pytest.param(mapped(2, functools.partial(summed, groups=groups)), among > 1,
+                         id=f"summed among {among}")
+            for among, groups in ((1, [[0], [1]]), (2, [[0, 1]]))
         ),
         *(
             pytest.param(batched(n, f), n > 1, id=f"{f.__name__} over {n} rows")
