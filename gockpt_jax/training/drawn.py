@@ -191,7 +191,8 @@ def _folded(value: Value, op: Op, given: Sequence[Any]) -> Any:
     Whether it drops a rounding to less than fp32, because another follows, it alone knows.
     """
     work_out = np.sqrt if op.name == "sqrt" else _ELEMENTWISE.get(op.name)
-    is_told = (work_out or op.name in SAME_NUMBERS - {"reduce_precision"}) and _is_numeric(value)
+    is_real = _is_numeric(value) and not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    is_told = is_real and (work_out or op.name in SAME_NUMBERS - {"reduce_precision"})
     if not is_told or any(np.ndim(x) or np.float32(x) != x for x in given):
         return np.nan
     typed = [np.asarray(x, v.dtype) for x, v in zip(given, op.inputs, strict=True)]

@@ -245,6 +245,12 @@ def test_a_constant_that_was_rounded_to_a_power_of_two_may_be_none(constant, exp
     assert is_power_of_two(value) is expected
 
 
+def test_a_complex_constant_is_no_number_that_is_compared():
+    (value,) = graph_of(lambda x: jnp.full(4, 0.25).astype(jnp.complex64), X).outputs
+    assert np.isnan(number_of(value))
+    assert not is_power_of_two(value)
+
+
 def test_what_the_turns_of_a_loop_return_may_be_taken_out_of_it():
     def values(x):
         turns = lax.scan(lambda c, _: (jnp.cos(c), c), jnp.sin(x), length=2, unroll=2)[1]
