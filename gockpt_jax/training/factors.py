@@ -69,7 +69,7 @@ def may_be_flags(factor: Value) -> bool:
     while stack:
         value, per = unspread_through_walls(*stack.pop())
         op = value.op
-        if value.dtype == jnp.bool_ and value.size > 1:
+        if value.dtype == jnp.bool_ and value.shape:
             is_given = op is None and value.size == factor.size * per
             if not is_given:
                 return True

@@ -101,6 +101,10 @@ CHOSEN: dict[str, Callable[..., Any]] = {
     "flags of rows, both negated": lambda m, v, g: (
         -m * -jnp.broadcast_to(flags(g)[:, None], g.shape).astype(jnp.float32), v + g
     ),
+    "a flag, spread": lambda m, v, g: (
+        m * jnp.broadcast_to(jnp.sum(g, keepdims=True) < 0, g.shape).astype(jnp.float32), v + g
+    ),
+    "a flag that is one number": lambda m, v, g: (m * (jnp.sum(jnp.sin(g)) < -1e9), v + g),
     "flags of rows, picked": lambda m, v, g: (
         m * jnp.take(flags(g), jnp.argsort(g[:, 0]))[:, None].repeat(COLUMNS, 1), v
     ),
