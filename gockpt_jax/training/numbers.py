@@ -125,7 +125,8 @@ def is_settled(aval: Any, op: Op) -> bool:
     It erases a choice by such a flag, and then sees what is in front of it together with what is
     behind: `step % 1 == 0` of an interval that happens to be one, `ids >= 0` of unsigned numbers,
     `late | True`, `stage == 0` of one stage. Comparisons of floats it leaves alone, which may be no
-    numbers (NaN). To take a flag for settled that is not only makes leaves late.
+    numbers (NaN), but for those of an exponential, say, with zero. To take a flag for settled that
+    is not only makes leaves late.
 
     Args:
       aval: Of what it gives.
@@ -145,12 +146,22 @@ def _is_settled_flag(aval: Any, op: Op) -> bool:
     if op.name in ("and", "or"):
         ends = op.name == "or"
         return any(may_hold(v, lambda flag: (flag != 0) == ends) for v in op.inputs)
-    if op.name not in COMPARISONS or jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
+    if op.name not in COMPARISONS:
         return False
+    if jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
+        return _is_never_below_zero(op)
     drawn = np.asarray(number_of(Value(aval, op)))
     if op.name in ("eq", "ne"):  # what is drawn is no constant by chance, which it may be
         return bool(np.all(drawn == (op.name == "eq")))
     return bool(np.all(drawn == drawn.flat[0]))
+
+
+def _is_never_below_zero(op: Op) -> bool:
+    """Whether it compares with zero what XLA may find to be no less: an exponential, a square."""
+    if op.name not in ("lt", "ge", "gt", "le"):
+        return False
+    number, zero = op.inputs if op.name in ("lt", "ge") else op.inputs[::-1]
+    return may_hold(zero, lambda x: x == 0) and bool(np.all(number_of(number) >= 0))
 
 
 def _is_settled_integer(op: Op) -> bool:

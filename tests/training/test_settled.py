@@ -27,6 +27,10 @@ SETTLED: dict[str, Flag] = {
     "either": lambda u, i: (i > 3) | True,
     "both": lambda u, i: ~((i > 3) & False),
     "every turn": lambda u, i: i % 1 == 0,
+    "an exponential, not below zero": lambda u, i: jnp.exp(i * 0.5) >= 0,
+    "zero is no more than a square": lambda u, i: lax.le(0.0, jnp.square(i * 0.5)),
+    "a size, below zero": lambda u, i: ~(jnp.abs(i * 0.5) < 0),
+    "zero is more than a bound": lambda u, i: ~lax.gt(0.0, jnp.maximum(i * 0.5, 0.5)),
     "every turn of unsigned": lambda u, i: lax.rem(u, jnp.uint32(1)) == 0,
 }
 OPEN: dict[str, Flag] = {
@@ -41,6 +45,10 @@ OPEN: dict[str, Flag] = {
     "every eighth": lambda u, i: i & 7 == 0,
     "some of eight": lambda u, i: i & 7 < 4,
     "a number or none": lambda u, i: jnp.isnan(i * 0.5),
+    "a float, not below zero": lambda u, i: i * 0.5 >= 0,
+    "zero is no more than a float": lambda u, i: lax.le(0.0, i * 0.5),
+    "an exponential, below one": lambda u, i: jnp.exp(i * 0.5) < 1,
+    "an exponential, above zero": lambda u, i: jnp.exp(i * 0.5) > 0,
     "finite": lambda u, i: jnp.abs(i * 0.5) < jnp.inf,
     "one of two": lambda u, i: (i > 3) | (u > 3),
 }
