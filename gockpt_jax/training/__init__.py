@@ -10,6 +10,7 @@ In the order of their imports. What a step computes, and what a compiler may mak
     apart        which sums the compiler takes apart
     factors      what a factor may be seen to be
     merging      what compilers merge
+    scattered    what they scatter into a sum
 
 Where it is cut, so that the host can go on from there:
 

@@ -7,7 +7,6 @@ compiler merges what another leaves, so the host does not repeat it.
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +29,6 @@ from gockpt_jax.training.values import (
     Value,
     is_known,
     judged_once,
-    through_wall,
     unspread_through_walls,
     without_walls,
 )
@@ -83,74 +81,9 @@ def _shows(value: Value, names: Collection[str]) -> bool:
     return any(op.name in names for op in _chain(value, _ends_chain))
 
 
-class Added(NamedTuple):
-    """What is added to a sum: its shards in a `shard_map`, the whole outside.
-
-    Attributes:
-      dtype: Its elements.
-      shape: Where it is looked at from; `None`: nobody knows.
-    """
-
-    dtype: Any
-    shape: tuple[int, ...] | None
-
-    def may_be(self, value: Value) -> bool:
-        """Whether a value looks like it."""
-        return value.dtype == self.dtype and self.shape in (value.shape, None)
-
-    def behind(self, value: Value) -> list[tuple[Value, "Added"]]:
-        """What a value is made of, and how this looks from there."""
-        if (inner := through_wall(value)) is not None:
-            if inner.shape == value.shape:
-                return [(inner, self)]
-            is_whole = value.shape == self.shape
-            return [(inner, self._replace(shape=inner.shape if is_whole else None))]
-        return [] if value.op is None else [(v, self) for v in value.op.inputs]
-
-
-def scatters(value: Value, added: Added) -> bool:
-    """Whether XLA sees a scatter from a value, or from what is made of it and added to a sum.
-
-    `d + scatter(z, g)` becomes `scatter(d + z, g)`, and that likewise with the next. So it does
-    where the scatter is divided by one before, or reshaped and back; not where it stays reshaped.
-    Of a slice that is set among zeros it adds the slice alone: elsewhere `d` stays, be it -0.0.
-
-    Args:
-      value: It.
-      added: How what is added looks from there, as `Added.behind` says.
-    """
-    stack, seen = [(value, added)], set[tuple[Value, Added]]()
-    while stack:
-        value, added = stack.pop()
-        op = value.op
-        if op is None or (value, added) in seen:
-            continue
-        seen.add((value, added))
-        if through_wall(value) is None:
-            if _is_scatter(op) and added.may_be(op.inputs[0]):
-                return True
-            if _ends_scatter(op):
-                continue
-        stack += added.behind(value)
-    return False
-
-
-def _is_scatter(op: Op) -> bool:
-    """Whether it writes among what XLA adds something to: a slice only among zeros."""
-    is_slice = op.name == "dynamic_update_slice"
-    return op.name.startswith("scatter") or (
-        is_slice and may_hold(op.inputs[0], lambda number: number == 0)
-    )
-
-
-def _ends_scatter(op: Op) -> bool:
-    """Whether XLA adds nothing to a scatter in front of this operation."""
-    return op.name == "optimization_barrier" or (op.name not in SUMS and _ends_sum(op))
-
-
 def is_rounded(value: Value) -> bool:
     """Whether XLA sees a conversion that rounds, which it drops where another follows."""
-    return any(map(_rounds, _chain(value, _ends_sum)))
+    return any(map(_rounds, _chain(value, ends_sum)))
 
 
 def _rounds(op: Op) -> bool:
@@ -246,7 +179,7 @@ def _folds(op: Op) -> bool:
             if may_be_spread(factor) and not is_power_of_two(factor)
         )
     return _adds_constant(op) and any(
-        _adds_constant(inner) for v, _ in pairs for inner in _chain(v, _ends_sum)
+        _adds_constant(inner) for v, _ in pairs for inner in _chain(v, ends_sum)
     )
 
 
@@ -327,7 +260,7 @@ def _adds_constant(op: Op) -> bool:
 
 
 @judged_once
-def _ends_sum(op: Op) -> bool:
+def ends_sum(op: Op) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
     if op.name == "mul" or op.name == "div":  # but by one, which is erased
         factors = op.inputs if op.name == "mul" else op.inputs[1:]
@@ -342,4 +275,4 @@ def _ends_sum_to_cut(op: Op) -> bool:
 
     The power is erased; a constant that is added behind it is not repeated (`_folds`).
     """
-    return op.name in PRODUCTS - {"mul"} or _ends_sum(op)
+    return op.name in PRODUCTS - {"mul"} or ends_sum(op)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from gockpt_jax import _compat
 from gockpt_jax.training.exact import is_exact
-from gockpt_jax.training.merging import Added, may_be_cut, may_melt, melts, scatters
+from gockpt_jax.training.merging import may_be_cut, may_melt, melts
 from gockpt_jax.training.primitives import IDENTITIES, SUMS
+from gockpt_jax.training.scattered import Added, scatters
 from gockpt_jax.training.values import Op, Value
 
 
