@@ -20,6 +20,8 @@ from gockpt_jax.training.values import (
 )
 
 _PRECISION = 1e-6
+# What gives places along an axis; a sort, of the places that it is given.
+_PLACES = ("argmax", "argmin", "top_k", "sort")
 
 
 def may_be_equal(a: Value, b: Value, per_a: Ratio = 1, per_b: Ratio = 1) -> bool:
@@ -135,6 +137,8 @@ def is_settled(aval: Any, op: Op) -> bool:
     dtype = getattr(aval, "dtype", None)
     if op.name == "axis_index":
         return num_devices(aval, op.params["axis_name"]) in (1, None)
+    if op.name in ("dynamic_slice", "gather"):  # of a table whose rows are all the same
+        return is_known(op.inputs[0]) and not np.ndim(number_of(op.inputs[0]))
     if dtype is None or not op.inputs:
         return False
     if dtype == jnp.bool_:
@@ -165,8 +169,21 @@ def _is_never_below_zero(op: Op) -> bool:
 
 
 def _is_settled_integer(op: Op) -> bool:
-    if op.name == "mul":
+    if op.name in ("mul", "and"):
         return any(may_hold(v, lambda number: number == 0) for v in op.inputs)
+    if op.name == "or":
+        dtype = op.inputs[0].dtype
+        all_bits = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
+        return any(may_hold(v, lambda bits: bits == float(all_bits)) for v in op.inputs)
+    if op.name in _PLACES:
+        return _is_of_one_place(op)
     if op.name == "sub":
         return unspread(op.inputs[0]) is unspread(op.inputs[1])
     return op.name == "rem" and may_hold(op.inputs[1], lambda number: abs(number) == 1)
+
+
+def _is_of_one_place(op: Op) -> bool:
+    """Whether it tells which element of one is the largest, say, or in what order one is sorted."""
+    along = op.params.get("axes", [op.params.get("dimension", op.params.get("axis", -1))])
+    is_one = all(op.inputs[0].shape[axis] == 1 for axis in along)
+    return is_one and (op.name != "sort" or any(map(is_known, op.inputs)))

@@ -32,6 +32,16 @@ SETTLED: dict[str, Flag] = {
     "a size, below zero": lambda u, i: ~(jnp.abs(i * 0.5) < 0),
     "zero is more than a bound": lambda u, i: ~lax.gt(0.0, jnp.maximum(i * 0.5, 0.5)),
     "every turn of unsigned": lambda u, i: lax.rem(u, jnp.uint32(1)) == 0,
+    "no bits": lambda u, i: i & 0 == 0,
+    "all bits": lambda u, i: i | -1 == -1,
+    "all bits of unsigned": lambda u, i: ~(u | jnp.uint32(2**32 - 1)) == 0,
+    "of a table of one number": lambda u, i: jnp.zeros(4)[i] == 0,
+    "gathered from such a table": lambda u, i: jnp.take(jnp.ones(4, bool), i, mode="clip"),
+    "the largest of one": lambda u, i: jnp.argmax(i[None]) == 0,
+    "the least of one is the largest": lambda u, i: jnp.argmin(i[None]) == jnp.argmax(u[None]),
+    "one in order": lambda u, i: jnp.argsort(i[None] * 0.5)[0] == 0,
+    "the first of one": lambda u, i: lax.top_k(i[None] * 0.5, 1)[1][0] == 0,
+    "an expert of one": lambda u, i: jax.nn.one_hot(jnp.argmax(i[None]), 1)[0] > 0,
 }
 OPEN: dict[str, Flag] = {
     "a bound": lambda u, i: i > 3,
@@ -50,6 +60,10 @@ OPEN: dict[str, Flag] = {
     "an exponential, below one": lambda u, i: jnp.exp(i * 0.5) < 1,
     "an exponential, above zero": lambda u, i: jnp.exp(i * 0.5) > 0,
     "finite": lambda u, i: jnp.abs(i * 0.5) < jnp.inf,
+    "of a table of several": lambda u, i: jnp.array([0, 1, 0, 0])[i] == 1,
+    "the larger of two": lambda u, i: jnp.argmax(jnp.stack([i, u.astype(int)])) == 0,
+    "two in order": lambda u, i: jnp.argsort(jnp.stack([i, u.astype(int)]))[0] == 0,
+    "the first of two": lambda u, i: lax.top_k(jnp.stack([i * 0.5, u * 0.5]), 1)[1][0] == 0,
     "one of two": lambda u, i: (i > 3) | (u > 3),
 }
 
@@ -98,6 +112,11 @@ def test_nor_is_it_in_a_branch() -> None:
 @pytest.mark.parametrize("zero", [lambda i: i * 0, lambda i: i - i])
 def test_what_adds_nothing_ends_no_chain(zero: Callable[[jax.Array], jax.Array]) -> None:
     assert torn(found(lambda x, u, i: x * 0.3 + zero(i).astype(jnp.float32))) == 0
+
+
+def test_nor_is_what_meets_a_number_from_a_table_that_has_no_other() -> None:
+    rates = jnp.full(4, 0.3, jnp.float32)
+    assert torn(found(lambda x, u, i: jnp.tanh(x) * rates[i] * 0.7)) == 0
 
 
 @pytest.mark.parametrize("in_a_branch", [False, True])
