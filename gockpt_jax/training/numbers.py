@@ -105,11 +105,14 @@ def may_be_all_of(op: Op) -> Sequence[Value]:
     if op.name == "integer_pow":
         return inputs if op.params["y"] == 1 else ()
     if op.name == "select_n":
-        cases = inputs[1:]
-        are_equal = all(may_be_equal(cases[0], case) for case in cases)
-        return cases if are_equal or may_hold(inputs[0], lambda _: True) else ()
+        is_open = not _are_equal(inputs[1:]) and not may_hold(inputs[0], lambda _: True)
+        return () if is_open else inputs[1:]
     inner = inputs[0].op if op.name == "neg" else None
     return inner.inputs if inner is not None and inner.name == "neg" else ()
+
+
+def _are_equal(cases: Sequence[Value]) -> bool:
+    return all(may_be_equal(cases[0], case) for case in cases)
 
 
 def number_of(value: Value) -> Any:
@@ -141,6 +144,10 @@ def is_settled(aval: Any, op: Op) -> bool:
         return is_known(op.inputs[0]) and not np.ndim(number_of(op.inputs[0]))
     if dtype is None or not op.inputs:
         return False
+    if not any(v.size for v in op.inputs):  # the sum of nothing
+        return True
+    if op.name in ("select_n", "choice"):
+        return all(map(is_known, op.inputs[1:])) and _are_equal(op.inputs[1:])
     if dtype == jnp.bool_:
         return _is_settled_flag(aval, op)
     return bool(jnp.issubdtype(dtype, jnp.integer)) and _is_settled_integer(op)

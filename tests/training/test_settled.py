@@ -60,6 +60,7 @@ OPEN: dict[str, Flag] = {
     "an exponential, below one": lambda u, i: jnp.exp(i * 0.5) < 1,
     "an exponential, above zero": lambda u, i: jnp.exp(i * 0.5) > 0,
     "finite": lambda u, i: jnp.abs(i * 0.5) < jnp.inf,
+    "one of two numbers": lambda u, i: jnp.where(i > 3, 0.3, 0.1) > 0.2,
     "of a table of several": lambda u, i: jnp.array([0, 1, 0, 0])[i] == 1,
     "the larger of two": lambda u, i: jnp.argmax(jnp.stack([i, u.astype(int)])) == 0,
     "two in order": lambda u, i: jnp.argsort(jnp.stack([i, u.astype(int)]))[0] == 0,
@@ -114,9 +115,25 @@ def test_what_adds_nothing_ends_no_chain(zero: Callable[[jax.Array], jax.Array])
     assert torn(found(lambda x, u, i: x * 0.3 + zero(i).astype(jnp.float32))) == 0
 
 
-def test_nor_is_what_meets_a_number_from_a_table_that_has_no_other() -> None:
-    rates = jnp.full(4, 0.3, jnp.float32)
-    assert torn(found(lambda x, u, i: jnp.tanh(x) * rates[i] * 0.7)) == 0
+RATES, RATE = jnp.full(4, 0.3, jnp.float32), jnp.float32(0.3)
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda x, i: RATES[i],
+        lambda x, i: jnp.where(x > 0, RATE, RATE),
+        lambda x, i: x[:0].sum() + 0.3,
+    ],
+    ids=["of a table of one", "one of two that are the same", "more than nothing"],
+)
+def test_nor_is_what_meets_a_number_that_is_always_so(rate: Callable[..., Any]) -> None:
+    def step(s: Any, x: Any, i: Any) -> Any:
+        g = jnp.tanh(x) * rate(x, i) * 0.7
+        return {"m": 0.9 * s["m"] + g, "v": 0.99 * s["v"] + g * g}
+
+    state = {"m": vector(1, SIZE), "v": vector(1, SIZE)}
+    assert torn(analyse(step, state, vector(2, SIZE), jnp.int32(1), even_for_nothing=True)) == 0
 
 
 @pytest.mark.parametrize("in_a_branch", [False, True])
