@@ -11,7 +11,7 @@ LABELS = 22  # of a first job; its resumption makes `LABELS_AFTER` more
 LABELS_AFTER = 9
 ONE_AXIS = ("fsdp", "data_parallel", "zero_1", "tensor", "by_hand", "by_hand_whole", "each_its_own")
 
-OF_THEIR_OWN = ("zero_1", "each_its_own")  # have another optimizer than the others, other shapes
+OF_THEIR_OWN = ("zero_1", "tensor", "each_its_own")  # have another optimizer, or shapes
 
 PLACES = ("land", "finish", "write", "begin", "written", "finalize", "stage", "admit", "seal")
 """Where a process may fail, or be killed: stages that a save goes through (`life.STAGES`)."""
