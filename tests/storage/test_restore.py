@@ -31,8 +31,9 @@ from gockpt_jax.storage.inspecting.verdict import Verdict
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.managing import resume as resuming
 from gockpt_jax.storage.restoring import restore as restoring
+from gockpt_jax.storage.restoring import whole
+from gockpt_jax.storage.restoring.known import Stored, known_arrays
 from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
-from gockpt_jax.storage.restoring.target import Stored, known_arrays
 
 P = PartitionSpec
 
@@ -782,14 +783,14 @@ def test_what_one_process_finds_all_processes_raise(root, monkeypatch, what, sta
             return "process 0: it is damaged" if states[0] == "damaged" else mine
 
     if what == "item":
-        monkeypatch.setattr(restoring, "verify_item", found)
-        check = functools.partial(restoring.require_whole, root / "3", Others())
+        monkeypatch.setattr(whole, "verify_item", found)
+        check = functools.partial(whole.require_whole, root / "3", Others())
     else:
         monkeypatch.setattr(resuming, "verify_step", lambda step: found(step.path))
         monkeypatch.setattr(resuming, "require_whole", lambda item, processes: None)
         check = functools.partial(resuming.require_whole_step, root / "3", Others())
-    whole = contextlib.nullcontext()
-    with pytest.raises((gockpt.VerifyError, OSError), match=said) if said else whole:
+    no_error = contextlib.nullcontext()
+    with pytest.raises((gockpt.VerifyError, OSError), match=said) if said else no_error:
         check()
     assert [mine is None for mine in told] == [states[1] == "whole"]
 

@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,9 +15,9 @@ from etils import epath
 from gockpt_jax.errors import NoCheckpointError, TargetError, VerifyError
 from gockpt_jax.storage.files import item_files
 from gockpt_jax.storage.inspecting.verdict import Verdict
-from gockpt_jax.storage.inspecting.verify import verify_item
 from gockpt_jax.storage.inspecting.verify_files import check_files
 from gockpt_jax.storage.restoring.array_reader import LIMIT_BYTES, direct_reads
+from gockpt_jax.storage.restoring.known import Stored, known_arrays
 from gockpt_jax.storage.restoring.one_replica import (
     SingleReplicaArgs,
     one_replica_reads,
@@ -26,14 +25,7 @@ from gockpt_jax.storage.restoring.one_replica import (
     without_others,
 )
 from gockpt_jax.storage.restoring.placed import shardings_of, stored_tree
-from gockpt_jax.storage.restoring.target import (
-    Stored,
-    check_target,
-    explained,
-    known_arrays,
-    refuse_to_narrow,
-)
-from gockpt_jax.window.processes import READING_SECS, Processes, attempted, in_short
+from gockpt_jax.storage.restoring.target import check_target, explained, refuse_to_narrow
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
@@ -42,46 +34,12 @@ _OF_STANDARD = ("restore_concurrent_gb", "multiprocessing_options", "pytree_meta
 """Those options that stock's standard handler takes, too."""
 
 
-def require_whole(item: Any, processes: Processes) -> None:
-    """Verifies an item before it is restored; each of the processes reads its share.
-
-    Raises:
-      VerifyError: It is damaged, or has no checksums. All processes raise.
-    """
-    raised_by_all(item, functools.partial(require_whole_share, item, processes), processes)
-
-
-def require_whole_share(item: Any, processes: Processes) -> None:
-    """Verifies this process's share of an item.
-
-    Raises:
-      VerifyError: It is damaged, or has no checksums.
-    """
-    verify_item(item, share=processes.share).require_whole()
-
-
 def is_sent(args: Any) -> bool:
     """Whether one replica reads some of it and sends that to the others, which wait for it."""
     if isinstance(args, GoCkptRestore):
         return args.single_replica
     leaves = jax.tree.leaves(getattr(args, "restore_args", None))
     return any(isinstance(leaf, SingleReplicaArgs) for leaf in leaves)
-
-
-def raised_by_all(path: Any, check: Callable[[], None], processes: Processes) -> None:
-    """Runs a check; where it raises on one process all do: they would wait for that one in vain.
-
-    Args:
-      path: What is checked.
-      check: Raises if something is wrong with it.
-      processes: Those that restore together.
-    """
-    _, wrong = attempted(check)
-    elsewhere = processes.objection("verified", in_short(wrong), READING_SECS)
-    if wrong is not None:
-        raise wrong
-    if elsewhere is not None:
-        raise VerifyError(f"{path} is not whole, as one process has found. {elsewhere}")
 
 
 def _restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:

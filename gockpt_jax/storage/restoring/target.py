@@ -1,8 +1,6 @@
 """Whether a checkpoint and the target to restore it into fit together, leaf by leaf."""
 
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from gockpt_jax.errors import TargetError
-from gockpt_jax.storage.files import checksum_files
-from gockpt_jax.storage.inspecting.stored_item import StoredItem, for_each
+from gockpt_jax.storage.inspecting.stored_item import StoredItem
+from gockpt_jax.storage.restoring.known import Stored, all_arrays
 from gockpt_jax.storage.restoring.placed import lies_nowhere
 from gockpt_jax.transfer.chunks import is_key_type
 
@@ -24,17 +21,6 @@ _NARROWER = {
 """What JAX makes of what it is given, unless `jax_enable_x64` is on; without a word."""
 _IS_OFF = "`jax_enable_x64` is off"
 _OF_ANOTHER_DTYPE = "of another dtype"
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """What is known of a stored array without reading it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
 
 def check_target(
@@ -62,7 +48,7 @@ def check_target(
       TargetError: They do not fit; the message names all leaves.
     """
     item = StoredItem(directory)
-    stored = _stored_arrays(item, known)
+    stored = all_arrays(item, known)
     kept = {name for name, leaf in item.leaves.items() if leaf.has_data}
     named = _named(target)
     wanted = {name: leaf for name, leaf in named.items() if leaf is not ocp.PLACEHOLDER}
@@ -255,39 +241,6 @@ def _told(leaf: Any) -> str:
         return type(leaf).__name__
     is_asked_for = _NARROWER.get(str(leaf.dtype)) == stored.dtype
     return f"{stored} here: {_IS_OFF}" if is_asked_for else str(stored)
-
-
-def _stored_arrays(item: StoredItem, known: Mapping[str, Stored]) -> Mapping[str, Stored]:
-    """Shapes and dtypes: those that are known, or else from the metadata of every array."""
-    if known.keys() == item.arrays.keys():
-        return known
-
-    def look(name: str) -> tuple[str, Stored]:
-        store = item.open(name)
-        return name, Stored(tuple(store.shape), store.dtype.numpy_dtype.name)
-
-    return dict(for_each(item.arrays, look))
-
-
-def known_arrays(item: epath.Path) -> dict[str, Stored]:
-    """What the checksums of an item tell of its arrays; nothing where there are none, or not all.
-
-    One file per process instead of one read per array; a restore reads them once.
-    """
-    known: dict[str, Stored] = {}
-    try:
-        listed = checksum_files.read_item(item)
-        processes = () if listed.is_part else listed.processes
-        read = functools.partial(checksum_files.read_process, item)
-        for file in for_each(processes, read):
-            for name, (dtype, chunks) in file.leaves.items():
-                corners = [chunk.stop for chunk in chunks]
-                if name in known:
-                    corners.append(known[name].shape)
-                known[name] = Stored(tuple(map(max, zip(*corners, strict=True))), dtype)
-    except (OSError, ValueError, TypeError, KeyError):  # none, or damaged
-        return {}
-    return known
 
 
 @contextlib.contextmanager

@@ -18,14 +18,9 @@ from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
-from gockpt_jax.storage.restoring.restore import (
-    GoCkptRestore,
-    is_sent,
-    require_whole,
-    require_whole_share,
-    restore,
-)
+from gockpt_jax.storage.restoring.restore import GoCkptRestore, is_sent, restore
 from gockpt_jax.storage.restoring.together import Together
+from gockpt_jax.storage.restoring.whole import require_whole, require_whole_share
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
