@@ -387,13 +387,18 @@ def targets(tree):
 
     arrays = {name: x for name, x in tree.items() if "key" not in name}
     keys = {name: same(x) for name, x in tree.items() if "key" in name}
-    return {"as it was": jax.tree.map(same, tree), "otherwise": jax.tree.map(other, arrays) | keys}
+    as_it_was = jax.tree.map(same, tree)
+    return {
+        "as it was": as_it_was,
+        "without a target": as_it_was,
+        "otherwise": jax.tree.map(other, arrays) | keys,
+    }
 
 
 FOUND = ["both", "columns", "replicated", "rows"]
 
 
-@pytest.mark.parametrize("where", ["as it was", "otherwise"])
+@pytest.mark.parametrize("where", ["as it was", "without a target", "otherwise"])
 @pytest.mark.parametrize(
     ("handler", "use_ocdbt", "expected"),
     [
@@ -419,7 +424,8 @@ def test_what_stock_restores_we_restore(
 
     monkeypatch.setattr(array_reader, "_look_for_plain", spied)
     target = targets(tree)[where]
-    restored = restore(tmp_path / "x", GoCkptRestore(target), {})
+    args = GoCkptRestore() if where == "without a target" else GoCkptRestore(target)
+    restored = restore(tmp_path / "x", args, {})
     assert_same_arrays(restored, tree)
     for name in tree:
         assert restored[name].sharding.is_equivalent_to(target[name].sharding, tree[name].ndim)

@@ -31,6 +31,7 @@ from gockpt_jax.storage.inspecting.verdict import Verdict
 from gockpt_jax.storage.inspecting.verify import verify
 from gockpt_jax.storage.managing import resume as resuming
 from gockpt_jax.storage.restoring import restore as restoring
+from gockpt_jax.storage.restoring import stock as stocks
 from gockpt_jax.storage.restoring import whole
 from gockpt_jax.storage.restoring.known import Stored, known_arrays
 from gockpt_jax.storage.restoring.one_replica import SingleReplicaArgs
@@ -155,10 +156,12 @@ def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):
         assert_same_arrays(restored["params"]["w"], params["w"][:, :4])
 
 
-@pytest.mark.parametrize("name", ["StandardCheckpointHandler", "PyTreeCheckpointHandler"])
-def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch, name):
+@pytest.mark.parametrize("way", ["a target", "nothing", "layouts"])
+def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch, way):
     """It refuses a leaf that is larger than its limit."""
-    args = GoCkptRestore(abstract(training_state()) if name.startswith("PyTree") else None)
+    name = "StandardCheckpointHandler" if way == "layouts" else "PyTreeCheckpointHandler"
+    target = None if way == "nothing" else abstract(training_state())
+    args = GoCkptRestore(target, support_layout=way == "layouts")
     limits, stock = [], getattr(ocp, name)
 
     def made(**options):
@@ -173,12 +176,14 @@ def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch
         restoring.restore(item, args, {})
     monkeypatch.setattr(restoring, "known_arrays", lambda _: {})
     restoring.restore(item, args, {})
-    read, of_ours = restoring.direct_reads, []
+    read, of_ours = stocks.direct_reads, []
     monkeypatch.setattr(
-        restoring, "direct_reads", lambda others, n: (of_ours.append(n), read(others, n))[1]
+        stocks, "direct_reads", lambda others, n: (of_ours.append(n), read(others, n))[1]
     )
     restoring.restore(item, args, {"restore_concurrent_gb": 7})
-    assert (limits, of_ours) == ([16, 36, 96, 7], [7 * 10**9])
+    each = 2 if way == "nothing" else 1  # whose metadata it is asked for first
+    assert limits == [gb for gb in (16, 36, 96, 7) for _ in range(each)]
+    assert of_ours == [7 * 10**9]
 
 
 @pytest.mark.parametrize("how", ["partial_restore", "single_replica"])
@@ -214,7 +219,7 @@ def test_a_target_may_have_texts_and_leave_out_where_arrays_lie(tmp_path, partia
 
 
 def test_what_lay_elsewhere_is_placed_by_the_target(copy, monkeypatch):
-    monkeypatch.setattr(restoring, "_stand_in_sharding", lambda: None)
+    monkeypatch.setattr(restoring, "stand_in_sharding", lambda: None)
     forget_devices(copy)
     shutil.rmtree(copy / "3/state/_gockpt_checksums")
     target = {"params": jax.eval_shape(lambda: training_state()["params"])}
@@ -279,7 +284,7 @@ def test_only_one_process_on_cpus_stands_in_for_other_devices(monkeypatch, proce
     first = SingleDeviceSharding(jax.devices()[0])
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    found = restoring._stand_in_sharding()
+    found = restoring.stand_in_sharding()
     assert found == (first if (processes, backend) == (1, "cpu") else None)
 
 
@@ -514,6 +519,25 @@ def test_beside_such_leaves_a_part_is_restored_to_where_it_was(copy):
         restored = manager.restore(3, args=GoCkptRestore(fallback_sharding=last))
     assert restored["params"]["w"].sharding == last
     assert_same_arrays(restored["params"], training_state()["params"])
+
+
+@pytest.mark.parametrize("types", [False, True])
+@pytest.mark.parametrize("way", [way for way in AS_SAVED if way != "PyTreeRestore()"])
+def test_arrays_come_back_as_numpys_where_nobody_knows_where_they_lay(tmp_path, way, types):
+    """As of an Orbax that did not write it down. So does stock, without handlers of types."""
+    options = {"type_handler_registry": registry_of(Arrays())} if types else {}
+    state = {"w": jnp.arange(8.0), "n": 3} | ({"seed": Seed(7)} if types else {})
+    with ocp.CheckpointManager(
+        tmp_path, item_handlers={"state": ocp.PyTreeCheckpointHandler(**options)}
+    ) as stock:
+        stock.save(0, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state)))
+    (tmp_path / "0/state/_sharding").unlink()
+    with GoCkptManager(tmp_path, pytree_options=options) as manager:
+        restored = manager.restore(0, **WAYS[way](None))
+    assert (type(restored["w"]), restored["w"].tolist(), restored["n"]) == (
+        np.ndarray, list(range(8)), 3,
+    )  # fmt: skip
+    assert not types or restored["seed"].value == 7
 
 
 @stock_warns

@@ -7,6 +7,7 @@ In the order of their imports:
     placed        where arrays shall lie of which the target does not say it
     known         what is known of stored arrays without reading them
     target        whether checkpoint and target fit together
+    stock         stock's handlers, asked for what is stored
     restore       the restore itself, and its arguments
     whole         verified first, by all processes
     together      the end of it, on several processes

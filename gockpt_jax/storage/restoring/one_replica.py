@@ -44,6 +44,11 @@ def _has_replicas(sharding: Any) -> bool:
     return sharding.mesh.axis_names[0] not in itertools.chain.from_iterable(axes)
 
 
+def is_asked_for(restore_args: Any) -> bool:
+    """Whether one replica is to read some of the leaves."""
+    return any(isinstance(x, SingleReplicaArgs) for x in jax.tree.leaves(restore_args))
+
+
 def without_others(args: Any) -> Any:
     """What one replica can send is left to it; the rest is read by all.
 

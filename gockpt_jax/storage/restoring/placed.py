@@ -68,3 +68,10 @@ def shardings_of(
 def lies_nowhere(leaf: Any) -> bool:
     """Whether it is an abstract array of which the target does not say where it shall lie."""
     return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+
+
+def stand_in_sharding() -> jax.sharding.Sharding | None:
+    """Where arrays go whose devices do not exist here: the host's memory, where that is all."""
+    if jax.process_count() == 1 and jax.default_backend() == "cpu":
+        return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return None
