@@ -13,6 +13,7 @@ import tensorstore as ts
 import gockpt_jax as gockpt
 from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.files.storage_errors import named, storage_error
 
 AWS = (
     "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION",
@@ -123,15 +124,15 @@ def test_orbax_is_routed_and_local_paths_are_not() -> None:
 
 def test_what_a_storage_refused_is_named() -> None:
     said = ValueError("UNAVAILABLE: Error writing x: CURL error [tensorstore_spec='{\\'a\\': 1}']")
-    found = bucket.named("s3://b/run", 8, said)
+    found = named("s3://b/run", 8, said)
     assert isinstance(found, gockpt.StorageError)
     assert found.__cause__ is said
     assert "the save of step 8 in s3://b/run failed: UNAVAILABLE" in str(found)
     assert "tensorstore_spec" not in str(found)
-    assert bucket.named("s3://b/run", 8, found) is found
+    assert named("s3://b/run", 8, found) is found
     client = types.new_class("ClientError", (Exception,), exec_body=lambda body: body.update(
         __module__="botocore.exceptions"))  # fmt: skip
-    assert isinstance(bucket.named("s3://b/run", 8, client("no")), gockpt.StorageError)
+    assert isinstance(named("s3://b/run", 8, client("no")), gockpt.StorageError)
 
 
 @pytest.mark.parametrize(
@@ -144,19 +145,19 @@ def test_what_a_storage_refused_is_named() -> None:
     ],
 )
 def test_what_is_no_failure_of_the_storage_stays(directory: str, error: BaseException) -> None:
-    assert bucket.named(directory, 8, error) is error
+    assert named(directory, 8, error) is error
 
 
 def test_what_is_not_there_may_be_another_hosts() -> None:
     """A host on which the directory is another disk finds nothing there."""
     missing = FileNotFoundError(2, "No such file or directory")
-    found = bucket.storage_error("the save of step 3", "/tmp/run", missing)
+    found = storage_error("the save of step 3", "/tmp/run", missing)
     assert "Of several hosts all need to see this directory" in str(found)
-    full = bucket.storage_error("the save of step 3", "/tmp/run", OSError(28, "No space left"))
+    full = storage_error("the save of step 3", "/tmp/run", OSError(28, "No space left"))
     assert "Make room" in str(full)
     assert "all need to see" not in str(full)
     assert "within a `Composite`" not in str(found) + str(full)
-    away = bucket.storage_error("the save of step 3", "gs://bkt/run", missing)
+    away = storage_error("the save of step 3", "gs://bkt/run", missing)
     assert "see to the bucket" in str(away)
 
 
@@ -164,6 +165,6 @@ def test_what_is_not_there_may_be_another_hosts() -> None:
 def test_a_directory_that_was_written_to_too_soon_is_told_of(kind: type[OSError]) -> None:
     """Orbax makes directories on a thread, and nested items do not wait for it."""
     path = "/tmp/run/3.orbax-checkpoint-tmp/rngs.orbax-checkpoint-tmp/key.orbax-checkpoint-tmp"
-    found = bucket.storage_error("the save of step 3", "/tmp/run", kind(17, "no", path))
+    found = storage_error("the save of step 3", "/tmp/run", kind(17, "no", path))
     assert "Items of a `Composite` within a `Composite`" in str(found)
     assert "Make room" not in str(found)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from gockpt_jax import DeviceMemoryError, SaveFailedWarning
-from gockpt_jax.storage.files.bucket import storage_error
+from gockpt_jax.storage.files.storage_errors import storage_error
 from gockpt_jax.window.failures import named, surface, window_failed
 
 

@@ -11,9 +11,10 @@ In the order of their imports:
     database        where the values of an OCDBT database lie
     plain_array     arrays stored as their values and nothing else
     plain_reads     these, read past the page cache
-    bucket          buckets: drivers, how long they try, errors by name
+    bucket          buckets: drivers, and how long they try
     literal         paths in whose own name nothing is a pattern, nor a slash
     item_files      the files of an item, and their digests
+    storage_errors  what a storage refused, by name
     beside          what else is in an item's step, and its digests
     checksum_files  the files that keep the checksums
     checksums       a checksum of every chunk, before it is written

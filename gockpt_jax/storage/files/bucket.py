@@ -1,7 +1,7 @@
-"""Buckets (`gs://`, `s3://`): TensorStore's own drivers, how long they try, and errors by name.
+"""Buckets (`gs://`, `s3://`): TensorStore's own drivers, and how long they try.
 
 Arrays go through TensorStore's drivers, the small files beside them through `fsspec` (gcsfs, s3fs).
-Both retry by themselves; here is how long, and what a failure that they did not outlive is called.
+Both retry by themselves; here is how long.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from gockpt_jax.errors import StorageError, without_specs
+from gockpt_jax.errors import StorageError
 from gockpt_jax.storage.files import _compat as of_orbax
 
 Json = dict[str, Any]
@@ -37,8 +37,6 @@ _MODULES = {
     "gs://": {"gcsfs": "gcsfs", "google.cloud.storage": "google-cloud-storage"},
     "s3://": {"s3fs": "s3fs"},
 }
-_CLIENTS = frozenset({"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "requests"})
-_TENSORSTORE_SAYS = ("tensorstore_spec", "CURL ", "HTTP ", "OCDBT", "Error writing ")
 
 
 def is_bucket(directory: Any) -> bool:
@@ -123,66 +121,3 @@ def _is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of a package above it
         return False
-
-
-_UNFINISHED = ".orbax-checkpoint-tmp/"
-_TOO_SOON = (
-    "Items of a `Composite` within a `Composite`, and handlers that write before Orbax has made "
-    "their directory, fail so now and then, with stock Orbax too: name such items side by side in "
-    "one `Composite`, and have handlers wait for the directory."
-)
-
-
-def named(directory: Any, label: int, error: BaseException) -> BaseException:
-    """Returns the error to raise for a failed save: a `StorageError` where the storage refused it.
-
-    Args:
-      directory: Of the manager.
-      label: Of the save.
-      error: What failed. Whatever is no failure of the storage's is returned as it is.
-    """
-    if not isinstance(error, OSError) and not (is_bucket(directory) and _is_of_client(error)):
-        return error
-    assert isinstance(error, Exception)
-    found = storage_error(f"the save of step {label} in {directory}", directory, error)
-    if found is not error:
-        found.__cause__ = error
-    return found
-
-
-def storage_error(doing: str, directory: Any, error: Exception) -> StorageError:
-    """The named error for what a storage refused, and what to do; raise it from `error`."""
-    if isinstance(error, StorageError):
-        return error
-    advice = "Make room, or see to the directory and its permissions."
-    if isinstance(error, FileExistsError):
-        advice = _TOO_SOON
-    if isinstance(error, FileNotFoundError):
-        advice = (
-            "Of several hosts all need to see this directory, and nothing else may clean it up."
-        )
-        if _UNFINISHED in str(error):
-            advice = f"{advice} {_TOO_SOON}"
-    if is_bucket(directory):
-        advice = (
-            "It was retried as long as docs/storage.md says: see to the bucket, the credentials and"
-            " the network."
-        )
-    cause = without_specs(error).rstrip(".")
-    found = StorageError(
-        f"{doing} failed: {cause}. Nothing of this save is visible, earlier checkpoints are "
-        f"intact. {advice} The next save tries anew."
-    )
-    found.errno = getattr(error, "errno", None)
-    return found
-
-
-def _is_of_client(error: BaseException) -> bool:
-    """Whether an error comes from one of the libraries that speak to buckets."""
-    if type(error).__module__.partition(".")[0] in _CLIENTS:
-        return True
-    # TensorStore has no types of its own: it raises builtin ones, and its texts tell.
-    text = str(error)
-    return isinstance(error, ValueError | NotImplementedError) and any(
-        words in text for words in _TENSORSTORE_SAYS
-    )

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax import locks
 from gockpt_jax.errors import AuditError, DeviceMemoryError, ReplayError, warn
 from gockpt_jax.storage.files import _compat as of_orbax
-from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.files import storage_errors
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.turn import Turn
 from gockpt_jax.storage.managing.waiting import WaitingRoom
@@ -252,7 +252,7 @@ class LastSave:
 
     def _named(self, step: int, error: BaseException) -> BaseException:
         """The error to raise for a failed save: whose failure it is, and what to do."""
-        return named(step, bucket.named(self._manager.directory, step, error))
+        return named(step, storage_errors.named(self._manager.directory, step, error))
 
     def surface(self, error: BaseException) -> None:
         """Raises what went wrong with a save, or warns of it, as the user has chosen."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from gockpt_jax.storage.files import bucket
+from gockpt_jax.storage.files.storage_errors import storage_error
 from gockpt_jax.storage.saving.commit import agree
 from gockpt_jax.storage.writing.write_budget import WriteStats
 from gockpt_jax.telemetry.save_record import PendingReport, SaveRecord
@@ -42,7 +42,7 @@ class Written(ocp.future.Future):  # type: ignore[misc]
             self._stats.checksums.write(getattr(self._directory, "path", self._directory))
         except (OSError, ValueError) as error:  # TensorStore's are the latter
             doing = f"writing {self._directory}"
-            raise bucket.storage_error(doing, self._directory, error) from error
+            raise storage_error(doing, self._directory, error) from error
         finally:
             self._record.write_secs = max(self._record.write_secs, self._stats.write_secs)
             self._record.written_bytes += self._stats.written_bytes
