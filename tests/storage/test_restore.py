@@ -20,6 +20,7 @@ import pytest
 import tensorstore as ts
 import xxhash
 from etils import epath
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from storage_helpers import assert_same_arrays, mesh, save
 
@@ -156,19 +157,17 @@ def test_shapes_and_dtypes_may_be_converted_when_asked_for(reader):
         assert_same_arrays(restored["params"]["w"], params["w"][:, :4])
 
 
-@pytest.mark.parametrize("way", ["a target", "nothing", "layouts"])
+@pytest.mark.parametrize("way", ["a target", "nothing"])
 def test_stock_may_read_as_much_as_it_must_or_as_the_user_says(root, monkeypatch, way):
     """It refuses a leaf that is larger than its limit."""
-    name = "StandardCheckpointHandler" if way == "layouts" else "PyTreeCheckpointHandler"
-    target = None if way == "nothing" else abstract(training_state())
-    args = GoCkptRestore(target, support_layout=way == "layouts")
-    limits, stock = [], getattr(ocp, name)
+    args = GoCkptRestore(None if way == "nothing" else abstract(training_state()))
+    limits, stock = [], ocp.PyTreeCheckpointHandler
 
     def made(**options):
         limits.append(options["restore_concurrent_gb"])
         return stock(**options)
 
-    monkeypatch.setattr(ocp, name, made)
+    monkeypatch.setattr(ocp, "PyTreeCheckpointHandler", made)
     item = root / "3/state"
     for told in (Stored((3,), "float32"), Stored((2**33,), "float32")):
         all_told = {"x": told, "small": Stored((), "int8")}
@@ -227,14 +226,29 @@ def test_what_lay_elsewhere_is_placed_by_the_target(copy, monkeypatch):
         manager.restore(3, args=GoCkptRestore(target, partial_restore=True))
 
 
-def test_layouts_are_restored_by_stocks_handler(root, monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        ocp.StandardCheckpointHandler, "restore", lambda self, path, args: given.append(args)
-    )
-    args = GoCkptRestore(abstract(training_state()), support_layout=True)
-    restoring.restore(root / "3/state", args, {})
-    assert [x.support_layout for x in given] == [True]
+@pytest.mark.parametrize(
+    "options", [{}, {"partial_restore": True}, {"single_replica": True}, {"strict": False}], ids=str
+)
+@pytest.mark.parametrize("types", [False, True])
+def test_arrays_lie_on_the_device_as_the_target_has_them(tmp_path, options, types):
+    """`partial_restore` once made nothing of `support_layout`; nor did it hear of handlers."""
+    place = NamedSharding(mesh(2, 4), P("data"))
+    across = Format(Layout((1, 0)), place)
+    state = {"w": jax.device_put(jnp.arange(64.0).reshape(8, 8), across), "n": 3, "name": "a"}
+    state["v"] = jax.device_put(jnp.ones(3), SingleDeviceSharding(jax.devices()[3]))
+    state |= {} if types else {"key": jax.random.key(1)}  # of which such a handler knows nothing
+    arrays = Arrays()
+    given = {"type_handler_registry": registry_of(arrays, str)} if types else {}
+    target = state | {"v": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    with GoCkptManager(tmp_path, pytree_options=given) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        restored = manager.restore(0, args=GoCkptRestore(target, support_layout=True, **options))
+        plain = manager.restore(0, args=GoCkptRestore(target, **options))
+    assert restored["w"].format == state["w"].format
+    assert plain["w"].format.layout.major_to_minor == (0, 1)
+    assert restored["v"].sharding == state["v"].sharding
+    assert_same_arrays(restored, state)
+    assert ("w" in arrays.read) == types
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"format": "another"}'])
@@ -452,8 +466,8 @@ class Arrays(ocp.type_handlers.ArrayHandler):
         return await super().deserialize(infos, args)
 
 
-def registry_of(arrays):
-    types = (int, np.ndarray)
+def registry_of(arrays, *more):
+    types = (int, np.ndarray, *more)
     stocks = ((ty, ocp.type_handlers.get_type_handler(ty)) for ty in types)
     return ocp.type_handlers.create_type_handler_registry(
         (jax.Array, arrays), (Seed, SeedHandler()), *stocks

@@ -23,7 +23,12 @@ def stored_tree(directory: Any, options: Mapping[str, Any]) -> Any:
 
 
 def shardings_of(
-    directory: Any, target: Any, fallback: jax.sharding.Sharding | None, options: Mapping[str, Any]
+    directory: Any,
+    target: Any,
+    fallback: jax.sharding.Sharding | None,
+    options: Mapping[str, Any],
+    *,
+    layouts: bool = False,
 ) -> Any:
     """Where all leaves shall lie, as stock's standard handler finds it.
 
@@ -34,9 +39,10 @@ def shardings_of(
       target: A tree of arrays or `ShapeDtypeStruct`s, or the stored one's metadata.
       fallback: For what lay on devices that are not here; `None`: an error.
       options: Of `ocp.PyTreeCheckpointHandler`.
+      layouts: Whether the target says how, too.
 
     Returns:
-      A tree like the target; `None` for what is on no device.
+      A tree like the target, with `Format`s of what has a layout; `None` for what is on no device.
 
     Raises:
       TargetError: A leaf lay on devices that are not here.
@@ -49,7 +55,8 @@ def shardings_of(
         told = stored.get(name) if lies_nowhere(leaf) else leaf
         sharding = getattr(told, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding | None):
-            return sharding
+            form = getattr(told, "format", None) if layouts and sharding is not None else None
+            return sharding if form is None or form.layout is None else form
         try:
             return sharding.to_jax_sharding()
         except ValueError as error:

@@ -36,7 +36,7 @@ class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
       item: A tree of arrays or `jax.ShapeDtypeStruct`s to restore into, with their shardings;
         `None`: as it was saved.
       strict: Whether a stored shape other than the target's is an error (or padded, truncated).
-      support_layout: Whether to restore device layouts.
+      support_layout: Whether to restore into the device layouts of `item`.
       fallback_sharding: Placement of arrays whose stored sharding does not exist here. `None`: the
         first device, where one process runs on CPUs; an error elsewhere.
       partial_restore: Whether to leave out what the target does not name, such as all but the
@@ -153,7 +153,8 @@ def _restore_checked(
     if partial or single:
         return restore_into(
             directory, target, fallback, options,
-            strict=args.strict, partial=partial, single_replica=single,
+            strict=args.strict, layouts=args.support_layout, partial=partial,
+            single_replica=single,
         )  # fmt: skip
     stock = ocp.args.StandardRestore(target, args.strict, args.support_layout, fallback)
     return restore_standard(directory, stock, options)

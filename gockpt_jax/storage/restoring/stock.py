@@ -26,8 +26,6 @@ from gockpt_jax.storage.restoring.placed import shardings_of, stored_tree
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
 _CONCURRENT_GB = 16
-_OF_STANDARD = ("restore_concurrent_gb", "multiprocessing_options", "pytree_metadata_options")
-"""Those options that stock's standard handler takes, too."""
 _TAKEN_BY_STANDARD = np.ndarray | int | float | str | jax.Array | jax.ShapeDtypeStruct
 """Leaves of its targets; and texts, which it could restore as well."""
 
@@ -87,15 +85,13 @@ def restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> A
     target, fallback = args.item, args.fallback_sharding
     if target is None:
         return _restore_as_saved(directory, fallback, options)
-    if args.support_layout:  # the tree handler has no word for them
-        stocks = {key: options[key] for key in _OF_STANDARD if key in options}
-        with contextlib.closing(ocp.StandardCheckpointHandler(**stocks)) as handler:
-            return handler.restore(epath.Path(directory), args=args)
     for path, leaf in jax.tree_util.tree_leaves_with_path(target):
         if not isinstance(leaf, _TAKEN_BY_STANDARD):
             key = jax.tree_util.keystr(path)
             raise ValueError(f"Unsupported type: {type(leaf)} for key: {key}.")
-    return restore_into(directory, target, fallback, options, strict=args.strict)
+    return restore_into(
+        directory, target, fallback, options, strict=args.strict, layouts=args.support_layout
+    )
 
 
 def restore_into(
@@ -105,6 +101,7 @@ def restore_into(
     options: Mapping[str, Any],
     *,
     strict: bool,
+    layouts: bool,
     partial: bool = False,
     single_replica: bool = False,
 ) -> Any:
@@ -116,11 +113,12 @@ def restore_into(
       fallback: For arrays that lay on devices that are not here, if the target does not say.
       options: As in `restore_tree`.
       strict: Whether other shapes are errors.
+      layouts: Whether arrays get the target's on the device.
       partial: Whether leaves that the target does not name are none.
       single_replica: Whether one replica reads, and sends to the others.
     """
     make = single_replica_args if single_replica else ocp.checkpoint_utils.construct_restore_args
-    there = make(target, shardings_of(directory, target, fallback, options))
+    there = make(target, shardings_of(directory, target, fallback, options, layouts=layouts))
     if not strict:
         there = jax.tree.map(_padded, there)
     args = ocp.args.PyTreeRestore(target, there, partial_restore=partial)
