@@ -507,6 +507,27 @@ def test_the_users_handler_of_arrays_reads_them(tmp_path, way):
 
 
 @stock_warns
+@pytest.mark.parametrize("way", [*WAYS, "one replica"])
+def test_a_handler_that_orbax_was_told_of_reads_arrays(tmp_path, way):
+    """As MaxText does for restores by one replica; each restore into a target failed."""
+    state = {"w": put(jnp.arange(8.0), "data"), "n": 3, "host": np.arange(3)}
+    one_replica = {"args": GoCkptRestore(abstract(state), single_replica=True)}
+    asked = one_replica if way == "one replica" else WAYS[way](abstract(state))
+    types, arrays = ocp.type_handlers, Arrays()
+    before = types.get_type_handler(jax.Array)
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        types.register_type_handler(jax.Array, arrays, override=True)
+        try:
+            restored = manager.restore(0, **asked)
+        finally:
+            types.register_type_handler(jax.Array, before, override=True)
+    assert arrays.read == ([] if way == "one replica" else ["w"])
+    assert restored["w"].sharding == state["w"].sharding
+    assert_same_arrays(restored, state if len(restored) == 3 else {"w": state["w"]})
+
+
+@stock_warns
 @pytest.mark.parametrize("way", AS_SAVED)
 def test_a_leaf_that_only_the_users_handler_knows_comes_back(tmp_path, way):
     options = {"type_handler_registry": registry_of(Arrays())}

@@ -39,11 +39,10 @@ def with_ours(options: Mapping[str, Any], known: Mapping[str, Stored]) -> dict[s
     """
     limit_gb = options.get("restore_concurrent_gb")
     limit_bytes = int(limit_gb * 10**9) if limit_gb else LIMIT_BYTES
-    return {
-        **options,
-        "type_handler_registry": direct_reads(options.get("type_handler_registry"), limit_bytes),
-        "restore_concurrent_gb": limit_gb or _concurrent_gb(known),
-    }
+    registry = direct_reads(options.get("type_handler_registry"), limit_bytes)
+    # `None` is Orbax's global one to us, and an error to Orbax.
+    heard = {} if registry is None else {"type_handler_registry": registry}
+    return {**options, **heard, "restore_concurrent_gb": limit_gb or _concurrent_gb(known)}
 
 
 def _concurrent_gb(known: Mapping[str, Stored]) -> int:
@@ -64,7 +63,7 @@ def restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
       options: Of `ocp.PyTreeCheckpointHandler`, `with_ours`.
     """
     if is_asked_for(args.restore_args):
-        registry = one_replica_reads(options["type_handler_registry"])
+        registry = one_replica_reads(options.get("type_handler_registry"))
         options = {**options, "type_handler_registry": registry}
         args = dataclasses.replace(args, restore_args=without_others(args))
     with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
