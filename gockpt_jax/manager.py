@@ -1,24 +1,23 @@
 """`GoCkptManager`: an `ocp.CheckpointManager` whose saves leave the device over several steps."""
 
-import dataclasses
 import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
-from etils import epath
 
 from gockpt_jax import _compat
 from gockpt_jax.errors import NoCheckpointError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files import _compat as of_orbax
-from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
+from gockpt_jax.storage.managing import arguments, naming, resume
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
-from gockpt_jax.storage.restoring.together import Together, one_step
+from gockpt_jax.storage.managing.restores import Restores
+from gockpt_jax.storage.restoring.together import Together
 from gockpt_jax.storage.saving.commit import never_draining
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing.tree_handler import default_layout
@@ -110,6 +109,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         self._gockpt_share_windows(handler)
         self._gockpt_session.host.directory = str(root)
         self._gockpt_saves = saves = SavesInTurn(self, options, handler, names)
+        self._gockpt_restores = Restores(self, self._gockpt_options, handler, names, saves)
         with saves.calls.saving:  # stock takes neither names nor handlers beside a registry
             super().__init__(
                 root, options=saves.options, handler_registry=names.registry,
@@ -223,48 +223,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         arguments.refuse_unnamed("restore", "target", by_position, items, restore_kwargs)
         self._gockpt_saves.calls.refuse_inside("restore")
         self._gockpt_session.state_replaced()
-        self._gockpt_saves.finish()  # as stock does; a window's failure is no matter of theirs
-        is_named = args is None or isinstance(args, ocp.args.Composite)
-        item = None if is_named else self._gockpt_naming.item_of(args)
-        find = functools.partial(self._gockpt_find, step, item or naming.ITEM, directory)
-        if self._gockpt_handler.together is not None:
-            step, path, there = one_step(find, self._gockpt_session.processes)
-        else:
-            step, path, there = find()
-        if verify:
-            resume.require_whole_step(path, self._gockpt_session.processes)
-        if self._gockpt_naming.is_unnamed(there, item, args):
-            registry = self._gockpt_naming.registry
-            return unnamed.restore(path, args, registry, self._gockpt_options)
-        resume.require_items(path, (args or ()) if item is None else [item], there)
-        if args is None:
-            return self._gockpt_naming.unname(super().restore(step, directory=directory))
-        named = self._gockpt_naming.name(args)
-        read = functools.partial(super().restore, step, directory=directory, args=named)
-        restored = self._gockpt_read_items(read, path, named)
-        return restored if item is None else restored[item]
-
-    def _gockpt_read_items(self, read: Callable[[], Any], path: Any, named: Any) -> Any:
-        """What Orbax reads of a step; where that takes several processes, when all have read."""
-        if (together := self._gockpt_handler.together) is None:
-            return read()
-        trees = sum(self._gockpt_naming.is_ours(*item) for item in named.items())
-        return together.read_items(read, path, trees)
-
-    def _gockpt_find(
-        self, step: int | None, item: str, directory: Any
-    ) -> tuple[int, epath.Path, Collection[str]]:
-        """The label of the step to restore, where it is, and the names of its items."""
-        root = epath.Path(directory or self.directory)
-        if step is None:
-            step = resume.newest_in(root) if directory else super().latest_step()
-        if step is None:
-            raise resume.nothing_in(root)
-        path = arguments.step_path(root, step, self._gockpt_options)
-        there = resume.items_of(path, root)
-        if not there:
-            raise resume.no_item(path, item, there)
-        return step, path, there
+        return self._gockpt_restores.restore(step, args, directory, verify=verify)
 
     def latest_step(self) -> int | None:
         """The newest accepted save's label, as stock gives it; `None` where there is none yet.
@@ -308,16 +267,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         """
         if step is None:
             return super().metadata()
-        step = arguments.as_asked_label(step)
-        path = arguments.step_path(self.directory, step, self._gockpt_options)
-        if step in self._gockpt_saves.under_way and not path.is_dir():
-            raise resume.not_yet(path)
-        if self._gockpt_naming.is_unnamed(resume.items_of(path, self.directory)):
-            found = unnamed.metadata(path, self._gockpt_handler, self._gockpt_options)
-            return dataclasses.replace(found, metrics=self.metrics(step) or {})
-        found = super().metadata(step)
-        items = self._gockpt_naming.unname(found.item_metadata)
-        return dataclasses.replace(found, item_metadata=items)
+        return self._gockpt_restores.metadata(arguments.as_asked_label(step))
 
     def item_metadata(self, step: int) -> Any:
         """Shapes and dtypes of a step's items, as stock gives them."""

@@ -1,4 +1,4 @@
-"""What the manager adds to the handler: which save's turn it is, its arguments, where it resumes.
+"""What the manager adds to the handler: which save's turn it is, its arguments, what it restores.
 
 In the order of their imports:
 
@@ -12,4 +12,5 @@ In the order of their imports:
     deleting   old checkpoints go out of sight before their files go
     last_save  the save that is with Orbax: how it begins, and how it ended
     in_turn    which save is begun now, which waits for it, which is left out
+    restores   which step is restored, which of its items, and under whose names
 """
