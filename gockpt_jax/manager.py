@@ -16,6 +16,7 @@ from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.managing import arguments, naming, resume
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
+from gockpt_jax.storage.managing.places import root_of, step_path
 from gockpt_jax.storage.managing.restores import Restores
 from gockpt_jax.storage.restoring.together import Together
 from gockpt_jax.storage.saving.commit import never_draining
@@ -92,7 +93,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             by_position, options=options, metadata=metadata, logger=logger,
             pytree_options=pytree_options,
         )  # fmt: skip
-        root = arguments.root_of(directory)
+        root = root_of(directory)
         options = ocp.CheckpointManagerOptions() if options is None else options
         self._gockpt_options = options
         self._gockpt_closed = False
@@ -289,7 +290,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         try:
             super().delete(step)
         except FileNotFoundError as error:
-            path = arguments.step_path(self.directory, step, self._gockpt_options)
+            path = step_path(self.directory, step, self._gockpt_options)
             raise resume.no_step(self.directory, path.name) from error
 
     def wait_until_finished(self) -> None:

@@ -20,7 +20,8 @@ from window.training_loop import BATCH, Options, fresh, update
 
 import gockpt_jax as gockpt
 from gockpt_jax.storage.files import bucket
-from gockpt_jax.storage.managing.arguments import as_they_are, root_of
+from gockpt_jax.storage.managing.arguments import as_they_are
+from gockpt_jax.storage.managing.places import root_of
 
 
 async def coroutine(state):

@@ -7,6 +7,7 @@ In the order of their imports:
     unnamed    steps whose item has no name, as stock writes them
     turn       at which call a save that waits begins, the same on all processes
     waiting    a save that waits on the host for the one before it
+    places     where its checkpoints are, and the names of steps
     arguments  what a manager is given, as stock's takes it
     calls      who is in the middle of one: other threads wait, signal handlers cannot
     deleting   old checkpoints go out of sight before their files go

@@ -12,7 +12,7 @@ from gockpt_jax.locks import is_running
 from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.files import bucket
 from gockpt_jax.storage.files.item_files import TEMPORARY
-from gockpt_jax.storage.managing.arguments import step_names, step_path
+from gockpt_jax.storage.managing.places import step_names, step_path
 
 _LOOK_SECS = 0.05
 """Between two looks at what stock's thread, which tells of nothing, still has to delete."""

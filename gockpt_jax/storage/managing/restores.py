@@ -8,9 +8,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax.storage.managing import arguments, naming, resume, unnamed
+from gockpt_jax.storage.managing import naming, resume, unnamed
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
 from gockpt_jax.storage.managing.last_save import Stock
+from gockpt_jax.storage.managing.places import step_path
 from gockpt_jax.storage.restoring.together import one_step
 from gockpt_jax.storage.saving.state_handler import StateHandler
 
@@ -77,7 +78,7 @@ class Restores:
             step = resume.newest_in(root) if directory else Stock.latest_step(self._manager)
         if step is None:
             raise resume.nothing_in(root)
-        path = arguments.step_path(root, step, self._options)
+        path = step_path(root, step, self._options)
         there = resume.items_of(path, root)
         if not there:
             raise resume.no_item(path, item, there)
@@ -86,7 +87,7 @@ class Restores:
     def metadata(self, step: int) -> Any:
         """What is known of a step, under the names by which it would be restored."""
         root = self._manager.directory
-        path = arguments.step_path(root, step, self._options)
+        path = step_path(root, step, self._options)
         if step in self._saves.under_way and not path.is_dir():
             raise resume.not_yet(path)
         if self._naming.is_unnamed(resume.items_of(path, root)):
