@@ -194,13 +194,14 @@ def elsewhere(directory: Path) -> None:
     loop.manager.wait_until_finished()
     report = loop.report(INTERVAL)
     say("kind", report.kind, report.early_bytes > 0, len(leaf.addressable_shards))
-    target = gockpt.GoCkptRestore(abstract({"state": loop.state, "half": leaf}))
-    restored = loop.manager.restore(INTERVAL, args=target, verify=True)
-    assert restored["half"].sharding == leaf.sharding
-    for before, after in zip(
-        leaf.addressable_shards, restored["half"].addressable_shards, strict=True
-    ):
-        assert np.array_equal(before.data, after.data)
+    target = abstract({"state": loop.state, "half": leaf})
+    for args in (gockpt.GoCkptRestore(target), gockpt.GoCkptRestore()):
+        restored = loop.manager.restore(INTERVAL, args=args, verify=True)
+        assert restored["half"].sharding == leaf.sharding
+        for before, after in zip(
+            leaf.addressable_shards, restored["half"].addressable_shards, strict=True
+        ):
+            assert np.array_equal(before.data, after.data)
     loop.manager.close()
 
 
