@@ -19,7 +19,7 @@ from gockpt_jax.errors import WrapError as WrapError
 from gockpt_jax.manager import GoCkptManager as GoCkptManager
 from gockpt_jax.options import Audit as Audit
 from gockpt_jax.options import WindowOptions as WindowOptions
-from gockpt_jax.storage.restoring.restore import GoCkptRestore as GoCkptRestore
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore as GoCkptRestore
 from gockpt_jax.storage.saving.handler import GoCkptHandler as GoCkptHandler
 from gockpt_jax.storage.saving.handler import GoCkptSave as GoCkptSave
 from gockpt_jax.telemetry.report import SaveReport as SaveReport

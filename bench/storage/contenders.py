@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 from bench.storage.phases import phases, recorded
 from gockpt_jax.promise import Promise
 from gockpt_jax.storage.files import checksum_files
-from gockpt_jax.storage.restoring.restore import GoCkptRestore, restore
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
+from gockpt_jax.storage.restoring.restore import restore
 from gockpt_jax.storage.writing.host_array import HostArray, HostShard
 from gockpt_jax.storage.writing.tree_handler import make_tree_handler
 from gockpt_jax.storage.writing.write_budget import WriteStats, collecting

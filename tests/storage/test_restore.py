@@ -139,6 +139,18 @@ def test_placeholders_are_left_out(reader):
     assert_same_arrays(restored, want)
 
 
+@pytest.mark.parametrize("how", [GoCkptRestore, ocp.args.StandardRestore])
+def test_what_the_metadata_tell_is_a_target(tmp_path, how):
+    """As stock's documentation says of its own arguments, which refuse it."""
+    state = training_state()["params"] | {"n": 3, "host": np.arange(3)}
+    with GoCkptManager(tmp_path) as manager:
+        manager.save(0, args=GoCkptSave(state))
+        manager.wait_until_finished()
+        restored = manager.restore(0, args=how(manager.item_metadata(0).tree))
+    assert_same_arrays(restored, state)
+    assert restored["w"].sharding == state["w"].sharding
+
+
 def test_a_number_may_become_an_array_of_any_dtype(reader):
     target = abstract(training_state()) | {"step": jnp.int32(0)}
     restored = reader.restore(3, args=GoCkptRestore(target))

@@ -10,7 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import SnapshotOnlyWarning, warn
-from gockpt_jax.storage.restoring.restore import GoCkptRestore
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptSave
 from gockpt_jax.storage.saving.state_handler import RestoreAsSaved, StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave

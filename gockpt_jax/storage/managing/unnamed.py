@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.storage.managing.naming import UNNAMED
-from gockpt_jax.storage.restoring.restore import GoCkptRestore
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.saving.state_handler import StateHandler
 
 

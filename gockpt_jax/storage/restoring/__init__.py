@@ -2,13 +2,14 @@
 
 In the order of their imports:
 
+    arguments     what a restore is asked for
     array_reader  arrays read without TensorStore, inside Orbax's restore
     one_replica   one replica reads, and sends to the others
     placed        where arrays shall lie of which the target does not say it
     known         what is known of stored arrays without reading them
     target        whether checkpoint and target fit together
     stock         stock's handlers, asked for what is stored
-    restore       the restore itself, and its arguments
+    restore       the restore itself
     whole         verified first, by all processes
     together      the end of it, on several processes
 """

@@ -13,51 +13,12 @@ from gockpt_jax.errors import NoCheckpointError, TargetError, VerifyError
 from gockpt_jax.storage.files import item_files
 from gockpt_jax.storage.inspecting.verdict import Verdict
 from gockpt_jax.storage.inspecting.verify_files import check_files
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.restoring.known import Stored, known_arrays
 from gockpt_jax.storage.restoring.one_replica import is_asked_for
 from gockpt_jax.storage.restoring.placed import stand_in_sharding
-from gockpt_jax.storage.restoring.stock import (
-    restore_into,
-    restore_standard,
-    restore_tree,
-    with_ours,
-)
+from gockpt_jax.storage.restoring.stock import restore_by, restore_tree, with_ours
 from gockpt_jax.storage.restoring.target import check_target, explained, refuse_to_narrow
-
-
-@dataclasses.dataclass
-class GoCkptRestore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to restore: arguments of `GoCkptManager.restore`, like `ocp.args.StandardRestore`.
-
-    Checkpoint and target are compared before anything is read, and one `TargetError` names all
-    leaves that do not fit.
-
-    Attributes:
-      item: A tree of arrays or `jax.ShapeDtypeStruct`s to restore into, with their shardings;
-        `None`: as it was saved.
-      strict: Whether a stored shape other than the target's is an error (or padded, truncated).
-      support_layout: Whether to restore into the device layouts of `item`.
-      fallback_sharding: Placement of arrays whose stored sharding does not exist here. `None`: the
-        first device, where one process runs on CPUs; an error elsewhere.
-      partial_restore: Whether to leave out what the target does not name, such as all but the
-        parameters.
-      cast: Whether a stored dtype other than the target's is converted (or an error; Python's
-        numbers take what loses nothing by its kind, such as an integer as a float). Stock's
-        arguments always convert.
-      single_replica: Whether one replica reads and sends to the others what is replicated over the
-        first axis of the mesh, as with `ocp.type_handlers.SingleReplicaArrayRestoreArgs`. It is
-        sent as a sum with zeros: -0.0 becomes 0.0, and denormals may, too.
-      verify: Whether to re-read the item and compare it with its checksums first.
-    """
-
-    item: Any = None
-    strict: bool = True
-    support_layout: bool = False
-    fallback_sharding: jax.sharding.Sharding | None = None
-    partial_restore: bool = False
-    cast: bool = False
-    single_replica: bool = False
-    verify: bool = False
 
 
 def is_sent(args: Any) -> bool:
@@ -127,14 +88,15 @@ def _restore(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         with explained(directory, args.item if plain else None, known, **rules):
             return restore_tree(directory, args, options)
     with explained(directory, args.item, known, cast=True, strict=args.strict):
-        return restore_standard(directory, args, options)
+        asked = GoCkptRestore(args.item, args.strict, args.support_layout, args.fallback_sharding)
+        return restore_by(directory, asked, options)
 
 
 def _restore_checked(
     directory: Any, args: GoCkptRestore, options: Mapping[str, Any], known: Mapping[str, Stored]
 ) -> Any:
     """As our own arguments say, once checkpoint and target have been compared."""
-    target, partial, single = args.item, args.partial_restore, args.single_replica
+    target, partial = args.item, args.partial_restore
     if any(isinstance(x, np.generic) for x in jax.tree.leaves(target)):
         target = jax.tree.map(_as_saved, target)
     if target is not None:
@@ -142,7 +104,7 @@ def _restore_checked(
             directory, target, known,
             strict=args.strict, cast=args.cast, partial=partial, leaves_out=partial,
         )  # fmt: skip
-    elif partial or single:
+    elif partial or args.single_replica:
         raise ValueError(
             "`partial_restore` and `single_replica` need a target: what is to be restored, and "
             "where. Pass `GoCkptRestore(target, ...)`."
@@ -150,14 +112,8 @@ def _restore_checked(
     elif not args.cast:
         refuse_to_narrow(directory, known)
     fallback = args.fallback_sharding or stand_in_sharding()
-    if partial or single:
-        return restore_into(
-            directory, target, fallback, options,
-            strict=args.strict, layouts=args.support_layout, partial=partial,
-            single_replica=single,
-        )  # fmt: skip
-    stock = ocp.args.StandardRestore(target, args.strict, args.support_layout, fallback)
-    return restore_standard(directory, stock, options)
+    args = dataclasses.replace(args, item=target, fallback_sharding=fallback)
+    return restore_by(directory, args, options)
 
 
 def _as_saved(leaf: Any) -> Any:

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gockpt_jax.storage.inspecting.stored_item import StoredItem
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.restoring.array_reader import LIMIT_BYTES, direct_reads
 from gockpt_jax.storage.restoring.known import Stored
 from gockpt_jax.storage.restoring.one_replica import (
@@ -26,8 +27,9 @@ from gockpt_jax.storage.restoring.placed import shardings_of, stored_tree
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
 _CONCURRENT_GB = 16
-_TAKEN_BY_STANDARD = np.ndarray | int | float | str | jax.Array | jax.ShapeDtypeStruct
-"""Leaves of its targets; and texts, which it could restore as well."""
+_RESTORED_INTO = (
+    np.ndarray, int, float, str, jax.Array, jax.ShapeDtypeStruct, ocp.metadata.value.Metadata,
+)  # fmt: skip
 
 
 def with_ours(options: Mapping[str, Any], known: Mapping[str, Stored]) -> dict[str, Any]:
@@ -70,58 +72,33 @@ def restore_tree(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
         return handler.restore(epath.Path(directory), args=args)
 
 
-def restore_standard(directory: Any, args: Any, options: Mapping[str, Any]) -> Any:
-    """Restores as stock's standard handler does; with handlers of types, which that does not take.
+def restore_by(directory: Any, args: GoCkptRestore, options: Mapping[str, Any]) -> Any:
+    """Restores with stock's tree handler what its standard one would, and parts, and texts.
 
     Args:
       directory: The item's.
-      args: `ocp.args.StandardRestore`.
+      args: Of which nothing is checked.
       options: As in `restore_tree`.
 
     Raises:
-      ValueError: The target has leaves that no standard handler takes.
+      ValueError: The target has leaves of a type into which nothing is restored.
     """
-    target, fallback = args.item, args.fallback_sharding
+    target, partial = args.item, args.partial_restore
     if target is None:
-        return _restore_as_saved(directory, fallback, options)
+        return _restore_as_saved(directory, args.fallback_sharding, options)
     for path, leaf in jax.tree_util.tree_leaves_with_path(target):
-        if not isinstance(leaf, _TAKEN_BY_STANDARD):
+        if not (isinstance(leaf, _RESTORED_INTO) or (partial and leaf is ocp.PLACEHOLDER)):
             key = jax.tree_util.keystr(path)
             raise ValueError(f"Unsupported type: {type(leaf)} for key: {key}.")
-    return restore_into(
-        directory, target, fallback, options, strict=args.strict, layouts=args.support_layout
+    shardings = shardings_of(
+        directory, target, args.fallback_sharding, options, layouts=args.support_layout
     )
-
-
-def restore_into(
-    directory: Any,
-    target: Any,
-    fallback: jax.sharding.Sharding | None,
-    options: Mapping[str, Any],
-    *,
-    strict: bool,
-    layouts: bool,
-    partial: bool = False,
-    single_replica: bool = False,
-) -> Any:
-    """Restores what a target names, to where it says.
-
-    Args:
-      directory: The item's.
-      target: A tree of arrays, `ShapeDtypeStruct`s, numbers or texts.
-      fallback: For arrays that lay on devices that are not here, if the target does not say.
-      options: As in `restore_tree`.
-      strict: Whether other shapes are errors.
-      layouts: Whether arrays get the target's on the device.
-      partial: Whether leaves that the target does not name are none.
-      single_replica: Whether one replica reads, and sends to the others.
-    """
-    make = single_replica_args if single_replica else ocp.checkpoint_utils.construct_restore_args
-    there = make(target, shardings_of(directory, target, fallback, options, layouts=layouts))
-    if not strict:
+    construct = ocp.checkpoint_utils.construct_restore_args
+    there = (single_replica_args if args.single_replica else construct)(target, shardings)
+    if not args.strict:
         there = jax.tree.map(_padded, there)
-    args = ocp.args.PyTreeRestore(target, there, partial_restore=partial)
-    return restore_tree(directory, args, options)
+    stock = ocp.args.PyTreeRestore(target, there, partial_restore=partial)
+    return restore_tree(directory, stock, options)
 
 
 def _padded(args: Any) -> Any:

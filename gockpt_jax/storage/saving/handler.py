@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from gockpt_jax.errors import StorageError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files.item_files import TEMPORARY
-from gockpt_jax.storage.restoring.restore import GoCkptRestore
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.saving.begun import BegunItem
 from gockpt_jax.storage.saving.policies import labels_of_policy
 from gockpt_jax.storage.saving.state_handler import StateHandler

@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from gockpt_jax.storage.restoring.restore import GoCkptRestore
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.writing.leaf_names import refuse_shared
 from gockpt_jax.transfer.chunks import is_key_type
 

@@ -18,7 +18,8 @@ from gockpt_jax.storage.files import bucket, checksum_files
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
-from gockpt_jax.storage.restoring.restore import GoCkptRestore, is_sent, restore
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
+from gockpt_jax.storage.restoring.restore import is_sent, restore
 from gockpt_jax.storage.restoring.together import Together
 from gockpt_jax.storage.restoring.whole import require_whole, require_whole_share
 from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
