@@ -4,7 +4,6 @@ In the order of their imports:
 
     naming     items by their names, and whose handler takes them
     resume     where a manager resumes from, or an error that says what is there
-    unnamed    steps whose item has no name, as stock writes them
     turn       at which call a save that waits begins, the same on all processes
     waiting    a save that waits on the host for the one before it
     places     where its checkpoints are, and the names of steps

@@ -1,4 +1,9 @@
-"""What a manager restores: which step, which of its items, and under whose names."""
+"""What a manager restores: which step, which of its items, and under whose names.
+
+A manager of stock's is bound to named or to unnamed items by the first that it sees. So the user's
+must not see a step whose one item has no name, as stock writes it where nobody names it: that is
+read beside it, by its path.
+"""
 
 import dataclasses
 import functools
@@ -8,10 +13,12 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gockpt_jax.storage.managing import naming, resume, unnamed
+from gockpt_jax.storage.managing import resume
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
 from gockpt_jax.storage.managing.last_save import Stock
+from gockpt_jax.storage.managing.naming import ITEM, UNNAMED, Naming
 from gockpt_jax.storage.managing.places import step_path
+from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.restoring.together import one_step
 from gockpt_jax.storage.saving.state_handler import StateHandler
 
@@ -23,18 +30,18 @@ class Restores:
       manager: Of the checkpoints.
       options: The user's.
       handler: Of the states.
-      names: Of items.
+      naming: Of items.
       saves: Of that manager: a restore waits for them.
     """
 
     def __init__(
         self, manager: Any, options: ocp.CheckpointManagerOptions, handler: StateHandler,
-        names: naming.Naming, saves: SavesInTurn,
+        naming: Naming, saves: SavesInTurn,
     ):  # fmt: skip
         self._manager = manager
         self._options = options
         self._handler, self._processes = handler, handler._gockpt_session.processes
-        self._naming = names
+        self._naming = naming
         self._saves = saves
 
     def restore(self, step: int | None, args: Any, directory: Any, *, verify: bool) -> Any:
@@ -42,7 +49,7 @@ class Restores:
         self._saves.finish()  # as stock does; a window's failure is no matter of theirs
         is_named = args is None or isinstance(args, ocp.args.Composite)
         item = None if is_named else self._naming.item_of(args)
-        find = functools.partial(self._find, step, item or naming.ITEM, directory)
+        find = functools.partial(self._find, step, item or ITEM, directory)
         if self._handler.together is not None:
             step, path, there = one_step(find, self._processes)
         else:
@@ -50,7 +57,9 @@ class Restores:
         if verify:
             resume.require_whole_step(path, self._processes)
         if self._naming.is_unnamed(there, item, args):
-            return unnamed.restore(path, args, self._naming.registry, self._options)
+            asked = {} if args is None else {UNNAMED: args}
+            reader = self._reader(self._naming.registry)
+            return reader.restore(path, args=ocp.args.Composite(**asked))[UNNAMED]
         resume.require_items(path, (args or ()) if item is None else [item], there)
         if args is None:
             restored = Stock.restore(self._manager, step, directory=directory)
@@ -91,8 +100,19 @@ class Restores:
         if step in self._saves.under_way and not path.is_dir():
             raise resume.not_yet(path)
         if self._naming.is_unnamed(resume.items_of(path, root)):
-            found = unnamed.metadata(path, self._handler, self._options)
-            return dataclasses.replace(found, metrics=self._manager.metrics(step) or {})
+            registry = ocp.DefaultCheckpointHandlerRegistry()
+            registry.add(UNNAMED, GoCkptRestore, self._handler)
+            found = self._reader(registry).metadata(path)
+            metrics = self._manager.metrics(step) or {}
+            item = found.item_metadata[UNNAMED]
+            return dataclasses.replace(found, item_metadata=item, metrics=metrics)
         found = Stock.metadata(self._manager, step)
         items = self._naming.unname(found.item_metadata)
         return dataclasses.replace(found, item_metadata=items)
+
+    def _reader(self, registry: Any) -> ocp.Checkpointer:
+        """Of items without a name; not to be closed: its handlers are the manager's."""
+        return ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(handler_registry=registry),
+            multiprocessing_options=self._options.multiprocessing_options,
+        )
