@@ -831,7 +831,10 @@ def apart(directory: Path) -> None:
 
 
 def beside(directory: Path) -> None:
-    """An item that is not ours cannot be read on one process: all hear of it, and may go on."""
+    """An item that is not ours cannot be read on one process: all hear of it, and may go on.
+
+    Where no item was named the others waited for that one in vain.
+    """
     loop = Loop(directory / "run", "fsdp_tensor")  # replicas of some leaves are on both
     loop.run(0)
     loop.keep()
@@ -850,6 +853,8 @@ def beside(directory: Path) -> None:
         ("data", "sends"),
         ("zeal", "checks"),
         ("zeal", "reads none of ours"),
+        ("data", "names nothing"),
+        ("zeal", "names nothing"),
     )
     for name, what in cases:
 
@@ -862,16 +867,17 @@ def beside(directory: Path) -> None:
             abstract(loop.state), verify=what == "checks", single_replica=what == "sends"
         )
         is_alone = what == "reads none of ours"
-        items = wanted if is_alone else wanted | {"state": target}
+        items = ocp.args.Composite(**(wanted if is_alone else wanted | {"state": target}))
+        asked = {} if what == "names nothing" else {"args": items}
         with (
             replaced(ocp.JsonCheckpointHandler, "restore", reading),
             pytest.raises(error, match="injected"),
         ):
-            loop.manager.restore(1, args=ocp.args.Composite(**items))
-        found = loop.manager.restore(1, args=ocp.args.Composite(**items))
+            loop.manager.restore(1, **asked)
+        found = loop.manager.restore(1, **asked)
         assert found["data"] == {"name": "data"}
-        given = shards_of(loop.state)
-        for where, shard in shards_of({} if is_alone else found["state"]).items():
+        given, is_like_it = shards_of(loop.state), "args" in asked and not is_alone
+        for where, shard in shards_of(found["state"] if is_like_it else {}).items():
             np.testing.assert_array_equal(shard, given[where])
     loop.manager.delete(1)
     loop.manager.close()

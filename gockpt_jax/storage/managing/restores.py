@@ -13,6 +13,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
+from gockpt_jax.storage.inspecting.directory import is_tree
 from gockpt_jax.storage.managing import resume
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
 from gockpt_jax.storage.managing.last_save import Stock
@@ -61,21 +62,20 @@ class Restores:
             reader = self._reader(self._naming.registry)
             return reader.restore(path, args=ocp.args.Composite(**asked))[UNNAMED]
         resume.require_items(path, (args or ()) if item is None else [item], there)
+        read = functools.partial(Stock.restore, self._manager, step, directory=directory)
         if args is None:
-            restored = Stock.restore(self._manager, step, directory=directory)
-            return self._naming.unname(restored)
+            trees = [name for name in there if is_tree(path / name)]
+            likely = dict.fromkeys(trees, ocp.args.StandardRestore())  # Orbax asks for all by such
+            return self._naming.unname(self._read_items(read, path, likely))
         named = self._naming.name(args)
-        read = functools.partial(
-            Stock.restore, self._manager, step, directory=directory, args=named
-        )
-        restored = self._read_items(read, path, named)
+        restored = self._read_items(functools.partial(read, args=named), path, named)
         return restored if item is None else restored[item]
 
-    def _read_items(self, read: Callable[[], Any], path: Any, named: Any) -> Any:
+    def _read_items(self, read: Callable[[], Any], path: Any, asked: Any) -> Any:
         """What Orbax reads of a step; where that takes several processes, when all have read."""
         if (together := self._handler.together) is None:
             return read()
-        trees = sum(self._naming.is_ours(*item) for item in named.items())
+        trees = sum(self._naming.is_ours(*item) for item in asked.items())
         return together.read_items(read, path, trees)
 
     def _find(
