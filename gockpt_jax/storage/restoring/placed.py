@@ -11,15 +11,15 @@ from etils import epath
 from gockpt_jax.errors import TargetError
 
 
-def stored_tree(directory: Any, options: Mapping[str, Any]) -> Any:
-    """Orbax's metadata of a stored tree.
+def metadata_of(directory: Any, options: Mapping[str, Any]) -> Any:
+    """Orbax's metadata of a stored tree: shapes, dtypes and shardings.
 
     Args:
       directory: The item's.
       options: Of `ocp.PyTreeCheckpointHandler`.
     """
     with contextlib.closing(ocp.PyTreeCheckpointHandler(**options)) as handler:
-        return handler.metadata(epath.Path(directory)).tree
+        return handler.metadata(epath.Path(directory))
 
 
 def shardings_of(
@@ -49,7 +49,7 @@ def shardings_of(
     """
     stored: dict[str, Any] = {}
     if any(map(lies_nowhere, jax.tree.leaves(target))):
-        stored = ocp.tree.to_flat_dict(stored_tree(directory, options), sep=".")
+        stored = ocp.tree.to_flat_dict(metadata_of(directory, options).tree, sep=".")
 
     def place(leaf: Any, name: str) -> Any:
         told = stored.get(name) if lies_nowhere(leaf) else leaf

@@ -22,7 +22,7 @@ from gockpt_jax.storage.restoring.one_replica import (
     single_replica_args,
     without_others,
 )
-from gockpt_jax.storage.restoring.placed import shardings_of, stored_tree
+from gockpt_jax.storage.restoring.placed import metadata_of, shardings_of
 
 # Bytes that stock may read at one time, unless one leaf is larger; its own default is 96 GB of host
 # memory. Not tuned by a benchmark yet.
@@ -109,7 +109,7 @@ def _restore_as_saved(
     directory: Any, fallback: jax.sharding.Sharding | None, options: Mapping[str, Any]
 ) -> Any:
     """Restores all of it, where no target says what it is."""
-    tree, leaves = stored_tree(directory, options), StoredItem(directory).leaves
+    tree, leaves = metadata_of(directory, options).tree, StoredItem(directory).leaves
 
     def args(stored: Any, sharding: Any, name: str) -> Any:
         if sharding is not None:

@@ -19,6 +19,7 @@ from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.files.literal import literal, refuse_backslash
 from gockpt_jax.storage.inspecting.stored_item import ARRAY_TYPES
 from gockpt_jax.storage.restoring.arguments import GoCkptRestore
+from gockpt_jax.storage.restoring.placed import metadata_of
 from gockpt_jax.storage.restoring.restore import is_sent, restore
 from gockpt_jax.storage.restoring.together import Together
 from gockpt_jax.storage.restoring.whole import require_whole, require_whole_share
@@ -92,7 +93,6 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
         self._look_up = look_up(options.get("type_handler_registry"))
         given = ((key, options.get(key)) for key in _READING)
         self._restore_options = {key: value for key, value in given if value is not None}
-        self._reader = ocp.PyTreeCheckpointHandler(**self._restore_options)
         # What `_CHECKPOINT_METADATA` names: stock restores without arguments by it.
         self.typestr = ocp.StandardCheckpointHandler.typestr
         self.begun = BegunSave()
@@ -280,7 +280,7 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
 
     def metadata(self, directory: Any) -> Any:
         """Shapes, dtypes and shardings of a checkpoint, as stock gives them."""
-        return self._reader.metadata(directory)
+        return metadata_of(directory, self._restore_options)
 
     def finalize(self, directory: Any) -> None:
         """Merges what the processes wrote, and completes the checksums: only the rename is left."""
@@ -298,7 +298,6 @@ class StateHandler(WindowFace, ocp.AsyncCheckpointHandler):  # type: ignore[misc
     def close(self) -> None:
         """Closes the stock handlers inside."""
         self._trees.close()
-        self._reader.close()
 
 
 # Orbax asks for a handler's own arguments, by its class.
