@@ -30,12 +30,12 @@ One program: a traced step, and what runs in its place inside windows:
     armed        the user's program with the cut values as further results
     signature    what `jax.jit` tells programs apart by
     returned     the new state among what a step returned
+    last_result  what a step has returned last
     unarmable    what cannot be armed, and why
     program      one traced step: its state, its cut, its armed executable
 
 One step: all its programs, and what the user calls:
 
-    last_result  what a step has returned last
     stand_in     what is called in place of a function
     kinds        which programs a step has at once, and when one more is traced
     traced       a step and its programs, one for each kind of its calls

@@ -14,6 +14,7 @@ import jax
 from gockpt_jax import _compat
 from gockpt_jax.training.armed import ArmedResult, with_outputs
 from gockpt_jax.training.call import CallForm, Positions, argument_name
+from gockpt_jax.training.last_result import LastResult
 from gockpt_jax.training.returned import StateInResult
 from gockpt_jax.training.signature import Signature, committed_format
 from gockpt_jax.training.step_cut import ArraySpec, StepCut, cut_step
@@ -274,6 +275,10 @@ class StepProgram:
             if not is_same and (now := ArraySpec.of(jax.typeof(leaf))) != was:
                 raise TypeError(f"{path} of its state is {now}, where it was {was}")
         return leaves
+
+    def state_in(self, last: LastResult) -> list[jax.Array] | None:
+        """The state's leaves in what its step has returned last; `None` if another program has."""
+        return self.returned.leaves(last.new_state)
 
     def _signature(
         self, flat: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]

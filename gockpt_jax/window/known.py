@@ -122,7 +122,7 @@ class Known:
         if program is None:
             self._saves[step] = Saves(beside=taken)
             return
-        leaves = program.returned.leaves(step.last.new_state)
+        leaves = program.state_in(step.last)
         if leaves is not None:
             number = {id(a): j for j, a in enumerate(leaves)}
             of_items = [frozenset(number[i] for i in ids if i in number) for ids in items]

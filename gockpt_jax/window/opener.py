@@ -118,7 +118,7 @@ class Opener:
                 is_told = planned.plan.steps == 1 and self._tried_for != target
                 return planned.plan.reason if is_told else None
         self._tried_for = target
-        leaves = None if planned is None else program.returned.leaves(step.last.new_state)
+        leaves = None if planned is None else program.state_in(step.last)
         if planned is None or leaves is None:  # nor has a plan been made for such a call
             step.call_changed(last=True)
             return _CHANGED

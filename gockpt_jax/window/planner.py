@@ -100,7 +100,7 @@ class Planner:
         prepared = self._prepared.get(program)
         if prepared is not None and prepared.is_ready(program):
             return prepared.review != self._reviews and self._review(step, program, prepared)
-        leaves = program.returned.leaves(step.last.new_state)
+        leaves = program.state_in(step.last)
         if leaves is None:  # another program's: the step that returns ours comes, or is traced anew
             return False
         # It has one if making it ready was interrupted: all processes make a plan at the same call.
@@ -182,7 +182,7 @@ class Planner:
         facts = self._known.facts(program, planned.size.to_host, planned.num_devices)
         if not planned.is_outdated_by(facts, self._device.limit_bytes):
             return False
-        leaves = program.returned.leaves(step.last.new_state)
+        leaves = program.state_in(step.last)
         if leaves is None:  # another program's, as above: after the next save
             return False
         again = self._plan(program, leaves, facts)
@@ -261,7 +261,7 @@ class Planner:
         self._prepared[program].planned = planned
         if not planned.is_ready:
             return
-        if (leaves := program.returned.leaves(step.last.new_state)) is not None:
+        if (leaves := program.state_in(step.last)) is not None:
             with step.giving_up_on_errors():
                 self._compile_samples(program, planned, leaves)
 

@@ -38,7 +38,7 @@ class RanSteps:
         program = None if step is None else step.program
         if step is None or program is None:
             return None
-        leaves = program.returned.leaves(step.last.new_state)
+        leaves = program.state_in(step.last)
         return None if leaves is None else probe([leaves[j] for j in program.cut.changed])
 
     def num_beside(self, items: Iterable[Collection[int]]) -> int:
@@ -50,7 +50,7 @@ class RanSteps:
         given, returned = set[int]().union(*items), set[int]()
         for step in list(self._versions):
             program = step.program
-            leaves = None if program is None else program.returned.leaves(step.last.new_state)
+            leaves = None if program is None else program.state_in(step.last)
             if leaves is None:  # of this one it is not known, or not any more
                 return 0
             returned.update(map(id, leaves))

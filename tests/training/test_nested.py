@@ -119,7 +119,7 @@ def test_the_state_is_found(kind):
     wrapped = wrap(make())
     _, state = run(wrapped)
     program = wrapped._inner.program
-    found = program.returned.leaves(wrapped._inner.last.new_state)
+    found = program.state_in(wrapped._inner.last)
     there = {id(x) for x in found}
     assert len(there) == len(found)
     assert all(id(x) in there for x in jax.tree.leaves(state))
@@ -285,7 +285,7 @@ def test_a_changed_state_is_found_again(arm):
         *state, _ = wrapped(*state, X)
     assert observer.cuts[3:] == [True, *(False,) * 5, True, False]
     program = wrapped._inner.program
-    found = {id(x) for x in program.returned.leaves(wrapped._inner.last.new_state)}
+    found = {id(x) for x in program.state_in(wrapped._inner.last)}
     assert found == {id(x) for x in jax.tree.leaves(state) if isinstance(x, jax.Array)}
 
 
@@ -324,7 +324,7 @@ def test_results_of_several_structures(kind, logs, arm):
         result = wrapped(*state, X, logs=logs(n))
         state = state if kind == "nnx" else result[1:]
     assert all(observer.cuts[20:])
-    found = wrapped._inner.program.returned.leaves(wrapped._inner.last.new_state)
+    found = wrapped._inner.program.state_in(wrapped._inner.last)
     there = {id(x) for x in jax.tree.leaves(state)}
     assert len(found) > 8
     assert all(id(x) in there for x in found)

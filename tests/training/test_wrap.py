@@ -214,7 +214,7 @@ def test_the_new_state_is_the_part_that_the_loop_gives_back():
     step = wrap(jax.jit(lambda s, x: (jax.tree.map(jnp.sin, s), update(s, x))), observer)
     for n in range(5):
         _, state = step(state, X * n)
-    found = step.program.returned.leaves(step.last.new_state)
+    found = step.program.state_in(step.last)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     assert observer.cuts[3]
 
@@ -232,7 +232,7 @@ def test_the_new_state_is_found_where_the_loop_takes_it_out_of_the_result():
     step = wrap(jax.jit(lambda s, x: {"a": jax.tree.map(jnp.sin, s), "b": update(s, x)}), observer)
     for n in range(5):
         state = step(state, X * n).pop("b")
-    found = step.program.returned.leaves(step.last.new_state)
+    found = step.program.state_in(step.last)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
     assert observer.cuts[3]
 
@@ -248,7 +248,7 @@ def test_what_comes_beside_the_state_lives_as_long_as_the_loop_has_it(arm, armed
         del beside
         assert (dropped() is None) == (step.program is not None)
     assert step.program is not None
-    found = step.program.returned.leaves(step.last.new_state)
+    found = step.program.state_in(step.last)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
 
 
@@ -262,7 +262,7 @@ def test_what_comes_beside_the_state_may_turn_out_to_be_it(arm):
     step, state = wrap(jax.jit(train), arm=arm), fresh()
     for n in range(6):
         state = step(state, (X[:1] if n == 0 else X) * n)["state"]
-    found = step.program.returned.leaves(step.last.new_state)
+    found = step.program.state_in(step.last)
     assert all(a is b for a, b in zip(found, jax.tree.leaves(state), strict=True))
 
 
@@ -627,7 +627,7 @@ def test_parameters_that_have_the_structure_of_moments_are_found_behind_these(ar
         _, new = step(params, opt, X * n, logs=n % 3)
         params, opt = new["trained"]["net"]["of"], new["opt"]
     assert all(observer.cuts[20:])
-    found = step.program.returned.leaves(step.last.new_state)
+    found = step.program.state_in(step.last)
     assert [x is y for x, y in zip(found, jax.tree.leaves((params, opt)), strict=True)] == [
         True
     ] * 3
