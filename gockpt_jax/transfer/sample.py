@@ -146,19 +146,24 @@ def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
 
 def compile_samples_ahead(
     arrays: Sequence[jax.Array], fraction: float, replicas: Replicas, limit_bytes: int | None
-) -> None:
+) -> bool:
     """Compiles what `start_sample` will need for these arrays, on a thread of its own.
 
     Args:
       arrays: Arrays like those that will be sampled together; only looked at before this returns.
-        If another step has donated them, their programs are compiled when they are needed.
       fraction: Of all their bytes.
       replicas: How they share the arrays.
       limit_bytes: The device budget.
+
+    Returns:
+      Whether it does; not if a step has donated them, maybe this moment on another thread.
     """
-    if any(a.is_deleted() for a in arrays):
-        return
-    found = [replicas.pieces(a) for a in arrays if can_be_sampled(a)]
+    try:
+        found = [replicas.pieces(a) for a in arrays if can_be_sampled(a)]
+    except RuntimeError:
+        if any(a.is_deleted() for a in arrays):
+            return False
+        raise
     leaves = [pieces for pieces in found if pieces]
     turns = Turns([[kind_of(piece) for piece in pieces] for pieces in leaves], fraction)
     for cast in turns.casts():
@@ -167,6 +172,7 @@ def compile_samples_ahead(
         for batch in in_batches(probes, limit_bytes):
             for numbers in _together(batch):
                 _programs.wanted(_cuts([batch[n] for n in numbers]))
+    return True
 
 
 def _by_device(probes: Sequence[Probe]) -> list[list[int]]:

@@ -237,15 +237,15 @@ class Planner:
         self, program: StepProgram, planned: Planned, leaves: Sequence[jax.Array]
     ) -> None:
         """What the audit will copy of each item; before the first save there is one, of all."""
-        audit = self._options.audit
-        if audit is None or any(leaf.is_deleted() for leaf in leaves):
+        audit, limit_bytes = self._options.audit, self._device.limit_bytes
+        if audit is None:
             return
         early, seen = frozenset(planned.early_leaves()), self._prepared[program].sampled
         for item in self._known.saves(program).items or (early,):
             if (sampled := early & item) not in seen:
-                seen.add(sampled)
-                arrays, limit_bytes = [leaves[j] for j in sorted(sampled)], self._device.limit_bytes
-                compile_samples_ahead(arrays, audit.fraction, self._replicas, limit_bytes)
+                arrays = [leaves[j] for j in sorted(sampled)]
+                if compile_samples_ahead(arrays, audit.fraction, self._replicas, limit_bytes):
+                    seen.add(sampled)
 
     def has_saved(self, step: TracedStep) -> None:
         """Told of each save, after `Known`: the host needs room for what it took beside the state.

@@ -147,7 +147,7 @@ def test_what_was_compiled_ahead_is_used(monkeypatch):
     programs = Programs("gockpt-compile-samples", sampling._compile)
     monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7)), jax.random.key(0)]
-    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
+    assert compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
     for thread in threading.enumerate():
         if thread.name == "gockpt-compile-samples":
             thread.join()
@@ -164,5 +164,27 @@ def test_of_what_has_been_donated_nothing_is_compiled_ahead(monkeypatch, donated
     monkeypatch.setattr(sampling, "_programs", programs)
     arrays = [jnp.arange(3000.0), jnp.ones((5, 7))]
     arrays[donated].delete()
-    compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
+    assert not compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
     assert not programs._found
+
+
+@pytest.mark.parametrize("donated", [0, 1])
+def test_what_is_donated_while_it_is_looked_at_is_no_error(monkeypatch, donated):
+    """By a step on another thread, which holds no lock while it is dispatched."""
+    arrays = [jnp.arange(3000.0), jnp.ones((5, 7))]
+
+    def is_asked(array):
+        arrays[donated].delete()
+        return True
+
+    monkeypatch.setattr(sampling, "can_be_sampled", is_asked)
+    assert not compile_samples_ahead(arrays, 1 / 2, FIRST_ALONE, None)
+
+
+def test_other_errors_of_a_look_ahead_are_raised(monkeypatch):
+    def fails(array):
+        raise RuntimeError("not of what is donated")
+
+    monkeypatch.setattr(sampling, "can_be_sampled", fails)
+    with pytest.raises(RuntimeError, match="not of what"):
+        compile_samples_ahead([jnp.ones(3)], 1 / 2, FIRST_ALONE, None)
