@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,22 +53,8 @@ _LOST_TERMS = float(np.finfo(np.float32).eps)
 _ROTAS = 64  # of so many sets of leaves it is known whose turn it is
 
 
-class _Rota:
-    """Whose turn it is, of leaves that are saved together.
-
-    Attributes:
-      paths: Of the leaves, by their numbers.
-    """
-
-    def __init__(self, paths: Sequence[str], turns: Turns):
-        self.paths = paths
-        self._turns = turns
-        self._samples = 0
-
-    def next(self) -> list[Turn]:
-        """What the next sample takes."""
-        self._samples += 1
-        return self._turns.of(self._samples - 1)
+_Rota = tuple[Sequence[str], Iterator[list[Turn]]]
+"""Of leaves that are saved together: their paths, by number, and what each next sample takes."""
 
 
 class Auditor:
@@ -131,19 +118,21 @@ class Auditor:
         self._rotas[together] = rota  # the last
         if len(self._rotas) > _ROTAS:
             del self._rotas[next(iter(self._rotas))]
+        paths, samples = rota
         pairs = []
-        for turn in rota.next():
-            path = rota.paths[turn.leaf]
+        for turn in next(samples):
+            path = paths[turn.leaf]
             piece = self._resources.replicas.pieces(leaves[path])[turn.piece]
             grid = grid_at(piece, turn)
             # Each time the box is the next one.
             pairs.append((_Box(path, turn.piece, grid, turn.time % grid.count), piece))
         return pairs
 
-    def _rota(self, leaves: Mapping[str, jax.Array], fraction: float) -> "_Rota":
+    def _rota(self, leaves: Mapping[str, jax.Array], fraction: float) -> _Rota:
         kinds = {p: [*map(kind_of, self._resources.replicas.pieces(a))] for p, a in leaves.items()}
         paths = [path for path, of_leaf in kinds.items() if of_leaf]
-        return _Rota(paths, Turns([kinds[path] for path in paths], fraction))
+        turns = Turns([kinds[path] for path in paths], fraction)
+        return paths, map(turns.of, itertools.count())
 
     def _send_all(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
         """In smaller parts, if the device has less room than its budget says."""
