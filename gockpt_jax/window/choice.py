@@ -124,22 +124,17 @@ def _levels(units: Sequence[Unit]) -> Iterator[list[int]]:
 
 def _in_order(units: Sequence[Unit]) -> list[int]:
     """Positions, groups by gain; rows of a group are neighbours."""
-    rank = _ranks(units)
-    return sorted(range(len(units)), key=rank.__getitem__)
-
-
-def _ranks(units: Sequence[Unit]) -> list[tuple[float, int, int]]:
-    """By what groups leave, least first: what follows of their bytes, their size, their place."""
-    groups: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
+    groups: dict[int, list[int]] = collections.defaultdict(list)
     for u, unit in enumerate(units):
-        groups[("unit", u) if unit.group is None else ("group", unit.group)].append(u)
-    rank: list[tuple[float, int, int]] = [(0.0, 0, 0)] * len(units)
-    for members in groups.values():
+        groups[-1 - u if unit.group is None else unit.group].append(u)
+
+    def rank(members: Sequence[int]) -> tuple[float, int, int]:
+        """Least first: what follows of the bytes that leave, their number, the group's place."""
         state = sum(units[u].state_bytes for u in members)
         retained = sum(units[u].retained_bytes for u in members)
-        for u in members:
-            rank[u] = (retained / max(state, 1), -state, members[0])
-    return rank
+        return retained / max(state, 1), -state, members[0]
+
+    return [u for members in sorted(groups.values(), key=rank) for u in members]
 
 
 def into_blocks(
