@@ -150,10 +150,7 @@ class Planner:
             plan = Plan((), _NONE_OURS if len(facts.unsaved) == len(leaves) else _NONE_SAVED)
         else:
             plan = plan_window(size, self._options, budget_bytes, facts)
-        planned = Planned(
-            program.cut, plan, size, num_devices, facts, budget_bytes,
-            self._known.saves(program).beside.owned,
-        )  # fmt: skip
+        planned = Planned(program.cut, plan, size, num_devices, facts, budget_bytes)
         prepared = self._prepared.get(program) or _Prepared(planned)
         prepared.rests_on_time |= self._rests_on_time(size)
         prepared.planned = planned
@@ -248,18 +245,10 @@ class Planner:
                     seen.add(sampled)
 
     def has_saved(self, step: TracedStep) -> None:
-        """Told of each save, after `Known`: the host needs room for what it took beside the state.
-
-        And its items are sampled each by itself.
-        """
+        """Told of each save, after `Known`: its items are sampled each by itself."""
         program = step.program
         planned = self.planned(program)
-        if program is None or planned is None:
-            return
-        beside_bytes = self._known.saves(program).beside.owned
-        planned = dataclasses.replace(planned, beside_bytes=beside_bytes)
-        self._prepared[program].planned = planned
-        if not planned.is_ready:
+        if program is None or planned is None or not planned.is_ready:
             return
         if (leaves := program.state_in(step.last)) is not None:
             with step.giving_up_on_errors():
@@ -273,8 +262,10 @@ class Planner:
 
     def planned(self, program: StepProgram | None) -> Planned | None:
         """What `prepare` has planned for it; it may have met another program's results alone."""
-        prepared = None if program is None else self._prepared.get(program)
-        return None if prepared is None else prepared.planned
+        if program is None or (prepared := self._prepared.get(program)) is None:
+            return None
+        beside_bytes = self._known.saves(program).beside.owned  # as of the last saves
+        return dataclasses.replace(prepared.planned, beside_bytes=beside_bytes)
 
     def rests_on_time(self, program: StepProgram | None) -> bool:
         """Whether a step's plan rests on the time that it takes, and nobody has said that."""
