@@ -18,11 +18,10 @@ import numpy as np
 
 from gockpt_jax.compiling import REMEMBERED, Programs, unwatched
 from gockpt_jax.telemetry import events
-from gockpt_jax.transfer.boxes import Index
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
-from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, align, owned_shards
+from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, align
 from gockpt_jax.transfer.staging import stage
 
 _programs = Programs("gockpt-compile-copies", compile_packing)
@@ -94,6 +93,9 @@ class Block:
         self._compiled: list[Any] = []
         packed = {n for b in buffers for n in b.chunks}
         self._whole = [n for n in range(len(chunks)) if n not in packed]
+        # Of all that is staged, the devices that move it.
+        self._senders = [[*senders.flat] for _, senders in self._sent]
+        self._senders += [[*chunks[n].owned] for n in self._whole]
         whole = [chunks[n].source for n in self._whole]
         on_device = [s for s in whole if not in_host_memory(s.placed)]
         copied = [s for s in on_device if donatable or not _lies_in_place(s)]
@@ -170,43 +172,26 @@ class Block:
 
     def start_pull(self, staged: Sequence[jax.Array]) -> ChunkPull:
         """Starts moving staged buffers to the host; returns at once."""
-        arrays = iter(staged)
         sent: list[jax.Array] = []
-        for _, senders in self._sent:
-            at = {s.device: s.data for s in next(arrays).addressable_shards}
-            sent += [at[device] for device in senders.flat]
-        indices: dict[int, list[Index]] = {}
-        for n, array in zip(self._whole, arrays, strict=True):
-            everywhere = self.chunks[n].everywhere
-            shards = array.addressable_shards[:1] if everywhere else owned_shards(array)
-            indices[n] = [s.index for s in shards]
-            sent += [s.data for s in shards]
-        return Pull(sent, functools.partial(self._unpack, indices))
+        for array, devices in zip(staged, self._senders, strict=True):
+            at = {s.device: s.data for s in array.addressable_shards}
+            sent += [at[device] for device in devices]
+        return Pull(sent, self._unpack)
 
-    def _unpack(
-        self, indices: dict[int, list[Index]], found: list[np.ndarray]
-    ) -> list[list[HostChunk]]:
+    def _unpack(self, found: list[np.ndarray]) -> list[list[HostChunk]]:
         chunks: list[list[HostChunk]] = [[] for _ in self.chunks]
+        boxes = [[*chunk.owned.values()] for chunk in self.chunks]
         arrived = iter(found)
         for buffer, senders in self._sent:
             for number, row in enumerate(senders):
                 slices = list(itertools.islice(arrived, len(row)))
                 for n, offset in zip(buffer.chunks, buffer.offsets, strict=True):
                     data = _join(buffer, slices, offset, self.chunks[n].size)
-                    chunks[n].append(HostChunk(self._boxes[n][number], data))
+                    chunks[n].append(HostChunk(boxes[n][number], data))
         for n in self._whole:
             part = slice(self.chunks[n].start, self.chunks[n].stop)
-            chunks[n] = [HostChunk(i, next(arrived).reshape(-1)[part]) for i in indices[n]]
+            chunks[n] = [HostChunk(i, next(arrived).reshape(-1)[part]) for i in boxes[n]]
         return chunks
-
-    @functools.cached_property
-    def _boxes(self) -> dict[int, list[Index]]:
-        """Of each packed chunk, the positions of the shards that this process owns."""
-        return {
-            n: [_index(self.chunks[n].source, row[0]) for row in senders]
-            for buffer, senders in self._sent
-            for n in buffer.chunks
-        }
 
 
 _made = functools.lru_cache(REMEMBERED)(Block)
@@ -254,9 +239,3 @@ def _join(buffer: Buffer, slices: Sequence[np.ndarray], offset: int, size: int) 
         start = buffer.slice_start(number)
         joined[start : start + data.size] = data
     return joined
-
-
-def _index(source: Source, device: jax.Device) -> Any:
-    """Position of a device's shard in the array as stored."""
-    index = source.placed.devices_indices_map(source.shape)[device]
-    return (*index, *(slice(None),) * (len(source.shard_shape) - len(source.shape)))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from gockpt_jax import _compat
+from gockpt_jax.transfer.boxes import Index
 
 MAX_CHUNK_BYTES = 64 * 2**20
 """No part of a leaf that is cut is larger, and no buffer of small chunks, but on a GPU."""
@@ -74,6 +75,27 @@ class Source:
         """Bytes of one shard."""
         return self.shard_size * int(self.stored_dtype.itemsize)
 
+    @functools.cached_property
+    def owned(self) -> dict[jax.Device, Index]:
+        """The devices whose shards this process writes: of replicas the first one.
+
+        Each with its shard's position in the array as it is stored.
+        """
+        ours, of_keys = self.placed.addressable_devices, len(self.shard_shape) - len(self.shape)
+        owned: dict[jax.Device, Index] = {}
+        seen: set[str] = set()  # until Python 3.12 a slice is no key
+        for device, index in self.placed.devices_indices_map(self.shape).items():
+            key = str(index)
+            if key not in seen and device in ours:
+                owned[device] = (*index, *(slice(None),) * of_keys)
+            seen.add(key)
+        return owned
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes that this process writes."""
+        return self.shard_bytes * len(self.owned)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
@@ -110,6 +132,14 @@ class Chunk:
     def num_bytes(self) -> int:
         """Bytes, in each shard."""
         return self.size * int(self.source.stored_dtype.itemsize)
+
+    @property
+    def owned(self) -> dict[jax.Device, Index]:
+        """The devices from which this process takes it, as `Source.owned` says."""
+        if not self.everywhere:
+            return self.source.owned
+        ours = self.source.placed.addressable_devices_indices_map(self.source.shape)
+        return dict.fromkeys([*ours][:1], ())  # any of them has all of a scalar
 
 
 @functools.cache

@@ -82,7 +82,7 @@ class Place:
     def owners(self) -> np.ndarray:
         """The devices of this process that have what it writes: a row per shard, its replicas.
 
-        Rows are in the order of the shards that a process owns (`owned_shards`).
+        Rows are in the order of the shards that a process owns (`Source.owned`).
         """
         process = jax.process_index()
         if self.mesh is None or self.everywhere:

@@ -74,11 +74,6 @@ ChunkPull = Pull[list[list[HostChunk]]]
 """Of chunks: for each, its flat elements in each shard that this process owns."""
 
 
-def owned_shards(array: jax.Array) -> list[jax.Shard]:
-    """The local shards that this process writes: of replicated data, the first replica."""
-    return [s for s in array.addressable_shards if s.replica_id == 0]
-
-
 def align(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """Gives a retained value the devices of the leaf that it replays, outside the step."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):

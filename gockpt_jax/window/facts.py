@@ -76,7 +76,7 @@ def _of_one(
         of_device=source.shard_bytes,
         in_host_memory=source.shard_bytes if in_host_memory(source.given) else 0,
         to_host=-(-source.shard_bytes // sharers(source)),  # replicas as if all sent alike
-        owned=replicas.owned_bytes_at_most(array),
+        owned=source.owned_bytes,
     )
 
 

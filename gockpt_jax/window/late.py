@@ -78,8 +78,9 @@ class _LateArray:
     """
 
     def __init__(self, array: jax.Array, host: ByteBudget, replicas: Replicas):
-        self.slots = make_slots(replicas.boxes(array))
-        self.num_bytes = replicas.owned_bytes(array)
+        source = replicas.source(array)
+        self.slots = make_slots(source.owned.values())
+        self.num_bytes = source.owned_bytes
         self._host = host
         self._loan = Loan()
         self._landing = Landing()

@@ -224,7 +224,8 @@ class OpenWindow:
         given = set(map(id, arrays))
         new = {j: a for j, a in enumerate(self.state) if id(a) in given}
         wanted = self._followed(new)
-        slots = {j: make_slots(self._resources.replicas.boxes(new[j])) for j in wanted}
+        source = self._resources.replicas.source
+        slots = {j: make_slots(source(new[j]).owned.values()) for j in wanted}
         promised.update((id(new[j]), of_leaf) for j, of_leaf in slots.items())
         self._early.promise(slot for of_leaf in slots.values() for slot in of_leaf)
         self.record.late_leaves = self._late.reasons

@@ -69,7 +69,7 @@ class Seal:
         distinct = {id(a): a for a in arrays}  # one that lies in several places is taken once
         self.items.append(set(distinct))
         self.taken = self.taken.plus(SavedBytes.of(distinct.values(), to.replicas))
-        owned = {i: to.replicas.owned_bytes(a) for i, a in distinct.items()}
+        owned = {i: to.replicas.source(a).owned_bytes for i, a in distinct.items()}
         taken_bytes = sum(owned.values())
         to.host.admit_save(record.taken_bytes + taken_bytes)
         slots: dict[int, list[ChunkSlot]] = {}

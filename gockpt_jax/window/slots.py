@@ -1,7 +1,7 @@
 """Where the writer will find a chunk, promised before the chunk is final."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class ChunkSlot:
     owed: list[None] = dataclasses.field(default_factory=lambda: [None])
 
 
-def make_slots(indices: Sequence[Index]) -> list[ChunkSlot]:
+def make_slots(indices: Iterable[Index]) -> list[ChunkSlot]:
     """Empty slots for the shards at `indices`."""
     return [ChunkSlot(index, Promise()) for index in indices]
 

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from alone import owned_shards
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import PROGRAMS
 from programs.cases import CASES
 
 import gockpt_jax as gockpt
 from gockpt_jax.transfer.block import Block
-from gockpt_jax.transfer.pull import HostChunk, Pull, owned_shards
+from gockpt_jax.transfer.pull import HostChunk, Pull
 from gockpt_jax.transfer.staging import stage
 
 from . import harness

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import owned_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
@@ -22,7 +23,6 @@ from gockpt_jax.transfer import block as blocks
 from gockpt_jax.transfer import layout, packing, pull
 from gockpt_jax.transfer.block import block_of
 from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, row_ranges, row_size
-from gockpt_jax.transfer.pull import owned_shards
 
 P = PartitionSpec
 MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from alone import FIRST_ALONE
+from alone import FIRST_ALONE, owned_shards
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gockpt_jax.transfer import pull as pulls
 from gockpt_jax.transfer.chunks import Source, in_host_memory
 from gockpt_jax.transfer.meter import LinkMeter
-from gockpt_jax.transfer.pull import HostChunk, Pull, align, owned_shards
+from gockpt_jax.transfer.pull import HostChunk, Pull, align
 from gockpt_jax.transfer.staging import stage
 
 P = PartitionSpec
@@ -64,8 +64,7 @@ def test_owned_shards_are_one_replica(spec, parts, replicas):
     assert len(shards) == parts
     assert len(array.addressable_shards) == parts * replicas
     assert sum(math.prod(s.data.shape) for s in shards) == VALUES.size
-    assert FIRST_ALONE.owned_bytes(array) == VALUES.nbytes
-    assert FIRST_ALONE.owned_bytes_at_most(array) == VALUES.nbytes
+    assert FIRST_ALONE.source(array).owned_bytes == VALUES.nbytes
     assert Source.of(array).shard_bytes == VALUES.nbytes // parts
 
 

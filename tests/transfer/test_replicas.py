@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from alone import FIRST_ALONE
+from alone import FIRST_ALONE, owned_shards
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
@@ -30,6 +30,10 @@ def mesh(axis_type=AxisType.Auto):
 def put(shape, spec, dtype=np.float32, axis_type=AxisType.Auto, **kwargs):
     values = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     return jax.device_put(values, NamedSharding(mesh(axis_type), spec, **kwargs))
+
+
+def boxes_of(replicas, array):
+    return [*replicas.source(array).owned.values()]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +65,7 @@ def test_slices_are_those_that_orbax_has_replicas_write(shape, spec, axis, slice
         index = (*shard.index[:axis], slice(start, start + size), *shard.index[axis + 1 :])
         want[shard.device] = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
     found = SHARED.pieces(array)
-    assert [p.index for p in found] == SHARED.boxes(array)
+    assert [p.index for p in found] == boxes_of(SHARED, array)
     boxes = {
         next(iter(p.shard.devices())): tuple(
             s.indices(n)[:2] for s, n in zip(p.index, shape, strict=True)
@@ -72,7 +76,7 @@ def test_slices_are_those_that_orbax_has_replicas_write(shape, spec, axis, slice
     for p in found:
         cut = tuple(slice(a, a + n) for a, n in zip(p.start, p.shape, strict=True))
         np.testing.assert_array_equal(np.asarray(p.shard)[cut], np.asarray(array)[p.index])
-    assert SHARED.owned_bytes(array) == SHARED.owned_bytes_at_most(array) == array.nbytes
+    assert SHARED.source(array).owned_bytes == array.nbytes
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -91,7 +95,7 @@ def test_each_device_moves_its_slice(axis_type, monkeypatch):
     assert dict(moved) == dict.fromkeys(jax.devices(), sum(a.nbytes for a in arrays) // 8)
     assert block.staged_bytes == sum(a.nbytes for a in arrays) // 8
     for array, chunks in zip(arrays, found, strict=True):
-        assert [c.index for c in chunks] == SHARED.boxes(array)
+        assert [c.index for c in chunks] == boxes_of(SHARED, array)
         for chunk in chunks:
             np.testing.assert_array_equal(chunk.data, np.asarray(array)[chunk.index].reshape(-1))
 
@@ -105,7 +109,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
     ]
     for alone in (Replicas(layout.write_shape) for layout in layouts):
         assert alone.source(whole).placed is whole.sharding
-        assert alone.boxes(whole) == [(slice(None), slice(None))]
+        assert boxes_of(alone, whole) == [(slice(None), slice(None))]
     for array in (
         put((63, 5), P()),  # no axis for eight
         put((8, 15), P()),  # slices of 15 elements
@@ -119,12 +123,13 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         jax.device_put(jax.random.split(jax.random.key(0), 64), whole.sharding),
     ):
         assert SHARED.source(array).placed == array.sharding
-        assert SHARED.boxes(array) == FIRST_ALONE.boxes(array)
-        assert SHARED.owned_bytes(array) == SHARED.owned_bytes_at_most(array)
+        assert boxes_of(SHARED, array) == boxes_of(FIRST_ALONE, array)
+        assert boxes_of(SHARED, array) == [s.index for s in owned_shards(array)]
     for array in (whole, put((64, 8), P("a", "b"))):
         assert {p.start for p in FIRST_ALONE.pieces(array)} == {(0, 0)}
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh(), P("a")))
-    assert SHARED.boxes(keys) == SHARED.boxes(jax.random.key_data(keys))  # as they are stored
+    # As they are stored.
+    assert boxes_of(SHARED, keys) == boxes_of(SHARED, jax.random.key_data(keys))
     monkeypatch.undo()
     for dtype in ("float32", "bfloat16"):  # of a parameter and its moments
         for columns, alone in ((2**19, False), (2**19 - 1, True)):
@@ -132,4 +137,16 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
             assert SHARED.source(spec).placed.is_fully_replicated == alone
             assert SHARED.source(spec).dtype == dtype
         array = put((64, 6), P(), jnp.dtype(dtype))
-        assert SHARED.owned_bytes(array) == array.nbytes
+        assert SHARED.source(array).owned_bytes == array.nbytes
+
+
+def test_of_ever_new_shapes_few_are_remembered(monkeypatch):
+    """As of programs: a loop may save another shape each time, as long as it runs."""
+    monkeypatch.setattr(replicas, "REMEMBERED", 4)
+    found = Replicas(ReplicaLayout(use_replica_parallel=True).write_shape)
+    arrays = [
+        jax.ShapeDtypeStruct((n,), np.float32, sharding=put((), P()).sharding) for n in range(9)
+    ]
+    for array in [*arrays, *arrays]:
+        assert found.source(array).shape == array.shape
+        assert len(found._sources) <= 4

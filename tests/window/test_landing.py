@@ -8,11 +8,12 @@ import weakref
 import jax
 import numpy as np
 import pytest
+from alone import owned_shards
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gockpt_jax.transfer.chunks import Chunk, Source, row_ranges
-from gockpt_jax.transfer.pull import HostChunk, owned_shards
+from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window.landing import Landing, landing_task
 
 MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)

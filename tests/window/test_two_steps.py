@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from alone import FIRST_ALONE
+from alone import FIRST_ALONE, owned_shards
 from window.training_loop import (
     BATCH,
     SIZE,
@@ -407,9 +407,10 @@ def test_bytes_of_a_donated_array(spec):
     placed = jax.NamedSharding(mesh, jax.P(*spec))
     for array in (np.ones((8, 4), np.float32), jax.random.split(jax.random.key(0), (8, 2))):
         placed_array = jax.device_put(array, placed)
-        want = FIRST_ALONE.owned_bytes(placed_array)
+        source = FIRST_ALONE.source(placed_array)
+        want = source.shard_bytes * len(owned_shards(placed_array))
         placed_array.delete()
-        assert FIRST_ALONE.owned_bytes_at_most(placed_array) == want
+        assert FIRST_ALONE.source(placed_array).owned_bytes == want
 
 
 @jax.jit
