@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.compiling import REMEMBERED, Programs, unwatched
 from gockpt_jax.telemetry import events
-from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory
+from gockpt_jax.transfer.chunks import Chunk, Source, in_host_memory, is_key_type
 from gockpt_jax.transfer.layout import LARGE_BYTES, Buffer, lay_out
 from gockpt_jax.transfer.packing import compile_packing, on_its_devices
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk, Pull, align
@@ -160,7 +159,7 @@ class Block:
                 arrays[n] if place is None else align(arrays[n], place)
                 for n, place in packing.given
             ]
-            staged += _copied(program, given)
+            staged += _copied(packing, program, given)
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
             source = self.chunks[n].source
@@ -205,16 +204,14 @@ def stage_and_pull(block: Block, arrays: Sequence[jax.Array]) -> ChunkPull:
         return block.start_pull(staged)
 
 
-def _copied(program: Any, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _copied(packing: _Packing, program: Any, arrays: Sequence[Any]) -> list[jax.Array]:
     with unwatched():
         try:
             copies: list[jax.Array] = program(*arrays)
         except ValueError:  # before dispatch: some lie in memory as the user asked (`Format`)
-            copies = program(*(_in_default_layout(x) for x in arrays))
+            layouts = tuple(None if is_key_type(x.dtype) else x.format.layout for x in arrays)
+            copies = _programs.needed(*packing.made_from, layouts)(*arrays)
     return copies
-
-
-_in_default_layout = jax.jit(jnp.copy)
 
 
 def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:

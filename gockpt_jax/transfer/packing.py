@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import _compat
@@ -22,8 +23,9 @@ _ARITHMETIC_BYTES = {"tpu": 4}
 
 
 def compile_packing(
-    taken: Sequence[Source], parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer]
-) -> Any:
+    taken: Sequence[Source], parts: Sequence[tuple[Chunk, int]], buffers: Sequence[Buffer],
+    layouts: Sequence[Layout | None] = (),
+) -> Any:  # fmt: skip
     """Compiles the program that packs rows of some arrays.
 
     Rows of one array are cut from one argument: the TPU's compiler adds all arguments up, also
@@ -33,6 +35,7 @@ def compile_packing(
       taken: The arrays that it takes.
       parts: The chunks in all buffers, in order, each with the number of its array.
       buffers: What it returns; nobody else's memory.
+      layouts: Of each array, how the user has it lie in memory; none, if all lie as JAX has them.
     """
     mesh = buffers[0].place.mesh
     packing = functools.partial(_pack, parts, buffers)
@@ -41,7 +44,14 @@ def compile_packing(
             packing, mesh=mesh, in_specs=tuple(_spec(s.placed) for s in taken),
             out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
         )  # fmt: skip
-    specs = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=_plain(s)) for s in taken]
+    places = [
+        _plain(s) if x is None else Format(x, _plain(s))
+        for s, x in zip(taken, layouts or (None,) * len(taken), strict=True)
+    ]
+    specs = [
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place)
+        for s, place in zip(taken, places, strict=True)
+    ]
 
     def _copy(*arrays: jax.Array) -> tuple[jax.Array, ...]:  # its name in profiles
         return packing(*arrays)

@@ -230,12 +230,23 @@ def test_one_array_may_travel_by_the_shards_of_two_leaves():
 
 
 @pytest.mark.parametrize("spec", [P("a"), P()])
-def test_arrays_laid_out_as_the_user_asked(spec):
+def test_arrays_laid_out_as_the_user_asked(spec, monkeypatch):
+    """They are packed from where they lie: of a copy of all of one no budget would know."""
+    programs = Programs("gockpt-compile-copies", blocks.compile_packing)
+    monkeypatch.setattr(blocks, "_programs", programs)
     values = RNG.standard_normal((8, 6)).astype(np.float32)
     columns = Format(Layout(major_to_minor=(1, 0)), NamedSharding(MESH, spec))
     pairs = [pair for x in (values, -values) for pair in parts_of(jax.device_put(x, columns), 2)]
-    block = block_of([chunk for _, chunk in pairs])
-    assert_arrived(pairs, block.start_pull(block.stage([array for array, _ in pairs])).result())
+    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(MESH, spec))
+    given_arrays = [*(array for array, _ in pairs), keys]
+    block = block_of([*(chunk for _, chunk in pairs), Chunk.whole(Source.of(keys))])
+    for _ in range(2):
+        *found, of_keys = block.start_pull(block.stage(given_arrays)).result()
+        assert_arrived(pairs, found)
+        for part in of_keys:
+            np.testing.assert_array_equal(part.data, jax.random.key_data(keys)[part.index].ravel())
+    asked_for = [made_from[3:] for made_from in programs._found]
+    assert [len(layouts) for (*layouts,) in asked_for] == [0, 1], "as JAX has them, and as they are"
 
 
 def test_staged_buffers_are_new_and_weighed_to_the_byte():
