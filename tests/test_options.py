@@ -84,6 +84,14 @@ def test_bad_choice_names_the_choices(value):
         WindowOptions(on_save_error=value)
 
 
+EXPECTED = {
+    "fraction": " above 0 and at most 1, got",
+    "max_ulps": " an integer of at least 0, got",
+    "max_relative_error": " at least 0 and at most 1, got",
+    "on_failure": " one of ('raise', 'demote'), got",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
@@ -102,7 +110,7 @@ def test_bad_choice_names_the_choices(value):
 def test_bad_audit_names_the_field_what_came_and_what_to_do(name, value, remedy):
     with pytest.raises(ValueError) as error:
         Audit(**{name: value})
-    assert f"`{name}` must be" in str(error.value)
+    assert f"`{name}` must be{EXPECTED[name]}" in str(error.value)
     assert f"got {value!r}." in str(error.value)
     assert remedy in str(error.value)
 
@@ -138,7 +146,8 @@ def test_least_values_and_defaults_are_accepted():
     assert least.steps == 1
     assert WindowOptions() == WindowOptions(
         max_steps=8, steps=None, device_budget_bytes=None, host_budget_bytes=None,
-        write_limit_bytes=256 * 2**20, replay_threads=None, arm="window", exact=False,
+        step_secs=None, link_bytes_per_sec=None, write_limit_bytes=256 * 2**20,
+        replay_threads=None, arm="window", exact=False, on_busy="wait", on_save_error="raise",
         audit=Audit(fraction=1 / 64, max_ulps=0, max_relative_error=0, on_failure="raise"),
     )  # fmt: skip
 

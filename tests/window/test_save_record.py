@@ -118,13 +118,20 @@ def test_both_ends_at_once_are_told_once(log, pending, pool, monkeypatch):
     assert pending.is_finished
 
 
-@pytest.mark.parametrize("late", [(), ("a: it was edited", "b: it was edited")])
-def test_a_window_of_which_the_save_took_nothing_was_a_snapshot(late):
+@pytest.mark.parametrize(
+    ("late", "reason"),
+    [
+        ((), "nothing given to `save` had left early: none of it is"),
+        (("a: it was edited",), "a: it was edited"),
+        (("a: it was edited", "b: it was edited"), "a: it was edited; and 1 more"),
+    ],
+)
+def test_a_window_of_which_the_save_took_nothing_was_a_snapshot(late, reason):
     """Whenever it is told: the items may not all have been taken by then."""
     record = SaveRecord(kind="window", reason="as planned", window_steps=3, late_leaves=late)
     told = record.report()
     assert (told.kind, told.window_steps) == ("snapshot", 1)
-    assert told.reason.startswith(late[0] if late else "nothing given to `save` had left early")
+    assert told.reason == reason if late else told.reason.startswith(reason)
     record = dataclasses.replace(record, kind="window", early_leaves=1)
     assert record.report().kind == "window"
 
@@ -228,14 +235,48 @@ def test_what_has_failed_is_counted_as_that(log, monkeypatch, error, kind, event
     assert told == [event]
 
 
+def test_each_duration_is_told_under_its_own_name(log, monkeypatch):
+    told: dict[str, float] = {}
+    monkeypatch.setattr(jax.monitoring, "record_event_duration_secs", told.__setitem__)
+    log.add(
+        SaveReport(
+            step=1, kind="window", reason="a test", window_steps=1, stall_secs=1.0,
+            barrier_secs=2.0, drain_secs=3.0, write_secs=4.0, commit_secs=5.0,
+        )
+    )  # fmt: skip
+    assert told == {
+        events.SAVE_STALL_SECS: 1.0, events.SAVE_BARRIER_SECS: 2.0, events.SAVE_DRAIN_SECS: 3.0,
+        events.SAVE_WRITE_SECS: 4.0, events.SAVE_COMMIT_SECS: 5.0,
+    }  # fmt: skip
+
+
+def test_what_has_never_come_took_no_time():
+    """A save that failed was not drained, or not committed."""
+    record = SaveRecord(kind="snapshot", reason="a test", sealed_at=5.0, written_at=7.0)
+    assert (record.drain_secs, record.commit_secs) == (0, 0)
+
+
 def test_figures_of_two_items_are_of_both():
-    small = AuditFigures(chunks=1, compared_bytes=4, max_ulps=2, max_relative_error=3.0)
+    small = AuditFigures(
+        chunks=1, compared_bytes=4, max_ulps=2, max_relative_error=3.0, worst_leaf="a"
+    )
     large = AuditFigures(chunks=2, compared_bytes=8, max_ulps=7, worst_leaf="b")
     expected = AuditFigures(
         chunks=3, compared_bytes=12, max_ulps=7, max_relative_error=3.0, worst_leaf="b"
     )
     assert small.plus(large) == large.plus(small) == expected
     assert small.plus(None) is small
+
+
+def test_each_figure_in_the_line_is_its_own():
+    report = SaveReport(
+        step=3, kind="window", reason="planned", window_steps=4, state_bytes=5_000_000,
+        written_bytes=1, stall_secs=0.006, drain_secs=7.0, write_secs=8.0, commit_secs=9.0,
+    )  # fmt: skip
+    told = "K=4 (planned), 5.0 MB, stall 6.0 ms, drain 7.00 s, write 8.00 s"
+    assert str(report) == f"step 3 saved: window, {told}"
+    for kind in ("skipped", "superseded"):
+        assert str(dataclasses.replace(report, kind=kind)) == f"step 3 not saved: {kind}, {told}"
 
 
 def test_a_report_is_told_in_a_line(log, pending, caplog):
