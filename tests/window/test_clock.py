@@ -154,6 +154,35 @@ def test_what_cannot_be_probed_is_left_out(loop, monkeypatch, when):
     assert loop.clock.secs == pytest.approx(1.0)
 
 
+def test_a_stretch_whose_beginning_nobody_has_seen_is_left_out(loop, monkeypatch):
+    """Its end was."""
+
+    def fail():
+        raise RuntimeError("a step has failed")
+
+    probe, failed = loop.clock._probe, Probe(loop, 0.0)
+    monkeypatch.setattr(failed, "block_until_ready", fail)
+    loop.clock._probe = lambda: failed
+    loop.run(1, 1.0)
+    loop.clock._probe = probe
+    loop.run(64, 1.0)
+    assert loop.clock.secs == pytest.approx(1.0)
+
+
+def test_a_pause_before_any_step_is_no_steps_time(loop):
+    """The first step of a part was refused, and the loop goes on much later."""
+    for _ in range(6):
+        loop.run(10, 1.0)
+        loop.save()
+        loop.clock.tick(loop.version)
+        loop.wait()
+        loop.now += 1000.0
+        loop.calls = 0
+        loop.clock.pause(loop.version)
+        assert loop.calls == 0
+    assert loop.clock.secs == pytest.approx(1.0)
+
+
 def test_what_cannot_be_probed_is_not_tried_at_every_step(loop):
     probe, tried = loop.clock._probe, []
     loop.clock._probe = lambda: tried.append(loop.version)

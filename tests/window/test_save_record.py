@@ -103,7 +103,8 @@ def test_nobody_waits_for_a_thread_that_is_interrupted(log, pending, pool, monke
     assert len(log.all()) == 1
 
 
-def test_both_ends_at_once_are_told_once(log, pending, pool, monkeypatch):
+@pytest.mark.parametrize("other", ["committed", "failed"])
+def test_both_ends_at_once_are_told_once(log, pending, pool, monkeypatch, other):
     """Each finds that the other has come: of the two, one line is logged."""
     told: list[Any] = []
     put = ReportLog.put
@@ -111,7 +112,8 @@ def test_both_ends_at_once_are_told_once(log, pending, pool, monkeypatch):
     held = Held(monkeypatch, PendingReport, "_comes")
     first = pool.submit(pending.returned, 0.0)
     assert held.has_come.wait(WAIT_SECS)
-    pool.submit(pending.committed).result(WAIT_SECS)
+    ends = {"committed": pending.committed, "failed": lambda: pending.failed(OSError())}
+    pool.submit(ends[other]).result(WAIT_SECS)
     held.goes_on.set()
     first.result(WAIT_SECS)
     assert len(told) == len(log.all()) == 1
@@ -225,6 +227,8 @@ def test_peaks_are_measured_whichever_way_a_save_ends(log, pending, end):
     ("error", "kind", "event"),
     [
         (None, "window", events.SAVE_WINDOW), ("no", "window", events.SAVE_FAILED),
+        (None, "snapshot", events.SAVE_SNAPSHOT), (None, "skipped", events.SAVE_SKIPPED),
+        (None, "superseded", events.SAVE_SUPERSEDED),
         ("no", "snapshot", events.SAVE_FAILED), ("no", "superseded", events.SAVE_SUPERSEDED),
     ],
 )  # fmt: skip
@@ -288,3 +292,10 @@ def test_a_report_is_told_in_a_line(log, pending, caplog):
     assert caplog.messages == [str(told)]
     assert str(told).startswith("step 7 failed with ValueError: no room: a: of 3 B b: of 5 B: snap")
     assert "\n" not in str(told)
+
+
+def test_one_process_logs(log, pending, caplog, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with caplog.at_level(logging.INFO, logger="gockpt_jax"):
+        pending.failed(OSError())
+    assert (len(log.all()), caplog.messages) == (1, [])
