@@ -16,9 +16,14 @@ from click.testing import CliRunner
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gockpt_jax import GoCkptManager, GoCkptSave, VerifyError
+from gockpt_jax.checks import describe_bytes
+from gockpt_jax.cli import diff as diff_command
+from gockpt_jax.cli import verify as verify_command
 from gockpt_jax.cli.main import main
 from gockpt_jax.storage.inspecting import directory
 from gockpt_jax.storage.inspecting.diff import diff_items
+from gockpt_jax.storage.inspecting.stored_item import READ_LIMIT_BYTES, READ_THREADS
+from gockpt_jax.storage.inspecting.verdict import Verdict
 
 
 def run(*words):
@@ -70,8 +75,11 @@ def test_inspect_shows_everything_but_the_values(tmp_path):
     text = run("inspect", root).output
     for word in ("x[dim]", "16x8", "ocdbt, zarr v3", "[first]", "8.orbax-checkpoint-tmp-1"):
         assert word in text
+    assert f"on disk:   {describe_bytes(item['bytes_on_disk'])} in {item['files']} files" in text
     assert json.loads(run("inspect", root / "7", "--json").output)["kind"] == "step"
     assert json.loads(run("inspect", root / "7/state", "--json").output)["kind"] == "item"
+    assert "committed" in text
+    assert "committed" not in run("inspect", root / "7/state").output  # nobody knows of its step
 
 
 def test_inspect_of_what_stock_has_saved(tmp_path):
@@ -86,15 +94,19 @@ def test_inspect_of_what_stock_has_saved(tmp_path):
     assert [leaf["placement"].partition(" on ")[0] for leaf in item["leaves"]] == [
         "(data+model)", "(-, model)", "()",
     ]  # fmt: skip
+    assert "checksums: none\nmetadata:  none\n" in run("inspect", tmp_path).output
 
 
 def test_names_are_no_markup(tmp_path):
     root = tmp_path / "run[lr=1]"
+    mesh = NamedSharding(jax.make_mesh((8,), ("[data]",)), PartitionSpec("[data]"))
     with GoCkptManager(root) as manager:
-        tree = GoCkptSave({"w": jnp.ones(3)})
+        tree = GoCkptSave({"w": jax.device_put(jnp.ones(8), mesh)})
         manager.save(0, args=ocp.args.Composite(**{"ema[slow]": tree}))
     assert run("verify", root).output.count("run[lr=1]/0/ema[slow]") == 1
-    assert run("inspect", root).output.count("ema[slow]") == 2  # among the items, and above leaves
+    text = run("inspect", root).output
+    assert text.count("ema[slow]") == 2  # among the items, and above leaves
+    assert "([data]) on [data]=8" in text
 
 
 def test_inspect_of_what_is_damaged(tmp_path):
@@ -102,10 +114,14 @@ def test_inspect_of_what_is_damaged(tmp_path):
     (root / "0/_CHECKPOINT_METADATA").write_text("{}")
     (root / "0/state/_sharding").write_text("?")
     (root / "0/state/_gockpt_checksums/item.json").write_text("{}")
-    told = json.loads(run("inspect", root, "--json").output)["items"][0]
+    found = json.loads(run("inspect", root, "--json").output)
+    told = found["items"][0]
     assert "item.json` is damaged" in told["checksums"]["error"]
     assert told["leaves"][0]["placement"] is None
-    assert "never" in run("inspect", root).output
+    text, fault = run("inspect", root).output, "names no time of commit: the save never ended"
+    assert "│ never" in text
+    assert fault in text
+    assert fault in found["steps"][0]["faults"][0]
     (root / "0/_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs": 1%s}' % ("0" * 30))
     assert "never" in run("inspect", root).output
 
@@ -191,6 +207,56 @@ def test_every_kind_of_difference(tmp_path, base):
     assert {leaf["name"] for leaf in told} == set(kinds)
 
 
+def test_each_figure_of_a_difference_has_its_column(tmp_path):
+    w, n = np.array([1.0, 4.0], np.float32), np.array([2], np.int32)
+    a = saved(tmp_path / "a", {"w": w, "n": n, "s": n})
+    b = saved(tmp_path / "b", {"w": w + np.float32([0, 0.5]), "n": n + 3, "s": n.astype("f4")})
+    lines = run("diff", a, b).output.splitlines()
+    rows = [[x.strip() for x in line.split("│")[1:-1]] for line in lines if line[0] == "│"]
+    assert sorted(rows) == [
+        ["n", "values", "int32[1]", "int32[1]", "1 of 1", "-", "3", "1.5"],
+        ["s", "dtype", "int32[1]", "float32[1]", "", "", "", ""],
+        ["w", "values", "float32[2]", "float32[2]", "1 of 2", str(2**20), "0.5", "0.125"],
+    ]
+
+
+def test_one_of_several_trees_is_compared_where_it_is_named(tmp_path):
+    ones, zeros = (GoCkptSave({"w": w}) for w in (jnp.ones(2), jnp.zeros(2)))
+    for name, ema in (("a", zeros), ("b", ones)):
+        with GoCkptManager(tmp_path / name) as manager:
+            manager.save(0, args=ocp.args.Composite(state=ones, ema=ema))
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run("diff", a, b, "--item", "state").exit_code == 0
+    assert run("diff", a, b, "--item", "ema").exit_code == 1
+    # What an item's own path says needs no name.
+    assert run("diff", a / "0/state", b / "0/ema", "--item", "state").exit_code == 0
+
+
+def test_what_is_read_at_one_time_is_what_was_asked_for(tmp_path, monkeypatch, base):
+    told = []
+
+    def note(*paths, **given):
+        told.append(given)
+        return []
+
+    monkeypatch.setattr(diff_command, "diff_items", note)
+    monkeypatch.setattr(verify_command, "verify_all", note)
+    for words in ((), ("--limit-mib", 3)):
+        run("diff", base, base, *words)
+        run("verify", tmp_path, *words)
+    run("verify", tmp_path, "--newest", "--threads", 5)
+    limits = [READ_LIMIT_BYTES, READ_LIMIT_BYTES, 3 << 20, 3 << 20, READ_LIMIT_BYTES]
+    assert [given["limit_bytes"] for given in told] == limits
+    verified = [(given["newest"], given["threads"]) for given in told if "threads" in given]
+    assert verified == [(False, READ_THREADS), (False, READ_THREADS), (True, 5)]
+
+
+def test_what_was_read_is_told_for_all_that_was_verified(tmp_path, monkeypatch):
+    found = [Verdict("a", chunks=1, nbytes=3 << 20), Verdict("b", chunks=1, nbytes=4 << 20)]
+    monkeypatch.setattr(verify_command, "verify_all", lambda *_, **__: found)
+    assert "7.0 MiB in " in run("verify", tmp_path).output
+
+
 def test_leaves_of_other_types_are_told_and_not_read(tmp_path):
     a = saved(tmp_path / "a", {"x": jnp.ones(3), "y": "text", "z": "text"})
     b = saved(tmp_path / "b", {"x": "text", "y": jnp.ones(3), "z": "text"})
@@ -217,11 +283,13 @@ def test_typed_keys_are_no_arrays(tmp_path):
 def test_inspect_tells_keys_from_their_data(tmp_path):
     key = jax.random.key(5, impl="rbg")
     with GoCkptManager(tmp_path) as manager:
-        manager.save(0, args=GoCkptSave({"a": key, "b": jax.random.key_data(key), "c": "a [text]"}))
+        tree = {"a": key, "b": jax.random.key_data(key), "c": "a [text]", "d": jnp.float32(1)}
+        manager.save(0, args=GoCkptSave(tree))
     (item,) = json.loads(run("inspect", tmp_path, "--json").output)["items"]
-    assert [leaf.get("random_key") for leaf in item["leaves"]] == ["rbg", None, None]
+    assert [leaf.get("random_key") for leaf in item["leaves"]] == ["rbg", None, None, None]
     text = run("inspect", tmp_path).output
     assert text.count("uint32, key<rbg>") == 1
+    assert "│ scalar │ scalar │" in text
     assert '"a [text]"' in text
 
 

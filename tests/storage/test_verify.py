@@ -598,6 +598,8 @@ def test_exit_codes(item, layout, tmp_path):
     result = run(root)
     assert result.exit_code == 3
     assert "it has no checksums" in result.output
+    notes = [note for v in json.loads(run(root, "--json").output)["found"] for note in v["notes"]]
+    assert [note for note in notes if "it has no checksums" in note]
     assert run(root, "--newest").exit_code == 3
     assert run(root / "3").exit_code == 0
 
