@@ -155,6 +155,26 @@ def test_what_orbax_has_begun_it_brings_to_its_end(
         assert manager._gockpt_session.host.used_bytes == 0
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the user's")])
+@pytest.mark.parametrize("has_arrays", [True, False])
+def test_what_orbax_has_written_at_once_is_complete_whatever_follows(
+    tmp_path: Path, error: BaseException, has_arrays: bool
+) -> None:
+    """The report says so, too, where saves are synchronous. Without arrays there is none."""
+    logger, args = Logger(), gockpt.GoCkptSave({"w": jnp.ones(4)})
+    if not has_arrays:
+        args = ocp.args.Composite(notes=ocp.args.JsonSave({"a": 1}))
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with gockpt.GoCkptManager(tmp_path, options=options, logger=logger) as manager:
+        logger.error = error
+        with pytest.raises(type(error)):
+            manager.save(0, args=args)
+        assert manager.save(1, args=args)
+        assert manager.all_steps(read=True) == [0, 1]
+        told = [(report.step, report.error) for report in manager.reports]
+        assert told == ([(0, None), (1, None)] if has_arrays else [])
+
+
 class Policy:
     """The user's own, which Orbax asks when its checkpointer has begun to write."""
 

@@ -202,6 +202,29 @@ def test_a_save_that_could_not_begin_is_not_accepted(
         assert manager.save(0, args=args)
 
 
+@pytest.mark.parametrize(
+    "error", [gockpt.AuditError, gockpt.ReplayError, gockpt.DeviceMemoryError], ids=str
+)
+def test_what_a_window_is_to_blame_for_is_warned_of(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Found while Orbax is given the save: in the seal, or as it is written, if that is waited for.
+
+    Where saves are synchronous, it is.
+    """
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error("as it is sealed")
+
+    args = gockpt.GoCkptSave({"w": jnp.ones(4)})
+    with gockpt.GoCkptManager(tmp_path, window=window("warn")) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.CheckpointManager, "save", fail)
+            with pytest.warns(gockpt.SaveFailedWarning, match=f"{error.__name__}: as it is sealed"):
+                assert not manager.save(0, args=args)
+        assert manager.save(0, args=args)
+
+
 def test_a_failed_window_is_warned_of(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
