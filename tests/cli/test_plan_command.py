@@ -13,8 +13,24 @@ from click.testing import CliRunner
 
 from bench import scale
 from gockpt_jax.cli.main import main
-from gockpt_jax.cli.quantities import BYTES, COUNT, RATE, SECS
-from gockpt_jax.cli.trade import Machine, goodput, size_of_model, terms_of, trade
+from gockpt_jax.cli.quantities import (
+    BYTES,
+    COUNT,
+    RATE,
+    SECS,
+    say_count,
+    say_number,
+    say_percent,
+    say_secs,
+)
+from gockpt_jax.cli.trade import (
+    Machine,
+    goodput,
+    size_of_checkpoint,
+    size_of_model,
+    terms_of,
+    trade,
+)
 from gockpt_jax.window.choice import best_per_steps, choose
 
 EIGHT_B = ("plan", "--params", "8B", "--devices", 8, "--step", "1.2")
@@ -47,6 +63,9 @@ def test_a_row_for_stock_a_device_copy_and_every_k(ask):
         assert ways.count(way) == 1
     assert sum(line[:2] == ["*", "window"] for line in lines) == 1
     assert "stock loses 0.398%" in said  # 0.48 s of 120.48 s
+    (told,) = json.loads(ask(*EIGHT_B, "--budget", "8GB", "--json"))
+    (loss,) = (way["loss"] for way in told["ways"] if way["is_chosen"])
+    assert f"the planner {say_percent(loss)}." in " ".join(said.split())
 
 
 def test_json_holds_what_the_cost_model_says(ask):
@@ -66,6 +85,33 @@ def test_json_holds_what_the_cost_model_says(ask):
     assert [w["device_bytes"] for w in planned] == [c.peak_bytes for c in costs]
     assert [w["host_bytes"] for w in planned] == [8 * c.host_bytes for c in costs]
     assert [w["steps"] for w in planned if w["is_chosen"]] == [choose(terms).cost.steps]
+
+
+def test_all_that_is_given_is_asked_of_the_cost_model(ask):
+    sizes = ("--param-dtype", "bfloat16", "--moment-dtype", "float32", "--grad-dtype", "float32")
+    (told,) = json.loads(ask(
+        "plan", "--params", "1B", *sizes, "--devices", 4, "--devices-per-host", 2,
+        "--link", "10GB/s", "--step", 2, "--budget", "1GB", "--host-memory", "100GB",
+        "--commit", 3, "--write", "2GB/s", "--overhead", 0.05, "--max-steps", 5, "--json",
+    ))  # fmt: skip
+    assert told["state"] == {"early": 8e9, "late": 2e9, "followers": 4e9, "parameters": 1e9}
+    assert told["machine"] == {
+        "devices": 4, "link_bytes_per_sec": 10e9, "step_secs": 2.0, "budget_bytes": 1e9,
+        "devices_per_host": 2, "write_bytes_per_sec": 2e9, "commit_secs": 3.0, "host_bytes": 100e9,
+        "overhead": 0.05, "max_steps": 5,
+    }  # fmt: skip
+    assert max(way["steps"] for way in told["ways"]) == 5
+
+
+def test_a_step_is_reckoned_from_its_tokens(ask):
+    words = ("plan", "--params", "1B", "--devices", 4, "--budget", "8GB", "--flops", "100T")
+    for batch in (("--batch", "4M"), ("--device-batch", "1M")):
+        (told,) = json.loads(ask(*words, *batch, "--json"))
+        assert told["machine"]["step_secs"] == pytest.approx(6 * 1e9 * 1e6 / 100e12)
+
+
+def test_a_host_that_holds_a_save_and_no_more_is_enough(ask):
+    ask(*EIGHT_B, "--budget", "8GB", "--host-memory", "96GB")
 
 
 def test_a_copy_that_fits_is_taken(ask):
@@ -90,6 +136,13 @@ def test_a_save_that_outlasts_the_interval_is_waited_for(ask):
     said = ask(*slow, "--interval", 10)
     assert "Saves wait for each other: one takes 7 s, and 10 steps 1.2 s." in said
     assert "wait for each other" not in ask(*slow, "--interval", 100)
+
+
+def test_what_a_save_stalls_is_no_wait_for_the_next(ask):
+    """It stalls 0.48 s, as nothing may leave early, and is busy for a second more."""
+    short = (*EIGHT_B[:-1], "0.1", "--budget", "1kB", "--commit", 1)
+    for steps, is_said in ((9, True), (12, False)):
+        assert ("wait for each other" in ask(*short, "--interval", steps)) is is_said
 
 
 def test_no_line_of_a_wide_table_is_cut_off(ask):
@@ -126,6 +179,25 @@ def test_sizes_of_optimizers(optimizer, dtypes, early, late, followers):
     assert (state.early, state.late, state.followers) == (early * 10, late * 10, followers * 10)
 
 
+def test_what_the_budgets_hold_and_no_more_fits():
+    state = size_of_model(8e9, "adamw", **FP32)
+    exact = machine(budget_bytes=12e9, host_bytes=96e9)
+    assert [row.way for row in trade(state, exact) if row.is_chosen] == ["device copy"]
+    assert terms_of(state, exact).host_budget_bytes == 12e9
+
+
+def test_where_nothing_leaves_early_there_are_no_windows():
+    ways = [row.way for row in trade(size_of_model(8e9, "sgd", **FP32), machine(budget_bytes=1e9))]
+    assert ways == ["stock Orbax async", "device copy", "snapshot"]
+
+
+def test_of_a_checkpoint_only_pairs_of_moments_leave_early():
+    leaves = [{"name": f"opt.{name}.w", "bytes": 40, "shape": [10]} for name in ("mu", "nu")]
+    for names, early, late in ((leaves, 80, 0), (leaves[:1], 0, 40)):
+        state = size_of_checkpoint(names, grad_bytes=2)
+        assert (state.early, state.late) == (early, late)
+
+
 def save(directory, state):
     with ocp.CheckpointManager(directory) as manager:
         for step in (1, 2):
@@ -154,16 +226,18 @@ def test_one_row_for_each_of_several(ask):
         ("8 B", "8"), ("8 B", "512"), ("70 B", "8"), ("70 B", "512")
     ]  # fmt: skip
     assert {len(row) for row in rows} == {len(head)}
+    two = ask("plan", "--params", "8B", "--params", "70B", "--step", 1, "--budget", "8GB")
+    assert "planner takes" in two
     assert "does not fit" in said
     assert "under 0.1%" in said
 
 
 def test_json_holds_the_goodput_that_was_asked_for(ask):
     words = (*EIGHT_B, "--budget", "8GB", "--json")
-    (told,) = json.loads(ask(*words, "--mtbf", 50_000, "--restart", 300))
+    (told,) = json.loads(ask(*words, "--mtbf", 50_000, "--restart", 600))
     best = goodput(
         trade(size_of_model(8e9, "adamw", **FP32), machine())[0],
-        step_secs=1.2, between_failures_secs=50_000 * 3600 / 8, restart_secs=300,
+        step_secs=1.2, between_failures_secs=50_000 * 3600 / 8, restart_secs=600,
     )  # fmt: skip
     stock = told["ways"][0]["goodput"]
     assert stock["interval_secs"] == pytest.approx(best.interval_secs)
@@ -197,6 +271,7 @@ def test_goodput_is_youngs():
             ["--params", "8X"],
             "`8X` is not understood: expected a number, then k, m, b, t or nothing",
         ),
+        (["--params", "1.2.3"], "`1.2.3` is not understood: expected a number"),
         (["--params", "0"], "`0` must be above 0 and below 1e+30"),
         (["--params", "1e400"], "`1e400` must be above 0 and below 1e+30"),
         (["--params", "8B", "--max-steps", 101], "101 is not in the range 1<=x<=100"),
@@ -234,6 +309,13 @@ def test_errors_say_what_to_do(ask, tmp_path, monkeypatch, words, says):
     assert says in said.replace("│ ", "")
 
 
+def test_a_checkpoint_without_moments_tells_no_parameters(ask, tmp_path):
+    save(tmp_path / "run", {"w": jnp.ones(4)})
+    words = ("plan", "--checkpoint", tmp_path / "run", "--device-batch", 1, "--budget", 100)
+    said = " ".join(ask(*words, code=2).replace("│", "").split())
+    assert "does not tell the number of parameters (no `mu`); give --step" in said
+
+
 def test_a_step_with_several_trees_is_not_guessed_at(ask, tmp_path):
     save(tmp_path / "run", {"w": jnp.ones(4)})
     step = tmp_path / "run" / "2"
@@ -253,6 +335,21 @@ def test_a_step_with_several_trees_is_not_guessed_at(ask, tmp_path):
 )  # fmt: skip
 def test_numbers_as_people_write_them(kind, text, number):
     assert kind.convert(text, None, None) == pytest.approx(number)
+
+
+@pytest.mark.parametrize(
+    ("say", "number", "said"),
+    [
+        (say_count, 2e12, "2 T"), (say_count, 70e9, "70 B"), (say_count, 1.5e6, "1.5 M"),
+        (say_count, 2e3, "2 k"), (say_count, 999, "999"),
+        (say_number, 0.1234, "0.123"), (say_number, 999.4, "999"), (say_number, 999.7, "1,000"),
+        (say_secs, 0.0004, "0"), (say_secs, 0.0006, "0.001"), (say_secs, 0.48, "0.480"),
+        (say_secs, 1.2, "1.2"), (say_secs, 1234, "1,234"),
+        (say_percent, 4e-6, "0%"), (say_percent, 0.00398, "0.398%"), (say_percent, 0.0398, "3.98%"),
+    ],
+)  # fmt: skip
+def test_numbers_as_people_read_them(say, number, said):
+    assert say(number) == said
 
 
 def test_the_tables_of_the_document_are_what_the_command_says():
