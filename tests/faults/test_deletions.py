@@ -119,6 +119,25 @@ def test_what_cannot_be_deleted_is_no_save_that_failed(
         assert [report.error for report in manager.reports] == [None] * 3
 
 
+def test_what_can_be_neither_deleted_nor_listed_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("injected")
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    with gockpt.GoCkptManager(tmp_path, options=options) as manager:
+        assert manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
+        manager.wait_until_finished()
+        with monkeypatch.context() as context:
+            context.setattr(Deleter, "_hide", refuse)
+            context.setattr(manager, "reload", refuse)
+            assert manager.save(1, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
+            with pytest.warns(UserWarning, match="save of step 1 is complete.*injected"):
+                manager.wait_until_finished()
+        assert [report.error for report in manager.reports] == [None] * 2
+
+
 @pytest.mark.parametrize("options", [{}, {"todelete_subdir": "bin"}], ids=["deleted", "moved"])
 def test_a_label_is_saved_again_when_its_files_have_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

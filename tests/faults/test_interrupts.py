@@ -556,6 +556,20 @@ def test_an_interrupted_wait_leaves_the_save_to_its_end(
         assert trainer.bytes_in_flight() == (0, 0)
 
 
+def test_an_interrupted_wait_for_no_save_is_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(manager: ocp.CheckpointManager) -> None:
+        raise KeyboardInterrupt
+
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp.CheckpointManager, "wait_until_finished", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait_until_finished()
+        manager.wait_until_finished()
+
+
 def test_a_wait_that_ctrl_c_has_ended_waits_when_it_is_called_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

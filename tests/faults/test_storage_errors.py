@@ -281,13 +281,17 @@ def test_a_call_that_fails_leaves_the_save_in_flight_alone(
         assert manager.restore(0)["w"].tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
 def test_a_save_without_arrays_fails_under_its_own_label(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
 ) -> None:
-    """The report is that of the save before, which is on the disk."""
+    """The report is that of the save before, which is on the disk; be it listed anew or not."""
 
     def refuse(*_: Any) -> None:
         raise OSError("injected")
+
+    def refuse_to_list() -> None:
+        raise OSError("nothing can be listed")
 
     with gockpt.GoCkptManager(tmp_path) as manager:
         assert manager.save(3, args=gockpt.GoCkptSave({"w": jnp.ones(4)}))
@@ -295,9 +299,13 @@ def test_a_save_without_arrays_fails_under_its_own_label(
         monkeypatch.setattr(ocp.JsonCheckpointHandler, "finalize", refuse, raising=False)
         args = ocp.args.Composite(notes=ocp.args.JsonSave({"loss": 1.0}))
         assert manager.save(4, args=args)
+        if not is_listed:
+            monkeypatch.setattr(manager, "reload", refuse_to_list)
         with pytest.raises(gockpt.StorageError, match=r"the save of step 4 in .* injected"):
             manager.wait_until_finished()
         assert [(report.step, report.error) for report in manager.reports] == [(3, None)]
+        with pytest.raises(gockpt.NoCheckpointError, match="has no step `4`"):
+            manager.metadata(4)  # nor is a save of it under way any more
         assert manager.all_steps() == [3]
 
 
