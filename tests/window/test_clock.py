@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import pytest
+from window import training_loop
 
 from gockpt_jax.window import clock as clock_module
 from gockpt_jax.window import known
@@ -197,3 +198,16 @@ def test_plans_go_by_it_and_by_the_rate_of_the_link(loop, monkeypatch):
     loop.run(49, 2.0)
     monkeypatch.setattr(known, "LINK", types.SimpleNamespace(bytes_per_sec=5.0))
     assert known.measured_facts(loop.clock) == Facts(step_secs=2.0, link_bytes_per_sec=5.0)
+
+
+def test_the_time_of_windows_and_saves_is_no_steps(tmp_path, monkeypatch):
+    """The clock hears of each before it takes time: at every version at which something leaves."""
+    loop, paused = training_loop.Loop(tmp_path, window={"steps": 3}), []
+    clock = loop.session.known.clock
+    monkeypatch.setattr(
+        clock, "pause", lambda at, pause=clock.pause: paused.append(at) or pause(at)
+    )
+    with loop.manager:
+        loop.train(8)
+    assert loop.kinds == {0: "snapshot", 4: "window", 8: "window"}
+    assert paused == [1, 3, 4, 5, 7, 8, 9]
