@@ -566,6 +566,12 @@ def test_votes_are_cancelled_with_a_refused_save_and_have_the_last_word(tmp_path
     def fail(*_):
         raise RuntimeError("injected")
 
+    def fail_with(error):
+        def result(*_):
+            raise error
+
+        return result
+
     args = GoCkptSave({"w": jnp.ones(2)})
     with GoCkptManager(tmp_path) as manager:
         votes = manager._gockpt_handler.votes = Votes()
@@ -582,9 +588,15 @@ def test_votes_are_cancelled_with_a_refused_save_and_have_the_last_word(tmp_path
             with pytest.raises(RuntimeError, match="process 1" if failure else "injected") as told:
                 manager.wait_until_finished()
             assert str(told.value if failure is None else told.value.__cause__) == "injected"
+        votes.failure = why = RuntimeError("injected")  # the one that was told is this one's own
+        monkeypatch.setattr(Written, "result", fail_with(why))
+        manager.save(3, args=args)
+        with pytest.raises(RuntimeError, match="injected") as told:
+            manager.wait_until_finished()
+        assert told.value.__cause__ is None
         # Without arrays nobody votes: the last word was on another save.
         monkeypatch.setattr(ocp.JsonCheckpointHandler, "finalize", fail, raising=False)
-        manager.save(3, args=ocp.args.Composite(notes=ocp.args.JsonSave({})))
+        manager.save(4, args=ocp.args.Composite(notes=ocp.args.JsonSave({})))
         with pytest.raises(RuntimeError, match="injected"):
             manager.wait_until_finished()
         assert manager.all_steps() == [0]

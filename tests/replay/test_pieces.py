@@ -182,6 +182,23 @@ def test_all_threads_have_ended_when_it_is_done(recipe, monkeypatch):
     assert ended == ["gockpt-replay"]
 
 
+def test_one_thread_does_it_all_where_no_other_can_be_had(recipe, monkeypatch):
+    """As while the interpreter ends."""
+
+    class Refused(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    state, g, replayer = state_of(moments, 1024), [numbers(9, 1024)], Replayer("gpu", threads=4)
+    shards = [shard_of(recipe, state, g) for _ in range(8)]
+    replayer.apply([shard_of(recipe, state, g)])  # compiled, on another thread
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.threading, "Thread", Refused)
+        replayer.apply(shards)
+    for shard in shards:
+        assert_same_bits(shard.states, one_by_one(moments, state, g))
+
+
 @pytest.mark.parametrize("threads", range(1, 10))
 def test_as_many_pieces_run_at_once_as_there_are_threads(threads):
     shares = engine._shares(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -61,6 +62,17 @@ def test_a_forced_save_waits_all_the_same(loop, monkeypatch):
     assert loop.train(8, force=True)
     loop.manager.close()
     assert loop.manager.all_steps() == [0, 4, 8]
+
+
+def test_a_save_that_has_ended_is_not_a_busy_one(tmp_path):
+    """Whether or not anybody has asked how."""
+    with GoCkptManager(tmp_path, window=WindowOptions(on_busy="skip")) as manager:
+        for label in range(2):
+            assert manager.save(label, args=GoCkptSave({"w": jnp.ones(3)}))
+            for thread in threading.enumerate():
+                if thread.name == "save_finalize":
+                    thread.join()
+            assert not manager.is_saving_in_progress()
 
 
 def test_a_failed_save_is_not_a_busy_one(loop, monkeypatch):

@@ -116,6 +116,11 @@ def test_files_in_memory_take_from_the_same(host):
     assert budget.limit_bytes == 0
 
 
+def test_a_manager_tells_where_its_files_are(tmp_path):
+    with Loop(tmp_path).manager as manager:
+        assert manager._gockpt_session.host.directory == str(tmp_path)
+
+
 def test_the_plan_leaves_room_for_write_buffers_and_the_sample(host):
     """Chunks that are compressed count twice, but no more are written than there are."""
     budget = budget_of(write_limit_bytes=3000, audit=Audit(fraction=0.5))
