@@ -96,6 +96,24 @@ def test_a_save_inside_a_step_or_a_save_is_refused(
         assert {r.kind for r in trainer.manager.reports if r.step in (8, 12)} == {"window"}
 
 
+@pytest.mark.parametrize("place", ["a block leaves", "Orbax saves"])
+@pytest.mark.parametrize(
+    ("call", "subject"), [("restore", "restore"), ("delete", "deletion of step 4")]
+)
+def test_a_restore_or_a_deletion_inside_is_refused(
+    tmp_path: Path, interrupted: Callable[..., list[Any]], call: str, subject: str, place: str
+) -> None:
+    """The window that it has interrupted goes on from a state that a restore would replace."""
+    with Trainer(tmp_path, window=gockpt.WindowOptions(steps=3)) as trainer:
+        trainer.run_undisturbed(6)
+        came_of_it = interrupted(*PLACES[place], lambda: getattr(trainer.manager, call)(4))
+        trainer.run(8)
+        assert [type(x) for x in came_of_it] == [RuntimeError]
+        assert f"{subject}: this thread is in the middle" in str(came_of_it[0])
+        trainer.assert_intact()
+        assert trainer.report(8).kind == "window"
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_wait_inside_waits_for_the_save_before(
     tmp_path: Path, interrupted: Callable[..., list[Any]], place: str

@@ -67,6 +67,12 @@ def test_one_at_a_time_where_training_shares_the_queues():
     assert Replayer("gpu").threads >= 1
 
 
+def test_where_training_runs_is_told_by_what_was_donated():
+    donated = jnp.ones(2)
+    donated.delete()
+    assert Replayer.of([donated], None).shares_backend
+
+
 @pytest.mark.parametrize(("cores", "threads"), [(None, 1), (2, 1), (16, 4), (128, 8)])
 def test_a_quarter_of_the_cores_replays(monkeypatch, cores, threads):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -121,6 +127,7 @@ CONTRACTION = """
     sys.path.insert(0, sys.argv[1])
     import numpy as np
     import jax, jax.numpy as jnp
+    from gockpt_jax.replay.contraction import cpu_contracts
     from gockpt_jax.replay.engine import Replayer
     from replay_helpers import moments, numbers, recipe_of, replayed
 
@@ -138,6 +145,7 @@ CONTRACTION = """
                     f32(0.999) * expected[1] + f32(0.001) * (g * g)]
     for name, got in (("fenced", fenced), ("plain", plain)):
         print(name, *(int((np.asarray(a) != b).sum()) for a, b in zip(got, expected)))
+    print("contracts", cpu_contracts())
 """
 
 
@@ -152,6 +160,7 @@ def test_fenced_replay_rounds_separately_where_the_cpu_contracts():
     assert result.returncode == 0, result.stderr
     lines = dict(line.split(" ", 1) for line in result.stdout.splitlines())
     assert lines["fenced"] == "0 0"
+    assert lines["contracts"] == str(lines["plain"] != "0 0")
     if not _has_fma():
         pytest.skip("this CPU has no fused multiply-add to fence off")
     assert lines["plain"] != "0 0"

@@ -219,13 +219,19 @@ def test_a_damaged_item(saved: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("hurt", [remove("state"), emptied])
-@pytest.mark.parametrize("kwargs", [{}, {"verify": True}, {"args": GoCkptRestore(TARGET)}])
+@pytest.mark.parametrize(
+    ("kwargs", "item"),
+    [
+        ({}, "state"), ({"verify": True}, "state"), ({"args": GoCkptRestore(TARGET)}, "state"),
+        ({"args": ocp.args.JsonRestore()}, "default"),  # as stock names it
+    ],
+)  # fmt: skip
 def test_a_step_without_items(
-    saved: Path, tmp_path: Path, hurt: Callable[[Path], None], kwargs: dict[str, Any]
+    saved: Path, tmp_path: Path, hurt: Callable[[Path], None], kwargs: dict[str, Any], item: str
 ) -> None:
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     hurt(tmp_path / "4")
-    with pytest.raises(gockpt.NoCheckpointError, match="has no item `state`: it is empty"):
+    with pytest.raises(gockpt.NoCheckpointError, match=f"has no item `{item}`: it is empty"):
         restored(tmp_path, **kwargs)
 
 
