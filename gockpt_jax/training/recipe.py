@@ -178,9 +178,7 @@ def _instruction(value: Value, register: dict[Value, int]) -> Instruction:
 
 def _execute(ins: Instruction, operands: list[Any], shape: tuple[int, ...]) -> Any:
     if not ins.is_scalar:
-        # `select_n` alone takes a scalar beside arrays as it is (its first operand).
-        keep = 1 if ins.primitive is lax.select_n_p else 0
-        operands[keep:] = [jnp.broadcast_to(x, shape) for x in operands[keep:]]
+        operands = [jnp.broadcast_to(x, shape) for x in operands]
     if ins.primitive is None:
         return operands[0]
     return ins.primitive.bind(*operands, **dict(ins.params))
