@@ -33,6 +33,10 @@ ONE = {
     "absolute": (lambda x, y: jnp.abs(x), lambda x, y: jnp.maximum(x, -x)),
     "sign": (lambda x, y: jnp.sign(x) * y, lambda x, y: x / jnp.abs(x) * y),
     "larger": (lambda x, y: jnp.maximum(x, y), lambda x, y: -jnp.minimum(-x, -y)),
+    "the larger is chosen": (
+        lambda x, y: jnp.maximum(x, y),
+        lambda x, y: lax.select(x < y, y, x),
+    ),
     "bounded": (
         lambda x, y: lax.clamp(-1.0, x, 2.0) * y,
         lambda x, y: jnp.minimum(jnp.maximum(x, -1.0), 2.0) * y,
@@ -227,6 +231,22 @@ def test_what_has_other_sources_is_no_guess_of_a_value(name):
     assert not may_be_equal(x, of_product)
     assert may_be_equal(product, of_product)
     assert not may_be_equal(product, another)
+
+
+def test_what_is_not_worked_out_hides_nothing_else():
+    """Beside what is, in what is made of less than it, and where it is one number for all."""
+
+    def values(x, y):
+        return [
+            (jnp.sort(x) + y, 2.0 + y),
+            (x + y, jnp.sort(x)),
+            (y * jnp.max(x), x),
+        ]
+
+    outputs = graph_of(values, X, Y).outputs
+    for a, b in zip(outputs[::2], outputs[1::2], strict=True):
+        assert not may_be_equal(a, b)
+        assert not may_be_equal(b, a)
 
 
 @pytest.mark.parametrize(
