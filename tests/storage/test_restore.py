@@ -964,6 +964,10 @@ def test_saves_that_never_ended_are_told(copy, caplog):
     with caplog.at_level(logging.WARNING, "gockpt_jax"):
         assert resume(copy) == "fresh"
     assert "found saves that never ended: `3.orbax-checkpoint-tmp`" in caplog.text
+    caplog.clear()
+    with GoCkptManager(copy) as manager, caplog.at_level(logging.WARNING, "gockpt_jax"):
+        assert [manager.latest_step() for _ in range(3)] == [None] * 3
+    assert caplog.text.count("found saves that never ended") == 1  # to who asks at every step, too
     with GoCkptManager(copy) as manager, pytest.raises(gockpt.NoCheckpointError) as raised:
         manager.restore(None)
     told = "saves that never ended: `3.orbax-checkpoint-tmp`. Start from the beginning, or"

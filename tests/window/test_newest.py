@@ -226,6 +226,7 @@ def test_metadata_of_a_save_under_way(start):
         with pytest.raises(gockpt.NoCheckpointError, match=r"its save is under way\. Call"):
             loop.manager.metadata(label)
     loop.finish()
+    assert loop.manager.metadata(4).item_metadata is not None  # visible, whoever has heard of it
     loop.manager.wait_until_finished()
     assert loop.manager.metadata(8).item_metadata is not None
 
