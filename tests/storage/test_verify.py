@@ -543,6 +543,20 @@ def test_narrow_parts_of_rows_are_digested_many_at_a_time(monkeypatch):
     assert len(pieces) == 1
 
 
+def test_checksums_are_sealed_when_the_steps_metadata_has_been_noted(tmp_path, monkeypatch):
+    """They tell of it, too: Orbax notes it on a thread of its own."""
+    done, seal = [], checksum_files.write_item_file
+    monkeypatch.setattr(
+        checksum_files, "write_item_file", lambda *a: done.append("sealed") or seal(*a)
+    )
+    with gockpt.GoCkptManager(tmp_path) as manager:
+        handler = manager._gockpt_handler
+        wait = handler.wait_for_metadata
+        monkeypatch.setattr(handler, "wait_for_metadata", lambda: wait() or done.append("noted"))
+        manager.save(0, args=gockpt.GoCkptSave({"w": jnp.ones(3)}))
+    assert done == ["noted", "sealed"]
+
+
 def test_a_failed_save_leaves_no_checksums(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError("no room for checksums")

@@ -265,6 +265,12 @@ def test_a_constant_that_was_rounded_to_a_power_of_two_may_be_none(constant, exp
     assert is_power_of_two(value) is expected
 
 
+def test_what_a_constant_of_less_precision_is_the_compiler_alone_knows():
+    """It may drop the rounding, because another follows."""
+    (value,) = graph_of(lambda x: lax.reduce_precision(jnp.full(4, 0.2500001), 8, 7), X).outputs
+    assert np.isnan(number_of(value))
+
+
 def test_a_complex_constant_is_no_number_that_is_compared():
     (value,) = graph_of(lambda x: jnp.full(4, 0.25).astype(jnp.complex64), X).outputs
     assert np.isnan(number_of(value))

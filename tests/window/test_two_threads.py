@@ -268,6 +268,6 @@ def test_no_save_comes_behind_a_close_that_it_has_waited_for(tmp_path, monkeypat
         assert has_come.wait(WAIT_SECS)
         manager.close()
         may_go_on.set()
-        with pytest.raises(RuntimeError, match="the manager is closed"):
+        with pytest.raises(RuntimeError, match=r"^save of step \d+: the manager is closed"):
             save.result(WAIT_SECS)
     assert manager.all_steps() == []
