@@ -29,6 +29,7 @@ from gockpt_jax.training.values import (
     Value,
     is_known,
     judged_once,
+    unspread,
     unspread_through_walls,
     without_walls,
 )
@@ -57,9 +58,10 @@ def merges(op: Op) -> bool:
 
     Some make `x * (a * b)` of `(x * a) * b` where `a` is a constant, and `(a + b) * c` of
     `ac + bc`; others leave them. So neither is repeated. By a power of two it is the same number.
-    Nor is a product by flags, of which a choice is made where they are seen to be such.
+    Nor is a product by flags, of which a choice is made where they are seen to be such, nor a sum
+    with what some find to be zero: erased, it leaves -0.0 as it is.
     """
-    return _shares_a_factor(op) or _folds(op) or is_by_flags(op)
+    return _shares_a_factor(op) or _folds(op) or is_by_flags(op) or _may_add_nothing(op)
 
 
 def melts(op: Op) -> bool:
@@ -180,6 +182,22 @@ def _folds(op: Op) -> bool:
         )
     return _adds_constant(op) and any(
         _adds_constant(inner) for v, _ in pairs for inner in _chain(v, ends_sum)
+    )
+
+
+def _may_add_nothing(op: Op) -> bool:
+    """Whether one compiler finds that a float is added to zero, and another does not.
+
+    `lax.cond(p, lambda: 0.0, lambda: 0.0)` is no constant to XLA's CPU backend, but once it is a
+    choice. A zero that is written as such every compiler erases.
+    """
+    return (
+        op.name in SUMS
+        and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
+        and any(
+            may_hold(v, lambda number: number == 0) and not unspread(v).is_constant
+            for v in op.inputs
+        )
     )
 
 

@@ -28,6 +28,14 @@ def vector(seed: int, size: int = N) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(size), jnp.float32)
 
 
+def bits(array: Any) -> np.ndarray:
+    """The bits of an array; of any NaN the same, but of a zero those of its sign."""
+    found = np.asarray(array)
+    if jnp.issubdtype(found.dtype, jnp.floating):
+        found = np.where(np.isnan(found), np.array(np.nan, found.dtype), found)
+    return found.view(f"u{found.itemsize}")
+
+
 def graph_of(f: Callable[..., Any], *args: Any) -> Graph:
     return flatten(jax.jit(f).trace(*args).jaxpr)
 
