@@ -18,6 +18,7 @@ import numpy as np
 from bench.compiled.collectives import COLLECTIVES, exchanged
 from bench.compiled.expressions import BITCAST, CHOICE, Expression, Expressions
 from bench.compiled.hlo import Shape, numbers
+from bench.compiled.zeros import maximum, minimum, sign
 
 _DTYPES: Mapping[str, Any] = {
     "pred": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32,
@@ -44,14 +45,14 @@ _OF_FLOATS: Mapping[str, Callable[..., Any]] = {
     "logistic": lambda x: x.dtype.type(1) / (x.dtype.type(1) + np.exp(-x)),
 }  # fmt: skip
 _ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
-    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "maximum": np.maximum,
-    "minimum": np.minimum, "negate": np.negative, "abs": np.abs, "sign": np.sign,
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "maximum": maximum,
+    "minimum": minimum, "negate": np.negative, "abs": np.abs, "sign": sign,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "shift-left": np.left_shift, "shift-right-arithmetic": np.right_shift,
     "shift-right-logical": lambda x, n: (
         x.view(_UNSIGNED[x.itemsize]) >> n.view(_UNSIGNED[n.itemsize])
     ).view(x.dtype),
-    "select": np.where, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "select": np.where, "clamp": lambda low, x, high: minimum(maximum(x, low), high),
     CHOICE: lambda index, *branches: branches[
         # Of a predicate the first branch is the true one.
         (not index) if index.dtype == np.bool_ else min(max(int(index), 0), len(branches) - 1)

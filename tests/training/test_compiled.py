@@ -197,6 +197,20 @@ def test_two_programs_are_compared_by_what_they_compute() -> None:
     assert differing_results(one, doubled, arguments, 2) == (1, 1)
 
 
+def test_a_zero_of_the_other_sign_is_another_number_and_nan_is_nan() -> None:
+    def filled(*numbers: float) -> Analysis:
+        def step(state: dict[str, Any], *_: Any) -> dict[str, Any]:
+            return {k: jnp.full_like(state[k], x) for k, x in zip("mn", numbers, strict=True)}
+
+        return analyse(step, *arguments_of_pair())
+
+    found, other = filled(0.0, np.nan), filled(-0.0, -np.nan)
+    arguments, places = jax.tree.leaves(found.args), single(found, jax.devices()[0])
+    one = compiled(found, places)
+    two = compiled(other, places, expressions=one.expressions)
+    assert differing_results(one, two, arguments, 2)[1] == 1
+
+
 def _doubled(args: Any) -> Any:
     new = step_of_pair("dot", "averaged")(*args)
     return new | {"m": new["m"] * jnp.float32(2.0)}
