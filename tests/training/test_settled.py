@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from training_helpers import Analysis, analyse, vector
+from training_helpers import Analysis, analyse, bits, vector
 
 SIZE = 256
 Flag = Callable[[jax.Array, jax.Array], Any]
@@ -88,7 +88,7 @@ def found(gradient: Callable[..., jax.Array], in_a_branch: bool = False) -> Anal
 
 def torn(found: Analysis) -> int:
     new, cut = found.run()
-    return sum(int(np.sum(leaf != np.asarray(new[j]))) for j, leaf in found.replayed(cut))
+    return sum(int(np.sum(bits(leaf) != bits(new[j]))) for j, leaf in found.replayed(cut))
 
 
 def where(flag: Flag) -> Callable[..., jax.Array]:

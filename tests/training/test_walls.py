@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from training_helpers import N, analyse, vector
+from training_helpers import N, analyse, bits, vector
 
 Step = Callable[..., dict[str, jax.Array]]
 ARGUMENTS = (vector(2, N), jnp.float32(0.7123), jnp.float32(1.0))
@@ -57,9 +57,7 @@ def torn(step: Step) -> int:
     """In how many elements replay differs from the step."""
     found = analyse(step, {"m": vector(1, N)}, *ARGUMENTS, even_for_nothing=True)
     new, cut = found.run()
-    return sum(
-        int(np.sum(np.asarray(leaf) != np.asarray(new[j]))) for j, leaf in found.replayed(cut)
-    )
+    return sum(int(np.sum(bits(leaf) != bits(new[j]))) for j, leaf in found.replayed(cut))
 
 
 OUT_OF_LOOPS = [functools.partial(out_of_a_loop, unroll) for unroll in (2, 3)]
