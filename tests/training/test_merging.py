@@ -23,6 +23,7 @@ from jax.experimental import pallas
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from programs.random_updates import with_special
 from training_helpers import analyse, bits
 
 SIZE, WIDTH = 600, 7
@@ -289,11 +290,17 @@ def step_of_pair(value: str, follows: str, in_a_branch: bool = False) -> Callabl
 
 
 def arguments_of_pair() -> tuple[Any, ...]:
-    """Of any such step: its state, and what it is given."""
+    """Of any such step: its state, and what it is given; zeros, NaN and the like among both."""
     rng = np.random.default_rng(0)
-    x, y, m, n = (jnp.asarray(3 * rng.standard_normal(SIZE), jnp.float32) for _ in range(4))
-    a, b = (jnp.asarray(rng.standard_normal((SIZE, WIDTH)), jnp.float32) for _ in range(2))
+
+    def numbers(part: float, *shape: int) -> jax.Array:
+        drawn = rng.standard_normal(shape).astype(np.float32)
+        return jnp.asarray(with_special(rng, drawn if len(shape) > 1 else 3 * drawn, part))
+
+    x, y, m, n = (numbers(0.1, SIZE) for _ in range(4))
+    a, b = (numbers(0.01, SIZE, WIDTH) for _ in range(2))
     r = jnp.asarray(rng.standard_normal(WIDTH), jnp.float32)
+    m = m.at[:20].set(-x[:20]).at[20:40].set(x[20:40])
     return {"m": m, "n": n}, x, a, y, b, r
 
 
