@@ -1,4 +1,4 @@
-"""What NumPy makes otherwise of zeros below zero than a CPU's and a GPU's programs do."""
+"""What NumPy makes otherwise of zeros below zero than programs of XLA's CPU backend do."""
 
 from typing import Any
 
