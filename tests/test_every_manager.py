@@ -85,6 +85,7 @@ def test_items_of_one_save_share_a_window(tmp_path: Path) -> None:
         manager.wait_until_finished()
         assert [(r.kind, r.error) for r in manager.reports[1:]] == [("window", None)] * 3
         assert all(0 < r.early_bytes < r.state_bytes for r in manager.reports[1:])
+        assert manager.all_steps() == [0, 6, 12, 18]
         for label in manager.all_steps():
             args = {name: ocp.args.StandardRestore(item) for name, item in items.items()}
             args["n"] = ocp.args.JsonRestore()

@@ -482,7 +482,8 @@ def test_steps_that_were_written_under_another_name(tmp_path):
     both = Options(step_name_format=ocp.path.step.composite_name_format(names[0], names))
     with GoCkptManager(tmp_path, options=both) as manager:
         manager.save(1, args=GoCkptSave(fresh()))
-        for label in manager.all_steps():
+        assert sorted(manager.all_steps()) == [0, 1]
+        for label in (0, 1):
             assert_same(manager.restore(label), fresh())
             assert manager.item_metadata(label)["params"]["w"].shape == (SIZE,)
     assert (tmp_path / "new_1/state").is_dir()

@@ -71,14 +71,14 @@ def test_what_is_not_finite_meets_its_own_kind_only(dtype):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(bits=st.integers(0, 2**32 - 1), steps=st.integers(0, 1000))
+@given(bits=st.integers(0, 2**32 - 1), steps=st.integers(0, 20))
 def test_steps_in_float32_are_counted(bits, steps):
     a = bits_to("float32", [bits])
     b = a
-    for _ in range(min(steps, 20)):
+    for _ in range(steps):
         b = np.nextafter(b, np.float32(np.inf))
     if np.isfinite(a[0]) and np.isfinite(b[0]) and min(abs(a[0]), abs(b[0])) > 1e-37:
-        assert int(ulp_distance(a, b)[0]) == min(steps, 20)
+        assert int(ulp_distance(a, b)[0]) == steps
     assert ulp_distance(a, b).tolist() == ulp_distance(b, a).tolist()
 
 

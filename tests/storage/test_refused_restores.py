@@ -388,12 +388,13 @@ def test_a_label_that_is_no_integer(saved: Path, asks: str, label: Any) -> None:
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, jnp.int32])
 def test_labels_of_numpy_and_jax(tmp_path: Path, kind: Any) -> None:
-    with GoCkptManager(tmp_path) as manager:
+    with GoCkptManager(tmp_path, metadata={"run": 7}) as manager:
         manager.save(kind(4), args=gockpt.GoCkptSave(STATE))
         manager.wait_until_finished()
         assert manager.restore(kind(4))["seed"] == manager.restore(None)["seed"] == 7
         assert "seed" in manager.metadata(kind(4)).item_metadata
-        assert manager.metadata(None).custom_metadata == manager.metadata().custom_metadata
+        asked = (manager.metadata(None), manager.metadata())
+        assert [found.custom_metadata for found in asked] == [{"run": 7}] * 2
         manager.delete(kind(4))
         assert manager.all_steps() == []
         for ask in (getattr(manager, name) for name in ASKS):
