@@ -66,6 +66,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield make
     for loop in loops:
         loop.finish()
+        loop.manager.close()
 
 
 def on_disk(loop: HoldingLoop) -> list[int]:
@@ -204,8 +205,6 @@ def test_one_that_is_superseded_waits_on_after_an_interrupt(start, monkeypatch):
         patch.setattr(waiting_room.WaitingRoom, "_drop", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.manager._gockpt_saves._room.supersede(9)
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 8)
 
 
@@ -265,7 +264,6 @@ def test_a_save_waits_and_is_written_by_the_next_step(start, monkeypatch):
     assert 0 <= report.barrier_secs <= report.stall_secs
     assert loop.report(4).waiting_secs == 0
     loop.assert_saved(0, 4, 8)
-    loop.manager.close()
 
 
 @pytest.mark.parametrize("said", [{}, {"force": False}])
@@ -276,7 +274,6 @@ def test_it_is_written_by_the_next_call_of_save(start, said):
     assert not loop.manager.save(8, args=GoCkptSave(loop.state))  # there is such a save
     loop.finish()
     assert on_disk(loop) == [0, 4, 8]
-    loop.manager.close()
 
 
 def test_a_users_own_barrier_is_still_called(start):
@@ -289,7 +286,6 @@ def test_a_users_own_barrier_is_still_called(start):
     loop.finish()
     assert on_disk(loop) == [0, 4, 8]
     assert sum("set_value_end" in key for key in keys) == 6, "each begins and ends"
-    loop.manager.close()
 
 
 def test_a_newer_save_takes_its_place(start, caplog):
@@ -313,7 +309,6 @@ def test_a_newer_save_takes_its_place(start, caplog):
         0: "snapshot", 4: "window", 8: "superseded", 12: "superseded", 16: "window",
     }  # fmt: skip
     loop.assert_saved(0, 4, 16)
-    loop.manager.close()
 
 
 @pytest.mark.parametrize(("on_busy", "read"), [("newest", {12}), ("skip", set())])
@@ -335,10 +330,7 @@ def test_what_nobody_will_read_is_not_replayed(start, monkeypatch, on_busy, read
     gate.set()
     loop.settle()
     assert replayed == read
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, *read)
-    loop.manager.close()
 
 
 def test_an_older_label_does_not_take_the_place_of_a_newer_one(start, monkeypatch):
@@ -350,10 +342,7 @@ def test_an_older_label_does_not_take_the_place_of_a_newer_one(start, monkeypatc
     report = loop.manager.last_report
     assert (report.step, report.kind) == (6, "skipped")
     assert "a newer save waits, of step 8" in report.reason
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 8)
-    loop.manager.close()
 
 
 @pytest.mark.parametrize("how", ["wait_until_finished", "close", "restore", "delete"])
@@ -369,8 +358,6 @@ def test_whoever_waits_waits_for_it_too(start, how):
     loop.gates[4].set()
     calls[how]()
     assert on_disk(loop) == ([0, 4] if how == "delete" else [0, 4, 8])
-    if how != "close":
-        loop.manager.close()
 
 
 def test_a_script_that_ends_without_close_writes_it(start):
@@ -381,7 +368,6 @@ def test_a_script_that_ends_without_close_writes_it(start):
 
     _finish_saves(lambda: loop.manager)  # as before the interpreter's end
     assert on_disk(loop) == [0, 4, 8]
-    loop.manager.close()
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -400,9 +386,7 @@ def test_forced_saves_and_preemptions_wait_and_supersede(start, monkeypatch, pre
     assert loop.train(9, force=not preempted)
     assert loop.gates[4].is_set(), "it has waited"
     assert loop.kinds[8] == "superseded"
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 9)
-    loop.manager.close()
 
 
 def test_a_forced_save_of_an_older_label_does_not_supersede(start, monkeypatch):
@@ -413,9 +397,7 @@ def test_a_forced_save_of_an_older_label_does_not_supersede(start, monkeypatch):
     assert loop.manager.save(6, args=GoCkptSave(loop.state), force=True)
     loop.given[6] = loop.given[8]
     assert loop.manager._gockpt_saves.waiting.step == 8
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 6, 8)
-    loop.manager.close()
 
 
 def test_a_forced_save_of_the_same_label_is_refused(start):
@@ -424,9 +406,7 @@ def test_a_forced_save_of_the_same_label_is_refused(start):
     loop.gates[4].set()
     with pytest.raises(ValueError, match="already exists"):
         loop.manager.save(8, args=GoCkptSave(loop.state), force=True)
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 8)
-    loop.manager.close()
 
 
 def test_nothing_is_thought_to_be_written_after_a_refused_save(start):
@@ -441,7 +421,6 @@ def test_nothing_is_thought_to_be_written_after_a_refused_save(start):
     with pytest.raises(ValueError, match="already exists"):
         loop.manager.save(8, args=GoCkptSave(loop.state), force=True)
     assert not loop.manager.is_saving_in_progress()
-    loop.manager.close()
 
 
 def test_it_counts_as_a_save_for_policies(start):
@@ -523,7 +502,6 @@ def test_what_is_given_to_save_may_change_afterwards(start):
     assert restored["notes"] == {"seen": [8]}
     assert loop.manager.metrics(8) == {"loss": 0.5}
     assert loop.manager.item_metadata(8)["state"].custom_metadata["run"] == ["a"]
-    loop.manager.close()
 
 
 def test_items_that_cannot_be_taken_beforehand_are_skipped(start):
@@ -535,8 +513,6 @@ def test_items_that_cannot_be_taken_beforehand_are_skipped(start):
     report = loop.manager.last_report
     assert (report.step, report.kind) == (8, "skipped")
     assert "`data` (`ArraySaveArgs`) cannot be taken beforehand" in report.reason
-    loop.gates[4].set()
-    loop.manager.close()
 
 
 def test_what_is_being_written_is_known_beside_what_is_skipped(start, monkeypatch):
@@ -562,7 +538,6 @@ def test_what_is_being_written_is_known_beside_what_is_skipped(start, monkeypatc
     loop.manager.delete(4)
     assert found == [False]
     assert on_disk(loop) == [0]
-    loop.manager.close()
 
 
 def test_items_are_taken_all_or_none(start):
@@ -580,10 +555,7 @@ def test_items_are_taken_all_or_none(start):
     assert loop.manager._gockpt_saves.waiting is None
     loop.settle()
     assert loop.session.host.used_bytes <= used_bytes
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4)
-    loop.manager.close()
 
 
 def test_what_was_taken_is_given_back_where_another_item_cannot_be(start, monkeypatch):
@@ -610,10 +582,7 @@ def test_what_was_taken_is_given_back_where_another_item_cannot_be(start, monkey
     assert loop.manager._gockpt_saves.waiting.step == 8
     loop.settle()
     assert loop.session.host.used_bytes <= used_bytes
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 8)
-    loop.manager.close()
 
 
 def test_what_has_no_arrays_does_not_wait(start):
@@ -626,10 +595,7 @@ def test_what_has_no_arrays_does_not_wait(start):
     report = loop.manager.last_report
     assert (report.step, report.kind) == (8, "skipped")
     assert "there is no tree of arrays in it" in report.reason
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4)
-    loop.manager.close()
 
 
 def test_other_items_are_superseded_with_it(start):
@@ -642,10 +608,7 @@ def test_other_items_are_superseded_with_it(start):
     loop.label = 9
     assert loop.train(12)
     assert loop.kinds[8] == "superseded"
-    loop.gates[4].set()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 12)
-    loop.manager.close()
 
 
 def test_without_room_it_is_skipped(start, monkeypatch):
@@ -678,10 +641,7 @@ def test_without_room_it_is_skipped(start, monkeypatch):
         report.reason
     )
     host.release(200 + STATE_BYTES)
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 12)
-    loop.manager.close()
 
 
 def test_an_array_that_a_save_holds_twice_takes_room_once(start):
@@ -706,8 +666,6 @@ def test_an_array_that_a_save_holds_twice_takes_room_once(start):
     host.add(200)  # something else has come
     assert not save(16, "a", "b")
     host.release(200 + LEAF)
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(4, 12)
     array = jax.numpy.ones(SIZE)
     taken = loop.manager._gockpt_handler.take(GoCkptSave(dict.fromkeys("ab", array)))
@@ -715,7 +673,6 @@ def test_an_array_that_a_save_holds_twice_takes_room_once(start):
     for written, left in zip(taken.arrays, (LEAF, 0), strict=True):
         written.release()
         assert host.used_bytes == left
-    loop.manager.close()
 
 
 @pytest.mark.parametrize("heard_by", ["step", "save", "wait_until_finished", "close"])
@@ -752,9 +709,7 @@ def test_the_waiting_save_fails(start, monkeypatch):
     assert loop.manager.latest_step() == 4
     assert "injected" in loop.report(8).error
     loop.train(12)
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, *(x for x in loop.given if x > 8))
-    loop.manager.close()
 
 
 def test_one_that_had_failed_before_it_was_superseded_is_reported_as_both(start, monkeypatch):
@@ -769,10 +724,7 @@ def test_one_that_had_failed_before_it_was_superseded_is_reported_as_both(start,
     report = loop.report(8)
     assert "injected" in report.error
     assert (report.kind, report.window_steps) == ("superseded", 3)
-    loop.gates[4].set()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 12)
-    loop.manager.close()
 
 
 def _fail(*_: Any, **__: Any) -> None:
@@ -787,7 +739,6 @@ def test_a_failed_save_is_told_by_a_save_that_the_policy_leaves_out(start, monke
     loop.finish()
     with pytest.raises(RuntimeError, match="injected"):
         loop.train(5)
-    loop.manager.close()
 
 
 def test_a_warning_is_enough_if_so_asked(start, monkeypatch):
@@ -813,10 +764,7 @@ def test_one_that_cannot_be_taken_is_told_of_once(start, monkeypatch):
             assert not loop.train(8)
     assert ["injected" in r.error for r in loop.manager.reports if r.step == 8] == [True]
     loop.train(12)
-    loop.finish()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 12)
-    loop.manager.close()
 
 
 def test_calls_that_fail_count_once(start):
@@ -853,9 +801,7 @@ def test_orbax_refuses_the_waiting_save(start, monkeypatch):
     monkeypatch.undo()
     assert "refused" in loop.report(8).error
     assert not loop.manager.is_saving_in_progress()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4)
-    loop.manager.close()
 
 
 @pytest.mark.parametrize("heard_by", ["the last save", "the turn"])
@@ -882,9 +828,7 @@ def test_beside_a_process_that_is_gone_the_one_that_waits_is_given_up(start, mon
             hear()
     assert loop.manager._gockpt_saves.waiting is None
     assert error in loop.report(8).error
-    loop.manager.wait_until_finished()
     loop.assert_saved(*([0] if heard_by == "the last save" else [0, 4]))
-    loop.manager.close()
 
 
 def fail_writing_of(monkeypatch: pytest.MonkeyPatch, label: int) -> None:
@@ -907,10 +851,7 @@ def test_a_donated_state_is_refused_and_nothing_waits_for_it(start):
     with pytest.raises(ValueError, match="donated"):
         loop.manager.save(8, args=GoCkptSave(old))
     assert loop.manager._gockpt_saves.waiting is None
-    loop.gates[4].set()
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4)
-    loop.manager.close()
 
 
 def test_the_default_budget_holds_two_states_more(start):
@@ -1038,7 +979,6 @@ def test_another_thread_begins_the_save_that_waits(start, monkeypatch, call):
     other.join(WAIT_SECS)
     assert not other.is_alive()
     assert not raised
-    loop.manager.wait_until_finished()
     loop.assert_saved(*(label for label in (0, 4, 8, 12) if label or call != "delete"))
     assert loop.kinds == {0: "snapshot", 4: "window", 8: "window", 12: "window"}
 
@@ -1064,7 +1004,6 @@ def test_a_step_does_not_wait_for_a_save_that_another_thread_has_begun_meanwhile
     loop.update()
     assert by
     assert threading.main_thread() not in by
-    loop.manager.wait_until_finished()
     loop.assert_saved(0, 4, 8)
 
 

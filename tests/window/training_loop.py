@@ -133,6 +133,12 @@ class HoldingLoop(Loop):
             self.manager.wait_until_finished()
         return super().train(last, **save)
 
+    def assert_saved(self, *labels: int) -> None:
+        """As soon as nothing holds them back any more."""
+        self.finish()
+        self.manager.wait_until_finished()
+        super().assert_saved(*labels)
+
     def finish(self) -> None:
         """Orbax's thread has committed what it was given, or failed; nobody has heard of it."""
         for gate in self.gates.values():
