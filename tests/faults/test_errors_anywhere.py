@@ -164,6 +164,7 @@ def test_an_error_at_each_place(tmp_path: Path, on_busy: str, part: int) -> None
                 periods.end_threads()
                 assert_nothing_is_lost(periods, error_at)
             if error_at.came_at is None:  # the period has no more
+                assert place != PLACES[part], "nothing was tried"
                 break
     assert periods.held_bytes == {"host": 0, "device": 0}
 
@@ -230,4 +231,5 @@ def test_an_error_behind_a_step_loses_no_state(tmp_path: Path, part: int) -> Non
         with naming(error_at):
             donating_life(tmp_path / str(place), error_at)
         if error_at.came_at is None:  # a life has no more
+            assert place != STEP_PLACES[part], "nothing was tried"
             break

@@ -64,6 +64,7 @@ def test_interrupted_anywhere(tmp_path: Path, seed: int) -> None:
                 signals.during(manager.wait_until_finished)
         signals.during(manager.wait_until_finished)
         reports = {report.step: report for report in manager.reports}  # of the last try
+    assert signals.came_at, "nothing was tried"
     told = (signals.came_at, reports)
     listed, target = stock_steps(tmp_path), abstract(fresh())
     for label in listed:
@@ -96,5 +97,6 @@ def test_interrupted_at_each_place(tmp_path: Path, on_busy: str, part: int) -> N
                 error.add_note(f"interrupted at place {place}: {signals.came_at}")
                 raise
             if not signals.came_at:  # the period has no more
+                assert place != PLACES[part], "nothing was tried"
                 break
     assert periods.held_bytes == {"host": 0, "device": 0}
