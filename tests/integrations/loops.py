@@ -74,12 +74,18 @@ class Run:
       snapshots: The labels that were saved as snapshots.
       windows: The labels that were saved through windows.
       final: What the program returned.
+      least_early: Of the state, what left early for each window; never none, nor all.
     """
 
     manager: WithWindows
     snapshots: list[int]
     windows: list[int]
     final: Any
+
+    @property
+    def least_early(self) -> float:
+        windows = [r for r in self.manager.reports if r.kind == "window"]
+        return min(r.early_bytes / r.state_bytes for r in windows)
 
 
 def run_both(train, directory, **options) -> Run:
@@ -118,12 +124,13 @@ def run_both(train, directory, **options) -> Run:
 
 
 def by_kind(manager) -> tuple[list[int], list[int]]:
-    """The labels of its snapshots, and of its windows; none of them has failed."""
+    """The labels of its snapshots, and of its windows; none failed, and all are what they say."""
     reports = manager.reports
     assert [r.error for r in reports] == [None] * len(reports)
     assert [r.step for r in reports] == list(manager.given)
     kinds = ("snapshot", "window")
     snapshots, windows = ([r.step for r in reports if r.kind == kind] for kind in kinds)
+    assert all((0 < r.early_bytes < r.state_bytes) == (r.kind == "window") for r in reports)
     return snapshots, windows
 
 

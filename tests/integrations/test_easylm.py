@@ -116,5 +116,4 @@ def test_easylm(tmp_path):
     assert (gate.snapshots, gate.windows) == ([0, 5], [10, 15, 20])
     policy = run_both(train, tmp_path / "policy", ask_every_step=True)
     assert (policy.snapshots, policy.windows) == ([0], [5, 10, 15, 20])
-    reports = (*gate.manager.reports, *policy.manager.reports)
-    assert all(2 * r.early_bytes > r.state_bytes for r in reports if r.kind == "window")
+    assert min(gate.least_early, policy.least_early) > 0.5

@@ -96,7 +96,4 @@ def train_partitioned(directory, gockpt):
 @pytest.mark.parametrize("train", [train_filtered, train_partitioned])
 def test_equinox(train, tmp_path):
     run = run_both(train, tmp_path)
-    assert run.snapshots == [0]
-    assert run.windows == [5, 10, 15]
-    windows = [r for r in run.manager.reports if r.kind == "window"]
-    assert all(0 < r.early_bytes < r.state_bytes for r in windows)
+    assert (run.snapshots, run.windows) == ([0], [5, 10, 15])

@@ -72,4 +72,4 @@ def test_gemma(tmp_path):
     run = run_both(train, tmp_path)
     assert run.windows == [15, 20]  # by the period of the two saves before
     assert run.snapshots == [5, 10, 22]
-    assert all(2 * r.early_bytes > r.state_bytes for r in run.manager.reports if r.kind == "window")
+    assert run.least_early > 0.5

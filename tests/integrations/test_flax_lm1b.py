@@ -95,4 +95,4 @@ def test_lm1b(tmp_path):
     run = run_both(train, tmp_path)
     assert run.windows == [10, 15]  # by the period of the two saves before
     assert run.snapshots == [0, 5, 17]
-    assert all(2 * r.early_bytes > r.state_bytes for r in run.manager.reports if r.kind == "window")
+    assert run.least_early > 0.5

@@ -112,7 +112,4 @@ def train(directory, gockpt, *, sharded):
 )
 def test_a_step_inside_shard_map(sharded, tmp_path):
     run = run_both(train, tmp_path, sharded=sharded)
-    assert run.snapshots == [0]
-    assert run.windows == [5, 10, 15]
-    windows = [r for r in run.manager.reports if r.kind == "window"]
-    assert all(0 < r.early_bytes < r.state_bytes for r in windows)
+    assert (run.snapshots, run.windows) == ([0], [5, 10, 15])

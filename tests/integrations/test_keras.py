@@ -106,5 +106,4 @@ def train(directory, gockpt, *, is_fit):
 @pytest.mark.parametrize("is_fit", [False, True])
 def test_all_saves_but_the_first_are_windows(tmp_path, is_fit):
     run = run_both(train, tmp_path, is_fit=is_fit)
-    assert run.snapshots == [0]
-    assert run.windows == [4, 8, 12]
+    assert (run.snapshots, run.windows) == ([0], [4, 8, 12])

@@ -144,8 +144,6 @@ def test_maxtext(tmp_path):
     run = run_both(train, tmp_path)
     assert run.windows == [5, 10, 15]
     assert run.snapshots == [0, 17]  # the first, and the forced one at the end
-    windows = [r for r in run.manager.reports if r.kind == "window"]
-    assert all(0 < r.early_bytes < r.state_bytes for r in windows)
     for later in (15, 17):
         shutil.rmtree(run.manager.directory / str(later))
     again = train(run.manager.directory, gockpt_jax)  # from label 10

@@ -113,7 +113,4 @@ def train(directory, gockpt, *, step_fn):
 @pytest.mark.parametrize("step_fn", LAYOUTS, ids=lambda f: f.__name__)
 def test_plain_jax(step_fn, tmp_path):
     run = run_both(train, tmp_path, step_fn=step_fn)
-    assert run.snapshots == [0]
-    assert run.windows == [5, 10, 15]
-    windows = [r for r in run.manager.reports if r.kind == "window"]
-    assert all(0 < r.early_bytes < r.state_bytes for r in windows)
+    assert (run.snapshots, run.windows) == ([0], [5, 10, 15])

@@ -102,4 +102,4 @@ def test_a_compiled_step_saves_by_snapshot(tmp_path):
 def test_with_the_jitted_step_forced_saves_are_foreseen_by_their_period(tmp_path):
     run = run_both(train, tmp_path, ahead_of_time=False)
     assert (run.snapshots, run.windows) == ([5, 10], [15, 20])
-    assert all(2 * r.early_bytes > r.state_bytes for r in run.manager.reports if r.kind == "window")
+    assert run.least_early > 0.5

@@ -88,6 +88,4 @@ def test_tunix(tmp_path):
     run = run_both(train, tmp_path)
     assert run.windows == [5, 10, 15]
     assert run.snapshots == [17]
-    windows = [r for r in run.manager.reports if r.kind == "window"]
-    assert all(0 < r.early_bytes < r.state_bytes for r in windows)
     assert set(run.manager.item_metadata(5).keys()) == {"model_params", "optimizer_state"}

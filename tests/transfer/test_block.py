@@ -90,6 +90,13 @@ def assert_arrived(pairs, found):
             assert (part.data.dtype, part.data.tobytes()) == (want.dtype, want.tobytes())
 
 
+def assert_arrive(arrays):
+    """All of one block."""
+    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
+    block = block_of([chunk for _, chunk in pairs])
+    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+
+
 @pytest.mark.parametrize("donatable", [True, False])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_chunks_arrive_under_the_users_mesh_and_guard(parts, donatable):
@@ -127,9 +134,7 @@ def test_meshes_of_the_same_devices_under_one_of_them(other):
 def test_what_pmap_returned():
     """An older JAX cuts it by a sharding of its own, which knows one number of axes."""
     arrays = jax.pmap(lambda n: (n * jnp.ones(3), jax.random.key(n)))(jnp.arange(8))
-    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
-    block = block_of([chunk for _, chunk in pairs])
-    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+    assert_arrive(arrays)
 
 
 def test_packed_numbers_on_the_same_devices_in_another_order():
@@ -137,9 +142,7 @@ def test_packed_numbers_on_the_same_devices_in_another_order():
     turned = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
     values = RNG.integers(-8, 8, (8, 6)).astype(jnp.int4)
     arrays = [put(values, P("a"), mesh) for mesh in (MESH, turned, MESH)]
-    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
-    block = block_of([chunk for _, chunk in pairs])
-    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+    assert_arrive(arrays)
 
 
 @pytest.mark.parametrize("spec", [P("a"), P()])
@@ -150,9 +153,7 @@ def test_every_nan_stays_the_nan_it_is(spec, monkeypatch):
     narrow = (jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     patterns = [np.arange(2**16).astype(f"u{np.dtype(t).itemsize}").view(t) for t in narrow]
     arrays = [put(x.reshape(64, -1), spec) for x in patterns for _ in range(2)]
-    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
-    block = block_of([chunk for _, chunk in pairs])
-    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+    assert_arrive(arrays)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2])
@@ -280,18 +281,11 @@ def test_a_buffer_of_one_flat_array_is_new_too(size):
         (P("a", "b"), 3, False),
     ],
 )
-def test_replicas_share_the_transfer(spec, parts, donatable, monkeypatch):
+def test_replicas_share_the_transfer(spec, parts, donatable, moved):
     """Each device moves its part of the array, and all of it leaves once."""
     array = put(RNG.standard_normal((64, 80)).astype(np.float32), spec)
     pairs = parts_of(array, parts)
     block = block_of([chunk for _, chunk in pairs], donatable=donatable)
-    moved = collections.Counter()
-
-    def start_buffer(buffer):
-        moved.update({next(iter(buffer.devices())): buffer.nbytes})
-        return buffer
-
-    monkeypatch.setattr(pull, "start_buffer", start_buffer)
     found = block.start_pull(block.stage([array] * parts)).result()
     assert_arrived(pairs, found)
     assert dict(moved) == dict.fromkeys(jax.devices(), array.nbytes // 8)
@@ -310,21 +304,12 @@ def test_replicas_share_the_transfer(spec, parts, donatable, monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_what_is_too_small_for_slices_leaves_by_replicas_in_turn(
-    least_bytes, sizes, devices, most_bytes, monkeypatch
+    least_bytes, sizes, devices, most_bytes, monkeypatch, moved
 ):
     """Neither a slice nor a buffer of several has fewer bytes, where there are more."""
     monkeypatch.setattr(layout, "MIN_SLICE_BYTES", least_bytes)
     arrays = [put(RNG.standard_normal(n).astype(np.float32), P()) for n in sizes]
-    pairs = [(x, Chunk.whole(Source.of(x))) for x in arrays]
-    block = block_of([chunk for _, chunk in pairs])
-    moved = collections.Counter()
-
-    def start_buffer(buffer):
-        moved.update({next(iter(buffer.devices())): buffer.nbytes})
-        return buffer
-
-    monkeypatch.setattr(pull, "start_buffer", start_buffer)
-    assert_arrived(pairs, block.start_pull(block.stage(arrays)).result())
+    assert_arrive(arrays)
     assert (len(moved), max(moved.values())) == (devices, most_bytes)
     assert moved.total() == 4 * sum(sizes)
 
