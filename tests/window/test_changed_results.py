@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from window.training_loop import Options, assert_same, to_host
+from window.training_loop import Options, assert_restores, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
 
@@ -76,8 +76,7 @@ def test_training_goes_on(tmp_path, arm, change, log):
         manager.wait_until_finished()
         assert_same(to_host(state), to_host(train(make_step(), change, log)))
         assert sorted(saved) == [0, 8, 16, 24, 32]
-        for label, want in saved.items():
-            assert_same(manager.restore(label), want)
+        assert_restores(manager, saved)
         assert manager.last_report.kind == "window"
 
 
@@ -188,8 +187,7 @@ def test_an_evaluation_through_the_wrapped_step(tmp_path, make, batches, arm):
                     )
         manager.wait_until_finished()
         assert_same(to_host(state), to_host(alone))
-        for label, want in saved.items():
-            assert_same(manager.restore(label), want)
+        assert_restores(manager, saved)
         assert [r.kind for r in manager.reports].count("window") >= 4
 
 
@@ -261,8 +259,7 @@ def test_the_loop_may_change_what_it_was_given(tmp_path, change, is_saved_first,
         assert [(r.step, r.kind) for r in manager.reports] == [
             (0, "snapshot"), *((n, "window") for n in (4, 8, 12, 16))
         ]  # fmt: skip
-        for label, want in saved.items():
-            assert_same(manager.restore(label), want)
+        assert_restores(manager, saved)
 
 
 def _state_of(result):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from window.training_loop import SIZE, Options, assert_same, to_host
+from window.training_loop import SIZE, Options, assert_restores, assert_same, manage, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.window import planner
@@ -58,8 +58,7 @@ def test_no_step_runs_armed(tmp_path, setting, debugged, arm):
                     saved[n] = to_host(state)
         manager.wait_until_finished()
         assert_same(to_host(state), to_host(alone))
-        for label, want in saved.items():
-            assert_same(manager.restore(label), want)
+        assert_restores(manager, saved)
         reports = {r.step: r for r in manager.reports}
         last_is_debugged = 16 in debugged
         assert reports[16].kind == ("snapshot" if last_is_debugged else "window")
@@ -84,8 +83,7 @@ def test_nothing_is_tried_out_while_debugging(tmp_path, monkeypatch):
 
 
 def test_nans_are_found_where_they_would_be(tmp_path):
-    options = Options(save_interval_steps=4)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+    with manage(tmp_path, WindowOptions(steps=3), save_interval_steps=4) as manager:
         step, state = manager.wrap(returns_nan_at_zero), fresh()
         with jax.debug_nans(True):
             for n in range(11):

@@ -11,7 +11,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import checkpoint_managers as managers
-from window.training_loop import BATCH, Options, assert_same, fresh, to_host, train, update
+from window import training_loop
+from window.training_loop import (
+    BATCH,
+    Options,
+    assert_restores,
+    assert_same,
+    fresh,
+    to_host,
+    train,
+    update,
+)
 
 from gockpt_jax import GoCkptManager, GoCkptRestore, GoCkptSave, WindowOptions
 from gockpt_jax.storage.saving.policies import AskedAhead, StartsWindow
@@ -32,7 +42,7 @@ def expected(snapshots, windows):
     return {s: "snapshot 1" for s in snapshots} | {s: f"window {K}" for s in windows}
 
 
-def run(manager, labels, *, call=lambda n: True, force=lambda n: False, before=None):
+def run(manager, labels=range(18), *, call=lambda n: True, force=lambda n: False, before=None):
     """A loop that calls `save` where `call` says so; returns what was saved, on the host."""
     step, state, saved = manager.wrap(update), fresh(), {}
     for n, label in enumerate(labels):
@@ -45,9 +55,16 @@ def run(manager, labels, *, call=lambda n: True, force=lambda n: False, before=N
     return saved
 
 
-def check(manager, saved):
-    for label, state in saved.items():
-        assert_same(manager.restore(label), state)
+def manage(directory, **options):
+    """Windows have `K` steps."""
+    return training_loop.manage(directory, WindowOptions(steps=K), **options)
+
+
+def assert_foreseen(manager, snapshots, windows, labels=range(18), **how):
+    """These are saved, each in its way, by a loop as `run` has it; and as they were."""
+    saved = run(manager, labels, **how)
+    assert kinds(manager) == expected(snapshots, windows)
+    assert_restores(manager, saved)
 
 
 @pytest.mark.parametrize(
@@ -60,27 +77,22 @@ def check(manager, saved):
     ],
 )
 def test_policies_of_labels(tmp_path, policy, snapshots, windows):
-    options = Options(save_decision_policy=policy)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(18))
-        assert kinds(manager) == expected(snapshots, windows)
-        check(manager, saved)
+    with manage(tmp_path, save_decision_policy=policy) as manager:
+        assert_foreseen(manager, snapshots, windows)
 
 
 @pytest.mark.parametrize(
     ("options", "snapshots", "windows"),
     [
-        (Options(save_interval_steps=5), [0], [5, 10, 15]),
-        (Options(save_interval_steps=9, save_on_steps=[6, 13]), [0], [6, 9, 13]),
-        (Options(save_interval_steps=None, save_on_steps=[6, 13]), [0], [6, 13]),
-        (Options(read_only=True), [], []),
+        (dict(save_interval_steps=5), [0], [5, 10, 15]),
+        (dict(save_interval_steps=9, save_on_steps=[6, 13]), [0], [6, 9, 13]),
+        (dict(save_interval_steps=None, save_on_steps=[6, 13]), [0], [6, 13]),
+        (dict(read_only=True), [], []),
     ],
 )
 def test_options_of_labels(tmp_path, options, snapshots, windows):
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(18))
-        assert kinds(manager) == expected(snapshots, windows)
-        check(manager, saved)
+    with manage(tmp_path, **options) as manager:
+        assert_foreseen(manager, snapshots, windows)
 
 
 def test_a_yes_given_ahead_holds(tmp_path):
@@ -95,20 +107,20 @@ def test_a_yes_given_ahead_holds(tmp_path):
         yes[label] += 1
         return True
 
-    options = Options(should_save_fn=should_save)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(18))
+    with manage(tmp_path, should_save_fn=should_save) as manager:
+        saved = run(manager)
         assert yes == dict.fromkeys([0, 6, 12, 18], 1)  # the last one for a save to come
         assert kinds(manager) == expected([0], [6, 12])
-        check(manager, saved)
+        assert_restores(manager, saved)
 
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_no_given_ahead_is_asked_again_when_the_label_comes(tmp_path, asks):
     """The loop's own flag, as a handler of SIGTERM sets it: the save that it asks for is made."""
     is_told_to_end = False
-    options = Options(should_save_fn=lambda label, last: label % 5 == 0 or is_told_to_end)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(
+        tmp_path, should_save_fn=lambda label, last: label % 5 == 0 or is_told_to_end
+    ) as manager:
         step, state = manager.wrap(update), fresh()
         for label in range(100):
             state = step(state, BATCH)
@@ -124,8 +136,9 @@ def test_a_no_given_ahead_is_asked_again_when_the_label_comes(tmp_path, asks):
 
 def test_a_function_of_the_last_save_is_asked_again_where_that_was_not_foreseen(tmp_path):
     """As stock asks it: of a save that was forced in between, it had not been told."""
-    options = Options(should_save_fn=lambda label, last: last is None or label - last >= 5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(
+        tmp_path, should_save_fn=lambda label, last: last is None or label - last >= 5
+    ) as manager:
         step, state = manager.wrap(update), fresh()
         for label in range(14):
             state = step(state, BATCH)
@@ -164,22 +177,16 @@ def test_a_function_that_does_not_know_labels_to_come(tmp_path):
         due[n] = n % 5 == 0
         return True
 
-    options = Options(should_save_fn=lambda label, last: due[label])
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(18), call=find_out)
-        assert kinds(manager) == expected([0, 5, 10, 15], [])
-        check(manager, saved)
+    with manage(tmp_path, should_save_fn=lambda label, last: due[label]) as manager:
+        assert_foreseen(manager, [0, 5, 10, 15], [], call=find_out)
         with pytest.raises(KeyError):
             manager.save(100, args=GoCkptSave(fresh()))
 
 
 def test_a_function_that_knows_labels_up_to_the_last_one(tmp_path):
     due = [label % 5 == 0 for label in range(18)]
-    options = Options(should_save_fn=lambda label, last: due[label])
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(18))
-        assert kinds(manager) == expected([0], [5, 10, 15])
-        check(manager, saved)
+    with manage(tmp_path, should_save_fn=lambda label, last: due[label]) as manager:
+        assert_foreseen(manager, [0], [5, 10, 15])
 
 
 class EveryFifth:
@@ -190,20 +197,14 @@ class EveryFifth:
 
 
 def test_a_policy_of_a_users_own_among_others_goes_by_its_period(tmp_path):
-    options = Options(save_decision_policy=Any([Every(1000), EveryFifth()]))
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(21))
-        assert kinds(manager) == expected([0, 5], [10, 15, 20])
-        check(manager, saved)
+    with manage(tmp_path, save_decision_policy=Any([Every(1000), EveryFifth()])) as manager:
+        assert_foreseen(manager, [0, 5], [10, 15, 20], range(21))
 
 
 def test_forced_saves_go_by_their_period_where_the_policy_foresees_none(tmp_path):
     """Of labels it says nothing, not that there will be no save."""
-    options = Options(save_decision_policy=Any(NOT_LABELS))
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(20), force=lambda n: n % 5 == 4)
-        assert kinds(manager) == expected([0, 4, 9], [14, 19])
-        check(manager, saved)
+    with manage(tmp_path, save_decision_policy=Any(NOT_LABELS)) as manager:
+        assert_foreseen(manager, [0, 4, 9], [14, 19], range(20), force=lambda n: n % 5 == 4)
 
 
 # By time or load: the policy's yes starts the window.
@@ -214,24 +215,18 @@ def test_a_start_driven_policy(tmp_path, others):
     """Saves are waited for, so that the policy says yes whenever it is asked."""
     policy = managers.ContinuousCheckpointingPolicy()
     policy = Any([policy, *others]) if others else policy
-    options = Options(save_decision_policy=policy)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(14))
-        assert kinds(manager) == expected([0, 1], [4, 7, 10, 13])
-        check(manager, saved)
+    with manage(tmp_path, save_decision_policy=policy) as manager:
+        assert_foreseen(manager, [0, 1], [4, 7, 10, 13], range(14))
 
 
 def test_a_start_driven_policy_saves_at_once_where_there_are_no_windows(tmp_path):
     options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
     with GoCkptManager(tmp_path, options=options, window=WindowOptions(max_steps=1)) as manager:
-        saved = run(manager, range(4))
-        assert kinds(manager) == expected(range(4), [])
-        check(manager, saved)
+        assert_foreseen(manager, range(4), [], range(4))
 
 
 def test_a_start_driven_policy_saves_what_no_wrapped_step_has_made(tmp_path):
-    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_decision_policy=managers.ContinuousCheckpointingPolicy()) as manager:
         for label in range(2):
             assert manager.save(label, args=GoCkptSave({"x": jnp.full(3, label)}))
             manager.wait_until_finished()
@@ -254,16 +249,12 @@ def test_a_policy_by_time_saves_once_in_its_time(tmp_path, wraps):
 
 def test_a_start_driven_policy_beside_labels(tmp_path):
     policy = Any([Every(6), managers.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)])
-    options = Options(save_decision_policy=policy)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(14))
-        assert kinds(manager) == expected([0], [6, 12])
-        check(manager, saved)
+    with manage(tmp_path, save_decision_policy=policy) as manager:
+        assert_foreseen(manager, [0], [6, 12], range(14))
 
 
 def test_should_save_may_be_asked_too(tmp_path):
-    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_decision_policy=managers.ContinuousCheckpointingPolicy()) as manager:
         said = []
 
         def ask(label):
@@ -273,7 +264,7 @@ def test_should_save_may_be_asked_too(tmp_path):
         saved = run(manager, range(12), call=ask)
         assert all(said)
         assert kinds(manager) == expected([0, 1], [4, 7, 10])
-        check(manager, saved)
+        assert_restores(manager, saved)
 
 
 class Due:
@@ -340,21 +331,17 @@ def test_where_a_policy_by_time_ends_its_window(session, until):
     ],
 )
 def test_a_loop_that_asks_first(tmp_path, policy, snapshots, windows):
-    options = Options(save_decision_policy=policy)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(18), call=manager.should_save)
-        assert kinds(manager) == expected(snapshots, windows)
-        check(manager, saved)
+    with manage(tmp_path, save_decision_policy=policy) as manager:
+        assert_foreseen(manager, snapshots, windows, call=manager.should_save)
 
 
 def test_a_loop_that_asks_first_and_then_itself(tmp_path):
     """The yes of a policy by time holds until the loop saves, or it never would."""
-    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(18), call=lambda n: manager.should_save(n) and n % K == 0)
+    with manage(tmp_path, save_decision_policy=managers.ContinuousCheckpointingPolicy()) as manager:
+        saved = run(manager, call=lambda n: manager.should_save(n) and n % K == 0)
         assert len(saved) >= 4
         assert list(saved) == [r.step for r in manager.reports]
-        check(manager, saved)
+        assert_restores(manager, saved)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -377,33 +364,26 @@ def test_of_several_processes_one_may_ask_alone(tmp_path, monkeypatch, several):
 )
 def test_labels_that_stand_for_two_updates(tmp_path, policy, snapshots, windows, asks):
     """Gradients are accumulated: the labels count what the optimizer has done."""
-    options = Options(save_decision_policy=policy)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_decision_policy=policy) as manager:
 
         def call(n):
             return n % 2 == 1 and (not asks or manager.should_save((n + 1) // 2))
 
-        saved = run(manager, [(n + 1) // 2 for n in range(21)], call=call)
-        assert kinds(manager) == expected(snapshots, windows)
-        check(manager, saved)
+        assert_foreseen(manager, snapshots, windows, [(n + 1) // 2 for n in range(21)], call=call)
 
 
 def test_a_policy_by_time_is_not_made_to_wait_for_longer_than_a_window(tmp_path):
     """A loop that calls `save` once in an epoch saves at its end, not at that of the next."""
-    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_decision_policy=managers.ContinuousCheckpointingPolicy()) as manager:
         saved = run(manager, [n // 5 for n in range(21)], call=lambda n: n % 5 == 4)
         assert list(saved) == [0, 1, 2, 3]
-        check(manager, saved)
+        assert_restores(manager, saved)
 
 
 def test_a_start_driven_policy_in_a_loop_that_rarely_calls_save(tmp_path):
     """It would not be called where the window ends: the save is at once, and then has a period."""
-    options = Options(save_decision_policy=managers.ContinuousCheckpointingPolicy())
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, range(16), call=lambda n: n % 4 == 3)
-        assert kinds(manager) == expected([3, 7], [11, 15])
-        check(manager, saved)
+    with manage(tmp_path, save_decision_policy=managers.ContinuousCheckpointingPolicy()) as manager:
+        assert_foreseen(manager, [3, 7], [11, 15], range(16), call=lambda n: n % 4 == 3)
 
 
 # By the period of saves, or told.
@@ -423,28 +403,24 @@ UPDATES = range(1, 22)
 def test_saves_gated_by_the_loop(tmp_path, labels, snapshots, windows):
     """`save` is called every fifth update, with whatever the loop counts."""
     with GoCkptManager(tmp_path, window=WindowOptions(steps=K)) as manager:
-        saved = run(manager, labels, call=lambda n: n % 5 == 4)
-        assert kinds(manager) == expected(snapshots, windows)
-        check(manager, saved)
+        assert_foreseen(manager, snapshots, windows, labels, call=lambda n: n % 5 == 4)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 1000])
 def test_two_consecutive_labels_tie_labels_to_updates(tmp_path, offset):
     """A run that goes on at any label: two calls of `save`, then the policy is counted on."""
-    options = Options(save_decision_policy=Every(5))
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_decision_policy=Every(5)) as manager:
         labels = range(offset, offset + 16)
         saved = run(manager, labels)
         due = [x for x in labels if x % 5 == 0]
         late = [x for x in due if x < offset + 4]
         assert kinds(manager) == expected(late, [x for x in due if x not in late])
-        check(manager, saved)
+        assert_restores(manager, saved)
 
 
 def test_a_save_that_is_expected_and_forced(tmp_path):
     """A forced save at the version that the window ends at is that window's."""
-    options = Options(save_interval_steps=1000)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_interval_steps=1000) as manager:
 
         def expect(n):
             if n in (5, 10):
@@ -453,16 +429,15 @@ def test_a_save_that_is_expected_and_forced(tmp_path):
         saved = run(manager, range(16), force=lambda n: n in (8, 12, 13), before=expect)
         # Expected after the 9th and 14th update; the 13th label is forced, the 12th came early.
         assert kinds(manager) == expected([0, 12], [8]) | {13: "snapshot 1"}
-        check(manager, saved)
+        assert_restores(manager, saved)
 
 
 def test_two_windows_in_vain(tmp_path, caplog):
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         saved = run(manager, range(32), call=lambda n: n < 6 or n > 23)
         # At 10 and 15 nobody called; from then on nothing is predicted until a save is accepted.
         assert kinds(manager) == expected([0, 25], [5, 30])
-        check(manager, saved)
+        assert_restores(manager, saved)
     assert [r.levelname for r in caplog.records if r.name == "gockpt_jax"].count("WARNING") == 1
 
 
@@ -511,8 +486,7 @@ def restore_moments(state):
 )  # fmt: skip
 def test_edited_leaves_become_late(tmp_path, edit, path, at):
     """Before the first or second step of the window of save 10, when `b` or nothing had left."""
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         step, state, saved = manager.wrap(sgd), start(), {}
         for label in range(16):
             if label == at:
@@ -521,7 +495,7 @@ def test_edited_leaves_become_late(tmp_path, edit, path, at):
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        check(manager, saved)
+        assert_restores(manager, saved)
         report = next(r for r in manager.reports if r.step == 10)
         assert report.kind == "window"
         late = (f"{path}: not what the step before returned: replaced, or of another state",)
@@ -531,15 +505,14 @@ def test_edited_leaves_become_late(tmp_path, edit, path, at):
 
 @pytest.mark.parametrize("edit", [prune, prune_in_place])
 def test_what_is_edited_before_the_save_is_saved_as_it_is(tmp_path, edit):
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         step, state = manager.wrap(sgd), start()
         for label in range(11):
             state = step(state, BATCH)
             state = edit(state) if label == 10 else state
             manager.save(label, args=GoCkptSave(state))
         manager.wait_until_finished()
-        check(manager, {10: to_host(state)})
+        assert_restores(manager, {10: to_host(state)})
         assert manager.last_report.kind == "window"
 
 
@@ -547,8 +520,7 @@ def test_what_is_edited_before_the_save_is_saved_as_it_is(tmp_path, edit):
 @pytest.mark.parametrize("at", [12, 14, 15, 16, 17])
 def test_a_number_that_is_written_into_the_state(tmp_path, new, at):
     """In place, outside a window, before its step or its save: one edit, and windows go on."""
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         step, state, plain, saved = manager.wrap(sgd), start(), start(), {}
         for label in range(41):
             state, plain = step(state, BATCH), sgd(plain, BATCH)
@@ -557,7 +529,7 @@ def test_a_number_that_is_written_into_the_state(tmp_path, new, at):
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        check(manager, saved)
+        assert_restores(manager, saved)
         assert_same(state, plain)
         assert sorted(saved) == list(range(0, 41, 5))
         assert [kinds(manager)[n] for n in (5, 10, 35, 40)] == [f"window {K}"] * 4
@@ -565,8 +537,7 @@ def test_a_number_that_is_written_into_the_state(tmp_path, new, at):
 
 def test_what_is_on_the_host_leaves_no_device(tmp_path):
     """Taken there before the first step of the window of save 10: it is late, and no more."""
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         step, state, saved = manager.wrap(sgd), start(), {}
         for label in range(11):
             if label == 9:
@@ -575,15 +546,14 @@ def test_what_is_on_the_host_leaves_no_device(tmp_path):
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        check(manager, saved)
+        assert_restores(manager, saved)
         assert manager.last_report.kind == "window"
         (late,) = manager.last_report.late_leaves
         assert late == "['m']['b']: a `ndarray`, on no device, when it was to leave"
 
 
 def test_stock_arguments_are_foreseen_alike(tmp_path):
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=K)) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         train(manager, range(11), save_args=lambda s, _: {"args": ocp.args.StandardSave(s)})
         assert kinds(manager) == expected([0], [5, 10])
 
@@ -629,13 +599,11 @@ def test_no_window_opens_for_labels_that_were_saved_before_the_run_went_back(
         assert [version + label - 5 for label in saved] == opened[before:]
         assert [r.kind for r in manager.reports[-2:]] == ["window", "window"]
         assert not [r for r in caplog.records if r.name == "gockpt_jax" and r.levelname != "INFO"]
-        check(manager, saved)
+        assert_restores(manager, saved)
 
 
 def test_of_deleted_labels_they_open_again(tmp_path, opened):
-    with GoCkptManager(
-        tmp_path, options=Options(save_interval_steps=5), window=WindowOptions(steps=K)
-    ) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         run(manager, range(12))
         manager.delete(10)
         step, state = manager.wrap(update), manager.restore(5, args=GoCkptRestore(fresh()))
@@ -657,9 +625,7 @@ def test_no_window_opens_behind_a_save_that_waits(tmp_path):
 
 
 def test_a_window_whose_save_did_not_come_is_no_reason_for_a_later_one(tmp_path, opened):
-    with GoCkptManager(
-        tmp_path, options=Options(save_interval_steps=5), window=WindowOptions(steps=K)
-    ) as manager:
+    with manage(tmp_path, save_interval_steps=5) as manager:
         run(manager, range(14), call=lambda n: n != 10, force=lambda n: n == 13)
         assert opened == [6, 11]
         assert manager.last_report.step == 13

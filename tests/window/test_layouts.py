@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from window.training_loop import Options, assert_same, to_host
+from window.training_loop import Options, assert_restores, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, SnapshotOnlyWarning, WindowOptions
 from gockpt_jax.training.program import StepProgram
@@ -42,8 +42,7 @@ def train(directory: Any, step: Any, state: Any, *more: Any, last: int = 12) -> 
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        for label, want in saved.items():
-            assert_same(manager.restore(label), want)
+        assert_restores(manager, saved)
         return {r.step: r for r in manager.reports}, state
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
-from window.training_loop import BATCH, Options, assert_same, to_host
+from window.training_loop import BATCH, Options, assert_restores, assert_same, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.transfer.probe import probe
@@ -76,8 +76,7 @@ def run(
                 step.program.wait_until_ready()
                 executables.add((id(step.program), id(step.program._executable)))
         manager.wait_until_finished()
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_restores(manager, saved)
         return manager.reports, executables
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
-from window.training_loop import Loop, Options, assert_same, to_host
+from window.training_loop import Loop, Options, assert_restores, to_host
 
 from gockpt_jax import AuditError, GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.training.program import StepProgram
@@ -61,8 +61,7 @@ def run(tmp_path, parts, monkeypatch, **window):
             if manager.save(label, args=GoCkptSave(part)):
                 saved[label] = to_host(part)
                 manager.wait_until_finished()  # what a save holds is not free
-        for label, part in saved.items():
-            assert_same(manager.restore(label), part)
+        assert_restores(manager, saved)
         session = manager._gockpt_session
         session.resources.watcher.wait_until_idle()
         assert session.host.used_bytes == 0 == session.resources.device.used_bytes

@@ -17,8 +17,11 @@ from window.training_loop import (
     SIZE,
     STATE_BYTES,
     Options,
+    assert_restores,
     assert_same,
     fresh,
+    kinds,
+    manage,
     to_host,
     train,
     update,
@@ -38,15 +41,10 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window import device_budget, planner, session
 
 
-def kinds(manager):
-    return [(r.step, r.kind, r.window_steps) for r in manager.reports]
-
-
 @pytest.mark.parametrize(("interval", "steps"), [(5, 3), (12, 10)])
 def test_fixed_steps_make_every_predictable_save_a_window(tmp_path, interval, steps):
     """Of more steps, too, than the planner may choose."""
-    options = Options(save_interval_steps=interval)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=steps)) as manager:
+    with manage(tmp_path, WindowOptions(steps=steps), save_interval_steps=interval) as manager:
         saved = train(manager, range(2 * interval + 1))
         assert kinds(manager) == [
             (0, "snapshot", 1), (interval, "window", steps), (2 * interval, "window", steps),
@@ -54,8 +52,7 @@ def test_fixed_steps_make_every_predictable_save_a_window(tmp_path, interval, st
         assert "not predicted" in manager.reports[0].reason
         assert "it is the first of this run" in manager.reports[0].reason
         assert all(f"`steps={steps}`" in r.reason for r in manager.reports[1:])
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_restores(manager, saved)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +62,7 @@ def test_fixed_steps_make_every_predictable_save_a_window(tmp_path, interval, st
 )
 def test_foreseen_saves_of_one_step_say_so(tmp_path, window, reason):
     """They were told not to have been predicted, whatever `explain` said."""
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(**window)) as manager:
+    with manage(tmp_path, WindowOptions(**window), save_interval_steps=5) as manager:
         train(manager, range(11))
         assert kinds(manager) == [(n, "snapshot", 1) for n in (0, 5, 10)]
         assert all(r.reason.startswith(reason) for r in manager.reports[1:])
@@ -116,17 +112,14 @@ def test_a_state_that_has_grown_inside_a_window_is_traced_anew(tmp_path, caplog)
         assert kinds(manager)[1:] == [(5, "window", 3), (10, "window", 2), (15, "window", 3)]
         assert f"of its state is float32[2,{SIZE}], where it was float32[{SIZE}]" in caplog.text
         assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-        for label, true in saved.items():
-            assert_same(manager.restore(label), true)
+        assert_restores(manager, saved)
 
 
 def test_window_is_no_longer_than_the_saves_are_apart(tmp_path):
-    options = Options(save_interval_steps=3)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=8)) as manager:
+    with manage(tmp_path, WindowOptions(steps=8), save_interval_steps=3) as manager:
         saved = train(manager, range(10))
         assert kinds(manager)[2:] == [(6, "window", 3), (9, "window", 3)]
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_restores(manager, saved)
 
 
 @pytest.mark.parametrize(
@@ -435,8 +428,7 @@ def test_a_save_whose_end_nobody_has_told_is_over_with_the_next_step(tmp_path):
 
 
 def test_a_forced_save_is_a_snapshot_and_does_not_disturb(tmp_path):
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+    with manage(tmp_path, WindowOptions(steps=3), save_interval_steps=5) as manager:
         step, state, saved = manager.wrap(update), fresh(), {}
         for label in range(16):
             state = step(state, BATCH)
@@ -448,8 +440,7 @@ def test_a_forced_save_is_a_snapshot_and_does_not_disturb(tmp_path):
             "snapshot", "window", "snapshot", "snapshot", "window",
         ]  # fmt: skip
         assert "early" in manager.reports[2].reason
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_restores(manager, saved)
 
 
 def test_expected_save_is_a_window_though_nothing_foretold_it(tmp_path):
@@ -472,8 +463,7 @@ def test_expect_save_wants_a_positive_number(tmp_path, in_steps):
 
 
 def test_window_status_and_explain(tmp_path, capsys):
-    options = Options(save_interval_steps=5)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+    with manage(tmp_path, WindowOptions(steps=3), save_interval_steps=5) as manager:
         manager.explain()
         assert "no wrapped step has run" in capsys.readouterr().out
         step, state, seen = manager.wrap(update), fresh(), []
@@ -518,8 +508,7 @@ def test_explain_counts_what_is_saved_beside_the_state(tmp_path, capsys, beside)
 @pytest.mark.parametrize("in_a_window", [False, True])
 def test_what_the_loop_has_released_is_held_by_nobody(tmp_path, in_a_window):
     """As where it leaves the device between phases of training, and comes back."""
-    options = Options(save_interval_steps=10)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+    with manage(tmp_path, WindowOptions(steps=4), save_interval_steps=10) as manager:
         step, state = manager.wrap(update), fresh()
         for label in range(19 if in_a_window else 14):
             state = step(state, BATCH)

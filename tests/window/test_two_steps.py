@@ -16,8 +16,11 @@ from window.training_loop import (
     SIZE,
     TX,
     Options,
+    assert_restores,
     assert_same,
     fresh,
+    kinds,
+    manage,
     to_host,
     update,
 )
@@ -33,8 +36,7 @@ from gockpt_jax.training.step_cut import cut_step
 def test_a_window_opens_after_another_step_has_donated_the_state(tmp_path, host_budget_bytes):
     """Also when the plan is made: the results that a step last returned are gone by then."""
     window = WindowOptions(steps=3, host_budget_bytes=host_budget_bytes)
-    options = Options(save_interval_steps=6)
-    with GoCkptManager(tmp_path, options=options, window=window) as manager:
+    with manage(tmp_path, window, save_interval_steps=6) as manager:
         plain = manager.wrap(jax.jit(update.__wrapped__, donate_argnums=0))
         extra = manager.wrap(jax.jit(norm_too, donate_argnums=0))
         state, saved = jax.tree.map(jnp.array, fresh()), {}
@@ -46,16 +48,13 @@ def test_a_window_opens_after_another_step_has_donated_the_state(tmp_path, host_
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
-        assert kinds == [(0, "snapshot", 1), *((n, "window", 3) for n in (6, 12, 18))]
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert kinds(manager) == [(0, "snapshot", 1), *((n, "window", 3) for n in (6, 12, 18))]
+        assert_restores(manager, saved)
 
 
 def test_a_step_of_an_earlier_phase_holds_no_state(tmp_path):
     """It does not donate, and is not called between two saves; later it has windows again."""
-    options = Options(save_interval_steps=6)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+    with manage(tmp_path, WindowOptions(steps=3), save_interval_steps=6) as manager:
         first, second = manager.wrap(jax.jit(update.__wrapped__)), manager.wrap(jax.jit(norm_too))
         state, of_first = fresh(), []
         for label in range(37):
@@ -70,8 +69,7 @@ def test_a_step_of_an_earlier_phase_holds_no_state(tmp_path):
                 manager.wait_until_finished()
                 assert not [a.shape for ref in of_first if (a := ref()) is not None]
         manager.wait_until_finished()
-        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
-        assert kinds == [(0, "snapshot", 1), *((n, "window", 3) for n in range(6, 37, 6))]
+        assert kinds(manager) == [(0, "snapshot", 1), *((n, "window", 3) for n in range(6, 37, 6))]
 
 
 def norm_too(state, batch):
@@ -95,8 +93,7 @@ def slower_moments(state, batch):
 )
 def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
     """With any other step it is given up, and what is left of the way is a shorter one."""
-    options = Options(save_interval_steps=6)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+    with manage(tmp_path, WindowOptions(steps=4), save_interval_steps=6) as manager:
         plain = manager.wrap(jax.jit(update.__wrapped__, donate_argnums=0))
         extra = manager.wrap(jax.jit(other, donate_argnums=0))
         state, saved = jax.tree.map(jnp.array, fresh()), {}
@@ -108,14 +105,12 @@ def test_a_window_goes_on_with_a_step_of_the_same_cut(tmp_path, other, steps):
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
-        assert kinds == [
+        assert kinds(manager) == [
             (0, "snapshot", 1), (6, "window", 3), (12, "window", steps), (18, "window", 4),
             (24, "window", 4),
         ]  # fmt: skip
         assert all(r.early_bytes > 0 for r in manager.reports if r.kind == "window")
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_restores(manager, saved)
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4, 5])
@@ -126,8 +121,7 @@ def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, monke
     """
     told = []
     monkeypatch.setattr(jax.monitoring, "record_event", lambda name, **_: told.append(name))
-    options = Options(save_interval_steps=6)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=steps)) as manager:
+    with manage(tmp_path, WindowOptions(steps=steps), save_interval_steps=6) as manager:
         turns = [manager.wrap(jax.jit(f, donate_argnums=0)) for f in (norm_too, slower_moments)]
         state, saved = jax.tree.map(jnp.array, fresh()), {}
         for label in range(25):
@@ -135,11 +129,9 @@ def test_steps_of_other_cuts_that_take_turns_have_windows_of_two(tmp_path, monke
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
-        assert kinds == [(0, "snapshot", 1), *((n, "window", 2) for n in (6, 12, 18, 24))]
+        assert kinds(manager) == [(0, "snapshot", 1), *((n, "window", 2) for n in (6, 12, 18, 24))]
         assert told.count(events.WINDOW_ABANDONED) <= 4 * ((steps - 1) // 2)
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_restores(manager, saved)
 
 
 @jax.jit
@@ -157,8 +149,7 @@ def apply_sum(state):
 
 def test_a_window_opens_in_the_call_that_ends_one(tmp_path):
     """Gradients are summed up by one step, and applied by another, right before the save."""
-    options = Options(save_interval_steps=2)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=3)) as manager:
+    with manage(tmp_path, WindowOptions(steps=3), save_interval_steps=2) as manager:
         add, apply = manager.wrap(accumulate), manager.wrap(apply_sum)
         state, saved = fresh() | {"sum": {"w": jnp.zeros(SIZE)}}, {}
         for label in range(9):
@@ -168,11 +159,9 @@ def test_a_window_opens_in_the_call_that_ends_one(tmp_path):
             if manager.save(label, args=GoCkptSave(state)):
                 saved[label] = to_host(state)
         manager.wait_until_finished()
-        kinds = [(r.step, r.kind, r.window_steps) for r in manager.reports]
-        assert kinds == [(0, "snapshot", 1), *((n, "window", 2) for n in (2, 4, 6, 8))]
+        assert kinds(manager) == [(0, "snapshot", 1), *((n, "window", 2) for n in (2, 4, 6, 8))]
         assert all(r.early_bytes >= 2 * SIZE * 4 for r in manager.reports[1:])
-        for label, state in saved.items():
-            assert_same(manager.restore(label), state)
+        assert_restores(manager, saved)
 
 
 def assert_cannot_go_on(manager, why, saved):
@@ -182,8 +171,7 @@ def assert_cannot_go_on(manager, why, saved):
         (0, "snapshot"), (6, "snapshot"), (12, "window"),
     ]  # fmt: skip
     assert f"abandoned: it cannot go on: {why}" in manager.reports[1].reason
-    for label, state in saved.items():
-        assert_same(manager.restore(label), state)
+    assert_restores(manager, saved)
 
 
 @pytest.mark.parametrize("earlier", [(1, 2), ()], ids=["cannot be armed", "not traced yet"])
@@ -265,8 +253,7 @@ def train_and_save(manager, call, labels):
         if manager.save(n, args=GoCkptSave(state)):
             saved[n] = to_host(state)
     manager.wait_until_finished()
-    for label, want in saved.items():
-        assert_same(manager.restore(label), want)
+    assert_restores(manager, saved)
     return {r.step: r for r in manager.reports}
 
 
@@ -330,8 +317,7 @@ def test_with_always_a_window_may_begin_with_a_kind_of_call_that_none_has_had(tm
 def test_batches_of_several_lengths(tmp_path):
     """In any order, as sentences are sorted into: all windows follow, when each was met."""
     lengths = np.random.default_rng(5).integers(2, 6, 200)
-    options = Options(save_interval_steps=6)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+    with manage(tmp_path, WindowOptions(steps=4), save_interval_steps=6) as manager:
         step = manager.wrap(static_jit(momentum))
 
         def call(state, n):
@@ -344,8 +330,7 @@ def test_batches_of_several_lengths(tmp_path):
 @pytest.mark.parametrize("is_other", [lambda n: n % 2 == 0, lambda n: n % 3 == 2])
 def test_settings_of_jax_that_change_from_call_to_call(tmp_path, is_other):
     """Each program is armed under its own, if the other's call comes behind every one of its."""
-    options = Options(save_interval_steps=6)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+    with manage(tmp_path, WindowOptions(steps=4), save_interval_steps=6) as manager:
         step = manager.wrap(static_jit(momentum))
 
         def call(state, n):

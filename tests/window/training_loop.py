@@ -44,6 +44,22 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(a), jax.tree.leaves(b))
 
 
+def manage(directory, window: WindowOptions, **options: Any) -> GoCkptManager:
+    """A manager; the other options are stock's."""
+    return GoCkptManager(directory, options=Options(**options), window=window)
+
+
+def kinds(manager: GoCkptManager) -> list[tuple[int, str, int]]:
+    """Of its saves, with the steps of their windows."""
+    return [(r.step, r.kind, r.window_steps) for r in manager.reports]
+
+
+def assert_restores(manager: GoCkptManager, saved: dict[int, Any]) -> None:
+    """What was saved, by label, bit for bit."""
+    for label, state in saved.items():
+        assert_same(manager.restore(label), state)
+
+
 def train(manager, labels, *, save_args=None):
     """A loop that calls `save` at every label; returns the states that were saved, on the host."""
     step, state, saved = manager.wrap(update), fresh(), {}
