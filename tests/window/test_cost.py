@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ TICK = 1.001e-3  # stalls closer than this are equal to the model
 
 @st.composite
 def terms(draw):
+    """Budgets and links at which a window may gain, a state, and what it retains."""
     units: list[Unit] = []
     for _ in range(draw(st.integers(0, 6))):
         units.append(
@@ -35,6 +37,11 @@ def terms(draw):
             )
         )
     late_bytes = draw(st.integers(1, 2000))
+    state_bytes = late_bytes + sum(u.state_bytes for u in units)
+    parts = st.one_of(st.none(), st.floats(0.2, 1.5), st.floats(0.5, 1.0))
+    device, host = (
+        None if x is None else math.ceil(x * state_bytes) for x in draw(st.tuples(parts, parts))
+    )
     beside = draw(st.integers(0, 100))  # retained for leaves that the plan keeps, or by replicas
     return Terms(
         units=tuple(units),
@@ -43,10 +50,15 @@ def terms(draw):
         retained_bytes=sum(u.retained_bytes for u in units) + beside,
         link_bytes_per_sec=draw(st.floats(1.0, 1e4)),
         step_secs=draw(st.floats(0.01, 100.0)),
-        device_budget_bytes=draw(st.one_of(st.none(), st.integers(1, 8000))),
-        host_budget_bytes=draw(st.one_of(st.none(), st.integers(1, 16000))),
+        device_budget_bytes=device,
+        host_budget_bytes=None if host is None else 2 * host,
         max_steps=draw(st.integers(1, 6)),
     )
+
+
+# Of what Hypothesis draws few have a window at all, and next to none one that is worth it.
+with_windows = terms().filter(windows_of)
+gaining = terms().filter(lambda terms: choose(terms).cost.steps > 1)
 
 
 def held_over_time(terms, cost):
@@ -93,7 +105,7 @@ def is_copied(units, u, block):
 
 
 @thorough
-@given(terms())
+@given(with_windows)
 def test_budgets_are_never_exceeded(terms):
     for cost in windows_of(terms):
         held, _ = held_over_time(terms, cost)
@@ -108,7 +120,7 @@ def test_budgets_are_never_exceeded(terms):
 
 
 @thorough
-@given(terms())
+@given(with_windows)
 def test_a_window_lasts_as_long_as_its_waits(terms):
     """The queue of the model against the plain intervals."""
     for cost in windows_of(terms):
@@ -207,7 +219,7 @@ def test_the_rest_fills_the_budget_and_drains_behind_what_has_left(
 
 
 @thorough
-@given(terms())
+@given(with_windows)
 def test_every_unit_leaves_exactly_once(terms):
     for steps in range(2, terms.max_steps + 1):
         blocks = into_blocks(terms.units, steps, shrinking=steps % 2 == 0)
@@ -225,38 +237,38 @@ def test_every_unit_leaves_exactly_once(terms):
 
 
 @thorough
-@given(terms())
+@given(terms() | gaining)
 def test_never_worse_than_a_snapshot_or_a_blocking_save(terms):
     chosen = choose(terms).cost
     assert chosen.stall_secs <= play(terms, ()).stall_secs
     assert chosen.stall_secs <= terms.blocking_secs
 
 
-@thorough
-@given(terms(), st.integers(0, 4000), st.floats(1.0, 10.0))
+@settings(thorough, max_examples=50)
+@given(gaining, st.integers(0, 4000), st.floats(1.0, 10.0))
 def test_more_budget_and_a_faster_link_never_stall_more(terms, more_bytes, faster):
-    stall = choose(terms).cost.stall_secs
+    """But for what a window has to gain: for less than that a snapshot takes its place."""
+    most = choose(terms).cost.stall_secs + LEAST_GAIN_SECS + TICK
     rate = terms.link_bytes_per_sec * faster
-    assert choose(dataclasses.replace(terms, link_bytes_per_sec=rate)).cost.stall_secs <= (
-        stall + TICK
-    )
+    assert choose(dataclasses.replace(terms, link_bytes_per_sec=rate)).cost.stall_secs <= most
     for name in ("device_budget_bytes", "host_budget_bytes"):
         if getattr(terms, name) is not None:
             for more in (getattr(terms, name) + more_bytes, None):
                 easier = dataclasses.replace(terms, **{name: more})
-                assert choose(easier).cost.stall_secs <= stall + TICK
+                assert choose(easier).cost.stall_secs <= most
 
 
 @thorough
-@given(terms())
+@given(with_windows | gaining)
 def test_least_stall_then_fewest_bytes_then_smallest_k(terms):
     chosen, snapshot = choose(terms).cost, play(terms, ())
     others = [snapshot, *windows_of(terms)]
-    if snapshot.stall_secs - min(c.stall_secs for c in others) < LEAST_GAIN_SECS - TICK:
+    gain = snapshot.stall_secs - min(c.stall_secs for c in others)
+    if gain < LEAST_GAIN_SECS or (chosen == snapshot and gain < LEAST_GAIN_SECS + TICK):
         assert chosen == snapshot
         return
     assert chosen.stall_secs <= min(c.stall_secs for c in others) + TICK
-    as_good = [c for c in others if round(c.stall_secs, 3) == round(chosen.stall_secs, 3)]
+    as_good = [c for c in others if round(c.stall_secs / 1e-3) == round(chosen.stall_secs / 1e-3)]
     assert chosen.moved_bytes == min(c.moved_bytes for c in as_good)
     assert chosen.steps == min(c.steps for c in as_good if c.moved_bytes == chosen.moved_bytes)
 
@@ -465,7 +477,7 @@ def test_one_plan_for_each_k():
 
 
 @thorough
-@given(terms())
+@given(with_windows)
 def test_each_k_is_told_by_its_best_plan(terms):
     best = {cost.steps: cost.stall_secs for cost in best_per_steps(terms)}
     played = windows_of(terms)
