@@ -95,9 +95,10 @@ def test_no_window_opens_where_nothing_that_leaves_early_is_saved(
     assert max(armed) <= 4, "but for the first, nothing was known yet"
     assert why in reports[-1].reason
     assert f"snapshots: {why}" in explained
-    assert [why in m for _, level, m in caplog.record_tuples if level == logging.WARNING] == (
-        [True] if why == NONE_OURS else []
-    )
+    # Orbax warns of saves that take long, as on a machine that is busy.
+    ours = [record for record in caplog.records if record.name == "gockpt_jax"]
+    warned = [why in record.message for record in ours if record.levelno == logging.WARNING]
+    assert warned == ([True] if why == NONE_OURS else [])
 
 
 def test_a_part_that_fits_is_a_copy(tmp_path, monkeypatch):
