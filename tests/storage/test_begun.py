@@ -6,13 +6,16 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
+from gockpt_jax import GoCkptSave
 from gockpt_jax.errors import StorageError
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.saving.begun import BegunSave
 from gockpt_jax.storage.saving.hand_over import HAND_OVER
+from gockpt_jax.storage.saving.state_handler import StateHandler
 
 ERROR = OSError("of which nobody has told")
 
@@ -323,3 +326,15 @@ def test_what_nobody_will_begin_to_write_is_given_back():
     assert begun.item("waits") is saves["waits"]
     assert not saves["waits"].is_over
     assert begun.item("refused") is None
+
+
+def test_nothing_is_taken_where_what_was_left_has_been_written(monkeypatch):
+    def refuse(begun):
+        raise StorageError("it has stopped by now")
+
+    monkeypatch.setattr(BegunSave, "require_clean", refuse)
+    handler = StateHandler()
+    with pytest.raises(StorageError, match="it has stopped by now"):
+        handler.take(GoCkptSave({"w": jnp.ones(3)}))
+    assert handler._gockpt_session.host.used_bytes == 0
+    handler.close()
