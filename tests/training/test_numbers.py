@@ -271,6 +271,13 @@ def test_what_a_constant_of_less_precision_is_the_compiler_alone_knows():
     assert np.isnan(number_of(value))
 
 
+def test_a_table_of_other_numbers_is_another():
+    one, same, other = map(np.float32, ([1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 4, 4]))
+    values = graph_of(lambda x: (x * one, x * same, x * other), X).outputs
+    assert may_be_equal(values[0], values[1])
+    assert not may_be_equal(values[0], values[2])
+
+
 def test_a_complex_constant_is_no_number_that_is_compared():
     (value,) = graph_of(lambda x: jnp.full(4, 0.25).astype(jnp.complex64), X).outputs
     assert np.isnan(number_of(value))
