@@ -11,15 +11,14 @@ together a part is one of them. But of a matrix product nobody finds that it is 
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.training.primitives import MATRIX_PRODUCTS, SAME_NUMBERS, SOME_NUMBERS
-from gockpt_jax.training.values import Op, Value, contracted, without_walls
+from gockpt_jax.training.values import Op, Value, contracted, in_order, without_walls
 
 
 def _chosen(which: Any, *cases: Any) -> Any:
@@ -77,7 +76,7 @@ class Source(bytes):
         """
         told = f"{is_product} {arguments:x} ".encode()
         source = cls(hashlib.blake2b(told + b"".join(sorted(near)), digest_size=16).digest())
-        source.roots = frozenset(_roots(near))
+        source.roots = _union([made_of.roots or frozenset({made_of}) for made_of in near])
         return source
 
 
@@ -100,11 +99,11 @@ class Number:
         """Whether nobody knows that it is not the other, though they are other numbers."""
         if not self.far or other.near <= self.near:  # then the numbers tell
             return False
-        return all(root in self.near or root in self.far for root in _roots(other.near))
-
-
-def _roots(near: frozenset[Source]) -> Iterator[Source]:
-    return itertools.chain.from_iterable(source.roots or (source,) for source in near)
+        return all(
+            source.roots is self.far  # all gradients of a loop, say: not compared for each again
+            or all(root in self.near or root in self.far for root in source.roots or (source,))
+            for source in other.near
+        )
 
 
 def _union(sets: Sequence[frozenset[Source]]) -> frozenset[Source]:
@@ -117,39 +116,58 @@ def _union(sets: Sequence[frozenset[Source]]) -> frozenset[Source]:
 def worked_out(value: Value) -> Number:
     """What a value is: worked out once, of what is worked out first."""
     value = without_walls(value)
-    stack = [value]
-    while value.number is None:
-        made = stack[-1]
-        inputs = [without_walls(v) for v in (made.op.inputs if made.op else ())]
-        if todo := [v for v in inputs if v.number is None]:
-            stack.extend(todo)
-            continue
-        if made.number is None:
-            with np.errstate(all="ignore"):
-                made.number = _work_out(made, [v.number for v in inputs])
-        stack.pop()
+    if value.number is None:
+        for made in in_order(value, _unknown):
+            if made.number is None:
+                with np.errstate(all="ignore"):
+                    made.number = _work_out(made)
     found: Number = value.number
     return found
 
 
-def _work_out(value: Value, given: Sequence[Number]) -> Number:
-    op, numbers = value.op, [number.drawn for number in given]
+def _unknown(value: Value) -> Sequence[Value]:
+    """What has to be worked out before a value: once, be it one of a thousand results."""
+    op = value.op
+    if op is None or op.near is not None:
+        return ()
+    inputs = [without_walls(v) for v in op.inputs]
+    if not (todo := [v for v in inputs if v.number is None]):
+        op.near = _union([v.number.near for v in inputs])
+    return todo
+
+
+def _work_out(value: Value) -> Number:
     if value.is_constant:
         return Number(_of_constant(value))
-    if op is None:
+    if (op := value.op) is None:
         return Number(_drawn(value, value.index), frozenset({Source.of(value.arguments)}))
     if value.is_folded:
-        return Number(_folded(value, op, numbers))
-    near = _union([number.near for number in given])
-    far = _union([n.far for n, v in zip(given, op.inputs, strict=True) if v.size >= value.size])
+        return Number(_folded(value, op, list(map(_known, op.inputs))))
     if op.name in SAME_NUMBERS | SOME_NUMBERS:
-        return Number(_typed(value, numbers[min(value.index, len(given) - 1)]), near, far)
-    number = work_out(*numbers) if (work_out := _elementwise(op)) else np.nan
-    if np.any(np.isfinite(number)):  # else it is nothing that can be compared
-        return Number(number, near, far)
-    is_product = _is_product(value)
-    source = Source.of(value.arguments, frozenset() if is_product else near, is_product=is_product)
+        number = _known(op.inputs[min(value.index, len(op.inputs) - 1)])
+        return Number(_typed(value, number), op.near, _far(op, value.size))
+    if work_out := _elementwise(op):
+        number = work_out(*map(_known, op.inputs))
+        if np.any(np.isfinite(number)):  # else it is nothing that can be compared
+            return Number(number, op.near, _far(op, value.size))
+    if (is_product := _is_product(value)) not in op.sources:
+        near = frozenset[Source]() if is_product else op.near
+        op.sources[is_product] = Source.of(op.arguments, near, is_product=is_product)
+    source = op.sources[is_product]
     return Number(_drawn(value, "of", hex(value.arguments)), frozenset({source}), source.roots)
+
+
+def _known(value: Value) -> Any:
+    """The numbers of what was worked out before."""
+    return without_walls(value).number.drawn
+
+
+def _far(op: Op, size: int) -> frozenset[Source]:
+    found: frozenset[Source] | None = op.far.get(size)
+    if found is None:
+        large = (without_walls(v).number for v in op.inputs if v.size >= size)
+        found = op.far[size] = _union([number.far for number in large])
+    return found
 
 
 def _typed(value: Value, number: Any) -> Any:

@@ -1,5 +1,7 @@
 """What a compiler may see a factor to be: something smaller that is spread, or flags."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 
 from gockpt_jax.training.numbers import may_be_all_of, may_hold
@@ -8,6 +10,7 @@ from gockpt_jax.training.values import (
     Op,
     Ratio,
     Value,
+    in_order,
     is_known,
     unspread,
     unspread_through_walls,
@@ -19,17 +22,20 @@ def may_be_spread(value: Value) -> bool:
 
     With that it folds a constant in front, as with another constant.
     """
-    stack = [value]
-    while stack:
-        source = unspread(stack[-1])
+    for source in in_order(unspread(value), _not_judged):
         if source.is_spread is None:
-            behind = () if source.op is None else (*source.op.inputs, *may_be_all_of(source.op))
-            if todo := [v for v in behind if unspread(v).is_spread is None]:
-                stack += todo
-                continue
             source.is_spread = _is_spread(source)
-        stack.pop()
     return _is_smaller_or_spread(value)
+
+
+def _not_judged(source: Value) -> Sequence[Value]:
+    op = source.op
+    if source.is_spread is not None or op is None or _not_judged in op.verdicts:
+        return ()
+    sources = map(unspread, (*op.inputs, *may_be_all_of(op)))
+    if not (todo := [v for v in sources if v.is_spread is None]):
+        op.verdicts[_not_judged] = False  # of none of its results, be there a thousand
+    return todo
 
 
 def _is_smaller_or_spread(value: Value) -> bool:

@@ -9,8 +9,6 @@ Inside a `shard_map` values are seen as one device sees them, on shapes of one s
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -181,25 +179,26 @@ def _chooser(cases: Sequence[Value]) -> Any:
 
 def _value(aval: Any, op: Op, index: int, axes: Collection[str]) -> Value:
     certain = is_everywhere(op, index, axes) and not _compat.varies(aval)
-    folded = bool(op.inputs or op.name in KNOWN) and all(v.is_folded for v in op.inputs)
-    arguments = functools.reduce(operator.or_, (v.arguments for v in op.inputs), 0)
+    folded = op.is_of_folded and bool(op.inputs or op.name in KNOWN)
     folded = folded or is_settled(aval, op)
-    return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=arguments)
+    return Value(aval, op, index, is_everywhere=certain, is_folded=folded, arguments=op.arguments)
 
 
 def _look_inside(op: Op, path: tuple[PathEntry, ...] | None) -> None:
     """Follows the body of a `shard_map`."""
     body, consts = _compat.open_jaxpr(op.params["jaxpr"])
     axes = op.params.get("newly_manual_axes") or op.params["mesh"].axis_names
-    op.entered = tuple(
+    specs = op.params["in_specs"]
+    given = [
         Value(var.aval, constant=outer.constant, is_folded=True)
         if outer.is_constant and not any(spec)
         else _value(var.aval, Op(ENTER, (outer,), {"is_whole": not any(spec)}), 0, axes)
-        for var, outer, spec in zip(body.invars, op.inputs, op.params["in_specs"], strict=True)
-    )
-    for var, value in zip(body.invars, op.entered, strict=True):
+        for var, outer, spec in zip(body.invars, op.inputs, specs, strict=True)
+    ]
+    for var, outer, spec, value in zip(body.invars, op.inputs, specs, given, strict=True):
+        op.entered.setdefault(outer, []).append((spec, value))
         _offer_site(value, path, var, axes)
-    op.stands_for = tuple(_walk(body, consts, op.entered, path, axes))
+    op.stands_for = tuple(_walk(body, consts, given, path, axes))
 
 
 def _loop(scan: Op, avals: Sequence[Any], axes: Collection[str]) -> list[Value]:

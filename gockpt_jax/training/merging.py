@@ -6,7 +6,8 @@ compiler merges what another leaves, so the host does not repeat it.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +49,9 @@ def may_be_cut(value: Value) -> bool:
     that may hide one.
     """
     return not (
-        any(_is_rounding_factor(op) or _hides(op) for op in _chain(value, _ends_chain))
-        or any(map(_adds_constant, _chain(value, _ends_sum_to_cut)))
+        _shows(value, _is_rounding_factor, _ends_chain)
+        or _shows(value, _hides, _ends_chain)
+        or _shows(value, _adds_constant, _ends_sum_to_cut)
     )
 
 
@@ -70,22 +72,27 @@ def melts(op: Op) -> bool:
     `sqrt(x) * sqrt(x)` becomes `x`, `exp(a) * exp(b)` becomes `exp(a + b)`, and the larger of
     `erf(a)` and `erf(b)` becomes `erf` of the larger.
     """
-    merged = MELTING if op.name in PRODUCTS else RISING if op.name in ("max", "min") else ()
-    return bool(merged) and all(_shows(v, merged) for v in op.inputs)
+    if op.name in PRODUCTS:
+        return all(_shows(v, _is_melting, _ends_chain) for v in op.inputs)
+    return op.name in ("max", "min") and all(_shows(v, _is_rising, _ends_chain) for v in op.inputs)
 
 
 def may_melt(value: Value) -> bool:
     """Whether a value is one that `melts` may find."""
-    return _shows(value, MELTING | RISING)
+    return any(_shows(value, finds, _ends_chain) for finds in (_is_melting, _is_rising))
 
 
-def _shows(value: Value, names: Collection[str]) -> bool:
-    return any(op.name in names for op in _chain(value, _ends_chain))
+def _is_melting(op: Op) -> bool:
+    return op.name in MELTING
+
+
+def _is_rising(op: Op) -> bool:
+    return op.name in RISING
 
 
 def is_rounded(value: Value) -> bool:
     """Whether XLA sees a conversion that rounds, which it drops where another follows."""
-    return any(map(_rounds, _chain(value, ends_sum)))
+    return _shows(value, _rounds, ends_sum)
 
 
 def _rounds(op: Op) -> bool:
@@ -100,18 +107,20 @@ def _rounds(op: Op) -> bool:
     return bool(old != new.dtype and old.itemsize * 8 >= new.bits)  # fp16 holds not all of bf16
 
 
-def _chain(value: Value, ends: Callable[[Op], bool]) -> Iterator[Op]:
-    """The operations that XLA sees from a value: up to those, included, that end the chain."""
-    stack, seen = [value], set[Value]()
-    while stack:
-        value = without_walls(stack.pop())
-        op = value.op
-        if op is None or value in seen:
-            continue
-        seen.add(value)
-        yield op
-        if not ends(op):
-            stack.extend(op.inputs)
+def _shows(value: Value, finds: Callable[[Op], bool], ends: Callable[[Op], bool]) -> bool:
+    """Whether XLA sees such an operation from a value: up to one, included, that ends the chain."""
+    op = without_walls(value).op
+    return op is not None and _leads_to(op, finds, ends)
+
+
+@judged_once
+def _leads_to(
+    op: Op, finds: Callable[[Op], bool], ends: Callable[[Op], bool]
+) -> bool | list[tuple[Any, ...]]:
+    if finds(op):
+        return True
+    behind = () if ends(op) else (without_walls(v).op for v in op.inputs)
+    return [(inner, finds, ends) for inner in behind if inner is not None]
 
 
 @judged_once
@@ -176,13 +185,11 @@ def _folds(op: Op) -> bool:
     pairs = [(v, other) for v, other in both if not is_known(v)]
     if op.name == "mul":
         return any(
-            any(map(_multiplies_by_constant, _chain(v, _ends_chain)))
+            _shows(v, _multiplies_by_constant, _ends_chain)
             for v, factor in pairs
             if may_be_spread(factor) and not is_power_of_two(factor)
         )
-    return _adds_constant(op) and any(
-        _adds_constant(inner) for v, _ in pairs for inner in _chain(v, ends_sum)
-    )
+    return _adds_constant(op) and any(_shows(v, _adds_constant, ends_sum) for v, _ in pairs)
 
 
 def _may_add_nothing(op: Op) -> bool:
@@ -240,6 +247,10 @@ def _is_compiled_kernel(op: Op) -> bool:
     return op.name == "pallas_call" and not op.params.get("interpret")
 
 
+def _is_power(op: Op) -> bool:
+    return op.name in ("pow", "exp2")
+
+
 @judged_once
 def _is_rounding_factor(op: Op) -> bool:
     if op.name == "mul":
@@ -249,7 +260,7 @@ def _is_rounding_factor(op: Op) -> bool:
     if op.name == "div":
         return is_known(op.inputs[1]) and not is_power_of_two(op.inputs[1])
     if op.name == "log":  # of a power it is a product
-        return _shows(op.inputs[0], ("pow", "exp2"))
+        return _shows(op.inputs[0], _is_power, _ends_chain)
     if op.name == "pow":  # by a constant: erased, or made such a product
         return may_be_erased(op) and may_hold(op.inputs[1], lambda power: power != 1)
     return op.name == "square" or is_one_product(op)

@@ -17,7 +17,7 @@ from jax import lax
 
 from gockpt_jax.training.cut import Group
 from gockpt_jax.training.primitives import IDENTITIES, PRODUCTS, SUMS
-from gockpt_jax.training.values import Value
+from gockpt_jax.training.values import Value, in_order
 from gockpt_jax.training.walk import Leaf
 
 
@@ -138,22 +138,18 @@ def make_recipe(group: Group, leaves: Sequence[Leaf]) -> Recipe:
     register = {value: i for i, value in enumerate(inputs)}
     instructions: list[Instruction] = []
 
-    def visit(root: Value) -> int:
-        stack = [root]  # post-order without recursion: update chains can be long
-        while stack:
-            value = stack[-1]
-            if value in register:
-                stack.pop()
-                continue
-            assert value.op is not None, "the cut separates every input from the outputs"
-            if todo := [v for v in value.op.inputs if v not in register and not v.is_constant]:
-                stack.extend(todo)
-                continue
-            instructions.append(_instruction(value, register))
-            register[value] = len(inputs) + len(instructions) - 1
-        return register[root]
+    def before(value: Value) -> list[Value]:
+        if value in register:
+            return []
+        assert value.op is not None, "the cut separates every input from the outputs"
+        return [v for v in value.op.inputs if v not in register and not v.is_constant]
 
-    outputs = tuple(visit(leaves[j].new) for j in group.leaves)
+    for j in group.leaves:
+        for value in in_order(leaves[j].new, before):
+            if value not in register:
+                instructions.append(_instruction(value, register))
+                register[value] = len(inputs) + len(instructions) - 1
+    outputs = tuple(register[leaves[j].new] for j in group.leaves)
     sizes = (len(group.leaves), len(group.retained), len(group.scalars))
     return Recipe(*sizes, tuple(instructions), outputs)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from gockpt_jax.training.merging import ends_sum
 from gockpt_jax.training.numbers import may_hold
 from gockpt_jax.training.primitives import SUMS
-from gockpt_jax.training.values import Op, Value, through_wall
+from gockpt_jax.training.values import Op, Value, judged_once, through_wall
 
 
 class Added(NamedTuple):
@@ -33,7 +33,8 @@ class Added(NamedTuple):
         return [] if value.op is None else [(v, self) for v in value.op.inputs]
 
 
-def scatters(value: Value, added: Added) -> bool:
+@judged_once
+def scatters(value: Value, added: Added) -> bool | list[tuple[Value, Added]]:
     """Whether XLA sees a scatter from a value, or from what is made of it and added to a sum.
 
     `d + scatter(z, g)` becomes `scatter(d + z, g)`, and that likewise with the next. So it does
@@ -44,20 +45,12 @@ def scatters(value: Value, added: Added) -> bool:
       value: It.
       added: How what is added looks from there, as `Added.behind` says.
     """
-    stack, seen = [(value, added)], set[tuple[Value, Added]]()
-    while stack:
-        value, added = stack.pop()
-        op = value.op
-        if op is None or (value, added) in seen:
-            continue
-        seen.add((value, added))
-        if through_wall(value) is None:
-            if _is_scatter(op) and added.may_be(op.inputs[0]):
-                return True
-            if _ends_scatter(op):
-                continue
-        stack += added.behind(value)
-    return False
+    if value.op is not None and through_wall(value) is None:
+        if _is_scatter(value.op) and added.may_be(value.op.inputs[0]):
+            return True
+        if _ends_scatter(value.op):
+            return False
+    return added.behind(value)
 
 
 def _is_scatter(op: Op) -> bool:

@@ -3,25 +3,46 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from gockpt_jax.training.primitives import ENTER, MEETINGS
 
 Ratio = Fraction | int
 _NOTHING = object()
-_Judged = TypeVar("_Judged", "Value", "Op")
 
 
-def judged_once(judge: Callable[[_Judged], bool]) -> Callable[[_Judged], bool]:
-    """Of a value or operation, which walks from many leaves meet, asks once as long as it lives."""
+def judged_once(
+    judge: Callable[..., bool | Sequence[tuple[Any, ...]]],
+) -> Callable[..., bool]:
+    """Of a value or operation, which walks from many leaves meet, asks once as long as it lives.
+
+    Args:
+      judge: Says yes or no of what it is first given, or with what it is to be asked instead: then
+        it is yes where any of these is. Nothing may come back to itself.
+    """
 
     @functools.wraps(judge)
-    def verdict(judged: _Judged) -> bool:
-        if (known := judged.verdicts.get(judge)) is None:
-            known = judged.verdicts[judge] = judge(judged)
-        return known
+    def verdict(*asked: Any) -> bool:
+        stack = [asked]  # without recursion: chains can be long
+        while stack:
+            (judged, *beside), todo = stack[-1], []
+            key = (judge, *beside)
+            if key not in judged.verdicts:
+                found = judge(*stack[-1])
+                if not isinstance(found, bool):
+                    known = [inner.verdicts.get((judge, *more)) for inner, *more in found]
+                    if True not in known:
+                        todo = [n for n, k in zip(found, known, strict=True) if k is None]
+                    found = True in known
+                if todo:
+                    stack += todo
+                    continue
+                judged.verdicts[key] = found
+            stack.pop()
+        return bool(asked[0].verdicts[(judge, *asked[1:])])
 
     return verdict
 
@@ -126,8 +147,20 @@ class Op:
     params: dict[str, Any]
     name: str = dataclasses.field(init=False)
     """The primitive's, as a jaxpr prints it."""
-    entered: "tuple[Value, ...]" = ()
-    """Of a `shard_map`: what goes into its body, seen from inside."""
+    arguments: int = dataclasses.field(init=False)
+    """Of the step, from which its inputs are computed: a bit for each."""
+    is_of_folded: bool = dataclasses.field(init=False)
+    """Whether all its inputs are folded."""
+    is_of_everywhere: bool = dataclasses.field(init=False)
+    """Whether all its inputs are the same on all devices."""
+    near: Any = None
+    """What its inputs are made of by elementwise operations, once that was asked (`drawn.py`)."""
+    far: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """What those of a size at least are made of otherwise, likewise: by that size."""
+    sources: dict[bool, Any] = dataclasses.field(default_factory=dict)
+    """What names its results, if they are products and if not, likewise."""
+    entered: "dict[Value, list[tuple[Any, Value]]]" = dataclasses.field(default_factory=dict)
+    """Of a `shard_map`: what each input is inside, and how its shards lie there."""
     stands_for: "tuple[Value, ...]" = ()
     """What its results are, seen through it: what the body of a `shard_map` returns, or what the
     last turns of a loop make, where these are written out."""
@@ -138,6 +171,25 @@ class Op:
 
     def __post_init__(self) -> None:
         self.name = str(self.primitive.name)
+        self.arguments = functools.reduce(operator.or_, (v.arguments for v in self.inputs), 0)
+        self.is_of_folded = all(v.is_folded for v in self.inputs)
+        self.is_of_everywhere = all(v.is_everywhere for v in self.inputs)
+
+
+def in_order(value: Value, before: Callable[[Value], Sequence[Value]]) -> Iterator[Value]:
+    """A value behind what it is made of, without recursion: update chains can be long.
+
+    Args:
+      value: It; comes last.
+      before: What must have come before one, and has not. What comes twice is for the caller to
+        pass over.
+    """
+    stack = [value]
+    while stack:
+        if todo := before(stack[-1]):
+            stack.extend(todo)
+        else:
+            yield stack.pop()
 
 
 def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
@@ -151,11 +203,11 @@ def is_everywhere(op: Op, index: int, axes: Collection[str]) -> bool:
         in_groups = op.params.get("axis_index_groups") is not None
         return op.name in MEETINGS and names >= set(axes) and not in_groups
     if not axes:
-        return all(v.is_everywhere for v in op.inputs)
+        return op.is_of_everywhere
     holds_a_body = any("jaxpr" in key or key == "branches" for key in op.params)
     if holds_a_body or "callback" in op.name or not (op.inputs or op.name == "iota"):
         return False
-    return op.params.get("is_whole", True) and all(v.is_everywhere for v in op.inputs)
+    return op.params.get("is_whole", True) and op.is_of_everywhere
 
 
 def contracted(op: Op) -> list[int]:

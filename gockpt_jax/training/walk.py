@@ -38,10 +38,8 @@ class Leaf:
         op = new.op
         if op is not None and op.entered:
             spec = op.params["out_specs"][new.index]
-            for given, spec_in, inside in zip(
-                op.inputs, op.params["in_specs"], op.entered, strict=True
-            ):
-                if given is old and _trimmed(spec_in) == _trimmed(spec):
+            for spec_in, inside in op.entered.get(old, ()):
+                if _trimmed(spec_in) == _trimmed(spec):
                     return cls(path, inside, op.stands_for[new.index], spec)
         return cls(path, old, new)
 
