@@ -30,7 +30,7 @@ def summed(op: Op) -> int:
         return math.prod(contracted(op))
     along: Sequence[int] = ()
     if op.name.startswith("reduce_") or op.name in MEETINGS:  # which `vmap` makes such sums of
-        along = [axis for axis in op.params.get("axes", ()) if not isinstance(axis, str)]
+        along = [axis for axis in op.params.get("axes", ()) if isinstance(axis, int)]
     if op.name in CUMULATIVE:
         along = (op.params["axis"],)
     return math.prod(op.inputs[0].shape[axis] for axis in along)

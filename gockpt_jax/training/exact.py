@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gockpt_jax.training.merging import is_rounded, merges
-from gockpt_jax.training.numbers import is_power_of_two, may_hold, number_of
+from gockpt_jax.training.numbers import is_power_of_two, may_be_zero, number_of
 from gockpt_jax.training.primitives import (
     CHOICE,
     EXACT,
@@ -97,7 +97,7 @@ def _is_found_true(op: Op) -> bool:
     """
     if op.name not in ("ge", "le") or not jnp.issubdtype(op.inputs[0].dtype, jnp.floating):
         return False
-    return may_hold(op.inputs[1 if op.name == "ge" else 0], lambda number: number == 0)
+    return may_be_zero(op.inputs[1 if op.name == "ge" else 0])
 
 
 def _may_tell_zero_otherwise(op: Op) -> bool:

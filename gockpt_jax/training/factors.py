@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from gockpt_jax.training.numbers import may_be_all_of, may_hold
+from gockpt_jax.training.numbers import may_be_all_of, may_be_one
 from gockpt_jax.training.primitives import IDENTITIES
 from gockpt_jax.training.values import (
     Op,
@@ -84,7 +84,7 @@ def may_be_flags(factor: Value) -> bool:
         seen.add(value)
         if op.name in ("mul", "div"):
             pairs = (op.inputs, op.inputs[::-1]) if op.name == "mul" else (op.inputs,)
-            stack.extend((x, per) for x, y in pairs if may_hold(y, lambda n: abs(n) == 1))
+            stack.extend((x, per) for x, y in pairs if may_be_one(y))
         else:
             is_seen_through = op.name in IDENTITIES or op.name == "neg"
             behind = op.inputs if is_seen_through else may_be_all_of(op)

@@ -20,6 +20,7 @@ from gockpt_jax.training.numbers import (
     is_power_of_two,
     may_be_all_of,
     may_be_equal,
+    may_be_one,
     may_hold,
     reciprocal,
 )
@@ -293,7 +294,7 @@ def ends_sum(op: Op) -> bool:
     """Whether XLA cannot fold a constant added in front of this operation with one behind it."""
     if op.name == "mul" or op.name == "div":  # but by one, which is erased
         factors = op.inputs if op.name == "mul" else op.inputs[1:]
-        return not any(may_hold(v, lambda number: abs(number) == 1) for v in factors)
+        return not any(map(may_be_one, factors))
     if op.name in PRODUCTS:
         return not may_be_all_of(op)
     return _ends_chain(op)

@@ -1,6 +1,6 @@
 """Which numbers a compiler knows, and which it may find to be one: by what they are (`drawn`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,8 +20,6 @@ from gockpt_jax.training.values import (
 )
 
 _PRECISION = 1e-6
-# What gives places along an axis; a sort, of the places that it is given.
-_PLACES = ("argmax", "argmin", "top_k", "sort")
 
 
 def may_be_equal(a: Value, b: Value, per_a: Ratio = 1, per_b: Ratio = 1) -> bool:
@@ -79,6 +77,16 @@ def may_hold(value: Value, holds: Callable[[Any], Any]) -> bool:
     return is_secret(number) or bool(np.all(holds(number)))
 
 
+def may_be_zero(value: Value) -> bool:
+    """Whether it may be a constant zero."""
+    return may_hold(value, lambda number: number == 0)
+
+
+def may_be_one(value: Value) -> bool:
+    """Whether it may be a constant one, of either sign."""
+    return may_hold(value, lambda number: abs(number) == 1)
+
+
 def is_power_of_two(value: Value) -> bool:
     """Whether a value is a constant power of two, far from where products underflow."""
     if not is_known(value):
@@ -98,7 +106,7 @@ def may_be_all_of(op: Op) -> Sequence[Value]:
     inputs = op.inputs
     if op.name in SUMS:  # what is taken off zero is only negated
         pairs = (inputs, inputs[::-1])
-        return [x for x, y in pairs if may_hold(y, lambda number: number == 0)]
+        return [x for x, y in pairs if may_be_zero(y)]
     if op.name in ("max", "min"):
         is_either = may_be_equal(inputs[0], inputs[1]) or any(may_hold(v, np.isinf) for v in inputs)
         return inputs if is_either else ()
@@ -148,17 +156,13 @@ def is_settled(aval: Any, op: Op) -> bool:
         return True
     if op.name in ("select_n", "choice"):
         return all(map(is_known, op.inputs[1:])) and _are_equal(op.inputs[1:])
-    if dtype == jnp.bool_:
-        return _is_settled_flag(aval, op)
-    return bool(jnp.issubdtype(dtype, jnp.integer)) and _is_settled_integer(op)
+    if op.name in COMPARISONS:
+        return _is_settled_comparison(aval, op)
+    is_whole = dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer)
+    return bool(is_whole) and op.name in _OF_WHOLE and _OF_WHOLE[op.name](op)
 
 
-def _is_settled_flag(aval: Any, op: Op) -> bool:
-    if op.name in ("and", "or"):
-        ends = op.name == "or"
-        return any(may_hold(v, lambda flag: (flag != 0) == ends) for v in op.inputs)
-    if op.name not in COMPARISONS:
-        return False
+def _is_settled_comparison(aval: Any, op: Op) -> bool:
     if jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
         return _is_never_below_zero(op)
     drawn = np.asarray(number_of(Value(aval, op)))
@@ -172,21 +176,16 @@ def _is_never_below_zero(op: Op) -> bool:
     if op.name not in ("lt", "ge", "gt", "le"):
         return False
     number, zero = op.inputs if op.name in ("lt", "ge") else op.inputs[::-1]
-    return may_hold(zero, lambda x: x == 0) and bool(np.all(number_of(number) >= 0))
+    return may_be_zero(zero) and bool(np.all(number_of(number) >= 0))
 
 
-def _is_settled_integer(op: Op) -> bool:
-    if op.name in ("mul", "and"):
-        return any(may_hold(v, lambda number: number == 0) for v in op.inputs)
-    if op.name == "or":
-        dtype = op.inputs[0].dtype
-        all_bits = jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
-        return any(may_hold(v, lambda bits: bits == float(all_bits)) for v in op.inputs)
-    if op.name in _PLACES:
-        return _is_of_one_place(op)
-    if op.name == "sub":
-        return unspread(op.inputs[0]) is unspread(op.inputs[1])
-    return op.name == "rem" and may_hold(op.inputs[1], lambda number: abs(number) == 1)
+def _is_all_bits(op: Op) -> bool:
+    """Whether an operand has all bits, so that nothing is left of the other."""
+    dtype = op.inputs[0].dtype
+    bits = -1.0 if jnp.issubdtype(dtype, jnp.signedinteger) else 1.0
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        bits = float(jnp.iinfo(dtype).max)
+    return any(may_hold(v, lambda number: number == bits) for v in op.inputs)
 
 
 def _is_of_one_place(op: Op) -> bool:
@@ -194,3 +193,14 @@ def _is_of_one_place(op: Op) -> bool:
     along = op.params.get("axes", [op.params.get("dimension", op.params.get("axis", -1))])
     is_one = all(op.inputs[0].shape[axis] == 1 for axis in along)
     return is_one and (op.name != "sort" or any(map(is_known, op.inputs)))
+
+
+_OF_WHOLE: Mapping[str, Callable[[Op], bool]] = {
+    **dict.fromkeys(("mul", "and"), lambda op: any(map(may_be_zero, op.inputs))),
+    "or": _is_all_bits,
+    "sub": lambda op: unspread(op.inputs[0]) is unspread(op.inputs[1]),
+    "rem": lambda op: may_be_one(op.inputs[1]),
+    # A sort is of the places that it is given.
+    **dict.fromkeys(("argmax", "argmin", "top_k", "sort"), _is_of_one_place),
+}
+"""Of flags and whole numbers."""

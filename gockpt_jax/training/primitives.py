@@ -52,9 +52,9 @@ EXACT = IDENTITIES | LOGICAL | _names(
     "select_n max min neg abs clamp shift_left shift_right_logical shift_right_arithmetic"
 )  # fmt: skip
 # Exact likewise, but of what was rounded they are something else.
-LOOKS = COMPARISONS | STEPS | _names("is_finite round")
-# Of the smallest numbers they make what is made of zero, or something else by far.
+# The first of the smallest numbers make what is made of zero, or something else by far.
 TELL_ZERO = COMPARISONS | STEPS
+LOOKS = TELL_ZERO | _names("is_finite round")
 # Within a few ULPs on every machine, though not the same bits.
 ROUNDED = FUNCTIONS | SUMS | PRODUCTS | _names("div")
 # Of constants every compiler works these out on the host, rounded as IEEE 754 says. Not of what is

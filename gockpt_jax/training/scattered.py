@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from gockpt_jax.training.merging import ends_sum
-from gockpt_jax.training.numbers import may_hold
+from gockpt_jax.training.numbers import may_be_zero
 from gockpt_jax.training.primitives import SUMS
 from gockpt_jax.training.values import Op, Value, judged_once, through_wall
 
@@ -56,9 +56,7 @@ def scatters(value: Value, added: Added) -> bool | list[tuple[Value, Added]]:
 def _is_scatter(op: Op) -> bool:
     """Whether it writes among what XLA adds something to: a slice only among zeros."""
     is_slice = op.name == "dynamic_update_slice"
-    return op.name.startswith("scatter") or (
-        is_slice and may_hold(op.inputs[0], lambda number: number == 0)
-    )
+    return op.name.startswith("scatter") or (is_slice and may_be_zero(op.inputs[0]))
 
 
 def _ends_scatter(op: Op) -> bool:
