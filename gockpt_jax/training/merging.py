@@ -21,6 +21,7 @@ from gockpt_jax.training.numbers import (
     may_be_all_of,
     may_be_equal,
     may_be_one,
+    may_be_zero,
     may_hold,
     reciprocal,
 )
@@ -202,10 +203,7 @@ def _may_add_nothing(op: Op) -> bool:
     return (
         op.name in SUMS
         and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact)
-        and any(
-            may_hold(v, lambda number: number == 0) and not unspread(v).is_constant
-            for v in op.inputs
-        )
+        and any(may_be_zero(v) and not unspread(v).is_constant for v in op.inputs)
     )
 
 
