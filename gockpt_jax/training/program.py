@@ -166,6 +166,19 @@ class StepProgram:
         """Whether the armed step has turned out to be one that cannot run."""
         return self.is_armed and self._compiling.done() and self._compiling.exception() is not None
 
+    @property
+    def cut_shardings(self) -> Sequence[jax.sharding.Sharding] | None:
+        """Where the armed step returns each of `cut.arrays`; waits for its compilation.
+
+        `None` for a step that changes an argument in place: JAX counts what that returns, too, and
+        then does not tell.
+        """
+        try:
+            placed: Sequence[jax.sharding.Sharding] = self._compiling.result().output_shardings
+        except ValueError:
+            return None
+        return placed[self.out_tree.num_leaves :]
+
     def executable(self) -> Any:
         """The armed step as JAX compiled it; waits for its compilation, and raises its error."""
         return self._compiling.result()

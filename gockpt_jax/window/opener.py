@@ -117,12 +117,15 @@ class Opener:
             if planned.plan.steps < steps:
                 is_told = planned.plan.steps == 1 and self._tried_for != target
                 return planned.plan.reason if is_told else None
-        self._tried_for = target
         leaves = None if planned is None else program.state_in(step.last)
         if planned is None or leaves is None:  # nor has a plan been made for such a call
+            self._tried_for = target
             step.call_changed(last=True)
             return _CHANGED
         why_not = self._agreement.why_not_ready(program, target)
+        if why_not is None and self._planner.heed_placement(step, program, leaves):
+            return self.open(step, args, kwargs, version, sealed_at, no_room_for)
+        self._tried_for = target
         return why_not or self._opened(program, planned, target, leaves)
 
     def _opened(

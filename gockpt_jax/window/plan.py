@@ -24,7 +24,7 @@ from gockpt_jax.window.cost import (
     copied_bytes,
 )
 from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes
-from gockpt_jax.window.units import GroupUnit, retained_bytes, units_of
+from gockpt_jax.window.units import GroupUnit, Places, retained_bytes, units_of
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -83,6 +83,17 @@ class StateBytes:
         """Of what a save takes, what comes to the host: replicas of a process share the rest."""
         return min(self.taken.to_host, self.taken.of_device)
 
+    def takes_more_than(self, foreseen: "StateBytes") -> bool:
+        """Whether what is retained takes more of a device than was foreseen, itself or in copies.
+
+        Args:
+          foreseen: The same state's.
+        """
+        copied, before = (
+            {(u.group, u.start) for u in size.units if u.is_copied} for size in (self, foreseen)
+        )
+        return self.retained > foreseen.retained or not copied <= before
+
     def on_host(self, followers: int) -> int:
         """Of what a window takes there at the most, if so many follow each of its last steps."""
         return self.to_host + STEPS_IN_FLIGHT * followers
@@ -108,6 +119,7 @@ class StateBytes:
 def measure_bytes(
     cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas,
     unsaved: frozenset[int] = frozenset(), beside: SavedBytes = NO_BYTES,
+    retained_at: Places = None,
 ) -> StateBytes:  # fmt: skip
     """Bytes of one device, of the state as the last update returned it.
 
@@ -118,6 +130,7 @@ def measure_bytes(
       unsaved: Positions of those that saves do not take. One is sent all the same if it is the
         smaller part of what is updated together, as replay reads it; if not, all of that is late.
       beside: What they take that no leaf is.
+      retained_at: Where the armed step returns its cut, if that is known.
     """
     weights = [replicas.source(a).shard_bytes for a in leaves]
     groups = {
@@ -125,12 +138,12 @@ def measure_bytes(
         for g, group in enumerate(cut.groups)
         if _is_most_saved(group.leaves, weights, unsaved)
     }
-    units = tuple(u for u in units_of(cut, leaves, replicas) if u.group in groups)
+    units = tuple(u for u in units_of(cut, leaves, replicas, retained_at) if u.group in groups)
     unsent = unsaved.difference(*groups.values())
     sent = [a for j, a in enumerate(leaves) if j not in unsent]
     return StateBytes(
         leaves=tuple(0 if j in unsent else weight for j, weight in enumerate(weights)),
-        retained=retained_bytes(cut, leaves, replicas),
+        retained=retained_bytes(cut, leaves, replicas, retained_at),
         units=units,
         taken=SavedBytes.of(sent, replicas).plus(beside),
     )

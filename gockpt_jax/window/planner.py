@@ -23,7 +23,7 @@ from gockpt_jax.window.late import compile_late_ahead
 from gockpt_jax.window.plan import Plan, StateBytes, measure_bytes, plan_window, warn_of_late
 from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.resources import Resources
-from gockpt_jax.window.units import replay_specs
+from gockpt_jax.window.units import Places, replay_specs
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -49,12 +49,16 @@ class _Prepared:
       rests_on_time: Whether a plan of it has rested on the time of a step, which nobody has said.
       review: Of those asked for, the last that it has had; `None`: it has not been made ready yet.
       sampled: Sets of leaves for whose samples all is compiled, or being so.
+      retained_at: Where the armed step returns its cut, if it takes more there than was foreseen.
+      is_placed: Whether that has been looked at.
     """
 
     planned: Planned
     rests_on_time: bool = False
     review: int | None = None
     sampled: set[frozenset[int]] = dataclasses.field(default_factory=set)
+    retained_at: Places = None
+    is_placed: bool = False
 
     def is_ready(self, program: StepProgram) -> bool:
         """Whether all has been done for its plan, which may have come under other settings."""
@@ -142,7 +146,11 @@ class Planner:
         if facts is None:
             to_host = SavedBytes.of(leaves, self._replicas).to_host
             facts = self._known.facts(program, to_host, num_devices)
-        size = measure_bytes(program.cut, leaves, self._replicas, facts.unsaved, facts.beside)
+        prepared = self._prepared.get(program)
+        size = measure_bytes(
+            program.cut, leaves, self._replicas, facts.unsaved, facts.beside,
+            None if prepared is None else prepared.retained_at,
+        )  # fmt: skip
         budget_bytes = self._device.limit_bytes
         if not program.cut.groups:
             plan = Plan((), _why_all_late(program.cut, size))
@@ -151,7 +159,7 @@ class Planner:
         else:
             plan = plan_window(size, self._options, budget_bytes, facts)
         planned = Planned(program.cut, plan, size, num_devices, facts, budget_bytes)
-        prepared = self._prepared.get(program) or _Prepared(planned)
+        prepared = prepared or _Prepared(planned)
         prepared.rests_on_time |= self._rests_on_time(size)
         prepared.planned = planned
         self._prepared[program] = prepared
@@ -161,6 +169,34 @@ class Planner:
         """Whether there is a choice, of K, or between a window and none, by a time not said."""
         said = self._options.steps is not None or self._options.step_secs is not None
         return not said and bool(size.units) and not self._fits_as_one_copy(size)
+
+    def heed_placement(
+        self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]
+    ) -> bool:
+        """Makes the plan anew if the compiler has put the cut where it takes more of a device.
+
+        Gradients that the user has on all devices, of moments that are sharded, for example.
+
+        Args:
+          step: The step.
+          program: Its program, armed and compiled on all processes: all ask at the same call.
+          leaves: Of its state.
+
+        Returns:
+          Whether it was.
+        """
+        prepared = self._prepared[program]
+        if prepared.is_placed:
+            return False
+        before, prepared.retained_at = prepared.planned, program.cut_shardings
+        again = self._plan(program, leaves, before.facts)
+        prepared.is_placed = True
+        if not again.size.takes_more_than(before.size):
+            prepared.planned, prepared.retained_at = before, None
+            return False
+        _log.info("what a step retains lies otherwise than foreseen: %s", again.plan.reason)
+        self._settle(step, program, leaves)
+        return True
 
     def was_refused(self, program: StepProgram) -> None:
         """Told of each window for which this process's host had no room when it was to open."""

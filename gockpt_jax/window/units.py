@@ -31,6 +31,9 @@ _UNITS_PER_WINDOW = 60
 """About so many units, where leaves are large enough to be cut: two to six blocks are then equal,
 the seven of the longest window within an eighth."""
 
+Places = Sequence[jax.sharding.Sharding] | None
+"""Of each of a cut's arrays, where it lies; `None`: not known yet."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUnit(Unit):
@@ -41,7 +44,7 @@ class GroupUnit(Unit):
       start: Of the elements of a local shard, row by row, the first that leaves.
       stop: The one after the last.
       placed: By whose shards the group's leaves and retained values travel.
-      given: Where an armed step's retained values are taken to lie, until it has run.
+      given: Where an armed step's retained values lie, or are taken to until it has been compiled.
     """
 
     group: int
@@ -56,7 +59,7 @@ class GroupUnit(Unit):
 
 
 def units_of(
-    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas, retained_at: Places = None
 ) -> tuple[GroupUnit, ...]:
     """What may leave early, in the cut's order: groups, and rows of large ones.
 
@@ -67,6 +70,7 @@ def units_of(
       cut: The step's.
       leaves: Of its state, as the last update returned it.
       replicas: How they share what leaves.
+      retained_at: Where each retained value lies, if that is known.
     """
     movable = [
         (g, place, [Source.of(leaves[j], place) for j in group.leaves])
@@ -79,24 +83,26 @@ def units_of(
     return tuple(
         unit
         for g, place, sources in movable
-        for unit in _units_of_group(cut, g, place, sources, unit_bytes)
+        for unit in _units_of_group(cut, g, place, sources, unit_bytes, retained_at)
     )
 
 
 def _units_of_group(
     cut: StepCut, g: int, place: jax.sharding.Sharding, sources: Sequence[Source],
-    unit_bytes: int,
+    unit_bytes: int, retained_at: Places,
 ) -> Iterator[GroupUnit]:  # fmt: skip
     """One group's, by the arrays that its leaves are; of about so many bytes."""
     first = sources[0]
-    given = _given([s.given for s in sources], place, len(first.shape))
+    foreseen = _given([s.given for s in sources], place, len(first.shape))
+    lie = [retained_at[i] for i in cut.groups[g].retained] if retained_at else []
+    given = next(iter(lie), foreseen)
     arrays = [cut.arrays[i] for i in cut.groups[g].retained]
     itemsizes = [array.dtype.itemsize for array in arrays]
     # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
     is_copied = (
         min(itemsizes, default=0) * first.shard_size < LARGE_BYTES
         or sharers(first) > 1
-        or not given.is_equivalent_to(place, len(first.shape))
+        or not all(x.is_equivalent_to(place, len(first.shape)) for x in lie or [given])
     )
     for start, stop in _ranges(sources, unit_bytes):
         yield GroupUnit(
@@ -146,13 +152,16 @@ def _given(
     return shardings[0] if alike else placed
 
 
-def retained_bytes(cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas) -> int:
+def retained_bytes(
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas, retained_at: Places = None
+) -> int:
     """What an armed step retains on one device: of all groups, also of those that must be late.
 
     Args:
       cut: The step's.
       leaves: Of its state, as the last update returned it.
       replicas: How they share what leaves; each holds all of what it retains.
+      retained_at: Where each retained value lies, if that is known.
     """
     total = 0
     for group in cut.groups:
@@ -161,8 +170,8 @@ def retained_bytes(cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas
         if place is not None:
             places = [_given(places, place, leaves[group.leaves[0]].ndim)]
         for i in group.retained:
-            spec = cut.arrays[i]
-            total += max(Source(spec.shape, spec.dtype, p, p).shard_bytes for p in places)
+            spec, lies = cut.arrays[i], [retained_at[i]] if retained_at else places
+            total += max(Source(spec.shape, spec.dtype, p, p).shard_bytes for p in lies)
     return total
 
 

@@ -45,6 +45,7 @@ PLACES = {
     "one device": SingleDeviceSharding(jax.devices()[0]),
     "sharded": NamedSharding(MESH, PartitionSpec("x")),
 }
+EVERYWHERE = NamedSharding(MESH, PartitionSpec())
 
 
 @pytest.fixture(autouse=True)
@@ -470,6 +471,67 @@ def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch
             manager.save(label, args=GoCkptSave(state))
     assert manager.last_report.kind == "window"
     assert by_step == [1, 1, 1]
+
+
+def update_from(state, place):
+    """An update whose gradients lie somewhere."""
+    g = {k: jnp.sin(3 * w) for k, w in state["w"].items()}
+    g = jax.lax.with_sharding_constraint(g, place)
+    m = {k: 0.75 * m + g[k] for k, m in state["m"].items()}
+    return {"m": m, "w": {k: w - 0.125 * m[k] for k, w in state["w"].items()}}
+
+
+def reports_of(directory, place, monkeypatch, **window):
+    """Of three saves of such a step; and of each armed step what it took and what it retained."""
+    follow, took = OpenWindow.follow, []
+
+    def follows(window, state, cut):
+        really = sum(x.addressable_shards[0].data.nbytes for x in cut)
+        took.append((window._room.taken_bytes - window._left[-1].cut.staged_bytes, really))
+        follow(window, state, cut)
+
+    monkeypatch.setattr(OpenWindow, "follow", follows)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=4)
+    with GoCkptManager(directory, options=options, window=WindowOptions(**window)) as manager:
+        update = jax.jit(
+            functools.partial(update_from, place=place), out_shardings=PLACES["sharded"]
+        )
+        step, state = manager.wrap(update), fresh(PLACES["sharded"])
+        for label in range(9):
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
+        manager.wait_until_finished()
+    return manager.reports, took
+
+
+@pytest.mark.parametrize(("place", "shards"), [(PLACES["sharded"], 1), (EVERYWHERE, 8)])
+def test_what_a_step_retains_is_counted_as_the_compiler_has_put_it(
+    tmp_path, monkeypatch, place, shards
+):
+    """Before the step runs: a value on all devices takes of each what all shards take together."""
+    budget = 3 * LEAF  # not for all that is retained on every device, and a block
+    reports, took = reports_of(tmp_path, place, monkeypatch, steps=3, device_budget_bytes=budget)
+    assert [r.kind for r in reports] == ["snapshot", "window", "window"]
+    assert took == [(3 * LEAF // 8 * shards,) * 2] * 4
+    assert ("of the device budget" in reports[1].reason) == (place == EVERYWHERE)
+
+
+@pytest.mark.parametrize("place", [PLACES["sharded"], EVERYWHERE])
+def test_a_plan_that_was_made_for_less_is_made_anew_before_its_first_window(
+    tmp_path, monkeypatch, place
+):
+    budget = 5 * LEAF // 8  # of six leaves; three gradients, and a block beside them
+    known = {"step_secs": 100.0, "link_bytes_per_sec": 100.0}
+    reports, took = reports_of(
+        tmp_path, place, monkeypatch, arm="always", device_budget_bytes=budget, **known
+    )
+    if place == EVERYWHERE:
+        assert took == []
+        assert [r.kind for r in reports] == ["snapshot"] * 3
+        assert all("no window fits the device budget" in r.reason for r in reports[1:]), reports
+    else:
+        assert [r.kind for r in reports] == ["snapshot", "window", "window"]
+        assert max(r.peak_device_bytes for r in reports) <= budget
 
 
 @pytest.mark.parametrize("lies", ["alike", "otherwise"])
