@@ -17,7 +17,7 @@ from gockpt_jax.storage.managing.turn import MARGIN_CALLS
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.window.host_budget import HostBudget
 
-from .scenarios import FAULTY, failing, failure_of, queue_of, replaced, say
+from .scenarios import FAULTY, failing, failure_of, holds_nothing, queue_of, replaced, say
 from .training import WINDOW_STEPS, Loop
 
 INTERVAL = 8
@@ -86,7 +86,7 @@ def newest(directory: Path) -> None:
     loop.manager.close()
     loop.keep()
     at_any_pace(directory / "paces", window)
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
 
 
 def at_any_pace(directory: Path, window: gockpt.WindowOptions) -> None:
@@ -113,6 +113,7 @@ def at_any_pace(directory: Path, window: gockpt.WindowOptions) -> None:
     assert dropped, "or nothing was tried"
     loop.given = {step: given for step, given in loop.given.items() if step not in dropped}
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
 
 

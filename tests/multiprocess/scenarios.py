@@ -66,6 +66,18 @@ def failing(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+def holds_nothing(loop: Loop) -> None:
+    """Asserts that no window is open and that all that saves took of the budgets is given back.
+
+    Threads of ours may still do so when a save is visible: of a window that was given up here, say.
+    """
+    resources = loop.session.resources
+    for thread in (resources.worker, resources.watcher):
+        thread.wait_until_idle()
+    assert loop.session.window_status == "idle"
+    assert resources.device.used_bytes == 0 == resources.host.used_bytes
+
+
 def small_slices() -> contextlib.AbstractContextManager[None]:
     """Replicas share leaves of a few hundred bytes."""
     return replaced(replicas, "MIN_SLICE_ELEMENTS", 16, only_on=jax.process_index())
@@ -97,6 +109,7 @@ def train_on(name: str, directory: Path) -> None:
     expected = shards_of(other)
     for key, shard in shards_of(restored).items():
         assert shard.tobytes() == expected[key].tobytes(), key
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -140,7 +153,7 @@ def share(loop: Loop) -> None:
     loop.run(4 * INTERVAL)
     loop.keep()
     assert loop.report(4 * INTERVAL).kind == "window"
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -202,6 +215,7 @@ def elsewhere(directory: Path) -> None:
             leaf.addressable_shards, restored["half"].addressable_shards, strict=True
         ):
             assert np.array_equal(before.data, after.data)
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -292,6 +306,7 @@ def queue(directory: Path) -> None:
     loop.keep()
     report = loop.manager.last_report
     assert 0 < report.barrier_secs <= report.stall_secs, report
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -325,6 +340,7 @@ def parts(directory: Path) -> None:
         give_up(loop)
     say("armed", armed)
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -355,7 +371,7 @@ def give_up(loop: Loop) -> None:
     next_save(16, None)
     assert bool(loop.report(16).late_leaves) == is_faulty
     slow(loop)
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
 
 
 def slow(loop: Loop) -> None:
@@ -401,7 +417,7 @@ def unstaged(directory: Path) -> None:
     loop.run(4 * INTERVAL)
     loop.keep()
     assert loop.report(4 * INTERVAL).kind == "window"
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -431,7 +447,7 @@ def in_vain(directory: Path) -> None:
     loop.run(6 * INTERVAL)
     loop.keep()
     assert loop.report(6 * INTERVAL).kind == "window"
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -459,6 +475,7 @@ def taken_away(directory: Path) -> None:
     loop.run(16)
     loop.keep()
     assert loop.report(16).kind == "window"
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -478,16 +495,19 @@ def unarmed(directory: Path) -> None:
     with pytest.warns(gockpt.SnapshotOnlyWarning, match="contracts multiply-adds"):
         loop = reasons("contracts", planner, "cpu_contracts", lambda: True)
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
     no_room = "the armed step did not compile: no room"
     loop = reasons("compile", StepProgram, "why_not_ready", lambda self: no_room)
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
     compiling = "the armed step was still compiling"
     loop = reasons("compiling", StepProgram, "why_not_ready", lambda self: compiling)
     loop.run(2 * INTERVAL)  # it has been compiled meanwhile
     loop.keep()
     assert loop.report(2 * INTERVAL).kind == "window"
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -511,6 +531,7 @@ def planned(directory: Path) -> None:
     planned = [(r.step, r.kind, r.window_steps, r.reason) for r in loop.manager.reports]
     say("planned", planned)
     assert planned[-1][1] == "window", planned
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -532,6 +553,7 @@ def kinds(directory: Path) -> None:
     told = [(r.step, r.kind, r.window_steps) for r in loop.manager.reports]
     assert told[-5:] == [(n * INTERVAL, "window", WINDOW_STEPS) for n in range(6, 11)], told
     assert asked.count("program") == 3, asked
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -554,6 +576,7 @@ def reviewed(directory: Path) -> None:
     loop.keep()
     assert loop.report(2 * INTERVAL).kind == "snapshot", loop.manager.reports
     assert "contracts multiply-adds" in loop.session.explain()
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -593,7 +616,7 @@ def partly(directory: Path) -> None:
         del loop.given[label]
     del loop.given[2 * INTERVAL]
     loop.keep()
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -636,8 +659,8 @@ def failures(directory: Path) -> None:
     failed = {r.step for r in loop.manager.reports if r.error is not None}
     assert failed.isdisjoint(loop.given), loop.manager.reports
     again(loop)
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -672,7 +695,7 @@ def forced(directory: Path) -> None:
     loop.run(4 * INTERVAL)
     loop.keep()
     assert loop.report(4 * INTERVAL).kind == "window"
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -688,7 +711,7 @@ def refused(directory: Path) -> None:
     del loop.given[2 * INTERVAL]
     loop.run(3 * INTERVAL)
     loop.keep()
-    assert loop.session.resources.device.used_bytes == 0 == loop.session.host.used_bytes
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -722,6 +745,7 @@ def items(directory: Path) -> None:
     given = shards_of({name: found[name] for name in loop.state})
     for where, shard in loop.given[4 * INTERVAL].items():
         np.testing.assert_array_equal(given[where], shard)
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -767,7 +791,7 @@ def full(directory: Path) -> None:
         device = loop.session.resources.device
         saved = [r.reason for r in loop.manager.reports if r.error is None]
         say("room", steps, device.limit_bytes, saved)
-        assert device.used_bytes == 0 == loop.session.host.used_bytes
+        holds_nothing(loop)
         loop.manager.close()
 
 
@@ -792,6 +816,7 @@ def unlike(directory: Path) -> None:
     loop = Loop(directory / "alike", window=gockpt.WindowOptions(host_budget_bytes=budget_bytes))
     loop.run(INTERVAL + 1)
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -827,6 +852,7 @@ def apart(directory: Path) -> None:
     found = shards_of(loop.manager.restore(INTERVAL, args=args))
     for where, shard in loop.given[INTERVAL].items():
         np.testing.assert_array_equal(found[where], shard)
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -880,6 +906,7 @@ def beside(directory: Path) -> None:
         for where, shard in shards_of(found["state"] if is_like_it else {}).items():
             np.testing.assert_array_equal(shard, given[where])
     loop.manager.delete(1)
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -921,6 +948,7 @@ def started(directory: Path, *, asks: bool = False) -> None:
     say("labels", sorted(loop.given), kinds)
     assert "window" in kinds.values()
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -968,6 +996,7 @@ def asked(directory: Path) -> None:
         assert run(loop, 22) == kinds | {21: "window"}
     assert armed == [3, 4, 6, 7, 13, 14, 20, 21]  # none for the period that saves seemed to have
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
     by_label(directory / "labels")
 
@@ -987,6 +1016,7 @@ def by_label(directory: Path) -> None:
     assert loop.save()
     assert run(loop, 26) == kinds | {20: "window", 26: "snapshot"}
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -1003,6 +1033,7 @@ def expected(directory: Path) -> None:
     loop.keep()
     kinds = {r.step: r.kind for r in loop.manager.reports}
     assert kinds == {0: "snapshot", 4: "window", 9: "snapshot", 14: "window"}
+    holds_nothing(loop)
     loop.manager.close()
     expected_later(directory / "later")
 
@@ -1018,6 +1049,7 @@ def expected_later(directory: Path) -> None:
     loop.keep()
     kinds = {r.step: r.kind for r in loop.manager.reports}
     assert kinds == {0: "snapshot", **dict.fromkeys((4, 8, 12, 15), "window")}
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -1047,6 +1079,7 @@ def alone(directory: Path) -> None:
     assert loop.save(force=True)
     loop.keep()
     assert {r.step: r.kind for r in loop.manager.reports} == {0: "snapshot", 3: "snapshot"}
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -1074,6 +1107,7 @@ def stock(directory: Path, primary_host: int = 0) -> None:
     loop.keep()
     assert loop.report(3 * INTERVAL).kind == "window"
     assert [r.step for r in loop.face.reports if r.error is None] == [0, INTERVAL, 3 * INTERVAL]
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -1088,6 +1122,7 @@ def waiting(directory: Path) -> None:
         loop.run(2 * INTERVAL)
     loop.run(3 * INTERVAL)
     loop.keep()
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -1110,6 +1145,7 @@ def busy(directory: Path) -> None:
     loop.keep()
     kinds = {report.step: report.kind for report in loop.manager.reports}
     assert kinds == {0: "snapshot", 4: "window", 8: "skipped", 12: "window"}
+    holds_nothing(loop)
     loop.manager.close()
 
 
@@ -1138,6 +1174,7 @@ def death(directory: Path) -> None:
     for label in (2 * INTERVAL, 3 * INTERVAL):  # the latter is not tried
         assert "process 1 did not come" in str(loop.report(label).error), loop.manager.reports
     say("steps", loop.manager.all_steps())
+    holds_nothing(loop)
     loop.manager.close()
     print("done death", flush=True)
     os._exit(0)  # `jax.distributed` would wait for the dead one
@@ -1158,4 +1195,5 @@ def positions(directory: Path) -> None:
     count = jax.process_count()
     assert files == [f"process_{n}-of-{count}.json" for n in range(count)]
     assert {(found.state, *found.notes) for found in verify(directory)} == {("whole",)}
+    holds_nothing(loop)
     loop.manager.close()
