@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from gockpt_jax.training.numbers import may_hold
 from gockpt_jax.training.primitives import CUMULATIVE, JOINS, LAYOUTS, MEETINGS, PARTS, SPREADS
@@ -30,7 +31,9 @@ def summed(op: Op) -> int:
         return math.prod(contracted(op))
     along: Sequence[int] = ()
     if op.name.startswith("reduce_") or op.name in MEETINGS:  # which `vmap` makes such sums of
-        along = [axis for axis in op.params.get("axes", ()) if isinstance(axis, int)]
+        along = [
+            int(axis) for axis in op.params.get("axes", ()) if isinstance(axis, int | np.integer)
+        ]
     if op.name in CUMULATIVE:
         along = (op.params["axis"],)
     return math.prod(op.inputs[0].shape[axis] for axis in along)

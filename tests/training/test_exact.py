@@ -639,6 +639,9 @@ SUMMED_UP = {
 }
 TAKEN_APART = {
     "sum of a pair": lambda x, y: jnp.sum(jnp.stack([x, y]), 0),
+    "sum of a pair along an axis of NumPy's": lambda x, y: lax.reduce(
+        jnp.stack([x, y]), 0.0, lax.add, tuple(np.arange(1))
+    ),
     "sum of a pair, transposed": lambda x, y: jnp.sum(jnp.stack([x, y]).T, 1),
     "sum of a pair, less one": lambda x, y: jnp.sum(jnp.stack([x, y]) - 1.0, 0),
     "sum of a pair and nothing": lambda x, y: jnp.sum(
