@@ -286,6 +286,14 @@ def forget_devices(root):
     file.write_text(json.dumps(shardings))
 
 
+def test_stock_args_without_a_target_say_what_lay_on_devices_that_are_not_here(copy):
+    forget_devices(copy)
+    shutil.rmtree(copy / "3/state/_gockpt_checksums")
+    with GoCkptManager(copy) as manager, pytest.raises(gockpt.TargetError) as raised:
+        manager.restore(3, args=ocp.args.StandardRestore())
+    assert "it lay on devices that are not here, and no target says where" in str(raised.value)
+
+
 def test_onto_this_host_from_devices_that_do_not_exist_here(copy):
     forget_devices(copy)
     state = training_state()

@@ -62,9 +62,8 @@ def shardings_of(
         except ValueError as error:
             if fallback is None:
                 raise TargetError(
-                    f"{name}: it lay on devices that are not here, and the target does not say "
-                    "where it shall lie. Pass `ShapeDtypeStruct`s with shardings, or "
-                    "`fallback_sharding`."
+                    f"{name}: it lay on devices that are not here, and no target says where it "
+                    "shall lie. Pass `ShapeDtypeStruct`s with shardings, or `fallback_sharding`."
                 ) from error
             return fallback
 
