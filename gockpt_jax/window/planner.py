@@ -147,10 +147,8 @@ class Planner:
             to_host = SavedBytes.of(leaves, self._replicas).to_host
             facts = self._known.facts(program, to_host, num_devices)
         prepared = self._prepared.get(program)
-        size = measure_bytes(
-            program.cut, leaves, self._replicas, facts.unsaved, facts.beside,
-            None if prepared is None else prepared.retained_at,
-        )  # fmt: skip
+        retained_at = None if prepared is None else prepared.retained_at
+        size = self._measured(program, leaves, facts, retained_at)
         budget_bytes = self._device.limit_bytes
         if not program.cut.groups:
             plan = Plan((), _why_all_late(program.cut, size))
@@ -164,6 +162,13 @@ class Planner:
         prepared.planned = planned
         self._prepared[program] = prepared
         return planned
+
+    def _measured(
+        self, program: StepProgram, leaves: Sequence[jax.Array], facts: Facts, retained_at: Places
+    ) -> StateBytes:
+        return measure_bytes(
+            program.cut, leaves, self._replicas, facts.unsaved, facts.beside, retained_at
+        )
 
     def _rests_on_time(self, size: StateBytes) -> bool:
         """Whether there is a choice, of K, or between a window and none, by a time not said."""
@@ -188,12 +193,13 @@ class Planner:
         prepared = self._prepared[program]
         if prepared.is_placed:
             return False
-        before, prepared.retained_at = prepared.planned, program.cut_shardings
-        again = self._plan(program, leaves, before.facts)
+        placed, foreseen = program.cut_shardings, prepared.planned
         prepared.is_placed = True
-        if not again.size.takes_more_than(before.size):
-            prepared.planned, prepared.retained_at = before, None
+        size = self._measured(program, leaves, foreseen.facts, placed)
+        if not size.takes_more_than(foreseen.size):
             return False
+        prepared.retained_at = placed
+        again = self._plan(program, leaves, foreseen.facts)
         _log.info("what a step retains lies otherwise than foreseen: %s", again.plan.reason)
         self._settle(step, program, leaves)
         return True
