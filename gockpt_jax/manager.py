@@ -327,7 +327,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             self._gockpt_saves.finish()
         finally:
             with self._gockpt_saves.calls.saving:
-                self._gockpt_handler.begun.wait_for_what_was_left()
+                self._gockpt_handler.begun.left.wait()
                 try:
                     super().close()
                 finally:

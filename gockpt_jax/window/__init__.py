@@ -21,6 +21,7 @@ In the order of their imports:
     landing      how chunks come to the host, and become a leaf's shards again
     late         chunks that are staged at the sealed version
     known        the facts of a plan: said, learned, agreed on by all processes
+    ahead        what windows run is compiled long before
     planner      plans, made once and anew
     ran          the steps that have run, and the states that they returned
     early        chunks that left before, replayed until the seal

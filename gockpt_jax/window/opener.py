@@ -138,7 +138,7 @@ class Opener:
             if not self._processes.several:
                 return self._defer(target, no_room)
         window = OpenWindow(
-            program, planned, target, self._planner.departures(program, planned, leaves),
+            program, planned, target, self._planner.ahead.departures(program, planned, leaves),
             replayer=Replayer.of(leaves, self._options.replay_threads), auditor=self._auditor,
             resources=self._resources,
         )  # fmt: skip

@@ -7,31 +7,21 @@ from collections.abc import Sequence
 
 import jax
 
-from gockpt_jax.errors import ReplayError
 from gockpt_jax.options import WindowOptions
-from gockpt_jax.replay.contraction import cpu_contracts
-from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.step_cut import StepCut
 from gockpt_jax.training.traced import TracedStep
-from gockpt_jax.transfer.sample import compile_samples_ahead
+from gockpt_jax.window.ahead import Ahead
 from gockpt_jax.window.choice import why_one_copy
-from gockpt_jax.window.departure import Departure
 from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.known import Known
-from gockpt_jax.window.late import compile_late_ahead
 from gockpt_jax.window.plan import Plan, StateBytes, measure_bytes, plan_window, warn_of_late
 from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.resources import Resources
-from gockpt_jax.window.units import Places, replay_specs
+from gockpt_jax.window.units import Places
 
 _log = logging.getLogger("gockpt_jax")
 
-_CONTRACTS = (
-    "on this CPU backend XLA contracts multiply-adds, each program in its own way, so replay would "
-    "not be exact; set `XLA_FLAGS=--xla_cpu_max_isa=AVX` (x86) before JAX starts, or accept "
-    "rounding with `audit=gockpt_jax.Audit(max_relative_error=...)`"
-)
 _NONE_SAVED = "no leaf that the last saves took may leave early"
 _NONE_OURS = (
     "the last saves took no array that the wrapped step before them had returned: copies are "
@@ -48,7 +38,6 @@ class _Prepared:
       planned: Its plan.
       rests_on_time: Whether a plan of it has rested on the time of a step, which nobody has said.
       review: Of those asked for, the last that it has had; `None`: it has not been made ready yet.
-      sampled: Sets of leaves for whose samples all is compiled, or being so.
       retained_at: Where the armed step returns its cut, if it takes more there than was foreseen.
       is_placed: Whether that has been looked at.
     """
@@ -56,7 +45,6 @@ class _Prepared:
     planned: Planned
     rests_on_time: bool = False
     review: int | None = None
-    sampled: set[frozenset[int]] = dataclasses.field(default_factory=set)
     retained_at: Places = None
     is_placed: bool = False
 
@@ -72,12 +60,15 @@ class Planner:
       options: The user's.
       known: What they rest on.
       resources: What windows take.
+
+    Attributes:
+      ahead: Makes programs ready for what is planned.
     """
 
     def __init__(self, options: WindowOptions, known: Known, resources: Resources):
         self._options = options
         self._known = known
-        self._resources = resources
+        self.ahead = Ahead(options, known, resources)
         self._replicas, self._device = resources.replicas, resources.device
         self._has_warned = False
         self._reviews = 0  # that were asked for
@@ -133,7 +124,7 @@ class Planner:
         _log.debug("planned %s", prepared.planned.plan)
         if not (self._has_warned or self._fits_as_one_copy(prepared.planned.size)):
             self._has_warned = warn_of_late(prepared.planned.size)
-        self._make_ready(step, program, leaves)
+        self.ahead.make_ready(step, program, prepared.planned, leaves)
         prepared.review = self._reviews
 
     def _fits_as_one_copy(self, size: StateBytes) -> bool:
@@ -234,58 +225,6 @@ class Planner:
         self._settle(step, program, leaves)
         return True
 
-    def _make_ready(
-        self, step: TracedStep, program: StepProgram, leaves: Sequence[jax.Array]
-    ) -> None:
-        """Compiles ahead what the program's plan needs."""
-        planned = self._prepared[program].planned
-        if planned.plan.steps == 1:
-            self._compile_rest(planned, leaves)
-            return
-        try:
-            replayer = Replayer.of(leaves, self._options.replay_threads)
-        except ReplayError as error:
-            step.give_up(str(error))
-            return
-        if replayer.shares_backend and self._options.must_be_exact and cpu_contracts():
-            step.give_up(_CONTRACTS)
-            return
-        step.arm()
-        if not program.is_armed:  # nor can it be now, but by a call of its own
-            return
-        self.departures(program, planned, leaves)
-        specs = replay_specs(planned.cut, planned.size.units)
-        replayer.compile_ahead(specs, planned.plan.steps - 1)
-
-    def departures(
-        self, program: StepProgram, planned: Planned, leaves: Sequence[jax.Array]
-    ) -> list[Departure]:
-        """Those of a plan; all that its windows stage is compiled from now on.
-
-        If it is a shorter one than was made ready, the trainer waits for what is staged first, and
-        for nothing else.
-        """
-        was_ready = planned.is_ready
-        found = planned.departures(leaves)
-        if not was_ready:
-            self._compile_rest(planned, leaves)
-            self._compile_samples(program, planned, leaves)
-        return found
-
-    def _compile_samples(
-        self, program: StepProgram, planned: Planned, leaves: Sequence[jax.Array]
-    ) -> None:
-        """What the audit will copy of each item; before the first save there is one, of all."""
-        audit, limit_bytes = self._options.audit, self._device.limit_bytes
-        if audit is None:
-            return
-        early, seen = frozenset(planned.early_leaves()), self._prepared[program].sampled
-        for item in self._known.saves(program).items or (early,):
-            if (sampled := early & item) not in seen:
-                arrays = [leaves[j] for j in sorted(sampled)]
-                if compile_samples_ahead(arrays, audit.fraction, self._replicas, limit_bytes):
-                    seen.add(sampled)
-
     def has_saved(self, step: TracedStep) -> None:
         """Told of each save, after `Known`: its items are sampled each by itself."""
         program = step.program
@@ -294,13 +233,7 @@ class Planner:
             return
         if (leaves := program.state_in(step.last)) is not None:
             with step.giving_up_on_errors():
-                self._compile_samples(program, planned, leaves)
-
-    def _compile_rest(self, planned: Planned, leaves: Sequence[jax.Array]) -> None:
-        """What is staged at the sealed version: late leaves, and rows of early ones."""
-        early, sent = planned.early_leaves(), planned.size.leaves
-        late = [a for j, a in enumerate(leaves) if j not in early and sent[j]]
-        compile_late_ahead(late, self._resources, planned.rows_behind(leaves))
+                self.ahead.compile_samples(program, planned, leaves)
 
     def planned(self, program: StepProgram | None) -> Planned | None:
         """What `prepare` has planned for it; it may have met another program's results alone."""

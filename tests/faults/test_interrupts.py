@@ -23,8 +23,11 @@ from signals import Signals, hear_ctrl_c, send_ctrl_c, when_the_main_thread_wait
 import gockpt_jax as gockpt
 from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.managing import waiting
-from gockpt_jax.storage.saving import begun, hand_over
-from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
+from gockpt_jax.storage.saving import hand_over
+from gockpt_jax.storage.saving import left as left_module
+from gockpt_jax.storage.saving.begun import BegunSave
+from gockpt_jax.storage.saving.begun_item import BegunItem
+from gockpt_jax.storage.saving.left import LeftBehind
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.window import open_window
@@ -328,7 +331,7 @@ def test_the_next_save_does_not_hear_of_an_interrupted_one(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(BegunSave, "leave_directory"), (begun, "wait_elsewhere")]
+    ("owner", "name"), [(LeftBehind, "leave_directory"), (left_module, "wait_elsewhere")]
 )
 def test_an_interrupt_as_a_stopped_save_is_given_up_leaves_nothing_to_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -497,15 +500,15 @@ def test_the_next_save_does_not_come_before_an_interrupted_ones_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str
 ) -> None:
     """Orbax makes it on a thread of its own: there it would take the place of the next one's."""
-    wait, go_on = BegunSave.wait_for_what_was_left, threading.Event()
+    wait, go_on = LeftBehind.wait, threading.Event()
 
-    def waits(begun: BegunSave, label: int | None = None) -> None:
-        if begun._left:
+    def waits(left: LeftBehind, label: int | None = None) -> None:
+        if left._left:
             go_on.set()
-        wait(begun, label)
+        wait(left, label)
 
     once = Once(monkeypatch, place, name)
-    monkeypatch.setattr(BegunSave, "wait_for_what_was_left", waits)
+    monkeypatch.setattr(LeftBehind, "wait", waits)
     assert makers_in_turn(tmp_path, monkeypatch, once, go_on) == [2, 2]
 
 
@@ -513,7 +516,7 @@ def test_a_directory_that_orbax_has_told_nobody_of_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread had been started: it would have removed what the next save had made there."""
-    elsewhere, go_on = begun.wait_elsewhere, threading.Event()
+    elsewhere, go_on = left_module.wait_elsewhere, threading.Event()
 
     def waits(wait: Any) -> None:
         if isinstance(getattr(wait.func, "__self__", None), threading.Thread):
@@ -521,7 +524,7 @@ def test_a_directory_that_orbax_has_told_nobody_of_is_waited_for(
         elsewhere(wait)
 
     once = Once(monkeypatch, AwaitableSignalsContract, "add_to_awaitable_signals_contract")
-    monkeypatch.setattr(begun, "wait_elsewhere", waits)
+    monkeypatch.setattr(left_module, "wait_elsewhere", waits)
     assert makers_in_turn(tmp_path, monkeypatch, once, go_on) == [2, 2]
 
 

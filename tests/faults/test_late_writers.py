@@ -16,7 +16,7 @@ from orbax.checkpoint import v1
 from orbax.checkpoint._src.path import async_path
 
 import gockpt_jax as gockpt
-from gockpt_jax.storage.saving.begun import BegunSave
+from gockpt_jax.storage.saving.left import LeftBehind
 from gockpt_jax.storage.saving.written import Written
 from gockpt_jax.storage.writing import leaf_writer
 from gockpt_jax.v1 import GoCkptCheckpointable
@@ -41,7 +41,7 @@ class LateWriter:
         self._began = threading.Event()
         self._threads: set[threading.Thread] = set()
         check, result = leaf_writer._check_data, Written.result
-        wait = BegunSave.wait_for_what_was_left
+        wait = LeftBehind.wait
 
         def late(data: Any, box: Any, dtype: Any) -> None:
             if data.flat[0] == LATE:
@@ -54,14 +54,14 @@ class LateWriter:
             result(written, timeout)
             self.go_on()
 
-        def waits(begun: BegunSave, label: int | None = None) -> None:
-            if begun._left:
+        def waits(left: LeftBehind, label: int | None = None) -> None:
+            if left._left:
                 self.may_go_on.set()
-            wait(begun, label)
+            wait(left, label)
 
         monkeypatch.setattr(leaf_writer, "_check_data", late)
         monkeypatch.setattr(Written, "result", last)
-        monkeypatch.setattr(BegunSave, "wait_for_what_was_left", waits)
+        monkeypatch.setattr(LeftBehind, "wait", waits)
 
     def wait_until_it_is_late(self) -> None:
         assert self._began.wait(WAIT_SECS)
@@ -148,7 +148,7 @@ class MadeTwice:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.may_be_made, self._is_made, self._calls = threading.Event(), threading.Event(), 0
-        mkdir, wait = async_path.mkdir, BegunSave.wait_for_directory
+        mkdir, wait = async_path.mkdir, LeftBehind.wait_for_directory
 
         async def make(path: epath.Path, **options: Any) -> None:
             if path.parent.name != "run":
@@ -162,12 +162,12 @@ class MadeTwice:
             await mkdir(path, **options)
             self._is_made.set()
 
-        def waits(begun: BegunSave) -> None:
+        def waits(left: LeftBehind) -> None:
             self.may_be_made.set()
-            wait(begun)
+            wait(left)
 
         monkeypatch.setattr(async_path, "mkdir", make)
-        monkeypatch.setattr(BegunSave, "wait_for_directory", waits)
+        monkeypatch.setattr(LeftBehind, "wait_for_directory", waits)
 
 
 @pytest.mark.parametrize("kind", ["manager", "checkpointer"])

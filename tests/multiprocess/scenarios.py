@@ -28,7 +28,7 @@ from gockpt_jax.storage.writing import array_handler, leaf_writer
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import block, budget, chunks, meter, pull, replicas, staging
 from gockpt_jax.v1 import GoCkptCheckpointable
-from gockpt_jax.window import clock, early, late, planner, processes, units
+from gockpt_jax.window import ahead, clock, early, late, processes, units
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.late_groups import LateGroups
 from gockpt_jax.window.open_window import OpenWindow
@@ -493,7 +493,7 @@ def unarmed(directory: Path) -> None:
         return loop
 
     with pytest.warns(gockpt.SnapshotOnlyWarning, match="contracts multiply-adds"):
-        loop = reasons("contracts", planner, "cpu_contracts", lambda: True)
+        loop = reasons("contracts", ahead, "cpu_contracts", lambda: True)
     loop.keep()
     holds_nothing(loop)
     loop.manager.close()
@@ -565,7 +565,7 @@ def reviewed(directory: Path) -> None:
         replaced(type(meter.LINK), "bytes_per_sec", property(lambda _: rate[0]), only_on=here),
         replaced(budget, "device_headroom_bytes", lambda: 10220, only_on=here),
         replaced(units, "LARGE_BYTES", 0, only_on=here),
-        replaced(planner, "cpu_contracts", lambda: True),
+        replaced(ahead, "cpu_contracts", lambda: True),
     ):
         loop = Loop(directory / "run", window=gockpt.WindowOptions(max_steps=4))
         loop.run(INTERVAL)

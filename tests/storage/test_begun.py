@@ -117,9 +117,9 @@ def test_what_was_left_to_orbax_goes_on_and_is_waited_for(error):
     begun._items["7.tmp/a"].handed_over = failed  # type: ignore[assignment]
     begun.give_up(error)
     with pytest.raises(KeyboardInterrupt):
-        begun.wait_for_what_was_left()
-    begun.wait_for_what_was_left()  # as it was left
-    begun.wait_for_what_was_left()
+        begun.left.wait()
+    begun.left.wait()  # as it was left
+    begun.left.wait()
     assert left.ends == failed.ends == []
     # What goes on is waited for to its end, and what has failed for as long as closing may take.
     assert left.waited_secs == [None if isinstance(error, KeyboardInterrupt) else 10] * 2
@@ -136,14 +136,14 @@ def test_only_a_save_of_its_label_waits_for_what_has_failed(by):
     setattr(begun._items["7.tmp/a"], by, hangs)
     begun.give_up(ERROR)
     begun.expect(8)
-    begun.wait_for_what_was_left(8)
+    begun.left.wait(8)
     assert hangs.waited_secs == []
     begun.expect(7)
     with pytest.raises(StorageError, match="is still being written after 300 s"):
-        begun.wait_for_what_was_left(7)
-    begun.wait_for_what_was_left()
+        begun.left.wait(7)
+    begun.left.wait()
     assert hangs.waited_secs == [300, 10]
-    assert begun._left == []
+    assert begun.left._left == []
 
 
 def test_what_has_stopped_is_forgotten_whatever_is_saved_next():
@@ -152,11 +152,11 @@ def test_what_has_stopped_is_forgotten_whatever_is_saved_next():
     entered(begun, "a")
     begun._items["7.tmp/a"].handed_over = stops = Writing()  # type: ignore[assignment]
     begun.give_up(ERROR)
-    begun.wait_for_what_was_left(8)
-    assert len(begun._left) == 1
+    begun.left.wait(8)
+    assert len(begun.left._left) == 1
     stops.may_begin = stops.is_beginning = False
-    begun.wait_for_what_was_left(8)
-    assert (begun._left, stops.waited_secs) == ([], [])
+    begun.left.wait(8)
+    assert (begun.left._left, stops.waited_secs) == ([], [])
 
 
 def test_what_is_heard_of_in_the_middle_of_the_next_save_is_waited_for():
@@ -189,7 +189,7 @@ def test_what_cannot_begin_any_more_is_not_waited_for():
     entered(begun, "a")
     begun._items["7.tmp/a"].handed_over = Writing(may_begin=False)  # type: ignore[assignment]
     begun.give_up(ERROR)
-    begun.wait_for_what_was_left()
+    begun.left.wait()
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_a_save_into_the_directory_of_one_that_is_written(handed_over, is_soiled
     if is_soiled:
         with pytest.raises(StorageError, match="was still being written into its directory"):
             begun.require_clean()
-        begun.wait_for_what_was_left()
+        begun.left.wait()
         handed_over.may_begin = handed_over.is_beginning = False
         begun.enter("7.tmp", "7.tmp/a")
         begun.give_up_before(ERROR, one_at_a_time=False)
-    assert not begun._left
+    assert not begun.left._left
     begun.require_clean()
 
 
@@ -234,9 +234,9 @@ def test_a_directory_is_not_waited_for_for_ever(monkeypatch):
 
     monkeypatch.setattr(ocp.future, "CommitFutureAwaitingContractedSignals", Made)
     begun = BegunSave()
-    begun.leave_directory(RuntimeError())
+    begun.left.leave_directory(RuntimeError())
     for _ in range(2):
-        begun.wait_for_what_was_left()
+        begun.left.wait()
     assert waited == [10]
 
 
@@ -261,9 +261,9 @@ def test_who_may_be_making_the_directory_of_an_interrupted_save(monkeypatch):
     begun.expect(7)
     makes.start()
     writes.start()
-    begun.leave_directory(KeyboardInterrupt())
+    begun.left.leave_directory(KeyboardInterrupt())
     go_on.set()
-    assert [left.wait for left in begun._left] == [makes.join, None]
+    assert [left.wait for left in begun.left._left] == [makes.join, None]
     for thread in (ends_another, makes, writes):
         thread.join()
 

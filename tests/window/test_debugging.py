@@ -12,7 +12,7 @@ import pytest
 from window.training_loop import SIZE, Options, assert_restores, assert_same, manage, to_host
 
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
-from gockpt_jax.window import planner
+from gockpt_jax.window import ahead
 
 SETTINGS = {
     "jax_disable_jit": jax.disable_jit,
@@ -72,7 +72,7 @@ def test_nothing_is_tried_out_while_debugging(tmp_path, monkeypatch):
     """Whether the CPU contracts, say: operation by operation it never does."""
     asked = []
     monkeypatch.setattr(
-        planner, "cpu_contracts", lambda: bool(asked.append(jax.config.jax_disable_jit))
+        ahead, "cpu_contracts", lambda: bool(asked.append(jax.config.jax_disable_jit))
     )
     with GoCkptManager(tmp_path, window=WindowOptions(steps=3)) as manager:
         step, state, batch = manager.wrap(masked), fresh(), jnp.ones(SIZE)

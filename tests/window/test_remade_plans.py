@@ -21,8 +21,8 @@ from gockpt_jax.window import clock as clock_module
 from gockpt_jax.window import host_budget, units
 from gockpt_jax.window import known as known_module
 from gockpt_jax.window import planned as planned_module
-from gockpt_jax.window import planner as planner_module
 from gockpt_jax.window import ran as ran_module
+from gockpt_jax.window.ahead import Ahead
 from gockpt_jax.window.facts import Facts, SavedBytes
 from gockpt_jax.window.host_budget import HostBudget
 from gockpt_jax.window.processes import Processes
@@ -264,16 +264,16 @@ def test_the_plan_of_every_step_is_made_anew(tmp_path, monkeypatch):
 @pytest.mark.parametrize("window", [{"steps": 3}, {"device_budget_bytes": 20 * LEAF}, {}])
 def test_an_interrupt_is_no_reason_to_plan_anew(tmp_path, monkeypatch, window):
     """Processes plan together: one that planned once more would wait for the others."""
-    make_ready, gather = planner_module.Planner._make_ready, Processes.gather
+    make_ready, gather = Ahead.make_ready, Processes.gather
     interrupts, asked, made = [KeyboardInterrupt()], [], []
 
-    def interrupted(planner, *args):
+    def interrupted(ahead, *args):
         if interrupts:
             raise interrupts.pop()
-        make_ready(planner, *args)
+        make_ready(ahead, *args)
         made.append(args)
 
-    monkeypatch.setattr(planner_module.Planner, "_make_ready", interrupted)
+    monkeypatch.setattr(Ahead, "make_ready", interrupted)
     monkeypatch.setattr(
         Processes, "gather", lambda self, *args: (asked.append(args[0]), gather(self, *args))[1]
     )

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer import sample
-from gockpt_jax.window import planner
+from gockpt_jax.window import ahead
 
 ADAM = optax.adam(1e-3)
 WAYS = {
@@ -73,9 +73,9 @@ def test_no_save_by_a_window_waits_for_a_compiler(tmp_path, programs, way, devic
 
 def test_a_first_save_that_is_announced_does_not_either(tmp_path, programs, monkeypatch):
     """As if it took all in one item; and if it does, no other save has to look."""
-    looked, compile_ahead = [], planner.compile_samples_ahead
+    looked, compile_ahead = [], ahead.compile_samples_ahead
     monkeypatch.setattr(
-        planner, "compile_samples_ahead", lambda *args: (looked.append(args), compile_ahead(*args))
+        ahead, "compile_samples_ahead", lambda *args: (looked.append(args), compile_ahead(*args))
     )
     params = {f"w{i}": jnp.ones((16 + 8 * i, 64)) for i in range(10)}
     state = {"params": params, "opt": ADAM.init(params)}

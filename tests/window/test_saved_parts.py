@@ -12,7 +12,7 @@ from window.training_loop import Loop, Options, assert_restores, to_host
 
 from gockpt_jax import AuditError, GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.window import open_window, planner
+from gockpt_jax.window import ahead, open_window
 from gockpt_jax.window.audit import PendingAudit
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.planner import Planner
@@ -243,7 +243,7 @@ def test_what_is_saved_beside_is_known_where_rounding_is_accepted(tmp_path, monk
 @pytest.mark.parametrize("then", [parameters, whole])
 def test_copies_are_compiled_before_the_next_save_that_takes_others(tmp_path, monkeypatch, then):
     """Where they are of other leaves, or have less room; the plan may be the same, as here."""
-    compiled, compile_ahead, room = [], planner.compile_late_ahead, [13 * LEAF]
+    compiled, compile_ahead, room = [], ahead.compile_late_ahead, [13 * LEAF]
 
     def noting(arrays, resources, *args):
         compiled.append((len(arrays), resources.device.limit_bytes))
@@ -256,7 +256,7 @@ def test_copies_are_compiled_before_the_next_save_that_takes_others(tmp_path, mo
     def measure(device, **_):
         device.limit_bytes = room[0]
 
-    monkeypatch.setattr(planner, "compile_late_ahead", noting)
+    monkeypatch.setattr(ahead, "compile_late_ahead", noting)
     monkeypatch.setattr(DeviceBudget, "measure", measure)
     run(tmp_path, [whole, whole, shrinks, then, then], monkeypatch)
     last = (4, 13 * LEAF) if then is parameters else (12, 12 * LEAF)

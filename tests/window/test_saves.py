@@ -38,7 +38,7 @@ from gockpt_jax import (
 from gockpt_jax.replay.programs import CHUNK_SIZES
 from gockpt_jax.telemetry import events
 from gockpt_jax.training.program import StepProgram
-from gockpt_jax.window import device_budget, planner, session
+from gockpt_jax.window import ahead, device_budget, planner, session
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(5, 3), (12, 10)])
@@ -363,7 +363,7 @@ def test_nobody_waits_for_an_armed_step_nor_calls_one_that_is_none(tmp_path, mon
     ("module", "name"),
     [
         (session, "compile_late_ahead"), (planner, "measure_bytes"), (planner, "plan_window"),
-        (planner, "replay_specs"),
+        (ahead, "replay_specs"),
     ],
 )  # fmt: skip
 def test_what_planning_stumbles_over_does_not_stop_training(tmp_path, monkeypatch, module, name):

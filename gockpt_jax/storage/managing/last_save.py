@@ -118,7 +118,7 @@ class LastSave:
         with self._session.lock, of_orbax.own_operation(self._new_operation()):
             before, begun = self._log.pending, self._handler.begun
             begun.expect(step)
-            begun.wait_for_what_was_left(step)
+            begun.left.wait(step)
             self.deleter.make_way(step)
             self._turn.begin()
             commit = self._commit()
@@ -184,13 +184,16 @@ class LastSave:
         begun, votes = self._handler.begun, self._handler.votes
         is_alone = self._is_asynchronous and not self._session.processes.several
         wait = self._wait_for_writes if is_alone and not self._is_ending else None
-        with begun.leaving_writes(wait, error):
-            if pending is not None:
-                pending.failed(error)
-                begun.give_up(error)  # not the last one, in flight maybe
-            begun.leave_directory(error)
-            if votes is not None:
-                votes.cancel()
+        with begun.left.leaving_writes(wait, error):
+            try:
+                if pending is not None:
+                    pending.failed(error)
+                    begun.give_up(error)  # not the last one, in flight maybe
+                begun.left.leave_directory(error)
+                if votes is not None:
+                    votes.cancel()
+            finally:
+                begun.let_go()
 
     def _wait_for_writes(self) -> None:
         """Waits for what Orbax writes, and raises why it failed; where nobody else hears of it."""

@@ -8,7 +8,9 @@ In the order of their imports:
     taken           an item that is on its way from the devices
     hand_over       handing it to stock, away from the trainer's thread
     written         what Orbax waits for before it commits
-    begun           what has begun of saves, and what is left of those that were given up
+    begun_item      one item of a save that has begun
+    left            what saves that were given up have left behind
+    begun           what has begun of saves, and is given up if its save fails
     state_handler   how a state is saved and restored, whoever asks for it
     handler         the handler for stock's managers, which tells what ours would
     checkpointable  the same for Orbax's v1

@@ -13,7 +13,7 @@ from gockpt_jax.errors import StorageError
 from gockpt_jax.options import WindowOptions
 from gockpt_jax.storage.files.item_files import TEMPORARY
 from gockpt_jax.storage.restoring.arguments import GoCkptRestore
-from gockpt_jax.storage.saving.begun import BegunItem
+from gockpt_jax.storage.saving.begun_item import BegunItem
 from gockpt_jax.storage.saving.policies import labels_of_policy
 from gockpt_jax.storage.saving.state_handler import StateHandler
 from gockpt_jax.storage.saving.taken import TakenSave
@@ -81,7 +81,7 @@ class GoCkptHandler(StateHandler):
             futures = await super().async_save(directory, args)
         except Exception:
             if self._one_at_a_time:  # v1 may not have begun to make its directory
-                await asyncio.to_thread(self.begun.wait_for_directory)
+                await asyncio.to_thread(self.begun.left.wait_for_directory)
             raise
         session, pending = self._gockpt_session, self._gockpt_log.pending
         session.predictor.observe(session.version, self.begun.label, accepted=True)
@@ -106,7 +106,7 @@ class GoCkptHandler(StateHandler):
         self.begun.give_up_before(StorageError(_NO_WORD), one_at_a_time=self._one_at_a_time)
         digits = re.findall(r"\d+", directory.rpartition("/")[2].partition(TEMPORARY)[0])
         self.begun.label = int(digits[-1]) if digits else -1
-        self.begun.wait_for_what_was_left(self.begun.label)
+        self.begun.left.wait(self.begun.label)
 
     def finalize(self, directory: Any) -> None:
         """Completes an item; the save is visible then, but for the rename."""

@@ -23,7 +23,8 @@ from gockpt_jax.storage.restoring.placed import metadata_of
 from gockpt_jax.storage.restoring.restore import is_sent, restore
 from gockpt_jax.storage.restoring.together import Together
 from gockpt_jax.storage.restoring.whole import require_whole, require_whole_share
-from gockpt_jax.storage.saving.begun import BegunItem, BegunSave
+from gockpt_jax.storage.saving.begun import BegunSave
+from gockpt_jax.storage.saving.begun_item import BegunItem
 from gockpt_jax.storage.saving.commit import CommitVotes
 from gockpt_jax.storage.saving.hand_over import HandedOver, run_to_its_end, settled
 from gockpt_jax.storage.saving.taken import (
