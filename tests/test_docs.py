@@ -59,7 +59,6 @@ def readme_blocks() -> list[tuple[int, str]]:
     return [(text.count("\n", 0, block.start(1)), block[1]) for block in blocks]
 
 
-@pytest.mark.skipif(not README.exists(), reason="README.md has not been written yet")
 def test_readme_examples(tmp_path, monkeypatch):
     """In their order, in one namespace, as a reader would paste them into one session."""
     blocks = readme_blocks()
