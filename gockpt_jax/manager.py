@@ -166,18 +166,16 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
         arguments.refuse_unnamed("save", "state", by_position, items, save_kwargs)
         if args is None:
             raise ValueError("Must provide `args`, as in `save(step, args=GoCkptSave(state))`.")
-        self._gockpt_refuse_closed(step)
         self._gockpt_saves.calls.refuse_inside(f"save of step {step}")
         self._gockpt_saves.calls.refuse_waiting()
         with self._gockpt_saves.calls.saving:
-            self._gockpt_refuse_closed(step)  # another thread may have while this one waited
+            if self._gockpt_closed:
+                raise RuntimeError(
+                    f"save of step {step}: the manager is closed. Save before `close`."
+                )
             self._gockpt_naming.note(args)
             asked = dict(args=args, metrics=metrics, force=force, custom_metadata=custom_metadata)
             return self._gockpt_saves.save(step, asked, started_at)
-
-    def _gockpt_refuse_closed(self, step: int) -> None:
-        if self._gockpt_closed:
-            raise RuntimeError(f"save of step {step}: the manager is closed. Save before `close`.")
 
     def should_save(self, step: int) -> bool:
         """Whether the policy would save this label now, as stock says it.

@@ -288,7 +288,7 @@ class SavesInTurn:
 
     def is_to_be_finished(self, step: int) -> bool:
         """Whether the save of this label is under way, or one waits behind it."""
-        return bool(self.unlisted) or step in self.under_way
+        return bool(self.unlisted) or self.last.is_with_orbax(step)
 
     def refuse_locked(self) -> None:
         """Refuses to wait where that would be for ever.

@@ -67,12 +67,10 @@ class LastSave:
 
     @property
     def is_writing(self) -> bool:
-        """Whether it is being written, whatever an interrupted wait has Orbax say of it."""
-        return self.is_unheard and self._is_ending
+        """Whether it is being written, whatever an interrupted wait has Orbax say of it.
 
-    @property
-    def _is_ending(self) -> bool:
-        """Whether Orbax's thread that ends a save runs: it hears what has failed of the writes."""
+        Orbax's thread that ends it runs then, and hears what has failed of the writes.
+        """
         commit = of_orbax.commit_thread(self._manager)
         return commit is not None and locks.is_running(commit)
 
@@ -91,17 +89,18 @@ class LastSave:
           started_at: When the trainer's call began, for the report.
 
         Returns:
-          Whether it does; `False` too where it failed, which is warned of.
+          Whether it does; `False` where it failed, which is warned of.
         """
         before, begun = self._log.pending, False
         with self.attempt(step):
             with self._handler.begun.held_back(self._is_asynchronous):
-                begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
+                Stock.save(self._manager, step, **{**arguments, "force": True})
+            begun = True
             if self._session.version == 0:  # no step follows
                 self._handler.begun.let_go()
-            if begun and (pending := self._now_with_orbax(step, before)) is not None:
+            if (pending := self._now_with_orbax(step, before)) is not None:
                 pending.returned(started_at)
-                if of_orbax.commit_thread(self._manager) is None:  # Orbax saves on this thread
+                if not self._is_asynchronous:
                     pending.committed()
         return begun
 
@@ -183,7 +182,7 @@ class LastSave:
         """
         begun, votes = self._handler.begun, self._handler.votes
         is_alone = self._is_asynchronous and not self._session.processes.several
-        wait = self._wait_for_writes if is_alone and not self._is_ending else None
+        wait = self._wait_for_writes if is_alone and not self.is_writing else None
         with begun.left.leaving_writes(wait, error):
             try:
                 if pending is not None:
