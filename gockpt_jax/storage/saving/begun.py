@@ -28,7 +28,8 @@ class BegunSave:
         self._holds = False
         self._folder = ""
         self._manager = ""
-        self._items: dict[str, BegunItem] = {}  # by their directories
+        self._entered: set[str] = set()  # directories of items; those that were taken, by theirs:
+        self._items: dict[str, BegunItem] = {}
         self._before: list[tuple[str, BegunItem]] = []  # those of saves before that are not over
         self._is_soiled = False  # what was left has been written into the directory of this one
 
@@ -65,7 +66,7 @@ class BegunSave:
           folder: The save's directory.
           item: The item's; the same without a manager.
         """
-        is_other = folder != self._folder or item in self._items
+        is_other = folder != self._folder or item in self._entered
         if is_other:
             self.may_be_written = Gate()
             if not self._holds:
@@ -73,9 +74,10 @@ class BegunSave:
             before = [*self._before, *self._items.items()]
             self._before = [(name, each) for name, each in before if not each.is_over]
             self._folder, self._items, self._is_soiled = folder, {}, False
+            self._entered = set()
             name = folder.partition(TEMPORARY)[0]
             self._manager = "" if folder == item else name.rstrip("0123456789")
-        self._items[item] = BegunItem(self.label, self._folder, self._manager)
+        self._entered.add(item)
         return is_other
 
     def add(self, item: Any, taken: TakenSave) -> BegunItem:

@@ -28,8 +28,8 @@ class BegunItem:
     label: int
     folder: str
     manager: str
-    arrays: Sequence[HostArray] = ()
-    pending: PendingReport | None = None
+    arrays: Sequence[HostArray]
+    pending: PendingReport
     stats: WriteStats = dataclasses.field(default_factory=WriteStats)
     handed_over: HandedOver | None = None
     written: Written | None = None
@@ -45,12 +45,11 @@ class BegunItem:
     def failed(self, error: BaseException) -> None:
         """Its save has, so nobody wants it any more."""
         self.give_up()
-        if self.pending is not None:
-            self.pending.failed(error)
+        self.pending.failed(error)
 
     def has_ended(self, error: BaseException) -> None:
         """Its save has: as it is known already, or with an error."""
-        if self.pending is not None and self.pending.is_finished:
+        if self.pending.is_finished:
             self.give_up()
         else:
             self.failed(error)
@@ -75,7 +74,7 @@ class BegunItem:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is left to be written, or told."""
-        return not self.may_write and (self.pending is None or self.pending.is_finished)
+        return not self.may_write and self.pending.is_finished
 
     def wait(self, secs: float | None) -> None:
         """Returns when nothing of it is being written any more, however it has ended."""

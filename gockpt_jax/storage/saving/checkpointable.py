@@ -77,14 +77,14 @@ class GoCkptCheckpointable(WindowFace):
         """
         futures = await self._handler.async_save(directory.path, GoCkptSave(self.item))
         # v1 may begin the next save before this one has ended.
-        label, begun = self._handler.begun.label, self._handler.begun.item(directory.path)
+        begun = self._handler.begun.item(directory.path)
+        assert begun is not None, "what has been taken has begun"
 
         async def write() -> None:
             try:
-                await self._write(directory, futures, label)
+                await self._write(directory, futures, begun.label)
             except BaseException as error:
-                if begun is not None:
-                    begun.failed(error)
+                begun.failed(error)
                 raise
 
         return write()

@@ -83,14 +83,11 @@ class GoCkptHandler(StateHandler):
             if self._one_at_a_time:  # v1 may not have begun to make its directory
                 await asyncio.to_thread(self.begun.left.wait_for_directory)
             raise
-        session, pending = self._gockpt_session, self._gockpt_log.pending
-        session.predictor.observe(session.version, self.begun.label, accepted=True)
-        if pending is None:
-            return futures
-        pending.returned(entered_at)
-        begun = self.begun.item(directory)
-        assert begun is not None
-        return [Reported(written, pending, begun.give_up) for written in futures]
+        session, begun = self._gockpt_session, self.begun.item(directory)
+        assert begun is not None, "what has been taken has begun"
+        session.predictor.observe(session.version, begun.label, accepted=True)
+        begun.pending.returned(entered_at)
+        return [Reported(written, begun.pending, begun.give_up) for written in futures]
 
     async def _begin_writing(
         self, directory: Any, taken: TakenSave, begun: BegunItem
