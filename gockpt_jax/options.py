@@ -224,6 +224,11 @@ class WindowOptions:
         return self.exact or (self.audit is not None and not self.audit.accepts_rounding)
 
     @property
+    def most_steps(self) -> int:
+        """The largest K that a window may have."""
+        return self.steps or self.max_steps
+
+    @property
     def of_the_job(self) -> dict[str, Any]:
         """What the processes of one job must be given alike; the rest each may have of its own."""
         names = "max_steps", "steps", "device_budget_bytes", "arm", "on_busy"

@@ -95,7 +95,7 @@ class Opener:
         if setting is None:
             self._prepare(step)
         # Two at least, so that the plan of a save that is foreseen says why its K is 1.
-        horizon = max(2, self._options.steps or self._options.max_steps)
+        horizon = max(2, self._options.most_steps)
         target = self._predictor.next_save(version, horizon - 1)
         # A window may not begin with the version that the last save sealed: K is at most the
         # distance between saves.

@@ -342,11 +342,6 @@ class Session:
         return 1 if planned is None else planned.plan.steps
 
     @property
-    def most_window_steps(self) -> int:
-        """The largest K that a window may have."""
-        return self.options.steps or self.options.max_steps
-
-    @property
     def has_due_window(self) -> bool:
         """Whether a save at this version ends a window: what it takes has been admitted."""
         return self._current.is_due(self.version)

@@ -285,7 +285,8 @@ def session_at(version, steps=4, between=1, agree=True):
         expect=lambda until: predictor.expected.append(until),
     )  # fmt: skip
     return SimpleNamespace(
-        version=version, predictor=predictor, window_steps=steps, most_window_steps=8,
+        version=version, predictor=predictor, window_steps=steps,
+        options=WindowOptions(max_steps=8),
         processes=SimpleNamespace(all_say=lambda subject, mine: agree),
     )  # fmt: skip
 

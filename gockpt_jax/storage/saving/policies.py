@@ -164,10 +164,10 @@ class StartsWindow:
         They meet here as they would in the save. The yes is common, for Orbax tells them that of
         the primary one; at which calls the loop will ask again, each has seen for itself.
         """
-        ahead = self._session.window_steps - 1
+        ahead, most_steps = self._session.window_steps - 1, self._session.options.most_steps
         between = self._session.predictor.updates_between_calls
         mine = version
-        if ahead >= 1 and between is not None and between <= self._session.most_window_steps:
+        if ahead >= 1 and between is not None and between <= most_steps:
             mine = version + -(-ahead // between) * between  # at a call
         return mine if self._session.processes.all_say("started", str(mine)) else version
 
