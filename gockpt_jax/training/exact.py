@@ -116,11 +116,18 @@ def _may_tell_zero_otherwise(op: Op) -> bool:
 
 def _is_far_from_zero(value: Value) -> bool:
     """Whether all its numbers are known, and none is zero or next to it."""
+    numbers = _known_numbers(value)
+    if numbers is None:
+        return False
+    return bool(np.all(np.abs(numbers).astype(np.float64) > float(jnp.finfo(jnp.float32).tiny)))
+
+
+def _known_numbers(value: Value) -> Any | None:
+    """Those that it is made of, in NumPy's words; `None` if nobody knows them."""
     known = unspread(value)
     if not is_known(known):
-        return False
-    number = np.abs(np.asarray(known.constant if known.is_constant else number_of(known)))
-    return bool(np.all(number.astype(np.float64) > float(jnp.finfo(jnp.float32).tiny)))
+        return None
+    return np.asarray(known.constant if known.is_constant else number_of(known))
 
 
 def _is_remainder_of_known(op: Op) -> bool:
@@ -141,11 +148,10 @@ def _is_denormal(value: Value) -> bool:
 
     XLA's own simplifications compare constants so on the CPU: one for another, if both are.
     """
-    known = unspread(value)
-    if not (is_known(known) and jnp.issubdtype(value.dtype, jnp.inexact)):
+    numbers = _known_numbers(value) if jnp.issubdtype(value.dtype, jnp.inexact) else None
+    if numbers is None:
         return False
-    number = np.asarray(known.constant if known.is_constant else number_of(known))
-    size = np.abs([number.real, number.imag]).astype(np.float64)
+    size = np.abs([numbers.real, numbers.imag]).astype(np.float64)
     is_wide = value.dtype in (jnp.float64, jnp.complex128)
     tiny = jnp.finfo(jnp.float64 if is_wide else jnp.float32).tiny  # of 16 bits it is as of 32
     return bool(np.any((size > 0) & (size < tiny)))
