@@ -62,7 +62,6 @@ class StepProgram:
         self._form = form
         self._jaxpr = traced.jaxpr  # alone: jax 0.7's trace holds the arguments, a whole state
         self._remembered = weakref.ref(traced.jaxpr)
-        self._is_in_no_cache = bool(getattr(jax.config, "jax_check_tracer_leaks", False))
         flat, self._in_tree = _flatten(form.dynamic(args, kwargs))
         refuse_hidden_arguments(traced, flat)
         refuse_state_in_place(form.state_leaves(args, kwargs))
@@ -232,7 +231,7 @@ class StepProgram:
 
         So it is after `jax.clear_caches()`, as of a loop that changes a global that its step reads.
         """
-        return not self._is_in_no_cache and self._remembered() is None
+        return self._remembered() is None
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it was made for such a call, as far as that can be seen without running it."""
