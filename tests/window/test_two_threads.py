@@ -271,3 +271,13 @@ def test_no_save_comes_behind_a_close_that_it_has_waited_for(tmp_path, monkeypat
         with pytest.raises(RuntimeError, match=r"^save of step \d+: the manager is closed"):
             save.result(WAIT_SECS)
     assert manager.all_steps() == []
+
+
+def test_whoever_waits_for_saves_does_not_wait_for_a_step(tmp_path):
+    """Which may be long, where it waits for the armed step to be compiled."""
+    with (
+        GoCkptManager(tmp_path) as manager,
+        ThreadPoolExecutor(1) as thread,
+        manager._gockpt_session.lock,  # as what a step does before its update holds it
+    ):
+        thread.submit(manager.wait_until_finished).result(WAIT_SECS)
