@@ -159,6 +159,30 @@ def test_what_orbax_has_begun_it_brings_to_its_end(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the user's")])
+def test_what_orbax_has_begun_without_arrays_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """It has no report. It was on the disk, and under no label: nothing would have deleted it."""
+    logger, go_on = Logger(), threading.Event()
+    monkeypatch.setattr(
+        ocp.JsonCheckpointHandler, "finalize", lambda *_: go_on.wait(60), raising=False
+    )
+    args = ocp.args.Composite(notes=ocp.args.JsonSave({"a": 1}))
+    with gockpt.GoCkptManager(tmp_path, logger=logger) as manager:
+        logger.error = error
+        with pytest.raises(type(error)):
+            manager.save(0, args=args)
+        assert manager.is_saving_in_progress()
+        go_on.set()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [0]
+        assert not manager.save(0, args=args)
+        assert manager.save(1, args=args)
+        manager.wait_until_finished()
+        assert manager.all_steps(read=True) == [0, 1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the user's")])
 @pytest.mark.parametrize("has_arrays", [True, False])
 def test_what_orbax_has_written_at_once_is_complete_whatever_follows(
     tmp_path: Path, error: BaseException, has_arrays: bool

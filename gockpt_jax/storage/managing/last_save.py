@@ -125,12 +125,13 @@ class LastSave:
             try:
                 yield
             except BaseException as error:
-                pending = None if self._log.pending is before else self._log.pending
-                if pending is not None and self._goes_on(step, commit):
+                if self._goes_on(step, commit, was_listed=was_listed):
                     begun.let_go()
-                    self._now_with_orbax(step, before)  # whatever has stopped `save`
-                    pending.returned(time.perf_counter())
+                    pending = self._now_with_orbax(step, before)  # whatever has stopped `save`
+                    if pending is not None:
+                        pending.returned(time.perf_counter())
                     raise
+                pending = None if self._log.pending is before else self._log.pending
                 try:
                     self._give_up(error, pending)
                 finally:
@@ -153,11 +154,11 @@ class LastSave:
         """Whether this is the save that Orbax has, and nobody has asked yet how it ended."""
         return self.is_unheard and self.step == step
 
-    def _goes_on(self, step: int, commit_before: Any) -> bool:
+    def _goes_on(self, step: int, commit_before: Any, *, was_listed: bool) -> bool:
         """Whether Orbax brings a save to its end: somebody waits for what is written."""
         if self._is_asynchronous:
             return of_orbax.commit_thread(self._manager) is not commit_before
-        return step in Stock.all_steps(self._manager)
+        return not was_listed and step in Stock.all_steps(self._manager)
 
     def _commit(self) -> Any | None:
         """Orbax's thread that ends the last save: one for which it can wait, or that has ended."""
