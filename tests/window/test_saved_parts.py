@@ -193,6 +193,17 @@ def test_what_is_saved_beside_the_state_for_a_while(tmp_path, monkeypatch):
     assert reports[-1].reason.startswith("one device copy of the state fits: 197 kB")
 
 
+def test_what_the_second_save_has_told_is_not_forgotten_for_the_first(tmp_path):
+    """That came before the step had a program; what both have told is looked at when it has one."""
+    with GoCkptManager(tmp_path) as manager:
+        step, state = manager.wrap(update), fresh()
+        for label, part in enumerate((whole, parameters)):
+            state = step(state, jnp.float32(label))
+            assert manager.save(label, args=GoCkptSave(part(state)))
+        step(state, jnp.float32(2))
+        assert manager._gockpt_session.known.saves(step.program).unsaved == {*range(8)}
+
+
 def test_one_save_of_copies_of_the_state_is_no_larger_than_the_state(tmp_path, monkeypatch):
     """None of its arrays is known, and all leaves of the state are missing in it."""
 
