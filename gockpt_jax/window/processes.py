@@ -217,7 +217,7 @@ class Processes:
         Raises:
           ProcessError: on all of them, if one has others.
         """
-        if not self.several or self._are_alike:
+        if self._are_alike:
             return
         mine = json.dumps({k: str(v) for k, v in settings.items()})
         told = self.gather("settings", mine, MEETING_SECS)
