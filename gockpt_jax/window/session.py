@@ -168,8 +168,7 @@ class Session:
         if is_last_chance:  # where steps take turns, each would end what the one before has opened
             why_none = current.why_none
             self._open(step, args, kwargs)
-            if current.window is None:
-                current.why_none = why_none
+            current.why_none = why_none  # whatever kept the new one from opening
 
     def _open(self, step: WrappedStep, args: Any, kwargs: Any) -> None:
         """Opens a window, if it is time; before the first step, compiles what a save stages."""
@@ -320,10 +319,8 @@ class Session:
 
     def end_save(self) -> None:
         """All items have been taken, or the save has failed: the next one is another."""
-        self._has_asked = False
-        if self._seal is None:
-            return
-        with self._changing:  # another thread's save may end in the meantime
+        with self._changing:
+            self._has_asked = False
             if self._seal is not None:
                 self._seal.end()  # again, if it is interrupted
                 seal, self._seal = self._seal, None
