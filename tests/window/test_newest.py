@@ -698,6 +698,20 @@ def test_the_previous_save_fails_and_the_waiting_one_is_written(start, monkeypat
     assert loop.report(8).error is None
 
 
+def test_one_that_waits_is_the_newest_where_orbax_has_none(start, monkeypatch):
+    loop = start(4)
+    loop.train(3)
+    loop.manager.delete(0)
+    fail_writing_of(monkeypatch, 4)
+    loop.train(8)
+    loop.finish()
+    with pytest.raises(RuntimeError, match="injected"):
+        loop.update()
+    assert look(loop.manager) == (8, [8], True)
+    del loop.given[0], loop.given[4]
+    loop.assert_saved(8)
+
+
 def test_the_waiting_save_fails(start, monkeypatch):
     loop = start(4)
     loop.train(7)
