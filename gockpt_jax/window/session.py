@@ -212,7 +212,8 @@ class Session:
                 window.had_no_room(error)
                 self._current.abandon("a device had no room for its step")
                 self._current.no_room_for = window.target
-        self.resources.worker.wait_until_idle()  # copies that are on their way to the host
+        # For copies that are on their way to the host; their replay takes nothing of a device.
+        self.resources.worker.wait_until_idle(behind=False)
 
     def after_update(self, step: WrappedStep, armed: ArmedResult | None) -> None:
         """Counts the update and sends its cut after what has left."""

@@ -102,15 +102,15 @@ class Worker:
             lambda error: self.pass_on(functools.partial(failed, error), failed),
         )
 
-    def wait_until_idle(self) -> None:
-        """Returns when every task given so far has run, and what they passed on."""
+    def wait_until_idle(self, *, behind: bool = True) -> None:
+        """Returns when every task given so far has run; and what they passed on, if `behind`."""
         with self._lock:  # a task whose `submit` was interrupted may have no thread
             has_runner = not self._tasks or self._has_runner()
         if not has_runner:
             self._run(stays=False)
         with self._lock:
             self._changed.wait_for(lambda: not self._tasks and not self._busy)
-        if self._behind is not None:
+        if behind and self._behind is not None:
             self._behind.wait_until_idle()
 
     def close(self) -> None:

@@ -148,6 +148,19 @@ def test_nothing_waits_for_replay(tmp_path, monkeypatch):
         assert report.gradient_bytes == (4 + 8 + 12) * LEAF
 
 
+def test_nor_does_a_step_for_which_a_device_has_no_room(tmp_path, monkeypatch):
+    """It waits for what is on its way to the host, of this save and of those before."""
+    loop = Loop(tmp_path, 4)
+    with loop.manager:
+        loop.train(0)
+        held = Held(monkeypatch, Replayer, "apply")
+        loop.run_a_window()
+        loop.session.no_room(MemoryError("injected"))
+        assert loop.session.resources.device.used_bytes == 0
+        held.let_go()
+        loop.assert_saved(4)
+
+
 def test_landing_waits_for_replay_where_the_host_has_no_room(tmp_path, monkeypatch):
     """Of what follows seven steps, 48 leaves, two of the largest may wait."""
     state, follows = (24 + 80) * LEAF, 12 * LEAF
