@@ -84,7 +84,7 @@ class Restores:
         """The label of the step to restore, where it is, and the names of its items."""
         root = epath.Path(directory or self._manager.directory)
         if step is None:
-            step = resume.newest_in(root) if directory else Stock.latest_step(self._manager)
+            step = resume.newest_in(root) if directory else self._saves.last.newest
         if step is None:
             raise resume.nothing_in(root)
         path = step_path(root, step, self._options)
