@@ -118,7 +118,7 @@ class GoCkptManager(WindowFace, ocp.CheckpointManager):  # type: ignore[misc]  #
             )  # fmt: skip
         of_orbax.items_have_names(self)
         handler.wait_for_metadata = of_orbax.wait_for_metadata(self)
-        if together.active_processes is not None:
+        if processes.several and together.active_processes is not None:
             meet = functools.partial(of_orbax.meet_behind_restore, together)
             handler.together = Together(processes, meet)
         saves.last.deleter = of_orbax.replace_deleter(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
-from gockpt_jax import ProcessError, VerifyError
+from gockpt_jax import GoCkptManager, ProcessError, VerifyError
 from gockpt_jax.storage.restoring.together import Together, one_step
-from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS
+from gockpt_jax.window.processes import MEETING_SECS, PATIENCE_SECS, Processes
 
 
 class Others:
@@ -19,8 +21,6 @@ class Others:
     Args:
         objection: What they say of it.
     """
-
-    several = True
 
     def __init__(self, objection: str | None = None):
         self._objection = objection
@@ -61,11 +61,18 @@ def test_one_that_has_failed_is_told_of_everywhere_and_raises_its_own_error() ->
         together(lambda: 7, "the item", Others("process 1: no such disk."))  # type: ignore[arg-type]
 
 
-def test_one_process_asks_nobody() -> None:
-    alone: Any = SimpleNamespace(several=False)
-    assert together(lambda: 7, "the item", alone) == 7
-    with pytest.raises(OSError, match="a disk"):
-        together(failing, "the item", alone)
+def test_one_process_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor if Orbax is told that it is the one which takes part."""
+    monkeypatch.setattr(Processes, "objection", lambda *_: pytest.fail("nobody is asked"))
+    monkeypatch.setattr(Processes, "gather", lambda *_: pytest.fail("nobody is asked"))
+    together = ocp.options.MultiprocessingOptions(
+        active_processes={0}, barrier_sync_key_prefix="alone"
+    )
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=together)
+    with ocp.CheckpointManager(tmp_path) as stock:
+        stock.save(7, args=ocp.args.StandardSave({"w": np.arange(3)}))
+    with GoCkptManager(tmp_path, options=options) as manager:
+        assert manager.restore(None)["w"].tolist() == [0, 1, 2]
 
 
 def test_all_restore_the_same_step() -> None:
@@ -81,8 +88,6 @@ def test_all_restore_the_same_step() -> None:
     others = Others("NoCheckpointError: no step `7`")
     with pytest.raises(ProcessError, match="no step `7` on process 0, step 7 on process 1"):
         one_step(lambda: (7, "there", ()), others)
-    alone: Any = SimpleNamespace(several=False)
-    assert one_step(lambda: (7, "there", ()), alone)[0] == 7
 
 
 def test_one_that_fails_in_another_item_comes_where_the_others_come_next() -> None:
@@ -142,5 +147,3 @@ def test_what_all_know_is_not_asked_about_again() -> None:
     items = Together(Others("process 1: no such disk"), lambda: None)  # type: ignore[arg-type]
     with pytest.raises(ProcessError, match="the step was not restored"):
         items.read_items(lambda: 7, "the step", 0)
-    alone: Any = SimpleNamespace(several=False)
-    assert Together(alone, lambda: None).read_items(lambda: 7, "the step", 0) == 7

@@ -28,8 +28,6 @@ def one_step(find: Callable[[], Found], processes: Processes) -> Found:
     Raises:
       ProcessError: if others have found another, or nothing, or do not come.
     """
-    if not processes.several:
-        return find()
     found, failure = attempted(find)
     mine = f"step {found[0]}" if found is not None else str(in_short(failure))
     told = processes.gather("restoring", mine, MEETING_SECS)
@@ -93,8 +91,6 @@ class Together:
             self._asked += 1
 
     def _by_all(self, do: Callable[[], Any], path: Any, patience_secs: float) -> Any:
-        if not self._processes.several:
-            return do()
         found, failure = attempted(do)
         elsewhere = self._processes.objection("restored", in_short(failure), patience_secs)
         self._is_told = elsewhere is not None
@@ -119,8 +115,6 @@ class Together:
         Raises:
           ProcessError: if another has failed, or does not come.
         """
-        if not self._processes.several:
-            return read()
         self._asked, self._is_told = 0, False
         found, failure = attempted(read)
         if failure is not None:
