@@ -74,13 +74,12 @@ class _LateArray:
 
     Attributes:
       slots: Of what this process writes of it.
-      num_bytes: Theirs.
     """
 
     def __init__(self, array: jax.Array, host: ByteBudget, replicas: Replicas):
         source = replicas.source(array)
         self.slots = make_slots(source.owned.values())
-        self.num_bytes = source.owned_bytes
+        self._num_bytes = source.owned_bytes
         self._host = host
         self._loan = Loan()
         self._landing = Landing()
@@ -91,7 +90,7 @@ class _LateArray:
 
         Not when it has landed: a window that opens meanwhile must not take their room.
         """
-        self._host.add(self.num_bytes, self._loan)
+        self._host.add(self._num_bytes, self._loan)
 
     def land(self, chunk: Chunk, found: Sequence[HostChunk]) -> None:
         """Takes in rows; with the last ones it is final."""
