@@ -28,8 +28,8 @@ class BegunSave:
         self._holds = False
         self._folder = ""
         self._manager = ""
-        self._entered: set[str] = set()  # directories of items; those that were taken, by theirs:
-        self._items: dict[str, BegunItem] = {}
+        self._entered: set[str] = set()  # the directories of its items
+        self._items: dict[str, BegunItem] = {}  # those that were taken, by their directories
         self._before: list[tuple[str, BegunItem]] = []  # those of saves before that are not over
         self._is_soiled = False  # what was left has been written into the directory of this one
 
