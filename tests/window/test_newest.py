@@ -698,6 +698,23 @@ def test_the_previous_save_fails_and_the_waiting_one_is_written(start, monkeypat
     assert loop.report(8).error is None
 
 
+def test_one_that_waits_goes_before_a_save_that_finds_nothing_busy_any_more(start, monkeypatch):
+    """What was being written has ended just behind the turn of the one that waits."""
+    loop = start(4)
+    loop.train(11)
+
+    def objection(subject, mine, *_):
+        if subject == "busy":
+            loop.finish()
+            return None
+        return mine
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.session.processes, "objection", objection)
+        assert loop.train(12)
+    loop.assert_saved(0, 4, 8, 12)
+
+
 def test_one_that_waits_is_the_newest_where_orbax_has_none(start, monkeypatch):
     loop = start(4)
     loop.train(3)
