@@ -63,7 +63,7 @@ class Session:
       version: Updates made so far.
       has_wrapped: Whether the user has wrapped a step, to call it.
       processes: Those that save together.
-      resources: What windows and saves take, `host` and `replicas` among it.
+      resources: What windows and saves take, `host` among it.
       predictor: Of saves.
       known: What their plans rest on.
       planner: Of windows.
@@ -79,7 +79,7 @@ class Session:
         self.has_wrapped = False
         self.processes = processes
         self.resources = resources = Resources.of(options, processes, replicas)
-        self.host, self.replicas = resources.host, replicas
+        self.host = resources.host
         self.predictor = SavePredictor(is_alone=not processes.several)
         self.between_steps: Callable[[], None] = lambda: None
         self.after_steps: Callable[[], None] = lambda: None

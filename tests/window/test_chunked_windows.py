@@ -134,7 +134,7 @@ def test_checkpoint_is_the_state(model, cut, tmp_path, monkeypatch):
         assert loop.save() == {"m": True, "w": True}
         report = loop.manager.last_report
         program = loop.step.program
-        shared = loop.manager._gockpt_session.replicas
+        shared = loop.manager._gockpt_session.resources.replicas
         found = units_of(program.cut, [loop.state["m"], loop.state["w"]], shared)
         assert report.early_bytes > 0
         assert report.audit.max_ulps == 0

@@ -218,9 +218,8 @@ class WaitingRoom:
             return None
         flat = [{id(x): x for x in jax.tree.leaves(args.item)} for args in trees.values()]
         arrays = [x for leaves in flat for x in leaves.values() if isinstance(x, jax.Array)]
-        num_bytes = sum(
-            session.replicas.source(a).owned_bytes for a in arrays if not a.is_deleted()
-        )
+        source = session.resources.replicas.source
+        num_bytes = sum(source(a).owned_bytes for a in arrays if not a.is_deleted())
         return session.host.why_no_room(num_bytes, freed_bytes=freed_bytes)
 
 
