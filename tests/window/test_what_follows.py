@@ -473,6 +473,29 @@ def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch
     assert by_step == [1, 1, 1]
 
 
+def test_what_leaves_in_a_call_that_is_made_again_is_followed_once(tmp_path, monkeypatch):
+    """As it is where that call came to its end: what follows is staged by all processes at once."""
+    leave, followed = OpenWindow.leave, []
+
+    def leaving(window, version, old):
+        for given_up in (None, "a call of the step came to nothing"):
+            window.given_up = given_up
+            leave(window, version, old)
+            followed.append([*map(len, (window._left, window._left[-1].units))])
+        window.given_up = None
+
+    monkeypatch.setattr(OpenWindow, "leave", leaving)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=8)
+    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
+        step, state = manager.wrap(jax.jit(update, donate_argnums=0)), fresh()
+        for label in range(9):
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
+    assert manager.last_report.kind == "window"
+    assert len(followed) == 6
+    assert followed[::2] == followed[1::2]
+
+
 def update_from(state, place):
     """An update whose gradients lie somewhere."""
     g = {k: jnp.sin(3 * w) for k, w in state["w"].items()}
