@@ -364,7 +364,10 @@ def save_and_wait(manager, args):
 def test_what_stock_does_not_begin_or_end_is_told_and_given_back(
     tmp_path, monkeypatch, owner, name, is_handed_over
 ):
+    begun = []
+
     def refuses(*args, **kwargs):
+        begun.append(collected_here())
         raise OSError("the disk is gone")
 
     handler = gockpt.GoCkptHandler()
@@ -378,6 +381,8 @@ def test_what_stock_does_not_begin_or_end_is_told_and_given_back(
         resources.worker.wait_until_idle()
         assert resources.host.used_bytes == 0
         assert "the disk is gone" in handler.last_report.error
+        if name == "async_save":
+            assert [stats.is_given_up for stats in begun] == [True], "what has begun goes on"
 
 
 def test_a_report_tells_of_the_bytes_of_all_items_and_of_the_longest_write(tmp_path):
