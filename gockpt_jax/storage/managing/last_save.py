@@ -94,8 +94,7 @@ class LastSave:
         before, begun = self._log.pending, False
         with self.attempt(step):
             with self._handler.begun.held_back(self._is_asynchronous):
-                Stock.save(self._manager, step, **{**arguments, "force": True})
-            begun = True
+                begun = bool(Stock.save(self._manager, step, **{**arguments, "force": True}))
             if self._session.version == 0:  # no step follows
                 self._handler.begun.let_go()
             if (pending := self._now_with_orbax(step, before)) is not None:
