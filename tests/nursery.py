@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,6 +91,29 @@ def start(
         files = [stdout.fileno(), stderr.fileno(), its.fileno()]
         socket.send_fds(_server()[0], [json.dumps(request).encode()], files)
     return Started((module, *args), told)
+
+
+def run(
+    module: str, *args: str, env: Mapping[str, str], cwd: Path, limit_secs: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a module, or a script, to its end, and tells what it has written.
+
+    Args:
+      module: As of `start`; so are `args`, `env` and `cwd`.
+      *args: Of its command line.
+      env: All of its environment.
+      cwd: Where it runs.
+      limit_secs: It is an error if it has not ended by then.
+    """
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        started = start(module, *args, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+        try:
+            status = started.wait(limit_secs)
+        finally:
+            started.kill()
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(started.args, status, stdout.read(), stderr.read())
 
 
 @functools.cache
@@ -167,10 +191,22 @@ def become(module: str, args: Sequence[str], env: Mapping[str, str], cwd: str) -
     os.chdir(cwd)
     sys.argv = [module, *args]
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    _tell_jax(env)
     if module.endswith(".py"):
+        sys.path.insert(0, str(Path(module).parent))
         runpy.run_path(module, run_name="__main__")
     else:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _tell_jax(env: Mapping[str, str]) -> None:
+    """JAX has read its variables when it was imported; here are those that it was not given."""
+    import jax
+
+    if directory := env.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", directory)
+    if secs := env.get("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float(secs))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import hurry
 import numpy as np
+import nursery
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -26,18 +26,14 @@ ENVIRONMENT = {
 
 
 def train(
-    directory: Path, *extra: str, program: Sequence[str] = (str(EXAMPLES / "train_lm.py"),)
+    directory: Path, *extra: str, program: Path = EXAMPLES / "train_lm.py"
 ) -> subprocess.CompletedProcess[str]:
     # The runs of a test compile the same programs: once.
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
-    return subprocess.run(
-        [sys.executable, *program, *FLAGS, f"--directory={directory}", *extra],
-        env=os.environ | ENVIRONMENT | compiled,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    return nursery.run(
+        str(program), *FLAGS, f"--directory={directory}", *extra,
+        env=os.environ | ENVIRONMENT | compiled, cwd=directory.parent, limit_secs=500,
+    )  # fmt: skip
 
 
 STOPPED_AT_9 = f"""
@@ -114,7 +110,9 @@ def test_stopped_run_saves_and_resumes_to_the_same_end(unbroken, lm):
     """By SIGTERM, where no save was due."""
     unbroken, expected = unbroken
     stopped = unbroken.parent / "stopped"
-    ended = train(stopped, program=("-c", STOPPED_AT_9))
+    program = stopped.parent / "stopped_at_9.py"
+    program.write_text(STOPPED_AT_9)
+    ended = train(stopped, program=program)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     assert "stopped by SIGTERM" in ended.stderr
     assert lm["compare"].saved_labels(stopped / "checkpoints")[-1] == 9

@@ -3,13 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import hurry
 import jax
 import numpy as np
+import nursery
 import orbax.checkpoint as ocp
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "nnx_train.py"
@@ -28,14 +27,10 @@ LOSSES = re.compile(r"^step.*$", re.MULTILINE)
 def train(directory: Path) -> str:
     # The runs of a test compile the same programs: once.
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
-    result = subprocess.run(
-        [sys.executable, str(EXAMPLE), *FLAGS, f"--dir={directory}"],
-        env=os.environ | ENVIRONMENT | compiled,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    result = nursery.run(
+        str(EXAMPLE), *FLAGS, f"--dir={directory}",
+        env=os.environ | ENVIRONMENT | compiled, cwd=directory.parent, limit_secs=500,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
 

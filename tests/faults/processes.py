@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,32 +32,24 @@ def start_child(
     directory: Path, cache: Path, stdout: IO[Any], stderr: IO[Any], **options: str
 ) -> nursery.Started:
     """Starts a child with the options of its command line."""
-    named = [f"--{name}={value}" for name, value in options.items()]
     # Without the parent's strictness about warnings a child is what a user runs.
     return nursery.start(
-        "faults.child", str(directory), f"--cache={cache}", *named,
+        "faults.child", *_words(directory, cache, options),
         env=environment(), cwd=directory.parent, stdout=stdout, stderr=stderr,
     )  # fmt: skip
 
 
 def run_child(directory: Path, cache: Path, **options: str) -> subprocess.CompletedProcess[str]:
     """Runs a child to its end; it is an error if that does not come."""
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        process = start_child(directory, cache, stdout, stderr, **options)
-        return ended(process, stdout, stderr)
+    return nursery.run(
+        "faults.child", *_words(directory, cache, options),
+        env=environment(), cwd=directory.parent, limit_secs=LIMIT_SECS,
+    )  # fmt: skip
 
 
-def ended(
-    process: nursery.Started, stdout: IO[str], stderr: IO[str]
-) -> subprocess.CompletedProcess[str]:
-    """Waits for a process, and tells what it has written; it is an error if it does not end."""
-    try:
-        status = process.wait(LIMIT_SECS)
-    finally:
-        process.kill()
-    for file in (stdout, stderr):
-        file.seek(0)
-    return subprocess.CompletedProcess(process.args, status, stdout.read(), stderr.read())
+def _words(directory: Path, cache: Path, options: dict[str, str]) -> list[str]:
+    named = [f"--{name}={value}" for name, value in options.items()]
+    return [str(directory), f"--cache={cache}", *named]
 
 
 def said(output: str, word: str) -> list[list[str]]:

@@ -19,9 +19,9 @@ from storage.storage_helpers import disk_contents
 
 import gockpt_jax as gockpt
 
-from .processes import ended, environment
+from .processes import environment
 from .states import bits_of
-from .trainer import PROGRAM, WINDOW_STEPS, Trainer
+from .trainer import LIMIT_SECS, PROGRAM, WINDOW_STEPS, Trainer
 
 CASES = ["clip_adamw", "batch_stats_dropout", "transformer_bf16"]
 LABEL = 8
@@ -52,12 +52,10 @@ def test_restores_without_gockpt_jax(tmp_path: Path, program: str) -> None:
         ways_on[1] = ["single"]
     for devices, ways in ways_on.items():
         words = [str(trainer.directory), str(LABEL), program, str(tmp_path), *ways]
-        with (tmp_path / "out").open("w+") as stdout, (tmp_path / "err").open("w+") as stderr:
-            started = nursery.start(
-                str(Path(__file__).with_name("stock_reader.py")), *words,
-                env=environment(devices), cwd=tmp_path, stdout=stdout, stderr=stderr,
-            )  # fmt: skip
-            reader = ended(started, stdout, stderr)
+        reader = nursery.run(
+            str(Path(__file__).with_name("stock_reader.py")), *words,
+            env=environment(devices), cwd=tmp_path, limit_secs=LIMIT_SECS,
+        )  # fmt: skip
         assert reader.returncode == 0, reader.stderr
         for what in ways:
             with np.load(tmp_path / f"{what}.npz") as found:
