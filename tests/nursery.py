@@ -60,6 +60,18 @@ class Started:
             os.close(self._told)
         return self.returncode
 
+    def poll(self) -> int | None:
+        """Returns the exit status, if it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
     def kill(self) -> None:
         """Kills it, unless it has ended."""
         if self.returncode is None:

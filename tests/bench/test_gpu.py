@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,32 +16,52 @@ from pathlib import Path
 
 import hurry
 import numpy as np
+import nursery
 import pytest
 
+from bench.__main__ import main as bench_main
 from bench.device import use_device, use_device_memory
 from bench.gpu import benchmark as gpu
 from bench.gpu import exact, torch_dcp
+from bench.gpu import part as part_module
 from bench.gpu.part import _ask_with_async_dispatch, main
 from bench.gpu.table import AIMS, aims_of, show
 from bench.record import ROOT, OptionError, Record, command
+
+
+def begin(words, *, env, cwd=ROOT, stdout=sys.__stdout__, stderr=sys.__stderr__, **session):
+    """`python -m ...` as `subprocess.Popen` has it, in a process that has its imports done."""
+    assert words[:2] == [sys.executable, "-m"]
+    assert session in ({}, {"start_new_session": True})
+    return nursery.start(*words[2:], env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+
+
+def has_imports_done(module, patch):
+    """What a module of the benchmark starts."""
+    begun = types.SimpleNamespace(**vars(subprocess) | {"Popen": begin})
+    patch.setattr(module, "subprocess", begun)
 
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
     """The one command, in the folder of its results: files by name, and what it printed."""
     out = tmp_path_factory.mktemp("gpu")
-    words = ["-m", "bench", "gpu", "--quick", "--minutes", "9", "--out", str(out)]
+    words = [str(ROOT / "bench" / "__main__.py"), "gpu", "--quick", "--minutes", "9"]
     flags = {  # compiled in a hurry and once for all parts: nothing is timed here
         "XLA_FLAGS": f"--xla_cpu_max_isa=AVX {hurry.FLAGS}",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
     }
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False,
-        env=os.environ | flags,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return {path.name: path.read_text(encoding="utf-8") for path in out.iterdir()}, done.stdout
+    printed, before = io.StringIO(), signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        has_imports_done(gpu, patch)
+        patch.setattr(sys, "argv", [*words, "--out", str(out)])
+        for name, value in flags.items():
+            patch.setenv(name, value)
+        bench_main()
+    signal.signal(signal.SIGTERM, before)
+    files = {path.name: path.read_text(encoding="utf-8") for path in out.iterdir()}
+    return files, printed.getvalue()
 
 
 def test_every_part_is_done(rehearsal):
@@ -302,6 +323,7 @@ def test_a_process_beside_that_hangs_costs_its_own_answers_only(monkeypatch):
 
 def test_the_optimizers_are_shared_out_to_processes(tmp_path, monkeypatch):
     """Two processes, an optimizer each, and one record of both."""
+    has_imports_done(part_module, monkeypatch)
     out = tmp_path / "exact.json"
     words = ["part", "exact", "--toy", "--shares", "2", "--minutes", "5", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", words)
