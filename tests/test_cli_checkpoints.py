@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import nursery
 import orbax.checkpoint as ocp
 import pytest
 from click.testing import CliRunner
@@ -394,17 +394,25 @@ def test_of_what_is_damaged_the_leaf_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["verify"], ["inspect", "--json"]], ids=str)
-def test_what_cannot_be_printed_is_no_damage(base, words):
+def test_what_cannot_be_printed_is_no_damage(base, words, tmp_path):
     """1 would say that the checkpoint is damaged."""
-    command = [sys.executable, "-m", "gockpt_jax", *words, str(base)]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+
+    def ended(out):
+        with (tmp_path / "err").open("w+") as err:
+            process = nursery.start(
+                "gockpt_jax", *words, str(base),
+                env=os.environ | {"PYTHONPATH": path}, cwd=tmp_path, stdout=out, stderr=err,
+            )  # fmt: skip
+            return process.wait(300), (tmp_path / "err").read_text()
+
     read, write = os.pipe()
     os.close(read)  # as of `| head`, which has gone
     with os.fdopen(write, "wb") as gone, open("/dev/full", "wb") as full:
-        ended = [subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=300,
-                                check=False) for out in (gone, full)]  # fmt: skip
-    assert (ended[0].returncode, ended[0].stderr) == (141, "")
-    assert ended[1].returncode == 2
-    assert ended[1].stderr.startswith("Error: what was found cannot be printed: [Errno 28]")
+        assert ended(gone) == (141, "")
+        status, told = ended(full)
+    assert status == 2
+    assert told.startswith("Error: what was found cannot be printed: [Errno 28]")
 
 
 def test_of_many_strangers_a_few_are_named(tmp_path):

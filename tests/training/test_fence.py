@@ -7,12 +7,13 @@ code: it trains. Another, which has it, replays.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+import nursery
 import pytest
 from training_helpers import analyse
 from updates import UPDATES, gradient
@@ -21,6 +22,7 @@ from gockpt_jax.training.recipe import make_recipe
 
 EARLY = [name for name, update in UPDATES.items() if update.groups]
 STEPS = 5
+ROOT = str(Path(__file__).parents[2])
 
 
 def found_in(name):
@@ -42,12 +44,12 @@ def train(path: Path) -> None:
     np.savez(path, **arrays)
 
 
-def replay(path: Path, how: str) -> list[str]:
+def replay(path: Path, how: str, names: Sequence[str] = EARLY) -> list[str]:
     """Names of the updates of which some element is not as it was trained."""
     stored = np.load(path)
     fence = np.int32(0) if how == "fenced" else None
     torn = set()
-    for name in EARLY:
+    for name in names:
         found = found_in(name)
         for group in found.cut.groups:
             update = jax.jit(make_recipe(group, found.leaves).apply)
@@ -63,18 +65,13 @@ def replay(path: Path, how: str) -> list[str]:
     return sorted(torn)
 
 
-def replay_in_a_process_of_its_own(path: Path, how: str) -> list[str]:
-    script = (
-        "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import test_fence;"
-        "print(*test_fence.replay(pathlib.Path(sys.argv[2]), sys.argv[3]), sep='\\n')"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", script, os.path.dirname(__file__), path, how],
-        env=os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=300, check=False,
+def replay_in_a_process_of_its_own(path: Path, how: str, names: Sequence[str]) -> list[str]:
+    result = nursery.run(
+        __file__, str(path), how, *names, env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": ROOT},
+        cwd=path.parent, limit_secs=300,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    return result.stdout.split("\n")[:-1] if result.stdout.strip() else []
+    return result.stdout.split()
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +85,14 @@ def trained(tmp_path_factory):
 def test_fenced_replay_is_a_step_without_contraction(trained):
     assert jax.default_backend() == "cpu"
     assert replay(trained, "plain") == []
-    assert replay_in_a_process_of_its_own(trained, "fenced") == []
+    assert replay_in_a_process_of_its_own(trained, "fenced", EARLY) == []
 
 
 @pytest.mark.xdist_group("fence")
 def test_without_the_fence_it_is_not(trained):
     if not _has_fma():
         pytest.skip("this CPU has no fused multiply-add to fence off")
-    assert "adam" in replay_in_a_process_of_its_own(trained, "plain")
+    assert replay_in_a_process_of_its_own(trained, "plain", ["adam"]) == ["adam"]
 
 
 def _has_fma() -> bool:
@@ -103,3 +100,7 @@ def _has_fma() -> bool:
         return " fma " in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
+
+
+if __name__ == "__main__":
+    print(*replay(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]), sep="\n")
