@@ -130,9 +130,9 @@ def test_full_collections_are_counted_by_save():
                 gc.collect(generation)
 
     record = Record("transfer")
-    _add_collections(record, "_stock", Collecting(), range(8))
+    _add_collections(record, "_stock", Collecting(), range(4))  # one save's: each is a while here
     assert record.samples["full_collections_per_save_stock"] == [8]
-    assert len(record.samples["full_collection_ms"]) == 16
+    assert len(record.samples["full_collection_ms"]) == 8
 
 
 def test_what_comes_to_the_oldest_generation_is_counted_by_save():
