@@ -28,9 +28,18 @@ from gockpt_jax.window import worker
 from .periods import INTERVAL, NoTrouble, Periods, batch, fresh, train_step
 from .states import abstract, bits_of, stock_restore
 
-PLACES = seeds("ERRORS") or range(1, 4_000, 97)  # of some 2,100 in a period
-STEP_PLACES = seeds("ERRORS") or range(1, 400, 9)  # of some 300
+IS_CAMPAIGN = seeds("ERRORS") is not None
+PLACES = seeds("ERRORS") or range(1, 4_000, 67)  # of some 2,100 in a period
+STEP_PLACES = seeds("ERRORS") or range(1, 400, 17)  # of some 300
 PARTS = 4
+MODES = ("wait", "newest")
+CASES = [
+    # Here each place is tried under one of the modes.
+    (mode, part)
+    for mode in MODES
+    for part in range(PARTS)
+    if IS_CAMPAIGN or part % len(MODES) == MODES.index(mode)
+]
 _TRIES = 6
 NOT_THERE = {
     # What catches errors, where it does not yet, or no more.
@@ -149,8 +158,7 @@ def assert_nothing_is_lost(periods: Periods, error_at: ErrorAt) -> None:
 @pytest.mark.usefixtures("own_profile")
 @pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")  # on CPUs with FMA
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's coroutines
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("on_busy", ["wait", "newest"])
+@pytest.mark.parametrize(("on_busy", "part"), CASES)
 def test_an_error_at_each_place(tmp_path: Path, on_busy: str, part: int) -> None:
     periods = Periods(tmp_path, on_busy)
     with periods.manager:

@@ -27,8 +27,16 @@ from .states import abstract, bits_of, stock_restore, stock_steps
 LABELS = 40
 MEAN_PLACES = 5_000  # between two interrupts; a life passes some 40,000
 LIVES = seeds("INTERRUPTS") or range(4)
-PLACES = seeds("PLACES") or range(1, 4_000, 149)  # of some 3,300 in a period
-PARTS = 4
+PLACES = seeds("PLACES") or range(1, 4_000, 97)  # of some 3,300 in a period
+PARTS = 3
+MODES = ("wait", "newest", "skip")
+CASES = [
+    # Here each place is tried in one of the modes.
+    (mode, part)
+    for mode in MODES
+    for part in range(PARTS)
+    if seeds("PLACES") or part == MODES.index(mode)
+]
 
 
 @functools.cache
@@ -80,8 +88,7 @@ def test_interrupted_anywhere(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::gockpt_jax.SnapshotOnlyWarning")  # on CPUs with FMA
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's coroutines
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("on_busy", ["wait", "newest", "skip"])
+@pytest.mark.parametrize(("on_busy", "part"), CASES)
 def test_interrupted_at_each_place(tmp_path: Path, on_busy: str, part: int) -> None:
     """Of a period, one after another; here some of them, in `make interrupts` all."""
     periods = Periods(tmp_path, on_busy)
