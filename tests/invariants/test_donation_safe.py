@@ -114,26 +114,38 @@ PLACEMENTS = {
 }
 
 
-def make_array(dtype: str, placement: str, shape: tuple[int, ...]) -> jax.Array:
+def placed(placement: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
     spec = PLACEMENTS[placement]
-    sharding: Any = jax.sharding.SingleDeviceSharding(jax.devices()[:4][-1])
-    if spec is not None:
-        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-        sharding = NamedSharding(mesh, spec if shape else PartitionSpec())
-    if dtype == "key":
-        keys = jax.random.split(jax.random.key(1), shape) if shape else jax.random.key(1)
-        return jax.device_put(keys, sharding)
-    size = int(np.prod(shape, dtype=int))
-    make = jax.jit(
-        lambda: (jnp.arange(size) % 8).reshape(shape).astype(dtype), out_shardings=sharding
-    )
-    return make()
+    if spec is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[:4][-1])
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, spec if shape else PartitionSpec())
+
+
+def make_arrays(placement: str, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> list[jax.Array]:
+    """Of each dtype and shape one, by one program: each costs its compilation."""
+
+    def make() -> list[jax.Array]:
+        return [make_one(dtype, shape) for dtype, shape in kinds]
+
+    def make_one(dtype: str, shape: tuple[int, ...]) -> jax.Array:
+        if dtype == "key":
+            return jax.random.split(jax.random.key(1), shape) if shape else jax.random.key(1)
+        size = int(np.prod(shape, dtype=int))
+        return (jnp.arange(size) % 8).reshape(shape).astype(dtype)
+
+    return jax.jit(make, out_shardings=[placed(placement, shape) for _, shape in kinds])()
+
+
+def make_array(dtype: str, placement: str, shape: tuple[int, ...]) -> jax.Array:
+    (array,) = make_arrays(placement, [(dtype, shape)])
+    return array
 
 
 @pytest.mark.parametrize("dtypes", [DTYPES, PACKED], ids=["whole bytes", "packed"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_staging_makes_new_buffers(placement: str, dtypes: list[str]) -> None:
-    arrays = [make_array(d, placement, shape) for d in dtypes for shape in ((8, 4), ())]
+    arrays = make_arrays(placement, [(d, shape) for d in dtypes for shape in ((8, 4), ())])
     staged = stage(arrays)
     again = stage(arrays)
     taken = set().union(*map(pointers, arrays))
