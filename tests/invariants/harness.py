@@ -31,7 +31,7 @@ from .watch import Buffers, PullWatch
 # distance between saves where that is less. The step is armed from its third call on, so the first
 # K is 3. The last window opens after a stretch of unarmed steps. Each block of a window is a
 # program to compile: `make invariants` has windows of eight.
-SAVES: Mapping[int, int] = {4: 3, 6: 2, 7: 1} | ({20: 8} if IS_CAMPAIGN else {16: 5})
+SAVES: Mapping[int, int] = {4: 3, 6: 2, 7: 1} | ({20: 8} if IS_CAMPAIGN else {14: 4})
 SHORT: Mapping[int, int] = {5: 4}
 DEVICES = (1, 8)
 
