@@ -517,8 +517,9 @@ def test_what_is_edited_before_the_save_is_saved_as_it_is(tmp_path, edit):
         assert manager.last_report.kind == "window"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("new", [0.001, 1, np.float32(0.001)], ids=lambda new: type(new).__name__)
-@pytest.mark.parametrize("at", [12, 14, 15, 16, 17])
+@pytest.mark.parametrize("at", [14, 12, 15, 16, 17])
 def test_a_number_that_is_written_into_the_state(tmp_path, new, at):
     """In place, outside a window, before its step or its save: one edit, and windows go on."""
     with manage(tmp_path, save_interval_steps=5) as manager:

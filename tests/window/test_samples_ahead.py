@@ -43,6 +43,7 @@ def programs(monkeypatch):
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_save_by_a_window_waits_for_a_compiler(tmp_path, programs, way, devices):
