@@ -156,6 +156,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def its_own_garbage() -> Iterator[None]:
+    """For tests that collect it: through what others have left, each time is most of a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What one worker of this run has compiled, it does not compile again: half of all time was.

@@ -603,6 +603,7 @@ def test_votes_are_cancelled_with_a_refused_save_and_have_the_last_word(tmp_path
         assert manager.all_steps() == [0]
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_a_restore_holds_no_state_that_the_loop_has_dropped(tmp_path):
     """On a full device there is no room for two: that of the last step, and the restored one."""
     with GoCkptManager(tmp_path, options=Options(save_interval_steps=4)) as manager:

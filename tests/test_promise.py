@@ -88,6 +88,7 @@ def test_whoever_asks_just_as_it_comes_is_called():
     assert called == [6]
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_it_is_two_objects_for_the_garbage_collector():
     gc.collect()
     before = len(gc.get_objects())

@@ -199,6 +199,7 @@ def test_saves_that_overlap_are_all_written(tmp_path, monkeypatch):
             assert_same(loaded["state"].item, want)
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # v1's coroutines
 @pytest.mark.parametrize("of", ["PathAwaitingCreation.create", "_Sub.await_creation"])
 def test_a_save_without_a_directory_gives_its_bytes_back(of, tmp_path, monkeypatch):

@@ -91,6 +91,7 @@ class Endless(Mode):
         self.under_way = False
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_no_save_waits_for_the_one_before():
     bench, mode = object.__new__(around._OfSize), Endless()
     bench._chosen, bench._state = argparse.Namespace(**CHOSEN), None

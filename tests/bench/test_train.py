@@ -190,6 +190,7 @@ def test_a_save_that_the_next_one_waits_for_has_the_time_that_it_took(monkeypatc
     assert record.figures["gockpt/10/drain_over_interval"] == 1.5
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_collections_of_garbage_are_told_of_the_step_that_had_them():
     class Collecting(Saved):
         def save(self, label, state):

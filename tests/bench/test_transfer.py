@@ -123,6 +123,7 @@ def test_calls_of_save_are_those_of_windows_snapshots_and_stock():
     assert len(record.samples["save_call_ratio"]) == len(record.samples["held_back_ratio"]) == 2
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_full_collections_are_counted_by_save():
     class Collecting:
         def run(self, label):
@@ -130,11 +131,12 @@ def test_full_collections_are_counted_by_save():
                 gc.collect(generation)
 
     record = Record("transfer")
-    _add_collections(record, "_stock", Collecting(), range(4))  # one save's: each is a while here
+    _add_collections(record, "_stock", Collecting(), range(8))
     assert record.samples["full_collections_per_save_stock"] == [8]
-    assert len(record.samples["full_collection_ms"]) == 8
+    assert len(record.samples["full_collection_ms"]) == 16
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_what_comes_to_the_oldest_generation_is_counted_by_save():
     class Keeping:
         def __init__(self):

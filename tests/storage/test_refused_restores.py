@@ -200,6 +200,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_item(saved: Path, tmp_path: Path, name: str) -> None:

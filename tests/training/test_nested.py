@@ -455,6 +455,7 @@ def test_what_goes_wrong_as_it_is_looked_at_does_not_lose_it(kind, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 @pytest.mark.parametrize("kind", ["nnx", "eqx", "jit"])
 def test_the_state_is_looked_at_until_it_is_found_and_not_held(kind, monkeypatch):
     """Which takes time at every call, and would keep a second state on the devices."""
@@ -485,6 +486,7 @@ def test_nothing_is_looked_at_where_there_are_no_windows(monkeypatch):
     run(wrapped)
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_the_state_of_a_call_that_returns_none_is_not_held():
     step = eqx.filter_jit(lambda m, o, x, train: eqx_update(m, o, x) if train else jnp.max(x))
     wrapped, state, other = wrap(step), eqx_state(), eqx_state()

@@ -427,6 +427,7 @@ def two_kinds():
     return step, state, [weakref.ref(program) for program in programs]
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_programs_of_which_no_more_is_known_are_not_kept():
     step, state, programs = two_kinds()
     jax.clear_caches()
@@ -435,6 +436,7 @@ def test_programs_of_which_no_more_is_known_are_not_kept():
     assert [program() for program in programs] == [None, None]
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_a_step_that_is_given_up_keeps_no_programs():
     step, _, programs = two_kinds()
     with pytest.warns(gockpt.SnapshotOnlyWarning, match="for a test"):

@@ -54,6 +54,7 @@ def test_a_view_of_the_users_buffer_stops_donation():
     assert view[3] == 3
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 @every_place
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_reference_holds_as_much_as_a_copy(place, frozen):

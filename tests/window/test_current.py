@@ -210,6 +210,7 @@ def test_beside_others_a_window_is_taken_up_again_where_a_call_came_to_nothing(s
     assert window.state == (state if several else ())  # what was replaced is told by that
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_what_a_call_in_vain_was_made_with_is_held_until_the_next_version():
     window = Window()
     window.state = (kept := Held(),)

@@ -951,6 +951,7 @@ class Contended:
         self._lock.release()
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_a_forgotten_manager_lives_until_its_save_is_written(tmp_path, monkeypatch):
     """As where a notebook's cell runs again: the end of the script writes what it finds alive."""
     may_end, result = threading.Event(), Written.result

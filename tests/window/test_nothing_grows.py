@@ -66,6 +66,7 @@ def play(loop: Loop) -> None:
     loop.state = loop.manager.restore(loop.manager.latest_step(), args=like)
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 @pytest.mark.parametrize(("on_busy", "steps"), [("wait", 3), ("newest", 3), ("skip", None)])
 def test_nothing_grows(tmp_path: Path, on_busy: str, steps: int | None) -> None:
     window = {"steps": steps, "on_busy": on_busy}
@@ -84,6 +85,7 @@ def test_nothing_grows(tmp_path: Path, on_busy: str, steps: int | None) -> None:
     assert not grown
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_a_closed_manager_holds_no_state_and_no_threads(tmp_path: Path) -> None:
     """Manager and steps refer to each other: what they held would stay for a collection."""
     gc.collect()

@@ -197,6 +197,7 @@ def test_tasks_are_dropped_once_run(worker, monkeypatch):
     assert heard == [False, True]
 
 
+@pytest.mark.usefixtures("its_own_garbage")
 def test_a_thread_without_tasks_ends_and_another_takes_the_next(monkeypatch):
     monkeypatch.setattr("gockpt_jax.window.worker._POLL_SECS", 0.01)
     monkeypatch.setattr("gockpt_jax.window.worker._IDLE_POLLS", 1)
