@@ -6,6 +6,7 @@ An update is a jitted function `(state, *data) -> state`, or `(state, aux)`, of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,15 +75,14 @@ class Analysis:
 
     def run(self) -> tuple[list[jax.Array], dict[Value, jax.Array]]:
         """One step: the new leaves, and the cut values as the armed step returns them."""
-        return self._armed()(self.args)
+        return self._armed(self.args)
 
     def replayed(
         self, cut: dict[Value, jax.Array], fence: Any = None
     ) -> Iterator[tuple[int, jax.Array]]:
         """The leaves that leave early as one replay from the old ones makes them, by position."""
         old = jax.tree.leaves(self.args[0])
-        for group in self.cut.groups:
-            recipe = jax.jit(make_recipe(group, self.leaves).apply)
+        for group, recipe in zip(self.cut.groups, self._recipes, strict=True):
             new = recipe(
                 [old[j] for j in group.leaves], [cut[v] for v in group.retained],
                 [cut[v] for v in group.scalars], fence,
@@ -93,13 +93,24 @@ class Analysis:
         self, updates: int, data: Callable[[int], list[Any]]
     ) -> Iterator[tuple[list[jax.Array], dict[Value, jax.Array]]]:
         """The first leaves, and then what each update gives; `data(n)` is what it is given."""
-        armed = self._armed()
+        armed = self._armed
         leaves, cut = jax.tree.leaves(self.args[0]), {}
         yield leaves, cut
         for n in range(updates):
             leaves, cut = armed((leaves, data(n)))
             yield leaves, cut
 
+    def given(self, state: Any, *data: Any) -> Analysis:
+        """The same programs, with other values."""
+        other = dataclasses.replace(self, args=(state, *data))
+        vars(other).update(_armed=self._armed, _recipes=self._recipes)
+        return other
+
+    @functools.cached_property
+    def _recipes(self) -> list[Callable[..., list[jax.Array]]]:
+        return [jax.jit(make_recipe(group, self.leaves).apply) for group in self.cut.groups]
+
+    @functools.cached_property
     def _armed(self) -> Callable[[Any], tuple[list[jax.Array], dict[Value, jax.Array]]]:
         values = self.cut.values
         armed = jax.jit(with_outputs(self.jaxpr, [v.site for v in values if v.site is not None]))
