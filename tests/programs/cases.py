@@ -10,7 +10,7 @@ IS_CAMPAIGN = "GOCKPT_INVARIANTS" in os.environ
 # In `make test` a program is played once: on the mesh, if where things lie in it may
 # matter. `make invariants` plays all on both, and `make lives` random lives of them.
 ON_ONE_DEVICE = (
-    "lion", "muon", "multisteps", "apply_if_finite", "ema",
+    "lion", "muon", "multisteps", "schedule_free", "apply_if_finite", "ema", "loss_scale",
     "param_edit", "frozen", "zero_size", "tied_embedding", "loss_first", "donate_argnames",
     "static_argnames", "adam_bf16_moments", "dict_state",
     "rng_argument", "retained", "params_opt_state", "state_alone", "python_int_step",
@@ -19,8 +19,8 @@ ON_BOTH = ("clip_adamw",)
 # Others like them are: what is cut of optimizers has tests of its own.
 NOT_PLAYED = (
     "sgd_momentum", "rmsprop", "inject_hyperparams", "l2_adam", "adabelief", "nadamw", "ademamix",
-    "dropout_raw_key", "static_argnums", "nested_tuple", "one_layer", "adamw", "schedule_free",
-    "multi_transform", "loss_scale", "numpy_batches",
+    "dropout_raw_key", "static_argnums", "nested_tuple", "one_layer", "adamw", "multi_transform",
+    "numpy_batches",
 )  # fmt: skip
 
 
