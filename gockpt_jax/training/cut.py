@@ -43,8 +43,9 @@ from typing import Any
 from gockpt_jax.training.exact import is_close, is_exact, why_inexact
 from gockpt_jax.training.flow import minimum_cut
 from gockpt_jax.training.merging import is_by_flags
+from gockpt_jax.training.primitives import MOVES
 from gockpt_jax.training.values import Op, Value
-from gockpt_jax.training.walk import Leaf, Walk, walk_back, why_unfit
+from gockpt_jax.training.walk import Leaf, Walk, is_elementwise, walk_back, why_unfit
 
 MIN_GAIN = 1.2
 """Bytes of a leaf over bytes retained for it, below which a window moves more than it spreads."""
@@ -212,6 +213,8 @@ def _describe(value: Value) -> str:
         return "an argument that the host will not have (a batch, a late leaf), or a constant"
     if value.op.name in ("scan", "while"):
         return f"a loop (`{value.op.name}`), within which nothing can be cut"
+    if not is_elementwise(value.op, value) or value.op.name in MOVES:
+        return f"`{value.op.name}`, which is not elementwise: the host repeats nothing else"
     return why_inexact(value.op)
 
 

@@ -60,6 +60,9 @@ ROUNDED = FUNCTIONS | SUMS | PRODUCTS | _names("div")
 # Of constants every compiler works these out on the host, rounded as IEEE 754 says. Not of what is
 # made of constants: there it may first make another expression of all.
 WORKED_OUT = _names("div sqrt")
+# What is in one place of the result comes out of others, even where all shapes are alike.
+MOVES = LAYOUTS - {"optimization_barrier"} | PARTS | JOINS
+MOVES |= MATRIX_PRODUCTS | CUMULATIVE | OF_MATRICES | _names("sort")
 
 # What compilers merge (`merging.py`).
 

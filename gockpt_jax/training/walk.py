@@ -155,7 +155,7 @@ def _ends_walk(value: Value, repeats: Callable[[Op], bool], goes_on: bool) -> bo
     # A scalar costs nothing to capture: no need to repeat it but for rounding. But the compiler
     # merges one that it knows with what follows, and so it must where the host repeats it.
     may_repeat = repeats if value.shape or value.is_folded else is_exact
-    if value.op is None or not (may_repeat(value.op) and _is_elementwise(value.op, value)):
+    if value.op is None or not (may_repeat(value.op) and is_elementwise(value.op, value)):
         return True
     if value.op.name not in IDENTITIES or goes_on or value.site is None:
         return False
@@ -164,7 +164,7 @@ def _ends_walk(value: Value, repeats: Callable[[Op], bool], goes_on: bool) -> bo
     return not value.site.is_in_branch and may_be_cut(value)
 
 
-def _is_elementwise(op: Op, value: Value) -> bool:
+def is_elementwise(op: Op, value: Value) -> bool:
     """Whether it needs what is in the same place, and scalars: sums spread rows of one element."""
     return all(v.shape in (value.shape, ()) for v in op.inputs)
 

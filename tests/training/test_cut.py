@@ -532,6 +532,9 @@ def test_what_many_leaves_come_out_of_is_judged_once(monkeypatch):
         (lambda w, g: (w * 0.9) * 0.3, "`mul`, which a compiler may make one with what is bef"),
         (lambda w, g: (w + 0.9) + 0.3, "`add`, which a compiler may make one with what is bef"),
         (lambda w, g: w / g, "`div` on float32, which the host does not repeat exactly"),
+        (lambda w, g: w + g[:1], "`add`, which is not elementwise: the host repeats nothing else"),
+        (lambda w, g: jnp.flip(w * g), "`rev`, which is not elementwise"),
+        (lambda w, g: w.at[0].set(1.0), "`scatter`, which is not elementwise"),
         (lambda w, g: g, "an argument that the host will not have"),
         (
             lambda w, g: lax.fori_loop(0, 3, lambda _, x: x + g, w),
