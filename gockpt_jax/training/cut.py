@@ -30,6 +30,9 @@ taken, and never a product: XLA may fold or contract a product with what it feed
 on with another number than the one returned (`merging.py`). So the cut lies at the gradient, or at
 the first value after it that the host can go on from.
 
+A leaf that becomes what is retained for others (the last gradient, as Adan keeps it) leaves early
+for nothing.
+
 `m` and `v` share `c`: they form one *group* and leave together. This is the paper's scheme (arXiv
 2511.07035, section 3) without its knowledge of Adam: "moments first, parameters last" comes out of
 the program.
@@ -167,12 +170,15 @@ def _cheapest(
         links[(value, "out"), (user, "in")] = None
     for value in walk.sources:
         links["start", (value, "in")] = None
-    for leaf in leaves:  # giving it up; then the host does not have its old value either
-        price = links.get(((leaf.new, "in"), "end")) or 0.0
-        links[(leaf.new, "in"), "end"] = price + leaf.old.nbytes
-        links[(leaf.new, "in"), (leaf.old, "in")] = None
+    used = {value for value, _ in walk.uses if value in walk.between}
+    # What is retained for another leaf is had by its own, too.
+    gates = [(leaf.new, "out" if leaf.new in used else "in") for leaf in leaves]
+    for leaf, gate in zip(leaves, gates, strict=True):
+        # Giving it up; then the host does not have its old value either.
+        links[gate, "end"] = (links.get((gate, "end")) or 0.0) + leaf.old.nbytes
+        links[gate, (leaf.old, "in")] = None
     wet = minimum_cut(links, "start", "end")
-    early = [leaf for leaf in leaves if (leaf.new, "in") not in wet]
+    early = [leaf for leaf, gate in zip(leaves, gates, strict=True) if gate not in wet]
     return early, {v for v in cuttable if (v, "in") in wet and (v, "out") not in wet}
 
 

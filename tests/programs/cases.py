@@ -10,7 +10,8 @@ IS_CAMPAIGN = "GOCKPT_INVARIANTS" in os.environ
 # In `make test` a program is played once: on the mesh, if where things lie in it may
 # matter. `make invariants` plays all on both, and `make lives` random lives of them.
 ON_ONE_DEVICE = (
-    "lion", "muon", "multisteps", "schedule_free", "apply_if_finite", "ema", "loss_scale",
+    "adan", "lion", "muon", "multisteps", "schedule_free", "apply_if_finite", "ema",
+    "loss_scale",
     "param_edit", "frozen", "zero_size", "tied_embedding", "loss_first", "donate_argnames",
     "static_argnames", "adam_bf16_moments", "dict_state",
     "rng_argument", "retained", "params_opt_state", "state_alone", "python_int_step",

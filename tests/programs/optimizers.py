@@ -75,6 +75,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "l2_adam": _l2_adam,
     "adabelief": lambda: optax.adabelief(LEARNING_RATE),
     "nadamw": lambda: optax.nadamw(LEARNING_RATE),
+    "adan": lambda: optax.adan(LEARNING_RATE, weight_decay=0.02),
     "ademamix": lambda: optax.contrib.ademamix(LEARNING_RATE),
 }
 

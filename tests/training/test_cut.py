@@ -201,13 +201,29 @@ def test_leaves_that_read_each_other_are_one_group_and_others_are_not():
     assert found.groups == [["a", "b"], ["c", "d"]]
 
 
-def test_a_leaf_whose_new_value_is_retained_for_others_is_late_as_without_them():
-    def step(s, g):
-        w = jnp.tanh(s["w"] * g)
-        return {"a": 0.9 * s["a"] + w, "b": 0.5 * s["b"] - w, "w": w}
+def test_a_leaf_whose_new_value_is_retained_for_others_leaves_with_them():
+    """A gradient that is kept for the next step, as Adan and optimistic gradient descent do."""
 
-    found = analyse(step, state("a", "b", "w"), gradient())
-    assert found.groups == [["a", "b"]]
+    def step(s, g):
+        kept = jnp.tanh(g)
+        m = 0.9 * s["m"] + 0.1 * kept
+        return {"kept": kept, "m": m, "w": s["w"] - 0.1 * (kept - s["kept"])}
+
+    found = analyse(step, state("kept", "m", "w"), gradient())
+    assert found.groups == [["kept", "m", "w"]]
+    assert [v.shape for v in found.cut.values] == [(N,)]
+    new, cut = found.run()
+    for j, leaf in found.replayed(cut, None):
+        np.testing.assert_array_equal(leaf, new[j])
+
+
+@pytest.mark.parametrize("even_for_nothing", [False, True])
+def test_a_leaf_is_not_retained_for_itself(even_for_nothing):
+    def step(s, g):
+        return {"w": jnp.tanh(s["w"] * g)}
+
+    found = analyse(step, state("w"), gradient(), even_for_nothing=even_for_nothing)
+    assert found.groups == []
     assert "comes out of `tanh`" in found.late["w"]
 
 
@@ -372,8 +388,12 @@ OF_AN_EMBEDDING = {
 }
 
 
+def twice(s, g):
+    return {"m": 0.9 * s["m"] + g, "w": s["w"] - g}
+
+
 @pytest.mark.parametrize("name", OF_AN_EMBEDDING)
-@pytest.mark.parametrize(("update", "groups"), [(adam, [["m", "v"]]), (momentum, [])])
+@pytest.mark.parametrize(("update", "groups"), [(adam, [["m", "v"]]), (twice, [])])
 def test_what_an_embedding_scatters_is_cut_in_front_of_a_product_alone(update, groups, name):
     """With a sum that it feeds, XLA makes one scatter of it (`scatters`)."""
     rows = jnp.array([1, 5, 1])
@@ -383,6 +403,15 @@ def test_what_an_embedding_scatters_is_cut_in_front_of_a_product_alone(update, g
 
     names = ("m", "v", "w") if update is adam else ("m", "w")
     assert analyse(step, state(*names), gradient()).groups == groups
+
+
+def test_the_sum_of_what_an_embedding_scatters_is_retained_if_it_is_a_leafs_own():
+    def step(s, g):
+        return momentum(s, jnp.zeros(N).at[jnp.array([1, 5, 1])].add(g[:3]))
+
+    found = analyse(step, state("m", "w"), gradient())
+    assert found.groups == [["m", "w"]]
+    assert found.cut.values == (found.leaves[0].new,)
 
 
 @pytest.mark.parametrize(

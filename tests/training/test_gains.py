@@ -125,6 +125,9 @@ OPTIMIZERS: dict[str, tuple[optax.GradientTransformation, float]] = {
     "clipped by values": (optax.chain(optax.clip(1.0), optax.adamw(1e-3)), 2 / 3),
     "clipped Lion": (optax.chain(CLIP, optax.lion(1e-3)), 1.0),
     "clipped AMSGrad": (optax.chain(CLIP, optax.amsgrad(1e-3)), 1 / 2),
+    # They keep the gradient, or what they make of it, which is retained for others.
+    "clipped Adan": (optax.chain(CLIP, optax.adan(1e-3)), 4 / 5),
+    "optimistic Adam": (optax.optimistic_adam_v2(1e-3), 1.0),
     "only if finite": (optax.chain(CLIP, optax.apply_if_finite(optax.adam(1e-3), 5)), 2 / 3),
     "clipped if finite": (optax.apply_if_finite(CLIPPED, 5), 2 / 3),
     # Its fourth array are the sums, whose gradients would have to follow beside the clipped ones.

@@ -366,8 +366,7 @@ def added_inside(mapped, state, x):
 
 
 def moved(state, g):
-    m = 0.9 * state["m"] + g
-    return state | {"m": m, "w": state["w"] - 0.5 * m}
+    return state | {"m": 0.9 * state["m"] + g, "w": state["w"] - g}
 
 
 def rows_of_each(x):

@@ -218,7 +218,7 @@ UPDATES = {
         tied, state("m", "w"), [["m", "w"]], lambda s, g: [jnp.cos(g) + jnp.sin(g)]
     ),
     "masked": Update(
-        masked, state("m", "w"), [], lambda s, g: [], late={"m": "product", "w": "saves too little"}
+        masked, state("m", "w"), [["m", "w"]], lambda s, g: [masked(s, g)["m"]]
     ),
     "learning rate": Update(
         loss_scaled, state("m", "w") | {"count": jnp.float32(3)}, [["m", "w"]], scalars=1,
