@@ -61,7 +61,8 @@ class Planned:
             fixed = options.steps and steps
             limited = dataclasses.replace(options, steps=fixed, max_steps=steps)
             plan = plan_window(self.size, limited, budget_bytes, self.facts)
-            why = f"{plan.reason}; the save was {counted(steps - 1, 'step')} away"
+            asked = plan.reason.replace(f"`steps={fixed}`", f"`steps={options.steps}`")
+            why = f"{asked}; the save was {counted(steps - 1, 'step')} away"
             self._shorter[steps] = dataclasses.replace(plan, reason=why)
         return dataclasses.replace(self, plan=self._shorter[steps])
 

@@ -175,7 +175,7 @@ def test_a_plan_is_shortened_only_where_the_save_is_nearer():
     of_user = WindowOptions(steps=4)
     assert planned.within(4, of_user, None) is planned.within(9, of_user, None) is planned
     shorter = planned.within(3, of_user, None)
-    assert shorter.plan == Plan(((0, 1), (2,)), "`steps=3`; the save was 2 steps away")
+    assert shorter.plan == Plan(((0, 1), (2,)), "`steps=4`; the save was 2 steps away")
     assert shorter.size is size
     assert planned.host_bytes == shorter.host_bytes == (300, 2 * 15)
     assert planned.within(2, of_user, None).plan.blocks == ((0, 1, 2),)
