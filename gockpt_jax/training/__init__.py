@@ -9,6 +9,8 @@ In the order of their imports. What a step computes, and what a compiler may mak
     numbers      which the compiler knows, which may be one, which flags are always the same
     apart        which sums the compiler takes apart
     factors      what a factor may be seen to be
+    hidden       of which operations they see more than we do
+    common_factors  sums of which they make one product
     merging      what compilers merge
     scattered    what they scatter into a sum
 

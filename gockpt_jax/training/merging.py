@@ -5,35 +5,30 @@ cut lies only where nothing in front of the value can be merged with what follow
 compiler merges what another leaves, so the host does not repeat it.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from gockpt_jax import _compat
-from gockpt_jax.training.apart import computes_apart, is_apart, summed
+from gockpt_jax.training.apart import computes_apart
+from gockpt_jax.training.common_factors import ends_factors, shares_a_factor, shares_a_spread
 from gockpt_jax.training.erased import is_one_product, may_be_erased
 from gockpt_jax.training.factors import may_be_flags, may_be_spread
+from gockpt_jax.training.hidden import hides_a_body
 from gockpt_jax.training.numbers import (
     is_power_of_two,
     may_be_all_of,
-    may_be_equal,
     may_be_one,
     may_be_zero,
     may_hold,
-    reciprocal,
 )
-from gockpt_jax.training.primitives import ENDS, IDENTITIES, MELTING, PRODUCTS, RISING, SUMS
+from gockpt_jax.training.primitives import MELTING, PRODUCTS, RISING, SUMS
 from gockpt_jax.training.values import (
     Op,
-    Ratio,
     Value,
     is_known,
     judged_once,
     unspread,
-    unspread_through_walls,
     without_walls,
 )
 
@@ -65,7 +60,7 @@ def merges(op: Op) -> bool:
     Nor is a product by flags, of which a choice is made where they are seen to be such, nor a sum
     with what some find to be zero: erased, it leaves -0.0 as it is.
     """
-    return _shares_a_factor(op) or _folds(op) or is_by_flags(op) or _may_add_nothing(op)
+    return shares_a_factor(op) or _folds(op) or is_by_flags(op) or _may_add_nothing(op)
 
 
 def melts(op: Op) -> bool:
@@ -125,60 +120,6 @@ def _leads_to(
     return [(inner, finds, ends) for inner in behind if inner is not None]
 
 
-@judged_once
-def _shares_a_factor(op: Op) -> bool:
-    """Whether a sum is of two products by one number."""
-    return any(True for _ in _shared_factors(op))
-
-
-@judged_once
-def _shares_a_spread(op: Op) -> bool:
-    """Whether they share what is spread, or a constant: one that folds with what follows."""
-    return any(map(may_be_spread, _shared_factors(op)))
-
-
-def _shared_factors(op: Op) -> Iterator[Value]:
-    if op.name in SUMS and jnp.issubdtype(op.inputs[0].dtype, jnp.inexact):
-        one, other = (_factors(v).items() for v in op.inputs)
-        yield from (
-            a
-            for a, per_a in one
-            if not is_power_of_two(a)
-            and any(may_be_equal(a, b, per_a, per_b) for b, per_b in other)
-        )
-
-
-def _factors(value: Value) -> dict[Value, Ratio]:
-    """What a product multiplies, with what products among that do, and these; or nothing.
-
-    A division by a constant is a product with its reciprocal.
-
-    Returns:
-      How many elements are beside each what is one beside the value.
-    """
-    found, products = dict[Value, Ratio](), dict[Value, Ratio]()
-    stack: list[tuple[Value, Ratio]] = [(value, 1)]
-    while stack:
-        value, per = unspread_through_walls(*stack.pop())
-        op = value.op
-        if value in found or value in products:  # a product may be of one with itself, and again
-            continue
-        behind: Sequence[Value] = ()
-        if op is not None and (op.name in PRODUCTS or _divides_by_constant(op)):
-            products[value] = per
-            behind = (op.inputs[0], reciprocal(op.inputs[1])) if op.name == "div" else op.inputs
-        else:
-            found[value] = per
-            if op is not None:
-                behind = op.inputs if op.name in IDENTITIES else may_be_all_of(op)
-        stack.extend((v, per) for v in behind)
-    return found | products if products else {}
-
-
-def _divides_by_constant(op: Op) -> bool:
-    return op.name == "div" and is_known(op.inputs[1])
-
-
 def _folds(op: Op) -> bool:
     """Whether a constant in front of a product may be made one with its factor; so of sums."""
     if len(op.inputs) == 1 or (op.name == "sub" and is_known(op.inputs[0])):
@@ -224,26 +165,14 @@ def _multiplies_by_constant(op: Op) -> bool:
     return is_constant or computes_apart(op)
 
 
-@judged_once
 def _hides(op: Op) -> bool:
-    """Whether XLA sees more of an operation than we do: a body, parts, an array changed in place.
+    """Whether XLA sees more of an operation than we do.
 
-    It erases the walls of an interpreted Pallas kernel, a `custom_vmap`, a `custom_partitioning`,
-    and makes of `jax.new_ref` the numbers that are written there. Of flags that are made numbers it
-    still knows what they are (`is_by_flags`).
+    Of flags that are made numbers it still knows what they are (`is_by_flags`).
     """
-    if any(_compat.is_mutable(v.aval) for v in op.inputs) or computes_apart(op):
-        return True
     if op.name == "convert_element_type" and op.inputs[0].dtype == jnp.bool_:
         return bool(jnp.issubdtype(op.params["new_dtype"], jnp.inexact))
-    if (op.name in ENDS and not may_be_erased(op)) or _is_compiled_kernel(op):
-        return False
-    params = (p if isinstance(p, tuple | list) else (p,) for p in op.params.values())
-    return any(map(_compat.is_jaxpr, itertools.chain.from_iterable(params)))
-
-
-def _is_compiled_kernel(op: Op) -> bool:
-    return op.name == "pallas_call" and not op.params.get("interpret")
+    return hides_a_body(op)
 
 
 def _is_power(op: Op) -> bool:
@@ -268,13 +197,9 @@ def _is_rounding_factor(op: Op) -> bool:
 @judged_once
 def _ends_chain(op: Op) -> bool:
     """Whether XLA cannot fold a factor in front of this operation with one behind it."""
-    if op.name in SUMS or op.name in ("select_n", "max", "min"):
-        return not (may_be_all_of(op) or _shares_a_spread(op))
-    if op.name == "clamp":
-        return not any(may_hold(v, np.isinf) for v in op.inputs)
-    if op.name in ENDS:
-        return not (may_be_erased(op) or is_apart(op))
-    return (summed(op) > 1 and not is_apart(op)) or _is_compiled_kernel(op)
+    if op.name in SUMS:
+        return not (may_be_all_of(op) or shares_a_spread(op))
+    return ends_factors(op)
 
 
 @judged_once

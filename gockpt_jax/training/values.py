@@ -159,6 +159,10 @@ class Op:
     """What those of a size at least are made of otherwise, likewise: by that size."""
     sources: dict[bool, Any] = dataclasses.field(default_factory=dict)
     """What names its results, if they are products and if not, likewise."""
+    common_factors: "tuple[tuple[Value, Ratio], ...] | None" = None
+    """Of a sum: what its terms are all multiplied by, likewise (`common_factors.py`)."""
+    ends: Sequence[int] | None = None
+    """Of arrays that are joined, or taken apart: where each ends, likewise."""
     entered: "dict[Value, list[tuple[Any, Value]]]" = dataclasses.field(default_factory=dict)
     """Of a `shard_map`: what each input is inside, and how its shards lie there."""
     stands_for: "tuple[Value, ...]" = ()

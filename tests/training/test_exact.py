@@ -887,6 +887,30 @@ TAKEN_APART = {
         pytest.param(lambda x, y: x * 0.1 + y / 10.0, False, id="product and quotient by one"),
         pytest.param(lambda x, y: x * x[0] + y * x[0], False, id="products by one scalar"),
         pytest.param(
+            lambda x, y: x * 0.1 + y * 0.1 + jnp.sin(x) * 0.1, False, id="three of them"
+        ),
+        pytest.param(
+            lambda x, y: x * 0.1 - (y * 0.1 - (jnp.sin(x) * 0.1 + jnp.sin(y) * 0.1)), False,
+            id="four, otherwise summed",
+        ),
+        pytest.param(
+            lambda x, y: (x * x[0] + y * x[0]) + jnp.sin(x) * x[0], False, id="three by one scalar"
+        ),
+        pytest.param(
+            lambda x, y: (x * 0.1 + y * 0.1) + jnp.sin(x) * 0.3, True, id="the third by another"
+        ),
+        pytest.param(
+            lambda x, y: (x * 0.1 + y * 0.3) + jnp.sin(x) * 0.1, True, id="the second by another"
+        ),
+        pytest.param(
+            lambda x, y: (x * 0.1 + y * 0.1) * 0.3 + y * 0.3, False, id="a sum of them, times more"
+        ),
+        pytest.param(lambda x, y: x * 0.1 + x * 0.2, False, id="a number, by two constants"),
+        pytest.param(lambda x, y: x * y * 0.1 + x * 0.3, True, id="a number, by one array"),
+        pytest.param(
+            lambda x, y: (0.0 * x + x / 3.0) + y / 3.0, False, id="nothing of it, and a third"
+        ),
+        pytest.param(
             lambda x, y: x * (jnp.full(4, x[0]) * 0.3) + y * (jnp.full(4, x[0]) * 0.3), False,
             id="products by one spread scalar",
         ),
@@ -964,6 +988,63 @@ SEEN_THROUGH = {
 def test_what_ends_no_chain(name):
     """A factor in front of it may be folded with one behind it, or is erased with it."""
     assert not may_be_cut(last(lambda x, y: SEEN_THROUGH[name](x * y), "float32", "float32"))
+
+
+COMPUTED = ("absolute", "exponential", "logarithm", "negated", "rounded", "updated", "complex")
+
+
+@pytest.mark.parametrize("name", [
+    name for name in SEEN_THROUGH if not (name.startswith(COMPUTED) or "bits" in name)
+])  # fmt: skip
+@pytest.mark.parametrize("on_both_sides", [False, True])
+def test_products_by_one_number_are_seen_behind_what_moves_them(name, on_both_sides):
+    move = SEEN_THROUGH[name]
+
+    def summed(x, y):
+        other = move(y * 0.1) if on_both_sides else jnp.broadcast_to(y[0], move(x).shape) * 0.1
+        return move(x * 0.1) + other
+
+    assert not may_be_cut(last(summed, "float32", "float32"))
+
+
+@jax.custom_batching.custom_vmap
+def hidden(x):
+    return x * 0.1
+
+
+hidden.def_vmap(lambda size, batched, x: (hidden(x), batched[0]))
+
+
+@pytest.mark.parametrize("other", [hidden, lambda y: y * 0.1])
+def test_sums_of_what_a_body_hides_may_be_products_by_one_number(other):
+    assert not may_be_cut(last(lambda x, y: hidden(x) + other(y), "float32", "float32"))
+    assert may_be_cut(last(lambda x, y: hidden(x) + y, "float32", "float32"))
+
+
+def flat(x, y):
+    """Four arrays of four elements: of one it is a product by a constant that is of interest."""
+    return jnp.concatenate([x, jnp.sin(y) * 0.3, x * 0.1, y])
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (lambda flat: flat[:4], True),
+        (lambda flat: flat[4:8], True),
+        (lambda flat: flat[7:11], False),
+        (lambda flat: flat[8:12], False),
+        (lambda flat: flat[11:15], False),
+        (lambda flat: flat[12:], True),
+        (lambda flat: jnp.split(flat, 4)[1], True),
+        (lambda flat: jnp.split(flat, 4)[2], False),
+        (lambda flat: jnp.split(flat.reshape(4, 4), 4)[0][0], False),
+    ],
+)
+def test_of_a_flat_vector_a_part_is_what_it_was_joined_of(part, expected):
+    """Of others nothing is in it: their factors are of no interest."""
+    assert (
+        may_be_cut(last(lambda x, y: part(flat(x, y)) + y * 0.1, "float32", "float32")) is expected
+    )
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,11 @@ VALUES: dict[str, Callable[..., Any]] = {
     "plus a constant, reversed": lambda x, a, r: (x + 0.1)[::-1],
     "plus a constant and more": lambda x, a, r: (x + 0.1) + a[:, 0],
     "both scaled": lambda x, a, r: x * 0.1 + a[:, 0] * 0.1,
+    "all scaled": lambda x, a, r: x * 0.1 + a[:, 0] * 0.1 + a[:, 1] * 0.1,
+    "a sum of thirds": lambda x, a, r: x / 3.0 + (a[:, 0] / 3.0 + a[:, 1] / 3.0),
+    "both scaled, one moved": lambda x, a, r: (
+        (x * 0.1).reshape(2, -1)[::-1].reshape(-1) + a[:, 0] * 0.1
+    ),
     "chosen": lambda x, a, r: jnp.where(x > 0, x * 0.1, a[:, 0] * 0.1),
     "cumulative": lambda x, a, r: jnp.cumsum(x * 0.1),
     "narrowed": lambda x, a, r: (x * 0.1).astype(jnp.bfloat16).astype(jnp.float32),
@@ -163,6 +168,13 @@ ERASED: dict[str, Callable[..., Any]] = {
     "by a batching of its own": lambda x, a, r: batched_by_hand(x),
     "by a partitioning of its own": lambda x, a, r: partitioned_by_hand(x),
     "in a kernel": lambda x, a, r: in_a_kernel(x),
+    "both scaled, and sorted alone": lambda x, a, r: (
+        jnp.sort((x * 0.1)[None], 0)[0] + jnp.sort((a[:, 0] * 0.1)[None], 0)[0]
+    ),
+    "both scaled in kernels": lambda x, a, r: in_a_kernel(x) + in_a_kernel(a[:, 0]),
+    "sums of what is spread": lambda x, a, r: sum(
+        jnp.sum(jnp.broadcast_to(v, (3, SIZE)), 0) for v in (x, a[:, 0])
+    ),
 }
 if hasattr(jax, "new_ref"):
     ERASED["in place"] = lambda x, a, r: in_place(x)
