@@ -129,8 +129,9 @@ def test_what_follows_is_cut_from_where_the_compiler_has_put_it():
 
 def test_a_captured_scalar_travels_from_where_the_compiler_has_put_it():
     def step(state):
-        m = jnp.sin(state["n"]) * state["m"] + jnp.cos(state["w"])
-        return {"m": m, "w": state["w"] - m, "n": state["n"] + 1}
+        c = jnp.cos(state["w"])
+        m = jnp.sin(state["n"]) * state["m"] + c
+        return {"m": m, "w": state["w"] - c, "n": state["n"] + 1}
 
     state = {k: jax.device_put(jnp.ones(SHAPE), PLACES["sharded"]) for k in ("m", "w")}
     state["n"] = jax.device_put(jnp.float32(1), NamedSharding(MESH, PartitionSpec()))
