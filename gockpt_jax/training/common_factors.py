@@ -25,6 +25,7 @@ from gockpt_jax.training.numbers import (
     reciprocal,
 )
 from gockpt_jax.training.primitives import (
+    CHOICE,
     ENDS,
     IDENTITIES,
     JOINS,
@@ -176,7 +177,9 @@ def _factors(value: Value, unknown: list[Op]) -> _Factors:
 
 
 def _moved(value: Value, op: Op) -> Sequence[Value]:
-    """What an operation puts elsewhere, if that is all that it does."""
+    """What an operation puts elsewhere, if that is all that it does, or one of what it chooses."""
+    if op.name == CHOICE.name:
+        return op.inputs[1:]
     if op.name in ("slice", "split"):
         return _parts(value, op)
     is_of_few = op.name in JOINS and len(op.inputs) <= _FEW

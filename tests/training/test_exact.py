@@ -905,6 +905,10 @@ TAKEN_APART = {
         pytest.param(
             lambda x, y: (x * 0.1 + y * 0.1) * 0.3 + y * 0.3, False, id="a sum of them, times more"
         ),
+        pytest.param(
+            lambda x, y: lax.cond(x[0] > 0, lambda t: t * 0.1, lambda t: t * 0.1, x) + y * 0.1,
+            False, id="one of them in each branch",
+        ),
         pytest.param(lambda x, y: x * 0.1 + x * 0.2, False, id="a number, by two constants"),
         pytest.param(lambda x, y: x * y * 0.1 + x * 0.3, True, id="a number, by one array"),
         pytest.param(
