@@ -448,6 +448,16 @@ def test_more_than_was_foreseen_is_counted(room):
     assert device.used_bytes == 0
 
 
+def save_by_a_window_of_four_steps(directory):
+    options = ocp.CheckpointManagerOptions(save_interval_steps=8)
+    with GoCkptManager(directory, options=options, window=WindowOptions(steps=4)) as manager:
+        step, state = manager.wrap(jax.jit(update, donate_argnums=0)), fresh()
+        for label in range(9):
+            state = step(state)
+            manager.save(label, args=GoCkptSave(state))
+    assert manager.last_report.kind == "window"
+
+
 def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch):
     """At each the trainer may lose the interpreter."""
     follow, start = OpenWindow.follow, block.Block.start_pull
@@ -464,13 +474,7 @@ def test_what_follows_leaves_by_one_call_whatever_has_left(tmp_path, monkeypatch
 
     monkeypatch.setattr(block.Block, "start_pull", starting)
     monkeypatch.setattr(OpenWindow, "follow", following)
-    options = ocp.CheckpointManagerOptions(save_interval_steps=8)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
-        step, state = manager.wrap(jax.jit(update, donate_argnums=0)), fresh()
-        for label in range(9):
-            state = step(state)
-            manager.save(label, args=GoCkptSave(state))
-    assert manager.last_report.kind == "window"
+    save_by_a_window_of_four_steps(tmp_path)
     assert by_step == [1, 1, 1]
 
 
@@ -486,13 +490,7 @@ def test_what_leaves_in_a_call_that_is_made_again_is_followed_once(tmp_path, mon
         window.given_up = None
 
     monkeypatch.setattr(OpenWindow, "leave", leaving)
-    options = ocp.CheckpointManagerOptions(save_interval_steps=8)
-    with GoCkptManager(tmp_path, options=options, window=WindowOptions(steps=4)) as manager:
-        step, state = manager.wrap(jax.jit(update, donate_argnums=0)), fresh()
-        for label in range(9):
-            state = step(state)
-            manager.save(label, args=GoCkptSave(state))
-    assert manager.last_report.kind == "window"
+    save_by_a_window_of_four_steps(tmp_path)
     assert len(followed) == 6
     assert followed[::2] == followed[1::2]
 
