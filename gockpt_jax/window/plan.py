@@ -155,8 +155,9 @@ def _is_most_saved(group: Sequence[int], weights: Sequence[int], unsaved: frozen
 
 
 def plan_window(
-    size: StateBytes, options: WindowOptions, budget_bytes: int | None, facts: Facts
-) -> Plan:
+    size: StateBytes, options: WindowOptions, budget_bytes: int | None, facts: Facts,
+    at_most: int | None = None,
+) -> Plan:  # fmt: skip
     """Chooses K and fills the blocks.
 
     Args:
@@ -165,6 +166,7 @@ def plan_window(
       budget_bytes: Bytes that may be staged and retained on one device; `None`: no limit.
       facts: Time and rate, with which stalls are predicted and the plan with the least is taken
         (`choice.py`). Without them, the smallest K that keeps within the device budget.
+      at_most: The largest K, where the save is nearer; `None`: as the options say.
 
     Returns:
       The plan; `steps` is 1 if nothing may leave early, if one device copy fits the budget, or if
@@ -172,14 +174,15 @@ def plan_window(
     """
     if not size.units:
         return Plan((), _NONE_AS_THEY_LIE)
+    most_steps = min(options.most_steps, at_most or options.most_steps)
     if options.steps is not None:
-        plan = fill_blocks(size.units, options.steps, f"`steps={options.steps}`")
+        plan = fill_blocks(size.units, most_steps, f"`steps={options.steps}`")
         return _told_of_excess(plan, size, budget_bytes)
     if (copy := why_one_copy(size.staged, budget_bytes)) is not None:
         return Plan((), copy)
     assert budget_bytes is not None, "without a budget one copy fits"
     if facts.step_secs is None or facts.link_bytes_per_sec is None:
-        return _smallest_window(size, options.max_steps, budget_bytes, facts.unknown)
+        return _smallest_window(size, most_steps, budget_bytes, facts.unknown)
     host = facts.host_budget_bytes
     choice = choose(
         Terms(
@@ -192,7 +195,7 @@ def plan_window(
             device_budget_bytes=budget_bytes,
             # Whatever is sent comes beside the copies that are made there.
             host_budget_bytes=None if host is None else host - size.taken.in_host_memory,
-            max_steps=options.max_steps,
+            max_steps=most_steps,
         )
     )
     return Plan(choice.cost.blocks, choice.reason)

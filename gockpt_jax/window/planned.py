@@ -58,11 +58,8 @@ class Planned:
         if steps >= self.plan.steps:
             return self
         if steps not in self._shorter:
-            fixed = options.steps and steps
-            limited = dataclasses.replace(options, steps=fixed, max_steps=steps)
-            plan = plan_window(self.size, limited, budget_bytes, self.facts)
-            asked = plan.reason.replace(f"`steps={fixed}`", f"`steps={options.steps}`")
-            why = f"{asked}; the save was {counted(steps - 1, 'step')} away"
+            plan = plan_window(self.size, options, budget_bytes, self.facts, at_most=steps)
+            why = f"{plan.reason}; the save was {counted(steps - 1, 'step')} away"
             self._shorter[steps] = dataclasses.replace(plan, reason=why)
         return dataclasses.replace(self, plan=self._shorter[steps])
 

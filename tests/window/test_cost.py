@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gockpt_jax.window.choice import (
@@ -18,7 +18,10 @@ from gockpt_jax.window.choice import (
 )
 from gockpt_jax.window.cost import Terms, Unit, copied_bytes, play
 
-thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+thorough = settings(
+    max_examples=150, derandomize=True, deadline=None, database=None,
+    suppress_health_check=[HealthCheck.too_slow],  # on a machine that others use, too
+)  # fmt: skip
 TICK = 1.001e-3  # stalls closer than this are equal to the model
 
 
