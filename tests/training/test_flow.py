@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeded import SEEDED
 
 from gockpt_jax.training.flow import minimum_cut
 
@@ -33,7 +34,7 @@ def all_sides(inner, links):
                 yield side, sum(leaving)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(SEEDED, max_examples=300)
 @given(networks())
 def test_narrowest_and_nearest_to_the_start(network):
     inner, links = network

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs.random_updates import with_special
+from seeded import SEEDED
 from training_helpers import Analysis, analyse, bits, vector
 from updates import UPDATES, gradient
 
@@ -27,8 +28,6 @@ OPS = {
     "root": lambda x, y: jnp.sqrt(abs(x)) - y,
     "scale": lambda x, y: 0.7 * x,
 }
-few = settings(derandomize=True, deadline=None, database=None,
-               suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 
 
 @st.composite
@@ -71,7 +70,7 @@ def assert_each_group_replays_alone(found: Analysis) -> None:
             np.testing.assert_array_equal(bits(chunk), bits(want), found.leaves[j].path)
 
 
-@settings(few, max_examples=40)
+@settings(SEEDED, max_examples=40)
 @given(random_updates())
 def test_a_groups_replay_needs_no_other_group(step):
     state, data = state_and_data()
@@ -83,7 +82,7 @@ def price(found: Analysis, early: set[int], retained_bytes: int) -> float:
     return MIN_GAIN * retained_bytes + late
 
 
-@settings(few, max_examples=150)
+@settings(SEEDED, max_examples=150)
 @given(random_updates())
 def test_no_other_choice_of_leaves_is_cheaper(step):
     """Each choice with the fewest bytes that it can do with; other leaves are then late."""

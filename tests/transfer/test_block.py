@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from seeded import SEEDED
 
 from gockpt_jax.compiling import Programs
 from gockpt_jax.transfer import block as blocks
@@ -503,7 +504,7 @@ def test_a_program_that_failed_to_compile_is_tried_again(monkeypatch):
     np.testing.assert_array_equal(block.stage([array])[0], array)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None, database=None)
+@settings(SEEDED, max_examples=100)
 @given(st.lists(st.integers(1, 40), max_size=4), st.integers(1, 30))
 def test_rows_cover_a_shard_once_in_equal_parts(shape, parts):
     ranges = row_ranges(tuple(shape), parts)

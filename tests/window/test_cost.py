@@ -6,8 +6,9 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from seeded import SEEDED
 
 from gockpt_jax.window.choice import (
     LEAST_GAIN_SECS,
@@ -18,10 +19,7 @@ from gockpt_jax.window.choice import (
 )
 from gockpt_jax.window.cost import Terms, Unit, copied_bytes, play
 
-thorough = settings(
-    max_examples=150, derandomize=True, deadline=None, database=None,
-    suppress_health_check=[HealthCheck.too_slow],  # on a machine that others use, too
-)  # fmt: skip
+thorough = settings(SEEDED, max_examples=150)
 TICK = 1.001e-3  # stalls closer than this are equal to the model
 
 

@@ -14,6 +14,7 @@ from alone import FIRST_ALONE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from seeded import SEEDED
 
 from gockpt_jax import WindowOptions, _compat
 from gockpt_jax.storage.writing.array_layout import ReplicaLayout
@@ -37,7 +38,7 @@ from gockpt_jax.window.units import placement, sharers, units_behind
 
 NO_CUT = StepCut((), (), (), (), (), {}, True)
 
-thorough = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+thorough = settings(SEEDED, max_examples=150)
 
 
 @st.composite
