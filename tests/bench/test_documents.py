@@ -41,19 +41,62 @@ def lars(figures):
     yield f"by at most {figures['lars/cut/ulps']} ULP in the first step, {by} of the leaf's largest"
 
 
-def armed_with_fma(figures):
-    perturbed = {
+def _perturbed(figures):
+    """How many are, with FMA, on each model; by how much at most; and the two that grow."""
+    by = {
         tuple(name.split("/")[:2]): by
         for name, by in figures.items()
         if name.endswith("/fma/perturbed by") and by > 0
     }
-    grown = [perturbed.pop(("transformer", name)) for name in ("adam, l2", "adamw, clipped")]
-    models = [model for model, _ in perturbed] + ["transformer"] * 2
-    mlp, transformer = models.count("mlp"), models.count("transformer")
-    count = len({name.split("/")[1] for name in figures})
+    models = [model for model, _ in by]
+    grown = [by.pop(("transformer", name)) for name in ("adam, l2", "adamw, clipped")]
+    most = short(max(by.values()))
+    return models.count("mlp"), models.count("transformer"), most, short(grown[0]), grown[1]
+
+
+def armed_with_fma(figures):
+    mlp, transformer, most, l2, clipped = _perturbed(figures)
+    count = len(_optimizers(figures))
     yield f"{mlp} of the {count} differ on the MLP after 8 armed steps and {transformer} on the"
-    yield f"by at most {short(max(perturbed.values()))} of a leaf's largest value; but for L2"
-    yield f"transformer, {short(grown[0])} and {grown[1]:.2f} (`bench/results/cut.json`)"
+    yield f"transformer, by at most {most} of a leaf's largest value; but for L2"
+    yield f"transformer, {l2} and {clipped:.2f} (`bench/results/cut.json`;"
+
+
+def armed_elsewhere(figures):
+    mlp, transformer, most, l2, clipped = _perturbed(figures)
+    assert most == "4.1e-7", "as on the machine before"
+    yield f"processor {mlp} and {transformer}, and {l2} and {clipped:.2f})"
+    count = len(_optimizers(figures))
+    yield f"any of the bench's {count} optimizers, on an MLP"
+    assert not any(v for name, v in figures.items() if name.endswith("/avx/perturbed"))
+
+
+ROWS = ("adan", "lars", "novograd", "optimistic_adam", "sm3")
+
+
+def cut_today(figures):
+    def of(name, what):
+        return figures[f"transformer/{name}/{what}"]
+
+    for name in ROWS:
+        early, late, scalars = (int(of(name, w)) for w in ("early", "late", "scalars"))
+        bytes_ = f"{of(name, 'early bytes'):.1f} | {of(name, 'retained'):.1f}"
+        yield f"| {name} | {early} / {late} | {bytes_} | {scalars} |"
+    count = len(_optimizers(figures))
+    yield f"none of the {count} is perturbed, and none torn"
+    assert not any(v for name, v in figures.items() if "/avx/" in name)
+    before = json.loads((RESULTS / "cut.json").read_text(encoding="utf-8"))["figures"]
+    changed = {
+        name
+        for name in _optimizers(figures)
+        for what in ("early", "late", "early bytes", "retained", "scalars")
+        if of(name, what) != before[f"transformer/{name}/{what}"]
+    }
+    assert changed == set(ROWS)
+
+
+def _optimizers(figures):
+    return {name.split("/")[1] for name in figures}
 
 
 def grown(figures):
@@ -674,6 +717,8 @@ def test_prose_tells_what_the_first_saves_of_a_process_took():
     [
         ("docs/guarantees.md", "cut_causes.json", lars),
         ("docs/guarantees.md", "cut.json", armed_with_fma),
+        ("docs/guarantees.md", "cut-cpu-2026-11-29.json", armed_elsewhere),
+        ("docs/decisions/0006-where-to-cut.md", "cut-cpu-2026-11-29.json", cut_today),
         ("docs/guarantees.md", "cut_growth.json", grown),
         (
             "docs/decisions/0014-plain-files-on-local-disks.md",
