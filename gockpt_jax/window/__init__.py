@@ -29,9 +29,9 @@ In the order of their imports:
     late_groups  what became late inside a window
     step_room    room on the device for what armed steps retain
     open_window  one window between its opening and its seal
-    opener       when one opens
     failures     how a failed save reaches the trainer
     current      the window that is open, and how it ends
+    opener       when one opens
     seal         a save at its seal, item by item
     advice       what is said where saves could be windows
     session      the life of windows

@@ -40,6 +40,7 @@ class CurrentWindow:
     Attributes:
       window: The one that is open; a signal handler may close it between any two lines.
       why_none: Why the next save has none; `None`: it has not been foreseen.
+      sealed_version: Of the last save. None opens at it: K is at most the distance between saves.
       no_room_for: The version of the last save for whose window a device had no room: no other is
         opened for it. Alone; beside other processes it stays open.
       failure: What has failed in one that has ended, and nobody has been told of.
@@ -48,6 +49,7 @@ class CurrentWindow:
     def __init__(self, options: WindowOptions, processes: Processes):
         self.window: OpenWindow | None = None
         self.why_none: str | None = None
+        self.sealed_version = -1
         self.no_room_for = -1
         self.failure: BaseException | None = None
         self._in_vain = _NONE  # of the first call in vain, with what the step before had returned
@@ -75,14 +77,15 @@ class CurrentWindow:
 
     # Its ends.
 
-    def sealed_at(self, version: int) -> OpenWindow | None:
+    def to_seal(self, version: int) -> OpenWindow | None:
         """The window that a save ends; one that is not for this version, or not sound, is over.
 
-        It stays open until somebody has it: call `has_been_sealed` then.
+        It stays open until somebody has it: call `sealed` then.
 
         Raises:
           ReplayError: beside other processes, if it is this save's and has failed here.
         """
+        self.sealed_version = version
         self._in_vain = _NONE  # the others' is over, too
         window = self.window
         if window is None or self.is_due(version):
@@ -94,7 +97,7 @@ class CurrentWindow:
             surface(window_failed(window.error), self._on_save_error)
         return None
 
-    def has_been_sealed(self) -> None:
+    def sealed(self) -> None:
         """A save has the window now."""
         self.window = None
 

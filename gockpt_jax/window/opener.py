@@ -1,6 +1,5 @@
 """When a window opens, and with which plan."""
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.training.traced import TracedStep
 from gockpt_jax.window.agreement import Agreement
 from gockpt_jax.window.audit import Auditor
+from gockpt_jax.window.current import CurrentWindow
 from gockpt_jax.window.open_window import OpenWindow
 from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.planner import Planner
@@ -57,54 +57,46 @@ class Opener:
       predictor: Of saves.
       planner: Of windows.
       resources: What windows take.
+      current: Is told of the window that opens.
     """
 
     def __init__(
         self, options: WindowOptions, processes: Processes, predictor: SavePredictor,
-        planner: Planner, resources: Resources,
+        planner: Planner, resources: Resources, current: CurrentWindow,
     ):  # fmt: skip
         self._options = options
         self._processes = processes
         self._predictor = predictor
         self._planner = planner
         self._resources = resources
+        self._current = current
         self._agreement = Agreement(options, processes)
         self._auditor = Auditor(options.audit, resources)
         self._deferral = _Deferral()
         self._tried_for = -1  # the last save whose window was due: what came of it has been told
 
-    def open(
-        self, step: TracedStep, args: Any, kwargs: Any, version: int, sealed_at: int,
-        no_room_for: int,
-    ) -> OpenWindow | str | None:  # fmt: skip
-        """Opens a window, if it is time.
+    def open(self, step: TracedStep, args: Any, kwargs: Any, version: int) -> None:
+        """Opens a window, if it is time; if not, `current.why_none` tells why.
 
         Args:
           step: A step that has run.
           args: Positional arguments of the call that is to begin it.
           kwargs: Keyword arguments of it.
           version: Of the state.
-          sealed_at: The version of the last save.
-          no_room_for: Of the last save for whose window a device had none.
 
-        Returns:
-          The window, given up where the other processes alone may have room for it; or why it does
-          not open; `None` if no save is near.
+        Raises:
+          ProcessError: as `Agreement.held` says.
         """
-        setting = debugged_by()
-        if setting is None:
-            self._prepare(step)
-        # Two at least, so that the plan of a save that is foreseen says why its K is 1.
-        horizon = max(2, self._options.most_steps)
-        target = self._predictor.next_save(version, horizon - 1)
-        # A window may not begin with the version that the last save sealed: K is at most the
-        # distance between saves.
-        if target is None or version <= sealed_at:
-            return _ADJACENT if target == version + 1 else None
-        if target == no_room_for:  # and it has less from that save on
-            return None
-        if setting is not None:
-            return _DEBUGGED.format(setting)
+        with step.giving_up_on_errors(), self._agreement.held(step):
+            self._current.open(self._found(step, args, kwargs, version))
+
+    def _found(
+        self, step: TracedStep, args: Any, kwargs: Any, version: int
+    ) -> OpenWindow | str | None:
+        """The window; or why it does not open; `None` if no save is near."""
+        target = self._save_ahead(step, version)
+        if not isinstance(target, int):
+            return target
         step.turn_to(args, kwargs)
         self._prepare(step)  # it may be another than above, or be armed only under these settings
         program = step.program
@@ -124,14 +116,29 @@ class Opener:
             return _CHANGED
         why_not = self._agreement.why_not_ready(program, target)
         if why_not is None and self._planner.heed_placement(step, program, leaves):
-            return self.open(step, args, kwargs, version, sealed_at, no_room_for)
+            return self._found(step, args, kwargs, version)
         self._tried_for = target
         return why_not or self._opened(program, planned, target, leaves)
+
+    def _save_ahead(self, step: TracedStep, version: int) -> int | str | None:
+        """The version of the save for which one may open; or why none does; `None` if none is near.
+
+        It is looked for two steps ahead at least: a plan whose K is 1 then tells the save why.
+        """
+        setting = debugged_by()
+        if setting is None:
+            self._prepare(step)
+        target = self._predictor.next_save(version, max(2, self._options.most_steps) - 1)
+        if target is None or version <= self._current.sealed_version:
+            return _ADJACENT if target == version + 1 else None
+        if target == self._current.no_room_for:  # and it has less from that save on
+            return None
+        return target if setting is None else _DEBUGGED.format(setting)
 
     def _opened(
         self, program: StepProgram, planned: Planned, target: int, leaves: Sequence[jax.Array]
     ) -> OpenWindow | str:
-        """The window, if the host has room for it, or those of other processes may have."""
+        """The window, given up where only other processes' hosts may have room for it."""
         no_room = self._resources.host.why_no_room(*planned.host_bytes)
         if no_room is not None:
             self._planner.was_refused(program)
@@ -155,10 +162,6 @@ class Opener:
         """Plans for a step that has run, and settles with the others whether it can be armed."""
         self._agreement.settle(step, planned=self._planner.prepare(step))
 
-    def held_to_what_was_agreed(self, step: TracedStep) -> contextlib.AbstractContextManager[None]:
-        """As `Agreement.held` says."""
-        return self._agreement.held(step)
-
     def why_not_follow(self, window: OpenWindow, step: TracedStep) -> str | None:
         """Why a window does not go on with this step, if another has opened it; `None` if so."""
         program = step.program
@@ -170,7 +173,7 @@ class Opener:
             return None
         if program.cut != window.program.cut:
             return "the step is cut in another way than the one that it began with"
-        with step.giving_up_on_errors(), self.held_to_what_was_agreed(step):
+        with step.giving_up_on_errors(), self._agreement.held(step):
             self._prepare(step)
         if not program.is_armed:
             return "the step has not been armed"

@@ -88,12 +88,13 @@ class Session:
         self._trainer: int | None = None  # the thread that steps
         self._current = CurrentWindow(options, processes)
         self._steps = RanSteps()
-        self._sealed_at = -1
         self._saves_unwrapped = 0  # before a wrapped step has run
         self._num_beside = 0  # arrays of the last save, beside the state
         self.known = Known(options, processes, resources, self._steps.probe)
         self.planner = Planner(options, self.known, resources)
-        self._opener = Opener(options, processes, self.predictor, self.planner, resources)
+        self._opener = Opener(
+            options, processes, self.predictor, self.planner, resources, self._current
+        )
         self._seal: Seal | None = None  # of the save whose items are being taken
         self._has_asked = False  # the other processes, for that save
         self._is_closed = False
@@ -180,12 +181,7 @@ class Session:
                     compile_late_ahead(leaves, self.resources)
             return
         self.require_alike()
-        with step.giving_up_on_errors(), self._opener.held_to_what_was_agreed(step):
-            no_room_for = self._current.no_room_for
-            found = self._opener.open(
-                step, args, kwargs, self.version, self._sealed_at, no_room_for
-            )
-            self._current.open(found)
+        self._opener.open(step, args, kwargs, self.version)
 
     def _stage(self, window: OpenWindow, old: list[Any]) -> None:
         """Stages what leaves, and makes room for what the armed step will return."""
@@ -257,7 +253,7 @@ class Session:
         with self._changing:
             if self._seal is None:
                 self._seal = self._new_seal()
-                self._current.has_been_sealed()  # not before: an interrupt would leave it to nobody
+                self._current.sealed()  # not before: an interrupt would leave it to nobody
 
     def seal(self, arrays: Sequence[jax.Array]) -> Taken:
         """Takes one item's arrays at the save step, as `Seal.take` says.
@@ -295,11 +291,10 @@ class Session:
             self.resources.device.agree()
             self._has_asked = True
         self.planner.ask_for_review()
-        if self.version > self._sealed_at:
-            self._steps.let_go(until=self._sealed_at)
-        self._sealed_at = self.version
+        if self.version > self._current.sealed_version:
+            self._steps.let_go(until=self._current.sealed_version)
         self._current.abandon_interrupted()
-        window = self._current.sealed_at(self.version)
+        window = self._current.to_seal(self.version)
         record = self._record_of_snapshot() if window is None else window.record
         self.known.clock.pause(self.version)
         self._current.why_none = None

@@ -86,7 +86,7 @@ def test_what_is_given_up_here_others_may_go_on_with(several):
     assert current.window is (window if several else None)
     assert window.given_up == ("staging failed" if several else None)
     assert not current.is_due(TARGET)
-    assert current.sealed_at(TARGET) is None
+    assert current.to_seal(TARGET) is None
     assert window.is_dropped
     assert current.window is None
     assert current.why_none == "its window was abandoned: staging failed"
@@ -110,20 +110,20 @@ def test_beside_others_a_failed_window_fails_its_save_and_no_other(several, vers
     current = current_of(Window(FAILED), several=several)
     if several and version == TARGET:
         with pytest.raises(ReplayError, match="injected"):
-            current.sealed_at(version)
+            current.to_seal(version)
     else:
-        assert current.sealed_at(version) is None
+        assert current.to_seal(version) is None
     assert current.window is None
     current = current_of(Window(FAILED), several=True, on_save_error="warn")
     with pytest.warns(SaveFailedWarning, match="injected"):
-        current.sealed_at(TARGET)
+        current.to_seal(TARGET)
 
 
 def test_a_sound_window_is_sealed_at_its_version():
     window = Window()
     current = current_of(window, several=False)
-    assert current.sealed_at(TARGET) is window is current.window
-    assert current.sealed_at(TARGET - 2) is None
+    assert current.to_seal(TARGET) is window is current.window
+    assert current.to_seal(TARGET - 2) is None
     assert current.why_none == "its window was abandoned: the save came 2 steps early"
 
 
@@ -240,7 +240,7 @@ def test_it_is_the_first_of_its_version_that_is_taken_up_and_more_than_once():
     "ends",
     [
         lambda current: current.take_up_again(8),  # its own step ran
-        lambda current: (current.sealed_at(7), current.take_up_again(7)),
+        lambda current: (current.to_seal(7), current.take_up_again(7)),
         lambda current: (current.abandon("the state was released"), current.take_up_again(7)),
         lambda current: (current.open(Window()), current.take_up_again(7)),
     ],
