@@ -18,7 +18,8 @@ In the order of their imports:
     host_budget  what saves hold on the host, and what there is room for
     resources    what windows and saves share
     slots        where the writer will find a chunk
-    landing      how chunks come to the host, and become a leaf's shards again
+    landing      how what was staged comes to the host
+    landed       what has landed of a leaf, which becomes its shards again
     late         chunks that are staged at the sealed version
     known        the facts of a plan: said, learned, agreed on by all processes
     ahead        what windows run is compiled long before

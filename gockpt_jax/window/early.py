@@ -25,7 +25,7 @@ from gockpt_jax.transfer.budget import ByteBudget, Loan
 from gockpt_jax.transfer.chunks import Chunk
 from gockpt_jax.transfer.pull import ChunkPull, HostChunk
 from gockpt_jax.window.departure import Follower
-from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.landed import LandedLeaf
 from gockpt_jax.window.slots import ChunkSlot, fill
 from gockpt_jax.window.units import GroupUnit
 from gockpt_jax.window.worker import Task
@@ -37,7 +37,7 @@ UnitValue = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Cut:
+class _LandedCut:
     """One update's cut on the host: flat rows in each shard by unit and value, and the scalars."""
 
     values: Mapping[UnitValue, Sequence[np.ndarray]]
@@ -47,7 +47,7 @@ class _Cut:
     @classmethod
     def of(
         cls, followers: Sequence[Follower], pull: ChunkPull, units: Sequence[GroupUnit]
-    ) -> "_Cut":
+    ) -> "_LandedCut":
         values: dict[UnitValue, Sequence[np.ndarray]] = {}
         scalars: dict[int, np.ndarray] = {}
         for follower, chunks in zip(followers, pull.result(), strict=True):
@@ -95,8 +95,8 @@ class EarlyChunks:
         self._waits = Loan()  # of those
         self._record = record
         self._landed: dict[int, int] = {}  # units, with the number of updates before they left
-        self._leaves: dict[int, Landing] = collections.defaultdict(Landing)
-        self._pending: list[_Cut] = []
+        self._leaves: dict[int, LandedLeaf] = collections.defaultdict(LandedLeaf)
+        self._pending: list[_LandedCut] = []
         self._num_applied = 0
         self._promised: list[ChunkSlot] = []
         self._is_rest_unwanted = False
@@ -127,7 +127,9 @@ class EarlyChunks:
 
     # On the thread that lands.
 
-    def land(self, leaves: Sequence[UnitValue], chunks: Sequence[Chunk], pull: ChunkPull) -> Task:
+    def land_block(
+        self, leaves: Sequence[UnitValue], chunks: Sequence[Chunk], pull: ChunkPull
+    ) -> Task:
         """Waits for a block.
 
         Args:
@@ -153,14 +155,14 @@ class EarlyChunks:
         self._host.add(num_bytes, self._held)
         return functools.partial(self._put, rows, units)
 
-    def take_in(self, followers: Sequence[Follower], pull: ChunkPull) -> Task:
+    def land_cut(self, followers: Sequence[Follower], pull: ChunkPull) -> Task:
         """Waits for an update's cut, and for room on the host, which replay gives back.
 
         Args:
           followers: What follows all that has left.
           pull: Of these, in their order.
         """
-        landed = _Cut.of(followers, pull, self._units)
+        landed = _LandedCut.of(followers, pull, self._units)
         self._waiting.acquire(landed.num_bytes, self._waits)
         self._host.add(landed.num_bytes, self._held)
         self._record.gradient_bytes += landed.num_bytes
@@ -173,7 +175,7 @@ class EarlyChunks:
             self._leaves[leaf].put(chunk, found)
         self._landed.update(dict.fromkeys(units, self._num_applied + len(self._pending)))
 
-    def _update(self, cut: _Cut) -> None:
+    def _update(self, cut: _LandedCut) -> None:
         """Applies an update, and those before it that wait, unless the next has landed too.
 
         Updates are applied together, in one pass over the chunks, if replay is behind.

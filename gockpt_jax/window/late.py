@@ -20,7 +20,8 @@ from gockpt_jax.transfer.chunks import (
 from gockpt_jax.transfer.layout import padded_bytes
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.transfer.replicas import Replicas
-from gockpt_jax.window.landing import Landing, send
+from gockpt_jax.window.landed import LandedLeaf
+from gockpt_jax.window.landing import send
 from gockpt_jax.window.resources import Resources
 from gockpt_jax.window.slots import ChunkSlot, fail, fill, give_back, make_slots
 from gockpt_jax.window.worker import Failed, in_any_case
@@ -82,7 +83,7 @@ class _LateArray:
         self._num_bytes = source.owned_bytes
         self._host = host
         self._loan = Loan()
-        self._landing = Landing()
+        self._landed = LandedLeaf()
         self._is_lost = False
 
     def count(self) -> None:
@@ -94,11 +95,11 @@ class _LateArray:
 
     def land(self, chunk: Chunk, found: Sequence[HostChunk]) -> None:
         """Takes in rows; with the last ones it is final."""
-        self._landing.put(chunk, found)
-        if self._landing.is_complete and not self._is_lost:
-            chunks = self._landing.chunks([slot.index for slot in self.slots])
+        self._landed.put(chunk, found)
+        if self._landed.is_complete and not self._is_lost:
+            chunks = self._landed.chunks([slot.index for slot in self.slots])
             fill(self.slots, chunks, self._host, self._loan)
-            self._landing = Landing()  # the slots' now
+            self._landed = LandedLeaf()  # the slots' now
 
     def fail(self, error: BaseException) -> None:
         """Some of it will not come; what is final is given back when it has been written."""

@@ -134,7 +134,7 @@ class OpenWindow:
         num_bytes = block.state.staged_bytes
         with self._device.lent(num_bytes) as give_back, self._device.heeded(num_bytes):
             pull = stage_and_pull(block.state, [old[j] for _, j in block.leaves])
-            land = functools.partial(self._early.land, block.leaves, block.state.chunks, pull)
+            land = functools.partial(self._early.land_block, block.leaves, block.state.chunks, pull)
             self._land(land, give_back, num_bytes)
 
     def make_room(self) -> None:
@@ -163,8 +163,8 @@ class OpenWindow:
                 return
             with events.span(events.SPAN_PULL):
                 pull = left.cut.start_pull(staged)
-            take_in = functools.partial(self._early.take_in, left.followers, pull)
-            self._land(take_in, follows(left.cut.held_bytes), left.cut.held_bytes)
+            land = functools.partial(self._early.land_cut, left.followers, pull)
+            self._land(land, follows(left.cut.held_bytes), left.cut.held_bytes)
 
     def _stage_cut(self, cut: Sequence[jax.Array]) -> tuple[Departure, list[jax.Array]]:
         # The compiler may have put them elsewhere than the leaves.

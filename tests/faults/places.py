@@ -63,7 +63,7 @@ def _opened(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 def _behind(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The window is open and none of its chunks has landed."""
     trainer.run_undisturbed(6)
-    gate = Gate(patch, EarlyChunks, "land")
+    gate = Gate(patch, EarlyChunks, "land_block")
     gate.shut()
     trainer.update()
     return gate.open
@@ -114,7 +114,7 @@ def _failed(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
 def _sealed_and_failed(trainer: Trainer, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Save 8 has returned; its early chunks will turn out to be lost."""
     trainer.run_undisturbed(6)
-    gate, fault = Gate(patch, EarlyChunks, "land"), Fault(patch, Replayer, "apply")
+    gate, fault = Gate(patch, EarlyChunks, "land_block"), Fault(patch, Replayer, "apply")
     written = Passed(patch, TreeWriter, "_write_array_metadatas")
     gate.shut()
     fault.arm()

@@ -18,7 +18,7 @@ from gockpt_jax.training.program import StepProgram
 from gockpt_jax.transfer import block
 from gockpt_jax.window import late
 from gockpt_jax.window.early import EarlyChunks
-from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.landed import LandedLeaf
 from gockpt_jax.window.open_window import OpenWindow
 
 from .injection import Fault
@@ -272,7 +272,7 @@ def test_a_device_without_room_for_a_window_makes_the_update_all_the_same(
         assert not differing(bits_of(trainer.state), undisturbed)
 
 
-@pytest.mark.parametrize("where", ["land", "take_in"])
+@pytest.mark.parametrize("where", ["land_block", "land_cut"])
 def test_a_device_that_tells_late_that_it_had_no_room_is_heeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -322,7 +322,7 @@ def test_a_device_without_room_for_a_save_s_copies(
         inside = (late, "take_now")
         fault = Fault(monkeypatch, block, "_copied", only_in=inside, error=FULL, lasts=True)
     else:
-        fault = Fault(monkeypatch, Landing, "put", error=FULL)
+        fault = Fault(monkeypatch, LandedLeaf, "put", error=FULL)
     window = gockpt.WindowOptions(steps=steps, on_save_error=on_save_error)
     said = r"(?s)save of step 8: the device .* Out of memory: 12345 bytes\. .*`device_budget_bytes`"
     if on_save_error == "raise":
@@ -434,7 +434,7 @@ def test_behind_a_close_steps_hear_of_no_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither that the last one has failed, nor of any to come."""
-    fault, prepared = Fault(monkeypatch, EarlyChunks, "land"), []
+    fault, prepared = Fault(monkeypatch, EarlyChunks, "land_block"), []
     with Trainer(tmp_path) as trainer:
         trainer.run_undisturbed(6)
         fault.arm()

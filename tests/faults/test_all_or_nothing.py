@@ -33,7 +33,7 @@ from .trainer import DEVICES, PROGRAM, Trainer, chain_of, finish_save, within_li
 BEFORE_SEAL = {
     "pull_of_a_block": {"owner": Pull, "name": "result"},
     "pull_of_a_cut": {
-        "owner": Pull, "name": "result", "only_in": (early.EarlyChunks, "take_in"),
+        "owner": Pull, "name": "result", "only_in": (early.EarlyChunks, "land_cut"),
     },
     "replay": {"owner": Replayer, "name": "apply"},
 }  # fmt: skip
@@ -144,7 +144,7 @@ def test_error_found_only_after_the_seal_fails_the_save(
 ) -> None:
     """The worker is behind: the save has begun when the early chunks turn out to be lost."""
     injected = Fault(monkeypatch, **BEFORE_SEAL[fault])
-    gate = Gate(monkeypatch, early.EarlyChunks, "land")
+    gate = Gate(monkeypatch, early.EarlyChunks, "land_block")
     with Trainer(tmp_path) as trainer:
         trainer.run_undisturbed(6)
         gate.shut()
@@ -182,7 +182,7 @@ def test_error_of_a_window_that_ends_for_another_reason_reaches_the_next_call(
 ) -> None:
     """Nobody has looked at the window between its failure and its end."""
     injected = Fault(monkeypatch, **BEFORE_SEAL["replay"])
-    gate = Gate(monkeypatch, early.EarlyChunks, "land")
+    gate = Gate(monkeypatch, early.EarlyChunks, "land_block")
     changed = Fault(monkeypatch, StepProgram, "flat_call", error=TypeError("other arguments"))
     with Trainer(tmp_path) as trainer:
         trainer.run_undisturbed(6)

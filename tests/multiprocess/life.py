@@ -38,7 +38,7 @@ from .scenarios import replaced, say, small_slices
 from .training import Loop, abstract, shards_of
 
 STAGES: dict[str, tuple[Any, str]] = {
-    "land": (early.EarlyChunks, "land"),
+    "land": (early.EarlyChunks, "land_block"),
     "finish": (early.EarlyChunks, "finish"),
     "write": (leaf_writer, "_check_data"),
     "begin": (array_handler, "collected_here"),

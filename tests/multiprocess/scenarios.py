@@ -146,7 +146,7 @@ def share(loop: Loop) -> None:
         loop.manager.wait_until_finished()
     expected = "snapshot" if jax.process_index() == FAULTY else "window"
     assert loop.report(2 * INTERVAL).kind == expected
-    with replaced(early.EarlyChunks, "land", failing(RuntimeError("injected"))):
+    with replaced(early.EarlyChunks, "land_block", failing(RuntimeError("injected"))):
         loop.run(3 * INTERVAL)
         assert f"process {FAULTY}: ReplayError" in failure_of(loop)
     del loop.given[3 * INTERVAL]
@@ -635,7 +635,7 @@ def failures(directory: Path) -> None:
 
     finish = early.EarlyChunks.finish
     faults: list[tuple[str, Any, str, Any, int]] = [
-        ("ReplayError", early.EarlyChunks, "land", failing(injected), 1),
+        ("ReplayError", early.EarlyChunks, "land_block", failing(injected), 1),
         ("AuditError", early.EarlyChunks, "finish", spoil, 1),
         ("RuntimeError: injected", leaf_writer, "_check_data", failing(injected), 1),
         ("HostBudgetError", HostBudget, "admit_save",
@@ -675,7 +675,7 @@ def forced(directory: Path) -> None:
     # The next step of a window notices what has failed; or the save, if that comes first.
     for last, early_by in ((2 * INTERVAL, 2), (3 * INTERVAL, 1)):
         loop.run(last - 3)
-        with replaced(early.EarlyChunks, "land", failing(RuntimeError("injected"))):
+        with replaced(early.EarlyChunks, "land_block", failing(RuntimeError("injected"))):
             while loop.label <= last - early_by:
                 loop.update()
                 loop.session.resources.worker.wait_until_idle()
@@ -731,7 +731,7 @@ def items(directory: Path) -> None:
 
     run(INTERVAL)
     loop.manager.wait_until_finished()
-    with replaced(early.EarlyChunks, "land", failing(RuntimeError("injected"))):
+    with replaced(early.EarlyChunks, "land_block", failing(RuntimeError("injected"))):
         run(2 * INTERVAL)
         assert f"process {FAULTY}: ReplayError" in failure_of(loop)
     run(4 * INTERVAL)

@@ -22,7 +22,7 @@ from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window import units
 from gockpt_jax.window.early import EarlyChunks
-from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.landed import LandedLeaf
 from gockpt_jax.window.units import units_of
 
 P = PartitionSpec
@@ -144,14 +144,14 @@ def test_checkpoint_is_the_state(model, cut, tmp_path, monkeypatch):
 def test_a_model_of_one_leaf_has_even_blocks(tmp_path):
     with Loop(MODELS["one device"], tmp_path) as loop:
         landed = []
-        land = EarlyChunks.land
+        land = EarlyChunks.land_block
 
         def noting(self, leaves, chunks, pull):
             landed.append(sum(c.num_bytes for c in chunks))
             return land(self, leaves, chunks, pull)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EarlyChunks, "land", noting)
+            patch.setattr(EarlyChunks, "land_block", noting)
             assert loop.save() == {"m": True, "w": True}
         assert len(landed) == STEPS - 1
         assert max(landed) <= 1.1 * min(landed)
@@ -163,7 +163,7 @@ def test_a_model_of_one_leaf_has_even_blocks(tmp_path):
 
 def rows_swapped(patch):
     """Two units of one leaf change places as they land."""
-    land = EarlyChunks.land
+    land = EarlyChunks.land_block
 
     def faulty(self, leaves, chunks, pull):
         class Swapped:
@@ -177,7 +177,7 @@ def rows_swapped(patch):
 
         return land(self, leaves, chunks, Swapped())
 
-    patch.setattr(EarlyChunks, "land", faulty)
+    patch.setattr(EarlyChunks, "land_block", faulty)
 
 
 def _updates_changed(change):
@@ -221,7 +221,7 @@ def test_rows_that_go_wrong_are_found(name, fault, tmp_path, monkeypatch):
 
 def test_rows_are_put_together_where_a_disk_can_take_them():
     """Storage writes past the page cache from there, without a copy."""
-    source, landing = Source.of(jnp.zeros((16, 4))), Landing()
+    source, landing = Source.of(jnp.zeros((16, 4))), LandedLeaf()
     for start in (32, 0):
         rows = HostChunk((slice(None),) * 2, np.arange(start, start + 32, dtype=np.float32))
         landing.put(Chunk(source, start, start + 32), [rows])

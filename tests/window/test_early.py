@@ -24,7 +24,7 @@ from gockpt_jax.transfer.budget import ByteBudget
 from gockpt_jax.transfer.chunks import Chunk, Source
 from gockpt_jax.window.departure import Follower
 from gockpt_jax.window.early import EarlyChunks
-from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.landed import LandedLeaf
 from gockpt_jax.window.slots import give_back, make_slots
 from gockpt_jax.window.units import GroupUnit
 from gockpt_jax.window.worker import Worker
@@ -93,7 +93,7 @@ class Window:
     expected: list[jax.Array]
 
     def land(self, leaf):
-        self.early.land([(leaf, leaf)], *pull_of([self.expected[leaf]]))()
+        self.early.land_block([(leaf, leaf)], *pull_of([self.expected[leaf]]))()
 
     def update(self, n):
         values = [gradient(n + leaf) for leaf in (0, 1)]
@@ -124,8 +124,8 @@ def run(window, *, behind, updates=6):
     for n in range(updates):
         if n == 2:
             # Its copy is made at this version, whenever it is put in its place.
-            tasks.append(window.early.land([(1, 1)], *pull_of([window.expected[1]])))
-        tasks.append(window.early.take_in(*window.update(n)))
+            tasks.append(window.early.land_block([(1, 1)], *pull_of([window.expected[1]])))
+        tasks.append(window.early.land_cut(*window.update(n)))
         while tasks and not behind:
             tasks.pop(0)()
     for task in tasks:
@@ -157,10 +157,10 @@ def test_rows_that_left_together_are_followed_by_one_chunk():
     record = SaveRecord(kind="window", reason="")
     early = EarlyChunks([group_of(0)], units, replayer, ByteBudget(None), None, record)
     m, slots = gradient(7), {0: make_slots([gradient(7).addressable_shards[0].index])}
-    early.land([(u, 0) for u in range(3)], *pull_of([m] * 3, units))()
+    early.land_block([(u, 0) for u in range(3)], *pull_of([m] * 3, units))()
     for n in range(2):
         _, pull = pull_of([gradient(n)])
-        early.take_in([Follower((0, 1, 2), 0)], pull)()
+        early.land_cut([Follower((0, 1, 2), 0)], pull)()
         m = update(m, gradient(n))
     early.hand_over(slots, early.finish(slots))
     assert_same(slots[0][0].data.result(), np.asarray(m))
@@ -173,7 +173,7 @@ def test_what_no_update_changes_is_not_replayed(window):
     window.land(0)
     window.land(1)
     _, pull = pull_of([gradient(0)])
-    window.early.take_in([Follower((0,), 0)], pull)()
+    window.early.land_cut([Follower((0,), 0)], pull)()
     window.expected[0] = update(window.expected[0], gradient(0))
     assert_same(window.finish(), [np.asarray(x) for x in window.expected])
     assert window.replayer.passes == [[1]]
@@ -207,7 +207,8 @@ class Threads:
         self.worker.submit_behind(lambda: self.may_replay.wait(PATIENCE_SECS) and None)
 
     def land(self, cut):
-        self.worker.submit(lambda: self.worker.pass_on(self.early.take_in(*cut), self.early.failed))
+        early, worker = self.early, self.worker
+        worker.submit(lambda: worker.pass_on(early.land_cut(*cut), early.failed))
 
 
 @pytest.fixture
@@ -274,7 +275,7 @@ def test_one_update_larger_than_what_may_wait_goes_alone(window):
 
 def test_what_waits_is_given_back_when_the_window_is_dropped(window):
     window.land(0)
-    first, second = [window.early.take_in(*window.update(n)) for n in range(2)]
+    first, second = [window.early.land_cut(*window.update(n)) for n in range(2)]
     first()
     assert window.replayer.passes == []
     assert window.host.used_bytes == LEAF_BYTES + 2 * CUT_BYTES
@@ -286,7 +287,7 @@ def test_what_waits_is_given_back_when_the_window_is_dropped(window):
 
 def test_what_still_waits_for_an_update_is_not_final(window):
     window.land(0)
-    first, _ = [window.early.take_in(*window.update(n)) for n in range(2)]
+    first, _ = [window.early.land_cut(*window.update(n)) for n in range(2)]
     first()
     with pytest.raises(AssertionError, match="an update waits"):
         window.finish()
@@ -321,7 +322,7 @@ def test_what_nobody_reads_any_more_is_not_audited(window):
     give_back(others, window.host)
     assert window.early.is_wanted
     give_back(slots, window.host)
-    window.early.take_in(*window.update(0))()
+    window.early.land_cut(*window.update(0))()
     with pytest.raises(concurrent.futures.CancelledError):
         window.early.finish({0: slots})
     window.early.drop()
@@ -331,7 +332,7 @@ def test_what_nobody_reads_any_more_is_not_audited(window):
 def test_nothing_is_replayed_after_an_error(window):
     window.land(0)
     window.early.failed(RuntimeError("injected"))
-    window.early.take_in(*window.update(0))()
+    window.early.land_cut(*window.update(0))()
     assert window.replayer.passes == []
     assert window.host.used_bytes == LEAF_BYTES
 
@@ -339,7 +340,7 @@ def test_nothing_is_replayed_after_an_error(window):
 def test_what_waits_for_an_update_that_is_never_passed_on_is_given_back(window):
     """No thread could be started for it, say."""
     window.land(0)
-    first, _ = [window.early.take_in(*window.update(n)) for n in range(2)]
+    first, _ = [window.early.land_cut(*window.update(n)) for n in range(2)]
     first()
     held = [weakref.ref(rows) for cut in window.early._pending for (rows,) in cut.values.values()]
     del first
@@ -351,12 +352,12 @@ def test_what_waits_for_an_update_that_is_never_passed_on_is_given_back(window):
 
 def test_what_could_not_be_put_in_its_place_is_given_back(window, monkeypatch):
     """Its bytes are on the host all the same."""
-    put = window.early.land([(0, 0)], *pull_of([window.expected[0]]))
+    put = window.early.land_block([(0, 0)], *pull_of([window.expected[0]]))
 
     def fail(self, chunk, found):
         raise MemoryError
 
-    monkeypatch.setattr(Landing, "put", fail)
+    monkeypatch.setattr(LandedLeaf, "put", fail)
     with pytest.raises(MemoryError):
         put()
     assert window.host.used_bytes == LEAF_BYTES
@@ -366,13 +367,13 @@ def test_what_could_not_be_put_in_its_place_is_given_back(window, monkeypatch):
 
 def test_what_was_dropped_is_held_by_nobody(window, monkeypatch):
     """Not by the window either, which the trainer or the replayer may hold for longer."""
-    put, landed = Landing.put, []
+    put, landed = LandedLeaf.put, []
 
     def noting(self, chunk, found):
         landed.extend(weakref.ref(h.data) for h in found)
         put(self, chunk, found)
 
-    monkeypatch.setattr(Landing, "put", noting)
+    monkeypatch.setattr(LandedLeaf, "put", noting)
     window.land(0)
     assert [data() is None for data in landed] == [False]
     window.early.drop()

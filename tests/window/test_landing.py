@@ -1,4 +1,4 @@
-"""Landing: rows become the shards that are written, however those lie."""
+"""What has landed: rows become the shards that are written, however those lie."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from gockpt_jax.transfer.chunks import Chunk, Source, row_ranges
 from gockpt_jax.transfer.pull import HostChunk
-from gockpt_jax.window.landing import Landing, landing_task
+from gockpt_jax.window.landed import LandedLeaf
+from gockpt_jax.window.landing import landing_task
 
 MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 VALUES = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
@@ -32,7 +33,7 @@ def stored(array):
 def test_shards_are_cut_anew_where_they_lie_otherwise(wanted, kind, parts):
     values = VALUES if kind == "numbers" else jax.random.split(jax.random.key(1), VALUES.shape)
     array = jax.device_put(values, NamedSharding(MESH, P("a", "b")))
-    source, landing = Source.of(array), Landing()
+    source, landing = Source.of(array), LandedLeaf()
     for start, stop in row_ranges(source.shard_shape, parts):
         assert not landing.is_complete
         rows = [
@@ -56,7 +57,7 @@ def test_shards_are_cut_anew_where_they_lie_otherwise(wanted, kind, parts):
 
 
 def test_rows_do_not_land_twice():
-    source, landing = Source.of(array := jax.numpy.arange(6.0)), Landing()
+    source, landing = Source.of(array := jax.numpy.arange(6.0)), LandedLeaf()
     index = array.addressable_shards[0].index
     landing.put(Chunk(source, 0, 4), [HostChunk(index, np.zeros(4, np.float32))])
     with pytest.raises(AssertionError, match="landed twice"):

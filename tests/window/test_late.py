@@ -22,7 +22,7 @@ from gockpt_jax.transfer.pull import HostChunk
 from gockpt_jax.window import device_budget, late
 from gockpt_jax.window.device_budget import DeviceBudget
 from gockpt_jax.window.facts import NO_BYTES, SavedBytes
-from gockpt_jax.window.landing import Landing
+from gockpt_jax.window.landed import LandedLeaf
 from gockpt_jax.window.late import take_now
 from gockpt_jax.window.processes import Processes
 from gockpt_jax.window.resources import Resources
@@ -250,7 +250,7 @@ def test_no_more_is_cut_than_must_be(monkeypatch):
 @pytest.mark.parametrize("limit_bytes", [None, 3000])
 def test_only_what_has_not_landed_is_given_back_and_once(limit_bytes, monkeypatch):
     """What is final is the writer's to give back, though its neighbour in the block is lost."""
-    put = Landing.put
+    put = LandedLeaf.put
 
     def failing(self, chunk, found):
         if chunk.source.shape == (64, 24):
@@ -258,7 +258,7 @@ def test_only_what_has_not_landed_is_given_back_and_once(limit_bytes, monkeypatc
         put(self, chunk, found)
 
     monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
-    monkeypatch.setattr(Landing, "put", failing)
+    monkeypatch.setattr(LandedLeaf, "put", failing)
     arrays = [jnp.arange(7.0), jnp.ones((64, 24)), jnp.arange(5.0)]
     worker, device, host = Worker(), DeviceBudget(limit_bytes, Processes()), ByteBudget(None)
     slots = take_now(arrays, Resources(worker, worker, device, host, FIRST_ALONE))
@@ -285,7 +285,7 @@ def test_what_is_lost_twice_is_given_back_once(monkeypatch):
 
     monkeypatch.setattr(late, "MIN_CHUNK_BYTES", 256)
     monkeypatch.setattr(late, "stage_and_pull", staging)
-    monkeypatch.setattr(Landing, "put", failing)
+    monkeypatch.setattr(LandedLeaf, "put", failing)
     arrays = [jnp.full((64, 24), n, jnp.float32) for n in range(2)]
     worker, device, host = Worker(), DeviceBudget(6144, Processes()), ByteBudget(None)
     with pytest.raises(MemoryError, match="staging"):
@@ -324,7 +324,7 @@ def test_what_has_come_and_is_forgotten_is_given_back_once_and_held_by_nobody():
     for n in (0, 4):
         forgotten.land(Chunk(source, n, n + 4), [HostChunk(index, np.zeros(4, np.float32))])
         if n == 0:
-            held = weakref.ref(forgotten._landing.flat[0])
+            held = weakref.ref(forgotten._landed.flat[0])
     assert host.used_bytes == 32
     for _ in range(2):  # the second time where the first was interrupted
         forgotten.forget()

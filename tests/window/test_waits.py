@@ -196,7 +196,7 @@ def test_no_number_of_blocks_is_waited_for(tmp_path, monkeypatch):
     loop = Loop(tmp_path, 5)
     with loop.manager:
         loop.train(0)
-        held = Held(monkeypatch, EarlyChunks, "land")
+        held = Held(monkeypatch, EarlyChunks, "land_block")
         loop.run_a_window()
         assert loop.session.resources.device.used_bytes > 24 * LEAF
         held.let_go()

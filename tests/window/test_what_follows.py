@@ -228,7 +228,7 @@ class Loop:
         self.state, self.label = fresh(place), 0
         self.window, self.retained = None, []
         self.at_update, self.may_go = threading.Event(), threading.Event()
-        follow, land_update = OpenWindow.follow, EarlyChunks.take_in
+        follow, land_update = OpenWindow.follow, EarlyChunks.land_cut
 
         def noting(window, state, cut):
             self.window = window
@@ -244,7 +244,7 @@ class Loop:
             return land_update(early, *cut)
 
         monkeypatch.setattr(OpenWindow, "follow", noting)
-        monkeypatch.setattr(EarlyChunks, "take_in", stopping)
+        monkeypatch.setattr(EarlyChunks, "land_cut", stopping)
 
     def update(self):
         self.state = self.step(self.state)
