@@ -52,12 +52,12 @@ class _Packing:
     """What one program packs, on one mesh.
 
     Attributes:
-      given: Of each array that it takes, the position of a chunk that is cut from it, and where it
-        must be brought before; `None`: it is on the program's devices.
+      arguments: Of each array that it takes, the position of a chunk that is cut from it, and where
+        it must be brought before; `None`: it is on the program's devices.
       made_from: What the program is made from, as `compile_packing` takes it.
     """
 
-    given: tuple[tuple[int, jax.sharding.Sharding | None], ...]
+    arguments: tuple[tuple[int, jax.sharding.Sharding | None], ...]
     made_from: tuple[Any, ...]
 
 
@@ -96,7 +96,7 @@ class Block:
         self._senders = [[*senders.flat] for _, senders in self._sent]
         self._senders += [[*chunks[n].owned] for n in self._whole]
         whole = [chunks[n].source for n in self._whole]
-        on_device = [s for s in whole if not in_host_memory(s.placed)]
+        on_device = [s for s in whole if not in_host_memory(s.travels_by)]
         copied = [s for s in on_device if donatable or not _lies_in_place(s)]
         packed_bytes = sum(b.staged_bytes for b in buffers)
         self.staged_bytes = packed_bytes + sum(s.shard_bytes for s in copied)
@@ -107,9 +107,11 @@ class Block:
         taken = {n: self.chunks[n].source for n in (self._arrays[m] for m in packed)}
         number = {n: i for i, n in enumerate(taken)}  # of each, the program's argument
         parts = tuple((self.chunks[n], number[self._arrays[n]]) for n in packed)
-        given = tuple((n, None if on_its_devices(s) else s.placed) for n, s in taken.items())
+        arguments = tuple(
+            (n, None if on_its_devices(s) else s.travels_by) for n, s in taken.items()
+        )
         made_from = (tuple(taken.values()), parts, tuple(buffers))
-        return _Packing(given, made_from)
+        return _Packing(arguments, made_from)
 
     @functools.cached_property
     def is_moved(self) -> bool:
@@ -137,7 +139,7 @@ class Block:
         # An executable has the same objects for its results each time.
         key = tuple(map(id, shardings))
         if key not in self._alike:
-            if any(s != c.source.given for s, c in zip(shardings, self.chunks, strict=True)):
+            if any(s != c.source.sharding for s, c in zip(shardings, self.chunks, strict=True)):
                 return False
             if len(self._alike) == _ALIKE:
                 self._alike.clear()
@@ -155,15 +157,15 @@ class Block:
         """
         staged: list[jax.Array] = []
         for packing, program in zip(self._packings, self.programs(), strict=True):
-            given = [
+            arguments = [
                 arrays[n] if place is None else align(arrays[n], place)
-                for n, place in packing.given
+                for n, place in packing.arguments
             ]
-            staged += _copied(packing, program, given)
+            staged += _copied(packing, program, arguments)
         whole = [arrays[n] for n in self._whole]
         for n, array in zip(self._whole, stage(whole) if self._donatable else whole, strict=True):
             source = self.chunks[n].source
-            staged.append(array if _lies_in_place(source) else align(array, source.placed))
+            staged.append(array if _lies_in_place(source) else align(array, source.travels_by))
         if self._donatable:
             taken = set(map(id, arrays))
             assert taken.isdisjoint(map(id, staged)), "a step may donate a staged buffer"
@@ -224,7 +226,7 @@ def _needs_no_copy(buffer: Buffer, chunks: Sequence[Chunk]) -> bool:
 
 
 def _lies_in_place(source: Source) -> bool:
-    return source.given.is_equivalent_to(source.placed, len(source.shape))
+    return source.sharding.is_equivalent_to(source.travels_by, len(source.shape))
 
 
 def _join(buffer: Buffer, slices: Sequence[np.ndarray], offset: int, size: int) -> np.ndarray:

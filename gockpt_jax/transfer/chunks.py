@@ -34,20 +34,20 @@ class Source:
     Attributes:
       shape: Global.
       dtype: Of its elements; typed PRNG keys travel as their key data.
-      given: Where it is.
-      placed: By whose shards it travels: its own, or for a retained value those of the leaf that it
-        replays.
+      sharding: Where it is.
+      travels_by: By whose shards it leaves: its own; where replicas share it, a finer one; of a
+        retained value, that of the leaf that it replays.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    given: jax.sharding.Sharding
-    placed: jax.sharding.Sharding
+    sharding: jax.sharding.Sharding
+    travels_by: jax.sharding.Sharding
 
     @classmethod
-    def of(cls, array: jax.Array, placed: jax.sharding.Sharding | None = None) -> "Source":
-        """That of an array, which may have been donated."""
-        return cls(array.shape, array.dtype, array.sharding, placed or array.sharding)
+    def of(cls, array: jax.Array, travels_by: jax.sharding.Sharding | None = None) -> "Source":
+        """That of an array, which may have been donated; `None`: by its own shards."""
+        return cls(array.shape, array.dtype, array.sharding, travels_by or array.sharding)
 
     @property
     def is_key(self) -> bool:
@@ -62,7 +62,7 @@ class Source:
     @functools.cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of what one shard stores."""
-        shape = tuple(self.placed.shard_shape(self.shape))
+        shape = tuple(self.travels_by.shard_shape(self.shape))
         return shape + _key_data(self.dtype)[0] if self.is_key else shape
 
     @functools.cached_property
@@ -81,10 +81,10 @@ class Source:
 
         Each with its shard's position in the array as it is stored.
         """
-        ours, of_keys = self.placed.addressable_devices, len(self.shard_shape) - len(self.shape)
+        ours, of_keys = self.travels_by.addressable_devices, len(self.shard_shape) - len(self.shape)
         owned: dict[jax.Device, Index] = {}
         seen: set[str] = set()  # until Python 3.12 a slice is no key
-        for device, index in self.placed.devices_indices_map(self.shape).items():
+        for device, index in self.travels_by.devices_indices_map(self.shape).items():
             key = str(index)
             if key not in seen and device in ours:
                 owned[device] = (*index, *(slice(None),) * of_keys)
@@ -138,7 +138,7 @@ class Chunk:
         """The devices from which this process takes it, as `Source.owned` says."""
         if not self.everywhere:
             return self.source.owned
-        ours = self.source.placed.addressable_devices_indices_map(self.source.shape)
+        ours = self.source.travels_by.addressable_devices_indices_map(self.source.shape)
         return dict.fromkeys([*ours][:1], ())  # any of them has all of a scalar
 
 
@@ -172,9 +172,9 @@ def _default_memory_kind(device: Any) -> str:
 def can_be_cut(source: Source) -> bool:
     """Whether a program of ours can take rows of such an array; others travel as wholes."""
     return (
-        isinstance(source.placed, NamedSharding | SingleDeviceSharding)
+        isinstance(source.travels_by, NamedSharding | SingleDeviceSharding)
         and not _compat.is_packed(source.dtype)
-        and not in_host_memory(source.given)
+        and not in_host_memory(source.sharding)
         and source.shard_size > 0
     )
 

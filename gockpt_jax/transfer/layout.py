@@ -150,7 +150,7 @@ def lay_out(chunks: Sequence[Chunk], *, copied: bool = True) -> list[Buffer]:
     alike: dict[tuple[Place, Any], list[int]] = defaultdict(list)
     for n, chunk in enumerate(chunks):
         if can_be_cut(chunk.source):
-            place = place_of(chunk.source.placed, everywhere=chunk.everywhere)
+            place = place_of(chunk.source.travels_by, everywhere=chunk.everywhere)
             alike[place, np.dtype(chunk.source.stored_dtype)].append(n)
     shared_bytes = _shared_bytes(chunks, alike) if copied else 0
     return [
@@ -162,7 +162,7 @@ def lay_out(chunks: Sequence[Chunk], *, copied: bool = True) -> list[Buffer]:
 
 def padded_bytes(chunk: Chunk) -> int:
     """What a chunk takes of a buffer that it may share."""
-    is_page = chunk.num_bytes >= LARGE_BYTES and _platform(chunk.source.placed) in _FEW_ON
+    is_page = chunk.num_bytes >= LARGE_BYTES and _platform(chunk.source.travels_by) in _FEW_ON
     return _padded(chunk.num_bytes, PAGE_BYTES if is_page else ALIGNMENT_BYTES)
 
 

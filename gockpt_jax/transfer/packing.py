@@ -41,7 +41,7 @@ def compile_packing(
     packing = functools.partial(_pack, parts, buffers)
     if mesh is not None:
         packing = jax.shard_map(
-            packing, mesh=mesh, in_specs=tuple(_spec(s.placed) for s in taken),
+            packing, mesh=mesh, in_specs=tuple(_spec(s.travels_by) for s in taken),
             out_specs=tuple(_out_spec(b) for b in buffers), check_vma=False,
         )  # fmt: skip
     places = [
@@ -63,7 +63,7 @@ def compile_packing(
 
 def on_its_devices(source: Source) -> bool:
     """Whether an array is on its program's devices, wherever on them."""
-    a, b = source.given, source.placed
+    a, b = source.sharding, source.travels_by
     if isinstance(a, NamedSharding) and isinstance(b, NamedSharding):
         return a.mesh is b.mesh or tuple(a.mesh.devices.flat) == tuple(b.mesh.devices.flat)
     return bool(a == b)
@@ -84,7 +84,7 @@ def _plain(source: Source) -> jax.sharding.Sharding:
 
     From jax 0.12 on a `shard_map` over a mesh of other types does not lower.
     """
-    found = source.given if on_its_devices(source) else source.placed
+    found = source.sharding if on_its_devices(source) else source.travels_by
     if not isinstance(found, NamedSharding):
         return found
     return NamedSharding(plain_mesh(found.mesh), found.spec, memory_kind=found.memory_kind)

@@ -64,7 +64,7 @@ class Departure:
         if self.cut.is_cut_from(self.arrays_of(cut)):
             return self
         chunks = [
-            dataclasses.replace(c, source=Source.of(cut[i], c.source.placed if run else None))
+            dataclasses.replace(c, source=Source.of(cut[i], c.source.travels_by if run else None))
             for c, (run, i) in zip(self.cut.chunks, self.followers, strict=True)
         ]
         return dataclasses.replace(self, cut=_following(self.followers, chunks))
@@ -123,7 +123,7 @@ def make_departure(
         first, last = units[run[0]], units[run[-1]]
         for i in cut.groups[first.group].retained:
             spec = cut.arrays[i]
-            source = Source(spec.shape, spec.dtype, first.given, first.placed)
+            source = Source(spec.shape, spec.dtype, first.retained_sharding, first.travels_by)
             followers.append(Follower(run, i))
             cut_chunks.append(Chunk(source, first.start, last.stop))
     left, following = (*before.units, *units), _following(followers, cut_chunks)
@@ -142,8 +142,8 @@ def _runs(cut: StepCut, units: Mapping[int, GroupUnit]) -> list[tuple[int, ...]]
     runs: list[tuple[int, ...]] = []
     for group, members in of_groups.items():
         first = cut.groups[group].leaves[0]
-        spec, placed = cut.leaf_specs[first], units[members[0]].placed
-        size = Source(spec.shape, spec.dtype, placed, placed).shard_size
+        spec, travels_by = cut.leaf_specs[first], units[members[0]].travels_by
+        size = Source(spec.shape, spec.dtype, travels_by, travels_by).shard_size
         is_whole = sum(units[u].stop - units[u].start for u in members) == size
         runs += [tuple(members)] if is_whole else [(u,) for u in members]
     return runs

@@ -74,7 +74,7 @@ def _of_one(
     source = replicas.source(array)
     return SavedBytes(
         of_device=source.shard_bytes,
-        in_host_memory=source.shard_bytes if in_host_memory(source.given) else 0,
+        in_host_memory=source.shard_bytes if in_host_memory(source.sharding) else 0,
         to_host=-(-source.shard_bytes // sharers(source)),  # replicas as if all sent alike
         owned=source.owned_bytes,
     )

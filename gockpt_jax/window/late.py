@@ -161,7 +161,7 @@ def _for_all(
 
 def _staged_bytes(chunk: Chunk) -> int:
     """At most, on one device; copies of what the host holds are made there."""
-    if in_host_memory(chunk.source.given):
+    if in_host_memory(chunk.source.sharding):
         return 0
     return padded_bytes(chunk)
 
@@ -230,7 +230,7 @@ def late_blocks(
     """
     of_chunks = [chunk for _, chunk in chunks]
     part_bytes = _part_bytes(of_chunks, limit_bytes)
-    on_host = [n for n, chunk in enumerate(of_chunks) if in_host_memory(chunk.source.given)]
+    on_host = [n for n, chunk in enumerate(of_chunks) if in_host_memory(chunk.source.sharding)]
     on_device = sorted({*range(len(chunks))}.difference(on_host))
     together = [
         *batches(on_device, lambda n: _staged_bytes(of_chunks[n]), part_bytes),

@@ -277,15 +277,15 @@ class OpenWindow:
 
     def _followed(self, arrays: Mapping[int, jax.Array]) -> dict[int, list[Chunk]]:
         """The leaves that left early and were followed all the way, with the rows that did not."""
-        placed = {
-            j: chunk.source.given
+        lay = {
+            j: chunk.source.sharding
             for left in self._left
             for (_, j), chunk in zip(left.leaves, left.state.chunks, strict=True)
         }
         followed = [
             j for j, g in self._groups_of(self._left).items()
             if g not in self._late and j in arrays and j not in self._handed_over
-            and arrays[j].sharding.is_equivalent_to(placed[j], arrays[j].ndim)
+            and arrays[j].sharding.is_equivalent_to(lay[j], arrays[j].ndim)
         ]  # fmt: skip
         behind = units_behind(self._cut, self._units, set(self._left[-1].units))
         return {j: [unit.chunk_of(arrays[j]) for unit in behind[j]] for j in followed}

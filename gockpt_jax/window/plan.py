@@ -23,8 +23,8 @@ from gockpt_jax.window.cost import (
     Unit,
     copied_bytes,
 )
-from gockpt_jax.window.facts import NO_BYTES, Facts, SavedBytes
-from gockpt_jax.window.units import GroupUnit, Places, retained_bytes, units_of
+from gockpt_jax.window.facts import Facts, SavedBytes
+from gockpt_jax.window.units import GroupUnit, Shardings, retained_bytes, units_of
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -117,9 +117,8 @@ class StateBytes:
 
 
 def measure_bytes(
-    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas,
-    unsaved: frozenset[int] = frozenset(), beside: SavedBytes = NO_BYTES,
-    retained_at: Places = None,
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas, facts: Facts | None = None,
+    cut_shardings: Shardings = None,
 ) -> StateBytes:  # fmt: skip
     """Bytes of one device, of the state as the last update returned it.
 
@@ -127,25 +126,27 @@ def measure_bytes(
       cut: The step's.
       leaves: Of its state.
       replicas: How they share what leaves.
-      unsaved: Positions of those that saves do not take. One is sent all the same if it is the
-        smaller part of what is updated together, as replay reads it; if not, all of that is late.
-      beside: What they take that no leaf is.
-      retained_at: Where the armed step returns its cut, if that is known.
+      facts: Which leaves saves do not take, and what they take beside. One that they do not is sent
+        all the same if it is the smaller part of what is updated together, as replay reads it; if
+        not, all of that is late.
+      cut_shardings: Where the armed step returns its cut, if that is known.
     """
+    facts = facts or Facts()
+    unsaved = facts.unsaved
     weights = [replicas.source(a).shard_bytes for a in leaves]
     groups = {
         g: group.leaves
         for g, group in enumerate(cut.groups)
         if _is_most_saved(group.leaves, weights, unsaved)
     }
-    units = tuple(u for u in units_of(cut, leaves, replicas, retained_at) if u.group in groups)
+    units = tuple(u for u in units_of(cut, leaves, replicas, cut_shardings) if u.group in groups)
     unsent = unsaved.difference(*groups.values())
     sent = [a for j, a in enumerate(leaves) if j not in unsent]
     return StateBytes(
         leaves=tuple(0 if j in unsent else weight for j, weight in enumerate(weights)),
-        retained=retained_bytes(cut, leaves, replicas, retained_at),
+        retained=retained_bytes(cut, leaves, replicas, cut_shardings),
         units=units,
-        taken=SavedBytes.of(sent, replicas).plus(beside),
+        taken=SavedBytes.of(sent, replicas).plus(facts.beside),
     )
 
 

@@ -18,7 +18,7 @@ from gockpt_jax.window.known import Known
 from gockpt_jax.window.plan import Plan, StateBytes, measure_bytes, plan_window, warn_of_late
 from gockpt_jax.window.planned import Planned
 from gockpt_jax.window.resources import Resources
-from gockpt_jax.window.units import Places
+from gockpt_jax.window.units import Shardings
 
 _log = logging.getLogger("gockpt_jax")
 
@@ -38,15 +38,15 @@ class _Prepared:
       planned: Its plan.
       rests_on_time: Whether a plan of it has rested on the time of a step, which nobody has said.
       review: Of those asked for, the last that it has had; `None`: it has not been made ready yet.
-      retained_at: Where the armed step returns its cut, if it takes more there than was foreseen.
-      is_placed: Whether that has been looked at.
+      cut_shardings: Where the armed step returns its cut, if it takes more there than was foreseen.
+      has_seen_cut: Whether it has been looked at where that is.
     """
 
     planned: Planned
     rests_on_time: bool = False
     review: int | None = None
-    retained_at: Places = None
-    is_placed: bool = False
+    cut_shardings: Shardings = None
+    has_seen_cut: bool = False
 
     def is_ready(self, program: StepProgram) -> bool:
         """Whether all has been done for its plan, which may have come under other settings."""
@@ -138,8 +138,8 @@ class Planner:
             to_host = SavedBytes.of(leaves, self._replicas).to_host
             facts = self._known.facts(program, to_host, num_devices)
         prepared = self._prepared.get(program)
-        retained_at = None if prepared is None else prepared.retained_at
-        size = self._measured(program, leaves, facts, retained_at)
+        cut_shardings = None if prepared is None else prepared.cut_shardings
+        size = measure_bytes(program.cut, leaves, self._replicas, facts, cut_shardings)
         budget_bytes = self._device.limit_bytes
         if not program.cut.groups:
             plan = Plan((), _why_all_late(program.cut, size))
@@ -153,13 +153,6 @@ class Planner:
         prepared.planned = planned
         self._prepared[program] = prepared
         return planned
-
-    def _measured(
-        self, program: StepProgram, leaves: Sequence[jax.Array], facts: Facts, retained_at: Places
-    ) -> StateBytes:
-        return measure_bytes(
-            program.cut, leaves, self._replicas, facts.unsaved, facts.beside, retained_at
-        )
 
     def _rests_on_time(self, size: StateBytes) -> bool:
         """Whether there is a choice, of K, or between a window and none, by a time not said."""
@@ -182,14 +175,14 @@ class Planner:
           Whether it was.
         """
         prepared = self._prepared[program]
-        if prepared.is_placed:
+        if prepared.has_seen_cut:
             return False
-        placed, foreseen = program.cut_shardings, prepared.planned
-        prepared.is_placed = True
-        size = self._measured(program, leaves, foreseen.facts, placed)
+        cut_shardings, foreseen = program.cut_shardings, prepared.planned
+        prepared.has_seen_cut = True
+        size = measure_bytes(program.cut, leaves, self._replicas, foreseen.facts, cut_shardings)
         if not size.takes_more_than(foreseen.size):
             return False
-        prepared.retained_at = placed
+        prepared.cut_shardings = cut_shardings
         again = self._plan(program, leaves, foreseen.facts)
         _log.info("what a step retains lies otherwise than foreseen: %s", again.plan.reason)
         self._settle(step, program, leaves)

@@ -31,8 +31,8 @@ _UNITS_PER_WINDOW = 60
 """About so many units, where leaves are large enough to be cut: two to six blocks are then equal,
 the seven of the longest window within an eighth."""
 
-Places = Sequence[jax.sharding.Sharding] | None
-"""Of each of a cut's arrays, where it lies; `None`: not known yet."""
+Shardings = Sequence[jax.sharding.Sharding] | None
+"""Where an armed step returns each of its cut's arrays; `None`: it has not been compiled yet."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +43,24 @@ class GroupUnit(Unit):
       group: Its position among the cut's groups.
       start: Of the elements of a local shard, row by row, the first that leaves.
       stop: The one after the last.
-      placed: By whose shards the group's leaves and retained values travel.
-      given: Where an armed step's retained values lie, or are taken to until it has been compiled.
+      travels_by: By whose shards the group's leaves and retained values leave.
+      retained_sharding: Where an armed step's retained values lie, or are foreseen to until it has
+        been compiled.
     """
 
     group: int
     start: int
     stop: int
-    placed: Any
-    given: Any
+    travels_by: Any
+    retained_sharding: Any
 
     def chunk_of(self, leaf: jax.Array) -> Chunk:
         """Its rows of a leaf of its group, alive or not."""
-        return Chunk(Source.of(leaf, self.placed), self.start, self.stop)
+        return Chunk(Source.of(leaf, self.travels_by), self.start, self.stop)
 
 
 def units_of(
-    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas, retained_at: Places = None
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas, cut_shardings: Shardings = None
 ) -> tuple[GroupUnit, ...]:
     """What may leave early, in the cut's order: groups, and rows of large ones.
 
@@ -70,7 +71,7 @@ def units_of(
       cut: The step's.
       leaves: Of its state, as the last update returned it.
       replicas: How they share what leaves.
-      retained_at: Where each retained value lies, if that is known.
+      cut_shardings: As the armed step has them.
     """
     movable = [
         (g, place, [Source.of(leaves[j], place) for j in group.leaves])
@@ -83,39 +84,38 @@ def units_of(
     return tuple(
         unit
         for g, place, sources in movable
-        for unit in _units_of_group(cut, g, place, sources, unit_bytes, retained_at)
+        for unit in _units_of_group(cut, g, place, sources, unit_bytes, cut_shardings)
     )
 
 
 def _units_of_group(
-    cut: StepCut, g: int, place: jax.sharding.Sharding, sources: Sequence[Source],
-    unit_bytes: int, retained_at: Places,
+    cut: StepCut, g: int, travels_by: jax.sharding.Sharding, sources: Sequence[Source],
+    unit_bytes: int, cut_shardings: Shardings,
 ) -> Iterator[GroupUnit]:  # fmt: skip
     """One group's, by the arrays that its leaves are; of about so many bytes."""
-    first = sources[0]
-    foreseen = _given([s.given for s in sources], place, len(first.shape))
-    lie = [retained_at[i] for i in cut.groups[g].retained] if retained_at else []
-    given = next(iter(lie), foreseen)
-    arrays = [cut.arrays[i] for i in cut.groups[g].retained]
-    itemsizes = [array.dtype.itemsize for array in arrays]
+    first, retained = sources[0], cut.groups[g].retained
+    foreseen = _foreseen_sharding([s.sharding for s in sources], travels_by, len(first.shape))
+    lie = [cut_shardings[i] for i in retained] if cut_shardings else []
+    lies = next(iter(lie), foreseen)
+    itemsizes = [cut.arrays[i].dtype.itemsize for i in retained]
     # Small ones are packed, replicas move slices, and what lies elsewhere is moved first.
     is_copied = (
         min(itemsizes, default=0) * first.shard_size < LARGE_BYTES
         or sharers(first) > 1
-        or not all(x.is_equivalent_to(place, len(first.shape)) for x in lie or [given])
+        or not all(x.is_equivalent_to(travels_by, len(first.shape)) for x in lie or [lies])
     )
     for start, stop in _ranges(sources, unit_bytes):
         yield GroupUnit(
             state_bytes=sum(_bytes(s, stop - start) for s in sources),
             retained_bytes=sum(itemsizes) * (stop - start),
-            group=g, start=start, stop=stop, placed=place, given=given, is_copied=is_copied,
-            sharers=sharers(first),
+            group=g, start=start, stop=stop, travels_by=travels_by, retained_sharding=lies,
+            is_copied=is_copied, sharers=sharers(first),
         )  # fmt: skip
 
 
 def sharers(source: Source) -> int:
     """How many replicas of a process share its way to the host: by slices, or in turn."""
-    return place_of(source.placed).replicas if can_be_cut(source) else 1
+    return place_of(source.travels_by).replicas if can_be_cut(source) else 1
 
 
 def placement(
@@ -131,7 +131,7 @@ def placement(
       The placement; `None` if the group cannot leave early: its leaves lie on different devices, or
       differently on devices of several processes, where each writes what it has.
     """
-    shardings = [replicas.source(leaves[j]).placed for j in group]
+    shardings = [replicas.source(leaves[j]).travels_by for j in group]
     like = min(shardings, key=lambda s: Source.of(leaves[group[0]], s).shard_size)
     others = [s for s in shardings if not s.is_equivalent_to(like, leaves[group[0]].ndim)]
     sources = [Source.of(leaves[j], like) for j in group]
@@ -144,16 +144,16 @@ def placement(
     return like
 
 
-def _given(
-    shardings: Sequence[jax.sharding.Sharding], placed: jax.sharding.Sharding, ndim: int
+def _foreseen_sharding(
+    shardings: Sequence[jax.sharding.Sharding], travels_by: jax.sharding.Sharding, ndim: int
 ) -> jax.sharding.Sharding:
     """Where a group's retained values are taken to lie: as its leaves do, if all lie alike."""
     alike = all(s.is_equivalent_to(shardings[0], ndim) for s in shardings)
-    return shardings[0] if alike else placed
+    return shardings[0] if alike else travels_by
 
 
 def retained_bytes(
-    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas, retained_at: Places = None
+    cut: StepCut, leaves: Sequence[jax.Array], replicas: Replicas, cut_shardings: Shardings = None
 ) -> int:
     """What an armed step retains on one device: of all groups, also of those that must be late.
 
@@ -161,16 +161,16 @@ def retained_bytes(
       cut: The step's.
       leaves: Of its state, as the last update returned it.
       replicas: How they share what leaves; each holds all of what it retains.
-      retained_at: Where each retained value lies, if that is known.
+      cut_shardings: As the armed step has them.
     """
     total = 0
     for group in cut.groups:
         place = placement(leaves, group.leaves, replicas)
         places = [leaves[j].sharding for j in group.leaves]
         if place is not None:
-            places = [_given(places, place, leaves[group.leaves[0]].ndim)]
+            places = [_foreseen_sharding(places, place, leaves[group.leaves[0]].ndim)]
         for i in group.retained:
-            spec, lies = cut.arrays[i], [retained_at[i]] if retained_at else places
+            spec, lies = cut.arrays[i], [cut_shardings[i]] if cut_shardings else places
             total += max(Source(spec.shape, spec.dtype, p, p).shard_bytes for p in lies)
     return total
 

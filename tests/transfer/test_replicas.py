@@ -100,7 +100,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         ReplicaLayout(use_replica_parallel=True, min_slice_bytes=1000),
     ]
     for alone in (Replicas(layout.write_shape) for layout in layouts):
-        assert alone.source(whole).placed is whole.sharding
+        assert alone.source(whole).travels_by is whole.sharding
         assert boxes_of(alone, whole) == [(slice(None), slice(None))]
     for array in (
         put((63, 5), P()),  # no axis for eight
@@ -114,7 +114,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
         jnp.zeros((64, 64)),
         jax.device_put(jax.random.split(jax.random.key(0), 64), whole.sharding),
     ):
-        assert SHARED.source(array).placed == array.sharding
+        assert SHARED.source(array).travels_by == array.sharding
         assert boxes_of(SHARED, array) == boxes_of(FIRST_ALONE, array)
         assert boxes_of(SHARED, array) == [s.index for s in owned_shards(array)]
     for array in (whole, put((64, 8), P("a", "b"))):
@@ -126,7 +126,7 @@ def test_what_the_first_replica_takes_alone(monkeypatch):
     for dtype in ("float32", "bfloat16"):  # of a parameter and its moments
         for columns, alone in ((2**19, False), (2**19 - 1, True)):
             spec = jax.ShapeDtypeStruct((8, columns), dtype, sharding=whole.sharding)
-            assert SHARED.source(spec).placed.is_fully_replicated == alone
+            assert SHARED.source(spec).travels_by.is_fully_replicated == alone
             assert SHARED.source(spec).dtype == dtype
         array = put((64, 6), P(), jnp.dtype(dtype))
         assert SHARED.source(array).owned_bytes == array.nbytes

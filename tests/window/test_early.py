@@ -58,8 +58,8 @@ def unit_of(group: int, start: int = 0, stop: int = SIZE) -> GroupUnit:
         group=group,
         start=start,
         stop=stop,
-        placed=sharding,
-        given=sharding,
+        travels_by=sharding,
+        retained_sharding=sharding,
     )
 
 

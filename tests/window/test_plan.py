@@ -71,7 +71,7 @@ def planned_for(facts, max_steps=8):
 def unit(state_bytes, retained_bytes=0, group=0):
     return GroupUnit(
         state_bytes=state_bytes, retained_bytes=retained_bytes, group=group, start=0, stop=1,
-        placed=None, given=None, is_copied=True,
+        travels_by=None, retained_sharding=None, is_copied=True,
     )  # fmt: skip
 
 
@@ -406,7 +406,7 @@ def test_a_group_of_which_saves_take_the_larger_part_leaves_early_as_a_whole(uns
     form = CallForm(jitted, 0, _compat.jit_settings(jitted))
     program = StepProgram(jitted.trace(state, x), form, (state, x), {}, even_for_nothing=False)
     leaves = jax.tree.leaves(state)
-    size = measure_bytes(program.cut, leaves, FIRST_ALONE, frozenset(unsaved))
+    size = measure_bytes(program.cut, leaves, FIRST_ALONE, Facts(unsaved=frozenset(unsaved)))
     assert size.leaves == tuple(leaf * (name in sent) for name in "mvw")
     assert size.staged == leaf * len(sent)
     assert [unit.state_bytes for unit in size.units] == [3 * leaf] * (sent == "mvw")

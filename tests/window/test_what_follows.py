@@ -121,7 +121,7 @@ def test_what_follows_is_cut_from_where_the_compiler_has_put_it():
         pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
         found = zip(departure.followers, departure.cut.chunks, pull.result(), strict=True)
         for (_, i), chunk, shards in found:
-            assert chunk.source.placed == PLACES["sharded"]
+            assert chunk.source.travels_by == PLACES["sharded"]
             for shard in shards:
                 want = values[i][shard.index].reshape(-1)[chunk.start : chunk.stop]
                 np.testing.assert_array_equal(shard.data, want)
@@ -142,7 +142,7 @@ def test_a_captured_scalar_travels_from_where_the_compiler_has_put_it():
         cut = [jax.device_put(jnp.full(x.shape, 7, x.dtype), place) for x in program.cut.arrays]
         departure = planned.followed_by(cut)
         assert (departure is planned) == (place == state["n"].sharding)
-        assert {chunk.source.placed for chunk in departure.cut.chunks} == {place}
+        assert {chunk.source.travels_by for chunk in departure.cut.chunks} == {place}
         assert all(chunk.everywhere for chunk in departure.cut.chunks)  # all processes replay
         pull = departure.cut.start_pull(departure.cut.stage(departure.arrays_of(cut)))
         assert [[h.data.item() for h in found] for found in pull.result()] == [[7.0]]
