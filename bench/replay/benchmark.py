@@ -22,7 +22,7 @@ import numpy as np
 from bench.record import Record, interleaved, peak_memory, ratios
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.memory import own
-from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.replay.programs import PIECE_SIZES
 from gockpt_jax.replay.shards import ShardReplay, Update
 from gockpt_jax.training.cut import Group
 from gockpt_jax.training.graph import flatten
@@ -114,7 +114,7 @@ def run(quick: bool) -> Record:
 
 def _one_piece(record: Record) -> None:
     """What is left where memory costs nothing: a piece that stays in cache, on one thread."""
-    size, times, replayer = Sizes(1, CHUNK_SIZES[0], 7), 32, Replayer("gpu", 1)
+    size, times, replayer = Sizes(1, PIECE_SIZES[0], 7), 32, Replayer("gpu", 1)
     shards = {
         "adamw_1": pending_shards(size, 1),
         f"adamw_{PENDING}": pending_shards(size, PENDING),

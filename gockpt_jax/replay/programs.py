@@ -1,4 +1,4 @@
-"""The programs that replay runs: a recipe, some updates in a row, on a chunk of a fixed size.
+"""The programs that replay runs: a recipe, some updates in a row, on a piece of a fixed size.
 
 Few sizes, few numbers of updates: a model of 1000 leaves of any shapes compiles a handful. They are
 kept for the process, since the next manager meets the same recipes.
@@ -19,13 +19,13 @@ from gockpt_jax import _compat
 from gockpt_jax.compiling import Programs
 from gockpt_jax.training.recipe import Recipe, through_bits
 
-CHUNK_SIZES = (256 * 1024, 32 * 1024, 8 * 1024, 1024)
+PIECE_SIZES = (256 * 1024, 32 * 1024, 8 * 1024, 1024)
 """Elements of a piece, largest first. The largest runs long enough to be worth a dispatch, and its
 results still fit the cache, from where they are copied back (docs/decisions/0009)."""
 
-BLOCK_SIZE = 8 * 1024
+TILE_SIZE = 8 * 1024
 """Elements that a program works on at a time. XLA makes a loop of its own for each result, and each
-reads what the others have read: within a block, from the core's own cache."""
+reads what the others have read: within a tile, from the core's own cache."""
 
 FUSED_UPDATES = (4, 2, 1)
 """Updates in one program, largest first."""
@@ -60,9 +60,9 @@ class ReplaySpec:
 
 
 Compiled = Callable[..., list[jax.Array]]
-"""A function of (states, updates, results, zero): old chunks of shape (size,); for each update a
+"""A function of (states, updates, results, zero): old pieces of shape (size,); for each update a
 pair of cut values (size,) and scalars (); buffers for the results, which it takes over; an int32
-zero. It returns the new chunks of the states that change."""
+zero. It returns the new pieces of the states that change."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ReplayProgram:
     Attributes:
       spec: Of the group.
       updates: How many it applies in a row.
-      size: Elements of its chunks.
+      size: Elements of its pieces.
       fenced: Whether products are fenced off from additions (`Recipe.apply`).
       device: A CPU device.
     """
@@ -104,12 +104,12 @@ def cut_up(elements: int) -> Iterator[tuple[slice, int]]:
       shorter than its program's size.
     """
     start = 0
-    for size in CHUNK_SIZES:
+    for size in PIECE_SIZES:
         while elements - start >= size:
             yield slice(start, start + size), size
             start += size
         left = elements - start
-        if left and (size == CHUNK_SIZES[-1] or (size // 2 <= left and size <= _MAX_PADDED_SIZE)):
+        if left and (size == PIECE_SIZES[-1] or (size // 2 <= left and size <= _MAX_PADDED_SIZE)):
             yield slice(start, elements), size
             return
 
@@ -125,12 +125,12 @@ def fused(updates: int) -> Iterator[int]:
 def _compile(program: ReplayProgram) -> Any:
     spec, place = program.spec, SingleDeviceSharding(program.device)
 
-    def chunks(dtypes: Sequence[np.dtype], *shape: int) -> list[jax.ShapeDtypeStruct]:
+    def pieces(dtypes: Sequence[np.dtype], *shape: int) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for dtype in dtypes]
 
-    states = chunks(spec.states, program.size)
-    update = (chunks(spec.retained, program.size), chunks(spec.scalars))
-    (zero,) = chunks([np.dtype(np.int32)])
+    states = pieces(spec.states, program.size)
+    update = (pieces(spec.retained, program.size), pieces(spec.scalars))
+    (zero,) = pieces([np.dtype(np.int32)])
     # Not all are read, yet they are kept: donated, their memory becomes that of the results.
     jitted = jax.jit(functools.partial(_replay, program), donate_argnums=(2,), keep_unused=True)
     results = [states[i] for i in spec.recipe.changed]
@@ -145,15 +145,15 @@ _programs = Programs("gockpt-compile-replay", _compile)
 def _replay(
     program: ReplayProgram, states: Any, updates: Any, results: Any, zero: jax.Array
 ) -> list[jax.Array]:
-    """What is compiled: block for block, each into its place among the results."""
-    if program.size <= BLOCK_SIZE:
+    """What is compiled: tile by tile, each into its place among the results."""
+    if program.size <= TILE_SIZE:
         return _updated(program, states, updates, zero)
 
-    def block(n: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
-        start = (n * BLOCK_SIZE,)
+    def tile(n: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
+        start = (n * TILE_SIZE,)
 
         def cut(xs: Sequence[jax.Array]) -> list[jax.Array]:
-            return [lax.dynamic_slice(x, start, (BLOCK_SIZE,)) for x in xs]
+            return [lax.dynamic_slice(x, start, (TILE_SIZE,)) for x in xs]
 
         pending = [(cut(retained), scalars) for retained, scalars in updates]
         news = _updated(program, cut(states), pending, zero)
@@ -161,7 +161,7 @@ def _replay(
             lax.dynamic_update_slice(x, new, start) for x, new in zip(results, news, strict=True)
         ]
 
-    done: list[jax.Array] = lax.fori_loop(0, program.size // BLOCK_SIZE, block, results)
+    done: list[jax.Array] = lax.fori_loop(0, program.size // TILE_SIZE, tile, results)
     return done
 
 

@@ -15,7 +15,7 @@ from replay_helpers import moments, numbers, recipe_of, replayed, shard_of
 
 from gockpt_jax import ReplayError
 from gockpt_jax.replay.engine import Replayer
-from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.replay.programs import PIECE_SIZES
 
 SIZE = 1001
 
@@ -89,7 +89,7 @@ def test_results_are_given_in_the_memory_that_is_counted(recipe, monkeypatch, th
         return buffers
 
     monkeypatch.setattr(Replayer, "_new_buffers", counted)
-    size = 5 * CHUNK_SIZES[0] + CHUNK_SIZES[-1]
+    size = 5 * PIECE_SIZES[0] + PIECE_SIZES[-1]
     shard = shard_of(recipe, [numbers(0, size), numbers(1, size)], [numbers(2, size)])
     replayer = Replayer("gpu", threads)
     replayer.apply([shard])

@@ -16,17 +16,17 @@ from gockpt_jax.replay import engine, programs
 from gockpt_jax.replay.engine import Replayer
 from gockpt_jax.replay.memory import Scratch, own
 from gockpt_jax.replay.programs import (
-    BLOCK_SIZE,
-    CHUNK_SIZES,
     FUSED_UPDATES,
+    PIECE_SIZES,
+    TILE_SIZE,
     ReplaySpec,
     cut_up,
     fused,
 )
 from gockpt_jax.replay.shards import ShardReplay, Update
 
-SIZES = [0, 1, 7, 509, 512, 513, 1024, 4096, 8191, 8192 + 5000, 65537, CHUNK_SIZES[0] + 77_777]
-LARGE = 2 * CHUNK_SIZES[1] + 1024 + 5  # two chunks of several blocks, a smaller one, and a tail
+SIZES = [0, 1, 7, 509, 512, 513, 1024, 4096, 8191, 8192 + 5000, 65537, PIECE_SIZES[0] + 77_777]
+LARGE = 2 * PIECE_SIZES[1] + 1024 + 5  # two pieces of several tiles, a smaller one, and a tail
 
 
 @pytest.fixture(scope="module")
@@ -72,31 +72,31 @@ def assert_same_bits(got, want):
 def test_a_shard_is_cut_up_once_and_whole(size):
     pieces = list(cut_up(size))
     assert [i for part, _ in pieces for i in range(size)[part]] == list(range(size))
-    assert {program for _, program in pieces} <= set(CHUNK_SIZES)
-    assert not any(program % BLOCK_SIZE for _, program in pieces if program > BLOCK_SIZE)
+    assert {program for _, program in pieces} <= set(PIECE_SIZES)
+    assert not any(program % TILE_SIZE for _, program in pieces if program > TILE_SIZE)
     for part, program in pieces[:-1]:
         assert part.stop - part.start == program
-    assert all(program <= 2 * size or program == CHUNK_SIZES[-1] for _, program in pieces)
+    assert all(program <= 2 * size or program == PIECE_SIZES[-1] for _, program in pieces)
 
 
-@pytest.mark.parametrize("size", CHUNK_SIZES)
+@pytest.mark.parametrize("size", PIECE_SIZES)
 def test_what_a_program_fits_is_not_cut_up(size):
     """As a rule: dimensions are powers of two."""
     assert list(cut_up(size)) == [(slice(0, size), size)]
 
 
-@pytest.mark.parametrize("size", [s for s in CHUNK_SIZES if s <= 32 * 1024])
+@pytest.mark.parametrize("size", [s for s in PIECE_SIZES if s <= 32 * 1024])
 def test_what_is_left_is_padded_where_it_is_half_a_program_or_more(size):
     """In one small piece, which costs less than many: a start each."""
     assert list(cut_up(size // 2)) == [(slice(0, size // 2), size)]
-    assert len(list(cut_up(CHUNK_SIZES[0] + size - 1))) == 2
-    if size > CHUNK_SIZES[-1]:
+    assert len(list(cut_up(PIECE_SIZES[0] + size - 1))) == 2
+    if size > PIECE_SIZES[-1]:
         assert next(cut_up(size // 2 - 1))[1] < size
 
 
 def test_the_largest_pieces_are_never_padded():
     """Copies of them would need fresh memory."""
-    assert max(size for _, size in cut_up(CHUNK_SIZES[0] - 1)) < CHUNK_SIZES[0]
+    assert max(size for _, size in cut_up(PIECE_SIZES[0] - 1)) < PIECE_SIZES[0]
 
 
 @pytest.mark.parametrize("updates", range(10))
@@ -258,7 +258,7 @@ def test_a_thousand_leaves_compile_a_handful(compiled):
         for n, s in enumerate(sizes)
     ]
     Replayer("gpu", threads=2).apply(shards)
-    assert 0 < len(compiled) <= len(CHUNK_SIZES) * len(FUSED_UPDATES)
+    assert 0 < len(compiled) <= len(PIECE_SIZES) * len(FUSED_UPDATES)
     (m,) = {x.tobytes() for shard in shards for x in shard.states[0].reshape(-1, 1)[:3]}
     assert m == np.float32(one_by_one(moments, [np.ones(1)] * 2, [np.ones(1)] * 3)[0]).tobytes()
 
@@ -329,7 +329,7 @@ def test_scratch_is_a_small_part_of_a_large_shard(recipe):
     nothing = np.broadcast_to(np.float32(0), size)
     shard = ShardReplay(recipe, (nothing, nothing), (Update((nothing,), ()),))
     alone, together = (Replayer("gpu", n).scratch_bytes([shard]) for n in (1, 3))
-    assert CHUNK_SIZES[0] * 2 * 4 <= alone < 0.02 * 2 * 4 * size
+    assert PIECE_SIZES[0] * 2 * 4 <= alone < 0.02 * 2 * 4 * size
     assert together == 3 * alone
     assert ReplaySpec is type(shard.spec)
 
@@ -338,7 +338,7 @@ def test_scratch_is_a_small_part_of_a_large_shard(recipe):
 
 
 def _swapped(updates, states):
-    chunk = CHUNK_SIZES[1]
+    chunk = PIECE_SIZES[1]
     states[0][: 2 * chunk] = np.roll(states[0][: 2 * chunk], chunk)
     return updates
 

@@ -23,7 +23,7 @@ from window.training_loop import (
 )
 
 from gockpt_jax import Audit, GoCkptSave, HostBudgetError, WindowOptions
-from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.replay.programs import PIECE_SIZES
 from gockpt_jax.storage.saving import taken
 from gockpt_jax.storage.writing.leaf_writer import LeafWriter
 from gockpt_jax.transfer.block import Block
@@ -33,7 +33,7 @@ from gockpt_jax.window.host_budget import HostBudget
 
 WAIT_SECS = 60
 LEAF = 4 * SIZE
-SCRATCH = 2 * 4 * CHUNK_SIZES[-1]  # replay's, for two moments
+SCRATCH = 2 * 4 * PIECE_SIZES[-1]  # replay's, for two moments
 
 
 def budget_of(**options: Any) -> HostBudget:

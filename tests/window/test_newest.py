@@ -34,7 +34,7 @@ from window.training_loop import (
 import gockpt_jax as gockpt
 from gockpt_jax import GoCkptManager, GoCkptSave, WindowOptions
 from gockpt_jax.locks import shared_lock
-from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.replay.programs import PIECE_SIZES
 from gockpt_jax.storage.managing import waiting as waiting_room
 from gockpt_jax.storage.managing.deleting import Deleter
 from gockpt_jax.storage.managing.in_turn import SavesInTurn
@@ -887,7 +887,7 @@ def test_a_donated_state_is_refused_and_nothing_waits_for_it(start):
 
 def test_the_default_budget_holds_two_states_more(start):
     """Beside what one save needs; replay's scratch is what its write buffers may be here."""
-    scratch = 2 * 4 * CHUNK_SIZES[-1]
+    scratch = 2 * 4 * PIECE_SIZES[-1]
     loop = start(4, window={"write_limit_bytes": scratch, "audit": None})
     loop.train(8)
     loop.settle()  # with what replay takes

@@ -35,7 +35,7 @@ from gockpt_jax import (
     SnapshotOnlyWarning,
     WindowOptions,
 )
-from gockpt_jax.replay.programs import CHUNK_SIZES
+from gockpt_jax.replay.programs import PIECE_SIZES
 from gockpt_jax.telemetry import events
 from gockpt_jax.training.program import StepProgram
 from gockpt_jax.window import ahead, device_budget, planner, session
@@ -560,7 +560,7 @@ def test_reports_are_plausible_and_told_to_monitoring(tmp_path, caplog):
     assert window.late_leaves == ()
     assert window.error is None
     assert window.written_bytes >= STATE_BYTES
-    scratch = 2 * 4 * CHUNK_SIZES[-1]  # replay's, for two moments
+    scratch = 2 * 4 * PIECE_SIZES[-1]  # replay's, for two moments
     # The state, what two updates retained, the audit's sample, what is being written: all at once
     # where replay is slow.
     assert STATE_BYTES <= window.peak_host_bytes <= 4 * STATE_BYTES + scratch
