@@ -92,8 +92,8 @@ def can_be_sampled(array: jax.Array) -> bool:
     return not (_compat.is_packed(array.dtype) or is_key_type(array.dtype))
 
 
-Probe = tuple[Piece, Grid, int]
-"""What is written as one, alive; how it is cut; which box is taken."""
+LiveBox = tuple[Piece, Grid, int]
+"""A box that is taken: of what is written as one, alive; how that is cut; the box's number."""
 
 
 def kind_of(piece: Piece) -> tuple[int, Any]:
@@ -107,28 +107,28 @@ def grid_at(piece: Piece, turn: Turn) -> Grid:
     return grid_of(piece.shape, piece.shard.dtype.itemsize, turn.part)
 
 
-def sample_bytes(probes: Sequence[Probe]) -> int:
+def sample_bytes(boxes: Sequence[LiveBox]) -> int:
     """Bytes of the boxes, on the device that holds the most of them."""
-    return max((sum(_box_bytes(probes[n]) for n in on) for on in _by_device(probes)), default=0)
+    return max((sum(_box_bytes(boxes[n]) for n in on) for on in _by_device(boxes)), default=0)
 
 
-def _box_bytes(probe: Probe) -> int:
-    piece, grid, _ = probe
+def _box_bytes(box: LiveBox) -> int:
+    piece, grid, _ = box
     return math.prod(grid.sizes) * int(piece.shard.dtype.itemsize)
 
 
-def in_batches(probes: Sequence[Probe], limit_bytes: int | None) -> list[list[Probe]]:
+def in_batches(boxes: Sequence[LiveBox], limit_bytes: int | None) -> list[list[LiveBox]]:
     """All at once, unless the device budget is smaller than that: then device by device."""
-    if limit_bytes is None or sample_bytes(probes) <= limit_bytes:
-        return [[*probes]] if probes else []
+    if limit_bytes is None or sample_bytes(boxes) <= limit_bytes:
+        return [[*boxes]] if boxes else []
     return [
         batch
-        for on in _by_device(probes)
-        for batch in batches([probes[n] for n in on], _box_bytes, limit_bytes)
+        for on in _by_device(boxes)
+        for batch in batches([boxes[n] for n in on], _box_bytes, limit_bytes)
     ]
 
 
-def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
+def start_sample(boxes: Sequence[LiveBox]) -> Pull[list[np.ndarray]]:
     """Copies boxes on their devices and starts moving them to the host; returns at once.
 
     One program copies those of a device, and they travel as one array of each dtype: a GPU's driver
@@ -137,10 +137,10 @@ def start_sample(probes: Sequence[Probe]) -> Pull[list[np.ndarray]]:
     Returns:
       The transfer: of the elements of each, flat, in the order asked for.
     """
-    together = _together(probes)
-    sizes = [(p.shard.dtype, math.prod(grid.sizes)) for p, grid, _ in probes]
+    together = _together(boxes)
+    sizes = [(p.shard.dtype, math.prod(grid.sizes)) for p, grid, _ in boxes]
     with unwatched():
-        sent = [x for numbers in together for x in _copied([probes[n] for n in numbers])]
+        sent = [x for numbers in together for x in _copied([boxes[n] for n in numbers])]
         return Pull(sent, functools.partial(_taken_apart, together, sizes))
 
 
@@ -168,35 +168,35 @@ def compile_samples_ahead(
     turns = Turns([[kind_of(piece) for piece in pieces] for pieces in leaves], fraction)
     for cast in turns.casts():
         looked_at = [(leaves[turn.leaf][turn.piece], turn) for turn in cast]
-        probes = [(piece, grid_at(piece, turn), 0) for piece, turn in looked_at]
-        for batch in in_batches(probes, limit_bytes):
+        boxes = [(piece, grid_at(piece, turn), 0) for piece, turn in looked_at]
+        for batch in in_batches(boxes, limit_bytes):
             for numbers in _together(batch):
-                _programs.wanted(_cuts([batch[n] for n in numbers]))
+                _programs.wanted(_box_specs([batch[n] for n in numbers]))
     return True
 
 
-def _by_device(probes: Sequence[Probe]) -> list[list[int]]:
+def _by_device(boxes: Sequence[LiveBox]) -> list[list[int]]:
     """Positions of those on each device."""
-    return [*_alike(_device(piece.shard) for piece, _, _ in probes).values()]
+    return [*_alike(_device(piece.shard) for piece, _, _ in boxes).values()]
 
 
-def _together(probes: Sequence[Probe]) -> list[list[int]]:
+def _together(boxes: Sequence[LiveBox]) -> list[list[int]]:
     """Positions of those that one program copies: of one device, and few."""
     return [
         few
-        for on in _by_device(probes)
-        for few in batches(on, lambda n: _box_bytes(probes[n]), _MOST_BYTES, FEW_BOXES)
+        for on in _by_device(boxes)
+        for few in batches(on, lambda n: _box_bytes(boxes[n]), _MOST_BYTES, FEW_BOXES)
     ]
 
 
-def _copied(probes: Sequence[Probe]) -> list[jax.Array]:
+def _copied(boxes: Sequence[LiveBox]) -> list[jax.Array]:
     """Boxes of one device, one after another in an array for each dtype."""
-    shards = [piece.shard for piece, _, _ in probes]
-    starts = np.zeros((len(probes), max(x.ndim for x in shards)), np.int32)
-    for row, (piece, grid, box) in zip(starts, probes, strict=True):
+    shards = [piece.shard for piece, _, _ in boxes]
+    starts = np.zeros((len(boxes), max(x.ndim for x in shards)), np.int32)
+    for row, (piece, grid, box) in zip(starts, boxes, strict=True):
         row[: len(piece.start)] = np.add(piece.start, grid.start(box))
     # Where boxes start goes to the device with the call: by a `device_put` it would take longer.
-    return list(_programs.needed(_cuts(probes))(starts, *shards))
+    return list(_programs.needed(_box_specs(boxes))(starts, *shards))
 
 
 def _taken_apart(
@@ -221,21 +221,21 @@ def _alike(kinds: Iterable[Any]) -> dict[Any, list[int]]:
     return found
 
 
-_Cut = tuple[jax.ShapeDtypeStruct, tuple[int, ...]]  # a shard, and the sizes of a box of it
+_BoxSpec = tuple[jax.ShapeDtypeStruct, tuple[int, ...]]  # a shard, and the sizes of a box of it
 
 
-def _cuts(probes: Sequence[Probe]) -> tuple[_Cut, ...]:
+def _box_specs(boxes: Sequence[LiveBox]) -> tuple[_BoxSpec, ...]:
     """What the program is made from that copies such boxes of such arrays."""
-    return tuple((_spec(piece.shard), grid.sizes) for piece, grid, _ in probes)
+    return tuple((_spec(piece.shard), grid.sizes) for piece, grid, _ in boxes)
 
 
-def _compile(cuts: Sequence[_Cut]) -> Any:
-    specs = [spec for spec, _ in cuts]
+def _compile(wanted: Sequence[_BoxSpec]) -> Any:
+    specs = [spec for spec, _ in wanted]
     platform = _device(specs[0]).platform
 
     def cut(starts: jax.Array, *shards: jax.Array) -> list[jax.Array]:
         boxes = []
-        for n, (x, (_, sizes)) in enumerate(zip(shards, cuts, strict=True)):
+        for n, (x, (_, sizes)) in enumerate(zip(shards, wanted, strict=True)):
             start = [starts[n, axis] for axis in range(x.ndim)]
             box = lax.dynamic_slice(to_be_cut(x, platform), start, sizes)
             boxes.append(as_bits(box.reshape(-1), platform))

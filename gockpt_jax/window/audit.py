@@ -38,9 +38,9 @@ class _Box:
     """What is compared: of a leaf, of the n-th piece that this process writes, a box of a grid."""
 
     path: str
-    number: int
+    piece: int
     grid: Grid
-    box: int
+    number: int
 
 
 _Pair = tuple[_Box, Piece]
@@ -136,10 +136,10 @@ class Auditor:
 
     def _send_all(self, pairs: Sequence[_Pair], pending: "PendingAudit") -> None:
         """In smaller parts, if the device has less room than its budget says."""
-        probes = [(piece, box.grid, box.box) for box, piece in pairs]
+        live = [(piece, box.grid, box.number) for box, piece in pairs]
         boxes = [box for box, _ in pairs]  # the worker must not keep the state alive
         sent = 0
-        for batch in in_batches(probes, self._resources.device.limit_bytes):
+        for batch in in_batches(live, self._resources.device.limit_bytes):
             start = functools.partial(start_sample, batch)
             land = functools.partial(pending.land, boxes[sent : sent + len(batch)])
             if not send(start, land, pending.failed, sample_bytes(batch), self._resources):
@@ -197,7 +197,7 @@ class PendingAudit:
             raise self._error
         figures, failures = AuditFigures(), []
         for box, true in self._landed:
-            found, failure = self._compare(box, final[box.path][box.number], true)
+            found, failure = self._compare(box, final[box.path][box.piece], true)
             figures = figures.plus(found)
             if failure:
                 failures.append((found.max_ulps, box.path, failure))
@@ -215,7 +215,7 @@ class PendingAudit:
         self, box: _Box, chunk: HostChunk, true: np.ndarray
     ) -> tuple[AuditFigures, str | None]:
         flat = chunk.data.reshape(-1)
-        found = difference(flat[box.grid.run(box.box)], true)
+        found = difference(flat[box.grid.run(box.number)], true)
         if not found.elements:
             return AuditFigures(chunks=1, compared_bytes=true.nbytes), None
         scale = scale_of(flat)
@@ -230,7 +230,7 @@ class PendingAudit:
             return figures, None
         ulps = "unlike values" if found.max_ulps == UNEQUAL else f"{found.max_ulps} ULPs"
         return figures, (
-            f"`{box.path}`, chunk {box.box} of {box.grid.count} in the shard at {_text(chunk)}: "
+            f"`{box.path}`, chunk {box.number} of {box.grid.count} in the shard at {_text(chunk)}: "
             f"{found.elements} of {true.size} elements differ, by up to {ulps} "
             f"({relative:.1e} of the leaf's scale)"
         )

@@ -148,8 +148,8 @@ def test_more_shards_than_boxes_take_turns(worker):
         if not turn:
             assert len({box.path for box, _ in pairs}) == FEW_BOXES
         for box, piece in pairs:
-            assert piece.shard is leaves[box.path].addressable_shards[box.number].data
-            seen[box.path][box.number, box.grid.run(box.box)] += 1
+            assert piece.shard is leaves[box.path].addressable_shards[box.piece].data
+            seen[box.path][box.piece, box.grid.run(box.number)] += 1
     assert min(s.min() for s in seen.values()) >= 1
 
 
@@ -193,7 +193,7 @@ def test_leaves_that_lie_elsewhere_now_begin_again(worker):
     auditor, _, _ = audit_of(worker)
     for spec in (PartitionSpec("a"), PartitionSpec()):
         array = jax.device_put(jnp.zeros((8, 8192)), NamedSharding(mesh, spec))
-        seen = {box.number for box, _ in auditor._next_boxes({"leaf": array}, 1 / 16)}
+        seen = {box.piece for box, _ in auditor._next_boxes({"leaf": array}, 1 / 16)}
         assert seen == (set(range(8)) if spec == PartitionSpec("a") else {0})
     other = auditor._next_boxes({"leaf": jnp.zeros(5)}, 1 / 16)
     assert [p.shape for _, p in other] == [(5,)]
