@@ -621,9 +621,9 @@ def test_no_window_opens_behind_a_save_that_waits(tmp_path):
     with GoCkptManager(tmp_path, options=Options(save_interval_steps=5)) as manager:
         saves, will_save = manager._gockpt_saves, manager._gockpt_session.predictor.is_save_label
         assert [label for label in range(16) if will_save(label)] == [0, 5, 10, 15]
-        saves._room._occupant = SimpleNamespace(step=10)
+        saves._room._waiting = SimpleNamespace(step=10)
         assert [label for label in range(16) if will_save(label)] == [15]
-        saves._room._occupant = None
+        saves._room._waiting = None
 
 
 def test_a_window_whose_save_did_not_come_is_no_reason_for_a_later_one(tmp_path, opened):

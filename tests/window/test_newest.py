@@ -91,11 +91,11 @@ def test_an_accepted_save_stays_visible_while_it_is_handed_over(start, monkeypat
     accepted = (8, [0, 4, 8], True)
     assert look(loop.manager) == accepted
     room, seen = loop.manager._gockpt_saves._room, []
-    waiting = room.occupant
+    waiting = room.waiting
     with monkeypatch.context() as patch:  # it leaves just as somebody looks
         patch.setattr(SavesInTurn, "waiting", property(lambda _: room.leave(waiting)))
         assert look(loop.manager) == accepted
-    room.leaving, room.occupant = None, waiting
+    room.leaving, room.waiting = None, waiting
 
     def saving(real: Any) -> Any:
         def call(manager: Any, step: int, *args: Any, **kwargs: Any) -> Any:
@@ -1026,7 +1026,7 @@ def test_a_step_does_not_wait_for_a_save_that_another_thread_has_begun_meanwhile
     def late(*args, **kwargs):
         come = has_come(*args, **kwargs)
         if threading.current_thread() is threading.main_thread() and saves.waiting is not None:
-            on_a_thread(saves.hand_over)
+            on_a_thread(saves.give_turn)
         return come
 
     monkeypatch.setattr(Turn, "has_come", late)

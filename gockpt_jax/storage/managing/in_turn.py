@@ -2,17 +2,16 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import ProcessError
-from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.managing.arguments import as_they_are
 from gockpt_jax.storage.managing.calls import Calls
 from gockpt_jax.storage.managing.last_save import LastSave
-from gockpt_jax.storage.managing.naming import ENDS_TREES, Naming
+from gockpt_jax.storage.managing.naming import Naming
 from gockpt_jax.storage.managing.turn import Turn, told_of_turns
 from gockpt_jax.storage.managing.waiting import WaitingRoom, WaitingSave
 from gockpt_jax.storage.saving.commit import with_word_of_commits
@@ -58,7 +57,7 @@ class SavesInTurn:
         self.calls = Calls(session.lock)
         is_asynchronous = options.enable_async_checkpointing
         self.last = LastSave(manager, handler, turn, room, is_asynchronous=is_asynchronous)
-        options = arrange(options, session, lambda: room.occupant, self._is_refused)
+        options = arrange(options, session, lambda: room.waiting, self._is_refused)
         if is_asynchronous and not options.read_only:
             options, handler.votes = with_word_of_commits(
                 options, session.processes, handler.committed, self.calls.telling
@@ -66,7 +65,7 @@ class SavesInTurn:
             if self._on_busy == "newest":
                 options = told_of_turns(options, turn)
         self.options = options
-        session.between_steps = self.hand_over
+        session.between_steps = self.give_turn
         session.after_steps = handler.begun.let_go
 
     def save(self, step: int, arguments: dict[str, Any], started_at: float) -> bool:
@@ -87,7 +86,7 @@ class SavesInTurn:
         # next accepted save, or in a wait. One that raised alone would be waited for.
         if last.is_unheard and not session.processes.several and not last.is_writing:
             last.hear()  # at once: that save may not have ended well
-        self.hand_over(label=step)
+        self.give_turn(label=step)
         # The policy is asked once, before anything is made for a save.
         if not (arguments.get("force") or self._manager.should_save(step)):
             session.predictor.observe(session.version, step, accepted=False)
@@ -97,7 +96,7 @@ class SavesInTurn:
         arguments = as_they_are(arguments | {"args": self._naming.name(arguments["args"])})
         ours = [item for item in arguments["args"].items() if self._naming.is_ours(*item)]
         session.predictor.takes_state = bool(ours)
-        self._refuse_ended_by_others(name for name, _ in ours)
+        self._naming.refuse_ended_by_others(self._manager, [name for name, _ in ours])
         if not session.processes.several:
             # Beside other processes it fails at its commit, where all of them hear of it.
             self._refuse(arguments)
@@ -143,25 +142,6 @@ class SavesInTurn:
             if self._naming.is_ours(name, args):
                 self._handler.leaves_to_save(args)
 
-    def _refuse_ended_by_others(self, trees: Iterable[str]) -> None:
-        """Refuses trees that nobody could read: what our handler writes, it has to end.
-
-        On all processes alike, for they register the same handlers at the same calls.
-
-        Raises:
-          ValueError: if Orbax has another handler end one of them.
-        """
-        for name in trees:
-            other = of_orbax.who_ends(self._manager, name)
-            if other is not None and not isinstance(other, ENDS_TREES):
-                raise ValueError(
-                    f"`args`: item `{name}` is a tree of arrays, but under that name the manager "
-                    f"has a `{type(other).__name__}`: it was given for it, or took or gave another "
-                    "kind of item that was so named, as metrics are. Orbax would end the tree by "
-                    "it, and nobody could read what was written. Give the tree another name, or "
-                    "leave that handler out."
-                )
-
     def _why_later(self, step: int, arguments: Mapping[str, Any]) -> str | None:
         """Why an accepted save is not made now; `None` if it is. One that waits goes before it."""
         if self._on_busy == "wait":
@@ -175,7 +155,7 @@ class SavesInTurn:
         # One process may have heard of its end before another: they skip together.
         busy = self._session.processes.objection("busy", busy)
         if busy is None and (waiting := self.waiting) is not None:
-            self._begin_waiting()  # the one before has ended everywhere, just before its turn
+            self._begin_next()  # the one before has ended everywhere, just before its turn
             busy = f"the save of step {waiting.step}, which had waited, has just begun"
         return busy
 
@@ -196,7 +176,8 @@ class SavesInTurn:
             busy = f"{busy}, and {why_not}"
         session.predictor.observe(session.version, step, accepted=True)
         if waits:
-            self._room.occupied.pending.add_stall(started_at)
+            assert self.waiting is not None, "it has just been taken"
+            self.waiting.pending.add_stall(started_at)
             return True
         session.abandon(f"its save was skipped: {busy}")
         secs = time.perf_counter() - started_at
@@ -213,9 +194,9 @@ class SavesInTurn:
     @property
     def waiting(self) -> WaitingSave | None:
         """An accepted save that Orbax does not know of yet."""
-        return self._room.occupant
+        return self._room.waiting
 
-    def hand_over(self, label: int | None = None) -> None:
+    def give_turn(self, label: int | None = None) -> None:
         """Gives the save that waits to Orbax if it has its turn; on every call of a step or `save`.
 
         Args:
@@ -242,21 +223,20 @@ class SavesInTurn:
         if self.calls.saving.acquire(blocking=self._session.processes.several):
             try:
                 if self.waiting is waiting:
-                    self._begin_waiting()
+                    self._begin_next()
             finally:
                 self.calls.saving.release()
 
-    def _begin_waiting(self) -> None:
+    def _begin_next(self) -> None:
         """Hears how the last save ended, and begins the one that waits."""
         if self.last.is_unheard:
             self.last.hear()
-        if self.waiting is not None:
-            self._write_waiting()
+        if (waiting := self.waiting) is not None:
+            self._begin(waiting)
 
-    def _write_waiting(self) -> None:
-        started_at = time.perf_counter()
+    def _begin(self, waiting: WaitingSave) -> None:
+        started_at, begun = time.perf_counter(), False
         self._session.known.clock.pause(self._session.version)  # what follows is no step
-        waiting, begun = self._room.occupied, False
         try:
             self._room.leave(waiting)
             begun = self.last.begin(waiting.step, waiting.arguments, started_at)
@@ -310,13 +290,13 @@ class SavesInTurn:
             try:
                 self.last.hear()
             except Exception:  # an interrupt is not made to wait for another save
-                self._finish_waiting()
+                self._finish_next()
                 raise
-            self._finish_waiting()
+            self._finish_next()
 
-    def _finish_waiting(self) -> None:
-        if self.waiting is not None:
-            self._write_waiting()
+    def _finish_next(self) -> None:
+        if (waiting := self.waiting) is not None:
+            self._begin(waiting)
             self.last.hear()
 
 

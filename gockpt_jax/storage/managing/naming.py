@@ -4,12 +4,13 @@ A bare tree is `state` on disk. `None` stands in Orbax's registries for items of
 """
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 from gockpt_jax.errors import SnapshotOnlyWarning, warn
+from gockpt_jax.storage.files import _compat as of_orbax
 from gockpt_jax.storage.restoring.arguments import GoCkptRestore
 from gockpt_jax.storage.saving.handler import GoCkptHandler, GoCkptSave
 from gockpt_jax.storage.saving.state_handler import RestoreAsSaved, StateHandler
@@ -19,7 +20,7 @@ ITEM = "state"
 UNNAMED = "default"
 """What Orbax calls an item that was saved without a name."""
 METRICS = "metrics"
-ENDS_TREES = (
+_ENDS_TREES = (
     StateHandler, ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler,
     ocp.handlers.ArrayCheckpointHandler,
 )  # fmt: skip
@@ -172,6 +173,29 @@ class Naming:
         """What a call without arguments gives: the bare item itself, where it is the only one."""
         is_alone = set(composite.keys()) - {METRICS} == {ITEM}
         return composite[ITEM] if is_alone and (self._is_bare or not self._is_named) else composite
+
+    def refuse_ended_by_others(self, manager: Any, trees: Iterable[str]) -> None:
+        """Refuses trees that nobody could read: what our handler writes, it has to end.
+
+        On all processes alike, for they register the same handlers at the same calls.
+
+        Args:
+          manager: Of the checkpoints.
+          trees: The names under which our handler would write some.
+
+        Raises:
+          ValueError: if Orbax has another handler end one of them.
+        """
+        for name in trees:
+            other = of_orbax.who_ends(manager, name)
+            if other is not None and not isinstance(other, _ENDS_TREES):
+                raise ValueError(
+                    f"`args`: item `{name}` is a tree of arrays, but under that name the manager "
+                    f"has a `{type(other).__name__}`: it was given for it, or took or gave another "
+                    "kind of item that was so named, as metrics are. Orbax would end the tree by "
+                    "it, and nobody could read what was written. Give the tree another name, or "
+                    "leave that handler out."
+                )
 
 
 def _require_arguments(args: Any) -> None:

@@ -84,30 +84,24 @@ class WaitingRoom:
 
     def __init__(self, handler: StateHandler, naming: Naming, manager: Any):
         self.leaving: WaitingSave | None = None
-        self._occupant: WaitingSave | None = None
+        self._waiting: WaitingSave | None = None
         self._handler = handler
         self._is_ours = naming.is_ours
         self._manager = manager
 
     @property
-    def occupant(self) -> WaitingSave | None:
+    def waiting(self) -> WaitingSave | None:
         """The save that waits; `None` if none does."""
-        return self._occupant
+        return self._waiting
 
-    @occupant.setter
-    def occupant(self, save: WaitingSave | None) -> None:
+    @waiting.setter
+    def waiting(self, save: WaitingSave | None) -> None:
         """Nobody forgets the manager meanwhile."""
-        self._occupant = save
+        self._waiting = save
         if save is None:
             _not_forgotten.pop(id(self), None)
         else:
             _not_forgotten[id(self)] = self._manager
-
-    @property
-    def occupied(self) -> WaitingSave:
-        """The save that waits, where it is known that one does."""
-        assert self.occupant is not None, "nobody waits"
-        return self.occupant
 
     def take(self, step: int, arguments: Mapping[str, Any]) -> str | None:
         """Takes a save's state, and has it wait in the place of the one that does.
@@ -133,16 +127,16 @@ class WaitingRoom:
         # What cannot be copied has been refused: the save that waits is still there.
         if self._why_no_room(trees) is not None:
             self.supersede(step)  # that makes the room
-        before, taken = self.occupant, self._take(trees)
+        before, taken = self.waiting, self._take(trees)
         try:
             now = datetime.datetime.now(tz=datetime.UTC)
             composite = ocp.args.Composite(**{**items, **taken})
-            self.occupant = WaitingSave(step, now, {**arguments, "args": composite})
+            self.waiting = WaitingSave(step, now, {**arguments, "args": composite})
             if before is not None:  # other threads see one of them all the time
                 self._drop(before, step)
         except BaseException:  # an interrupt: the older one waits on, unless it is reported
             goes_on = before is not None and not before.pending.is_finished
-            self.occupant = before if goes_on else None
+            self.waiting = before if goes_on else None
             for tree in taken.values():
                 tree.release()
             raise
@@ -165,17 +159,17 @@ class WaitingRoom:
         self.leaving = waiting
         record = waiting.pending.record
         record.waiting_secs = time.perf_counter() - record.sealed_at
-        self.occupant = None  # behind `leaving`: whoever looks in that order sees one of them
+        self.waiting = None  # behind `leaving`: whoever looks in that order sees one of them
 
     def supersede(self, step: int) -> None:
         """Drops the save that waits, if it is older than this one; a report says so."""
-        waiting = self.occupant
+        waiting = self.waiting
         if waiting is not None and waiting.step < step:
             try:
-                self.occupant = None
+                self.waiting = None
                 self._drop(waiting, step)
             except BaseException:  # an interrupt: it waits on, unless it is reported
-                self.occupant = None if waiting.pending.is_finished else waiting
+                self.waiting = None if waiting.pending.is_finished else waiting
                 raise
 
     def _drop(self, waiting: WaitingSave, step: int) -> None:
@@ -193,21 +187,21 @@ class WaitingRoom:
 
     def give_up(self, error: BaseException) -> None:
         """Drops the save that waits, if there is one: it cannot be written any more."""
-        waiting, self.occupant = self.occupant, None
+        waiting, self.waiting = self.waiting, None
         if waiting is not None:
             waiting.pending.failed(error)
             waiting.release()
 
     def _why_not(self, step: int, items: Mapping[str, Any], trees: Mapping[str, Any]) -> str | None:
         """Why they cannot be taken before they are written; the same on every process."""
-        if self.occupant is not None and self.occupant.step >= step:
-            return f"a newer save waits, of step {self.occupant.step}"
+        if self.waiting is not None and self.waiting.step >= step:
+            return f"a newer save waits, of step {self.waiting.step}"
         for name, args in items.items():
             if name not in trees and not isinstance(args, ocp.args.JsonSave):
                 return f"the item `{name}` (`{type(args).__name__}`) cannot be taken beforehand"
         if not trees:
             return "there is no tree of arrays in it"
-        freed_bytes = 0 if self.occupant is None else self.occupant.num_bytes
+        freed_bytes = 0 if self.waiting is None else self.waiting.num_bytes
         no_room = self._why_no_room(trees, freed_bytes)
         return self._handler._gockpt_session.processes.objection("room", no_room)
 
